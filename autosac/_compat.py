@@ -1,0 +1,211 @@
+"""The only file that touches private PyTorch APIs (checked for torch 2.10 to 2.15)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+__all__ = [
+    "IGNORED_OPS",
+    "ITEM",
+    "METADATA_OPS",
+    "TRACE_ERRORS",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "current_node_sequence_nr",
+    "fake_like",
+    "current_node_variable",
+    "flops_of",
+    "is_random",
+    "next_sequence_nr",
+    "written_arguments",
+]
+
+TRACE_ERRORS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+# Ops whose number may differ between forward and recomputation: the ones that
+# torch/utils/checkpoint.py ignores as well (SAC_IGNORED_OPS, torch 2.15).
+METADATA_OPS: frozenset[Any] = frozenset(
+    {torch.ops.prim.device.default, *FunctionalTensor.metadata_fns}
+)
+IGNORED_OPS = METADATA_OPS | {torch.ops.aten.detach.default}
+
+# Ops that update arguments which their schema does not mark as written
+# (aten/src/ATen/native/native_functions.yaml, torch 2.15): name -> positions.
+_HIDDEN_WRITES = {
+    "aten.native_batch_norm.default": (3, 4),
+    "aten.cudnn_batch_norm.default": (3, 4),
+    "aten.miopen_batch_norm.default": (3, 4),
+}
+
+
+ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+# Views whose schema does not say so.
+_HIDDEN_VIEWS = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default"})
+
+_written_positions: dict[Any, tuple[tuple[int, str], ...]] = {}
+
+
+def written_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Arguments that a call mutates, by its schema or by `_HIDDEN_WRITES`."""
+    positions = _written_positions.get(func)
+    if positions is None:
+        hidden = _HIDDEN_WRITES.get(str(func), ())
+        schema = getattr(func, "_schema", None)
+        arguments = () if schema is None else schema.arguments
+        positions = tuple(
+            (i, argument.name)
+            for i, argument in enumerate(arguments)
+            if i in hidden
+            or (argument.alias_info is not None and argument.alias_info.is_write)
+        )
+        _written_positions[func] = positions
+    return [
+        args[i] if i < len(args) else kwargs.get(name) for i, name in positions
+    ]
+
+
+_returned: dict[Any, tuple[int, ...]] = {}
+_views: dict[Any, bool] = {}
+
+
+def returned_arguments(func: Any) -> tuple[int, ...]:
+    """Positions of the arguments that an in-place or out= op returns."""
+    if func not in _returned:
+        schema = getattr(func, "_schema", None)
+        returns = () if schema is None else schema.returns
+        written = {
+            frozenset(argument.alias_info.before_set): i
+            for i, argument in enumerate(() if schema is None else schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        _returned[func] = tuple(
+            written[frozenset(result.alias_info.before_set)]
+            for result in returns
+            if result.alias_info is not None and result.alias_info.is_write
+        )
+    return _returned[func]
+
+
+def pick_arguments(
+    func: Any, positions: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The arguments at some positions of a call, as the call would return them."""
+    names = [argument.name for argument in func._schema.arguments]
+    picked = tuple(args[i] if i < len(args) else kwargs[names[i]] for i in positions)
+    if not picked:
+        return None
+    return picked[0] if len(picked) == 1 else picked
+
+
+def is_view(func: Any) -> bool:
+    """Whether all results of an operator alias its arguments without writing."""
+    if func not in _views:
+        schema = getattr(func, "_schema", None)
+        returns = () if schema is None else schema.returns
+        _views[func] = bool(returns) and all(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in returns
+        )
+    return _views[func] or str(func) in _HIDDEN_VIEWS
+
+
+def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a batch norm in training mode with no statistics to update."""
+    positions = _HIDDEN_WRITES.get(str(func))
+    if positions is None or not args[5]:
+        return args
+    return tuple(None if i in positions else arg for i, arg in enumerate(args))
+
+
+def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """A tensor subclass instance without memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Suspend all dispatch modes."""
+    return _disable_current_modes()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one."""
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_mode_of(tensor: torch.Tensor) -> Any:
+    """The mode that a fake tensor belongs to, None for a real one."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+
+
+def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor on a device with the layout of a meta tensor."""
+    return FakeTensor(mode, meta, device)
+
+
+def is_random(func: Any) -> bool:
+    """Whether an operator draws from a random generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def flops_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> int:
+    """Floating point operations of a call, 0 for ops without a formula."""
+    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def next_sequence_nr() -> int:
+    """Sequence number that the next autograd node will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def current_node_sequence_nr() -> int | None:
+    """Sequence number of the autograd node that runs now, None outside backward."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    return int(cast(Callable[[], int], node._sequence_nr)())
+
+
+def current_node_variable() -> torch.Tensor | None:
+    """The leaf that the running ``AccumulateGrad`` node accumulates into."""
+    return getattr(torch._C._current_autograd_node(), "variable", None)
+
+
+def fake_like(
+    mode: FakeTensorMode, tensor: torch.Tensor, meta_device: torch.device
+) -> torch.Tensor:
+    """A fake twin of a tensor; one on the meta device moves to ``meta_device``."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    data = tensor.detach()
+    if tensor.is_meta:
+        fake: torch.Tensor = FakeTensor(mode, data, meta_device)  # type: ignore[arg-type]
+    else:
+        fake = mode.from_tensor(data, static_shapes=True)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,99 @@
+"""Trade-off curves: what it costs in time to keep less of an AC unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autosac.policy import RERUN, SAVE, SKIP, Policy
+from autosac.units import Unit
+from solvers import curve, knapsack
+
+_MOST_GROUPS = 250  # of a unit whose whole curve is worth its solving time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCurve:
+    """Exact trade-off curve of an AC unit, and the policies behind its points.
+
+    Attributes:
+        points: The Pareto points; least freed (and least recomputed) first.
+        policies: Policy of each point.
+        ratios: Share of the unit's activation memory that each point recomputes.
+    """
+
+    points: curve.TradeoffCurve
+    policies: tuple[Policy, ...]
+    ratios: tuple[float, ...]
+
+
+def save_problem(unit: Unit, *, capacity_bytes: int | None = None) -> knapsack.SaveProblem:
+    """The choice of what to save in a unit, for the solver."""
+    groups = unit.groups
+
+    def where(flag: str) -> frozenset[int]:
+        return frozenset(i for i, group in enumerate(groups) if getattr(group, flag))
+
+    if capacity_bytes is None:
+        capacity_bytes = sum(group.saved_bytes for group in groups)
+    return knapsack.SaveProblem(
+        saved_bytes=tuple(group.saved_bytes for group in groups),
+        runtime_ms=tuple(group.runtime_ms for group in groups),
+        inputs=tuple(group.inputs for group in groups),
+        needed=where("needed"),
+        pinned=where("pinned"),
+        unsavable=where("unsavable"),
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
+    """Solve for the Pareto points of a unit; None if it frees nothing.
+
+    A unit with very many ops gets two points only: all recomputed, or what has to
+    be saved (a heuristic; units inside it have their whole curves).
+    """
+    problem = save_problem(unit)
+    if len(unit.groups) > _MOST_GROUPS:
+        num_points = 1
+    solutions = knapsack.trade_off(problem, num_points=num_points)
+    most = max(unit.activation_bytes, 1)
+    freed: dict[int, tuple[float, Policy]] = {}
+    for solution in solutions:
+        assert solution.saved is not None and solution.rerun is not None
+        policy = Policy(spell(solution.saved, solution.rerun))
+        kept_bytes = kept(unit, policy)
+        if kept_bytes <= unit.activation_bytes:
+            freed[unit.activation_bytes - kept_bytes] = (solution.recompute_ms, policy)
+    if not freed or max(freed) == 0:
+        return None
+    exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
+    return UnitCurve(
+        points=exact,
+        policies=tuple(freed[nbytes][1] for nbytes in exact.freed_bytes),
+        ratios=tuple(min(1.0, nbytes / most) for nbytes in exact.freed_bytes),
+    )
+
+
+def kept(unit: Unit, policy: Policy) -> int:
+    """Bytes that a unit keeps for backward under a policy, less what lives anyway."""
+    return sum(
+        group.saved_bytes
+        for group, choice in zip(unit.groups, policy.choices, strict=True)
+        if choice == SAVE
+    )
+
+
+def recompute_ms(unit: Unit, policy: Policy) -> float:
+    """Time to rerun a unit under a policy."""
+    return sum(
+        group.runtime_ms
+        for group, choice in zip(unit.groups, policy.choices, strict=True)
+        if choice == RERUN
+    )
+
+
+def spell(saved: tuple[bool, ...], rerun: tuple[bool, ...]) -> str:
+    """Choices of a policy from the flags of a solution."""
+    return "".join(
+        SAVE if s else RERUN if r else SKIP for s, r in zip(saved, rerun, strict=True)
+    )

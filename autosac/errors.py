@@ -1,0 +1,44 @@
+"""Exceptions of autosac: each message says what, what was got, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class AutosacError(Exception):
+    """Base of every error that is autosac's own."""
+
+
+class InfeasibleBudgetError(AutosacError):
+    """No plan fits the budget.
+
+    Attributes:
+        budget_bytes: The budget that was asked for.
+        lowest_peak_bytes: The least peak that any plan reaches.
+        composition: Bytes alive at that peak per category (parameters, ...).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        lowest_peak_bytes: int,
+        composition: Mapping[str, int],
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.lowest_peak_bytes = lowest_peak_bytes
+        self.composition = dict(composition)
+
+
+class TraceError(AutosacError):
+    """The training step could not be traced; says which module and line."""
+
+
+class PlanMismatchError(AutosacError):
+    """A plan was applied to a model it was not made for."""
+
+
+class SolverError(AutosacError):
+    """A solver stopped without the answer it owed."""

@@ -1,0 +1,213 @@
+"""From a tape and its candidate units to the MILP's numbers.
+
+The step is cut at every tick where a candidate begins or ends to matter. Between
+two cuts lies a *position*; its base is the most bytes alive there when nothing is
+recomputed. What a unit does under one point of its curve is simulated on its own,
+and split into a constant (what it frees between its forward and its backward) and
+what it changes at the positions of its own forward, rerun and backward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autosac.curves import UnitCurve
+from autosac.policy import Policy
+from autosac.simulating import Simulator
+from autosac.tape import IntArray
+from autosac.units import Unit
+from solvers import sac
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formulation:
+    """Candidate units in numbers.
+
+    Attributes:
+        units: The candidates, index by index those of the problem.
+        curves: Their curves.
+        solver_units: The solver's record of each, over the exact points.
+        base_bytes: Most bytes alive at each position without recomputation.
+    """
+
+    units: tuple[Unit, ...]
+    curves: tuple[UnitCurve, ...]
+    solver_units: tuple[sac.Unit, ...]
+    base_bytes: tuple[int, ...]
+
+    def problem(self, budget_bytes: int) -> sac.SacProblem:
+        """The MILP over exact points for one budget."""
+        return sac.SacProblem(
+            units=self.solver_units,
+            base_bytes=self.base_bytes,
+            budget_bytes=budget_bytes,
+        )
+
+
+def formulate(
+    simulator: Simulator, units: Sequence[Unit], curves: Sequence[UnitCurve]
+) -> Formulation:
+    """Work out the MILP's coefficients for all candidates."""
+    live = _live_by_tick(simulator)
+    cuts = {0}
+    for unit in units:
+        cuts |= {unit.call.enter, unit.call.exit + 1, unit.trigger - 1, unit.last_use + 1}
+    edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
+    base = np.maximum.reduceat(live, edges)
+    holders = _Holders(simulator)
+    parents = _parents(units)
+    records = [
+        _solver_unit(simulator, holders, live, edges, base, unit, curve, parent)
+        for unit, curve, parent in zip(units, curves, parents, strict=True)
+    ]
+    return Formulation(
+        units=tuple(units),
+        curves=tuple(curves),
+        solver_units=tuple(records),
+        base_bytes=tuple(base.tolist()),
+    )
+
+
+def _live_by_tick(simulator: Simulator) -> IntArray:
+    """Bytes alive after every tick when nothing is recomputed."""
+    timeline = simulator.baseline
+    ticks = timeline.keys // simulator.span
+    change = np.zeros(simulator.tape.num_ticks + 1, dtype=np.int64)
+    np.add.at(change, ticks, np.diff(timeline.live_bytes, prepend=0))
+    return np.cumsum(change)
+
+
+def _parents(units: Sequence[Unit]) -> list[int | None]:
+    """Nearest enclosing candidate of each unit; units are in forward order."""
+    parents: list[int | None] = []
+    open_units: list[int] = []
+    for i, unit in enumerate(units):
+        while open_units and units[open_units[-1]].call.exit < unit.call.enter:
+            open_units.pop()
+        parents.append(open_units[-1] if open_units else None)
+        open_units.append(i)
+    return parents
+
+
+class _Holders:
+    """Who keeps a storage alive, besides one unit."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        tape = simulator.tape
+        self.saves: dict[int, list[int]] = defaultdict(list)
+        for i, saved in enumerate(tape.saved):
+            self.saves[saved.storage].append(i)
+        self.until = tape.saved_until.tolist()
+        self.died = tape.died.tolist()
+
+    def without(self, storage: int, own: range) -> int:
+        """Tick at which a storage is freed if ``own`` saves nothing."""
+        others = (self.until[i] for i in self.saves[storage] if i not in own)
+        return max(self.died[storage], max(others, default=0))
+
+
+def _changes(
+    simulator: Simulator, holders: _Holders, unit: Unit, policy: Policy
+) -> tuple[IntArray, IntArray]:
+    """Keys and sizes of what changes in memory if only this unit is rerun."""
+    tape, span = simulator.tape, simulator.span
+    effect = simulator.effect(unit, policy)
+    held = dict(zip(effect.held.tolist(), effect.held_until.tolist(), strict=True))
+    affected = set(held) | {tape.saved[i].storage for i in unit.saved}
+    keys: list[int] = []
+    deltas: list[int] = []
+    for storage in affected:
+        before = int(tape.freed[storage]) * span
+        after = max(holders.without(storage, unit.saved) * span, held.get(storage, 0))
+        if before != after:
+            nbytes = tape.storages[storage].nbytes
+            keys += [before, after]
+            deltas += [nbytes, -nbytes]
+    copied, worked = effect.copy_bytes, effect.work_bytes
+    all_keys = np.concatenate(
+        [
+            np.array(keys, dtype=np.int64),
+            effect.copy_born,
+            effect.copy_died,
+            effect.work_made,
+            effect.work_end,
+        ]
+    )
+    all_deltas = np.concatenate(
+        [np.array(deltas, dtype=np.int64), copied, -copied, worked, -worked]
+    )
+    order = np.argsort(all_keys, kind="stable")
+    return all_keys[order], all_deltas[order]
+
+
+def _solver_unit(
+    simulator: Simulator,
+    holders: _Holders,
+    live: IntArray,
+    edges: IntArray,
+    base: IntArray,
+    unit: Unit,
+    curve: UnitCurve,
+    parent: int | None,
+) -> sac.Unit:
+    cut = edges.tolist()
+    forward = (bisect_left(cut, unit.call.enter), bisect_left(cut, unit.call.exit + 1))
+    backward = (bisect_left(cut, unit.trigger - 1), bisect_left(cut, unit.last_use + 1))
+    freed = []
+    extras = []
+    for policy in curve.policies:
+        keys, deltas = _changes(simulator, holders, unit, policy)
+        level = np.cumsum(deltas)
+        span = simulator.span
+        between = np.searchsorted(keys, (unit.trigger - 1) * span, side="right")
+        freed.append(-int(level[between - 1]) if between else 0)
+        extras.append(
+            [
+                _peak(live, edges, q, keys, level, span) - int(base[q])
+                for q in (*range(*forward), *range(*backward))
+            ]
+        )
+    positions = (*range(*forward), *range(*backward))
+    return sac.Unit(
+        fqn=unit.fqn,
+        parent=parent,
+        points=tuple(
+            sac.Breakpoint(ratio=ratio, freed_bytes=nbytes, recompute_ms=ms)
+            for ratio, nbytes, ms in zip(
+                curve.ratios, freed, curve.points.recompute_ms, strict=True
+            )
+        ),
+        freed_from=forward[1],
+        freed_until=max(forward[1], backward[0]),
+        working=tuple(
+            (q, tuple(extra[k] for extra in extras)) for k, q in enumerate(positions)
+        ),
+    )
+
+
+def _peak(
+    live: IntArray,
+    edges: IntArray,
+    position: int,
+    keys: IntArray,
+    level: IntArray,
+    span: int,
+) -> int:
+    """Most bytes alive at a position with a unit's changes on top."""
+    first = int(edges[position])
+    last = int(edges[position + 1]) if position + 1 < len(edges) else len(live)
+    ticks = np.arange(first, last)
+    at = np.searchsorted(keys, ticks * span, side="right")
+    padded = np.concatenate([[0], level])
+    most = int((live[first:last] + padded[at]).max())
+    # Changes between two ticks (a rerun) come on top of the earlier tick.
+    low, high = np.searchsorted(keys, [first * span, last * span], side="left")
+    inside = np.arange(low, high)
+    if len(inside):
+        most = max(most, int((live[keys[inside] // span] + level[inside]).max()))
+    return most

@@ -1,0 +1,177 @@
+"""A plan: what to recompute in a model so that a step fits a budget."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+import torch
+
+from autosac import applying
+from autosac.errors import PlanMismatchError
+from autosac.policy import OpPolicy
+from autosac.quantities import format_bytes, format_ms
+
+_FORMAT_VERSION = 1
+
+Fingerprint = tuple[tuple[str, str, tuple[str, ...]], ...]
+
+
+def fingerprint(model: torch.nn.Module) -> Fingerprint:
+    """FQN, class and parameter shapes of every module of a model, in order."""
+    return tuple(
+        (
+            fqn,
+            type(module).__name__,
+            tuple(
+                f"{name} {tuple(parameter.shape)} {str(parameter.dtype)[6:]}"
+                for name, parameter in module.named_parameters(recurse=False)
+            ),
+        )
+        for fqn, module in model.named_modules()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which modules are AC units, and what each of them recomputes.
+
+    Attributes:
+        policy: FQN of each AC unit -> share (0 to 1) of its activation memory that
+            is recomputed instead of saved.
+        op_policies: What happens to every op of each unit.
+        budget_bytes: The cap that was asked for.
+        peak_bytes: Predicted peak of a step with the plan, simulated on the tape.
+        baseline_peak_bytes: Predicted peak of a step without it.
+        recompute_ms: Predicted time a step spends on recomputation.
+        step_ms: Predicted time of a step, recomputation included.
+        bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
+            the points of their curves, in the MILP's memory model.
+        composition: Bytes alive at the peak per category.
+        device: Name of the device that times are for.
+        calibrated: Times and workspaces were measured, not modelled.
+        model: Fingerprint of the model the plan is for.
+        torch_version: PyTorch that the model was traced with.
+    """
+
+    policy: dict[str, float]
+    op_policies: tuple[OpPolicy, ...]
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    recompute_ms: float
+    step_ms: float
+    bound_ms: float
+    composition: dict[str, int]
+    device: str
+    calibrated: bool
+    model: Fingerprint
+    torch_version: str
+
+    @property
+    def optimality_gap(self) -> float:
+        """``(recompute_ms - bound_ms) / recompute_ms``; 0.0 if nothing is recomputed."""
+        if self.recompute_ms == 0.0:
+            return 0.0
+        return max(0.0, (self.recompute_ms - self.bound_ms) / self.recompute_ms)
+
+    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Make the model train under the budget, in place.
+
+        Parameter and module names stay as they are. The plan is in force while the
+        model is in the mode (train or eval) that it was traced in.
+
+        Returns:
+            The model.
+
+        Raises:
+            PlanMismatchError: The plan was made for another model; names the first
+                difference.
+            ValueError: A plan is applied already.
+        """
+        self._check(model)
+        units = applying.installed(model)
+        if units:
+            raise ValueError(
+                f"`model` has a plan already (`{units[0]}` is an AC unit); call"
+                " `plan.unapply(model)` first."
+            )
+        applying.install(model, self.op_policies)
+        return model
+
+    def unapply(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Undo `apply`.
+
+        Returns:
+            The model.
+        """
+        applying.remove(model)
+        return model
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        record = {"format": _FORMAT_VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: The file is not such a plan.
+        """
+        try:
+            record = json.loads(Path(path).read_text())
+            version = record.pop("format")
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is not a plan saved by autosac.") from error
+        if version != _FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has plan format {version}; this autosac reads format"
+                f" {_FORMAT_VERSION}. Plan again, or use the autosac it was made with."
+            )
+        record["op_policies"] = tuple(
+            OpPolicy(**{**policy, "names": tuple(policy["names"])})
+            for policy in record["op_policies"]
+        )
+        record["model"] = tuple(
+            (fqn, class_name, tuple(parameters))
+            for fqn, class_name, parameters in record["model"]
+        )
+        return cls(**record)
+
+    def report(self) -> str:
+        """The plan as a table for people."""
+        gap = f"{100 * self.optimality_gap:.1f} %"
+        lines = [
+            f"budget    {format_bytes(self.budget_bytes)}",
+            f"peak      {format_bytes(self.peak_bytes)} predicted,"
+            f" {format_bytes(self.baseline_peak_bytes)} without the plan",
+            f"time      {format_ms(self.step_ms)} a step on {self.device},"
+            f" {format_ms(self.recompute_ms)} of it recomputation (gap {gap})",
+        ]
+        width = max(map(len, self.policy), default=0)
+        lines += [f"{fqn:{width}}  {ratio:6.1%}" for fqn, ratio in self.policy.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def _check(self, model: torch.nn.Module) -> None:
+        found = fingerprint(model)
+        for (fqn, class_name, parameters), other in zip(self.model, found, strict=False):
+            if other != (fqn, class_name, parameters):
+                raise PlanMismatchError(
+                    f"The plan was made for another model: it expects `{fqn}` to be a"
+                    f" {class_name} with parameters {list(parameters)}, this model has"
+                    f" `{other[0]}`, a {other[1]} with {list(other[2])}. Plan again."
+                )
+        if len(found) != len(self.model):
+            raise PlanMismatchError(
+                f"The plan was made for a model of {len(self.model)} modules, this one"
+                f" has {len(found)}. Plan again."
+            )
+
+

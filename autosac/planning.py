@@ -1,0 +1,292 @@
+"""From a profile and a budget to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autosac import applying, curves
+from autosac.errors import InfeasibleBudgetError, SolverError
+from autosac.formulating import Formulation
+from autosac.plan import Plan
+from autosac.policy import RERUN, SAVE, OpPolicy, Policy, op_policy
+from autosac.profiling import Profile, calibrate, profile
+from autosac.quantities import format_bytes, parse_bytes
+from autosac.simulating import Simulator
+from autosac.tracing import dry_run
+from autosac.units import Unit
+from solvers import knapsack, sac
+from solvers._pulp import Backend
+
+Choice = Mapping[Unit, Policy]
+
+_ATTEMPTS = 6  # to correct the MILP's memory model by simulation
+_GAP = 2e-3
+_TIME_LIMIT_S = 20.0
+
+
+def plan(
+    model: torch.nn.Module | Profile,
+    inputs: Any = None,
+    *,
+    memory_budget: int | str,
+    backend: Backend = "highs",
+    **options: Any,
+) -> Plan:
+    """Find the cheapest way to train under a memory budget.
+
+    Args:
+        model: The model, or a `Profile` of it (then no other option is taken).
+        inputs: As in `profile`.
+        memory_budget: Cap on the peak: bytes, or text such as "24GiB" or "80%".
+        backend: MILP solver.
+        options: As in `profile`.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits; says the least feasible budget.
+        ValueError: The budget cannot be read.
+    """
+    made = _profile_of(model, inputs, options)
+    budget_bytes = parse_bytes(memory_budget, total_bytes=made.device.memory_bytes)
+    return make_plan(made, budget_bytes, backend=backend)
+
+
+def policy(
+    model: torch.nn.Module | Profile,
+    inputs: Any = None,
+    *,
+    memory_budget: int | str,
+    **options: Any,
+) -> dict[str, float]:
+    """FQN of each AC unit -> share of its activation memory to recompute."""
+    return plan(model, inputs, memory_budget=memory_budget, **options).policy
+
+
+def floor(made: Profile) -> int:
+    """Least feasible budget of a profile in bytes."""
+    return made.simulator.peak_bytes(lowest(made))
+
+
+def _profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
+    if isinstance(model, Profile):
+        if inputs is not None or options:
+            raise TypeError(
+                "A profile knows its inputs and options already; pass only"
+                " `memory_budget`."
+            )
+        return model
+    if inputs is None:
+        raise TypeError("`inputs` is missing: pass what the model is called with.")
+    made = profile(model, inputs, **options)
+    # What is not here cannot be measured; what is, must keep its promise.
+    is_present = all(not p.is_meta for p in model.parameters())
+    return calibrate(made) if is_present else made
+
+
+def make_plan(made: Profile, budget_bytes: int, *, backend: Backend = "highs") -> Plan:
+    """Solve, simulate, spend what is left of the budget, dry-run."""
+    simulator = made.simulator
+    chosen: Choice = {}
+    bound_ms = 0.0
+    if simulator.baseline.peak_bytes > budget_bytes:
+        chosen, bound_ms = _solve(made, budget_bytes, backend)
+        chosen = spend_slack(simulator, chosen, budget_bytes)
+    policies = _op_policies(made, chosen)
+    _confirm(made, chosen, policies)
+    return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
+
+
+def _solve(
+    made: Profile, budget_bytes: int, backend: Backend
+) -> tuple[Choice, float]:
+    """Choice under the budget by simulation, and the bound on its time."""
+    formulation = made.formulation
+    target = budget_bytes
+    bound_ms: float | None = None
+    for _ in range(_ATTEMPTS):
+        solution = _solve_once(formulation, target, backend)
+        if bound_ms is None:
+            bound_ms = solution.bound_ms or 0.0
+        if not solution.termination.has_incumbent:
+            break
+        chosen = decode(formulation, solution)
+        excess = made.simulator.peak_bytes(chosen) - budget_bytes
+        if excess <= 0:
+            return chosen, bound_ms
+        target -= excess
+    chosen = lowest(made)
+    if made.simulator.peak_bytes(chosen) > budget_bytes:
+        raise _infeasible(made, chosen, budget_bytes)
+    return chosen, bound_ms or 0.0
+
+
+def _solve_once(
+    formulation: Formulation, budget_bytes: int, backend: Backend
+) -> sac.SacSolution:
+    return sac.solve(
+        formulation.problem(budget_bytes),
+        integral=True,
+        backend=backend,
+        time_limit_s=_TIME_LIMIT_S,
+        relative_gap=_GAP,
+    )
+
+
+def decode(formulation: Formulation, solution: sac.SacSolution) -> dict[Unit, Policy]:
+    """Units and policies of a solution over exact points."""
+    assert solution.chosen is not None
+    return {
+        unit: curve.policies[point]
+        for unit, curve, point in zip(
+            formulation.units, formulation.curves, solution.chosen, strict=True
+        )
+        if point is not None
+    }
+
+
+def lowest(made: Profile) -> dict[Unit, Policy]:
+    """The choice of least peak."""
+    formulation = made.formulation
+    if not formulation.units:
+        return {}
+    _, solution = sac.lowest_peak(formulation.problem(0), time_limit_s=_TIME_LIMIT_S)
+    if not solution.termination.has_incumbent:
+        raise SolverError("The solver found no plan of least peak in time.")
+    return decode(formulation, solution)
+
+
+def _infeasible(made: Profile, chosen: Choice, budget_bytes: int) -> Exception:
+    peak_bytes = made.simulator.peak_bytes(chosen)
+    composition = made.simulator.composition(chosen)
+    parts = ", ".join(
+        f"{format_bytes(nbytes)} {category}"
+        for category, nbytes in composition.items()
+        if nbytes
+    )
+    refused = next(iter(made.units.refused.items()), None)
+    hint = f" `{refused[0]}` cannot be an AC unit: {refused[1]}." if refused else ""
+    return InfeasibleBudgetError(
+        f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}):"
+        f" the lowest peak is {peak_bytes} bytes ({format_bytes(peak_bytes)}), made of"
+        f" {parts}. Raise the budget to that, or use a smaller batch.{hint}",
+        budget_bytes=budget_bytes,
+        lowest_peak_bytes=peak_bytes,
+        composition=composition,
+    )
+
+
+# --- spending what is left ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Save one more result in a unit."""
+
+    unit: Unit
+    policy: Policy
+    gain_ms: float
+    cost_bytes: int
+
+
+def spend_slack(simulator: Simulator, chosen: Choice, budget_bytes: int) -> Choice:
+    """Save further results, dearest first, while the simulated peak fits.
+
+    A heuristic: one result at a time, so that bytes too few for any point of a
+    unit's curve are used as well.
+    """
+    chosen = dict(chosen)
+    peak_bytes = simulator.peak_bytes(chosen)
+    tried: set[tuple[str, str]] = set()
+    while True:
+        slack = budget_bytes - peak_bytes
+        moves = [
+            move
+            for unit, policy in chosen.items()
+            for move in _moves(unit, policy)
+            if move.cost_bytes <= slack and (unit.fqn, move.policy.choices) not in tried
+        ]
+        if not moves:
+            return chosen
+        move = max(moves, key=lambda move: move.gain_ms)
+        tried.add((move.unit.fqn, move.policy.choices))
+        changed = {**chosen, move.unit: move.policy}
+        changed_peak = simulator.peak_bytes(changed)
+        if changed_peak <= budget_bytes:
+            chosen, peak_bytes = changed, changed_peak
+
+
+def _moves(unit: Unit, policy: Policy) -> list[_Move]:
+    before_ms = curves.recompute_ms(unit, policy)
+    before_bytes = curves.kept(unit, policy)
+    problem = curves.save_problem(unit)
+    moves = []
+    for g, choice in enumerate(policy.choices):
+        if choice == RERUN and not unit.groups[g].unsavable:
+            saved = tuple(c == SAVE or i == g for i, c in enumerate(policy.choices))
+            rerun = knapsack.rerun_closure(problem, saved)
+            changed = Policy(curves.spell(saved, rerun))
+            moves.append(
+                _Move(
+                    unit,
+                    changed,
+                    before_ms - curves.recompute_ms(unit, changed),
+                    curves.kept(unit, changed) - before_bytes,
+                )
+            )
+    return [move for move in moves if move.gain_ms > 0]
+
+
+# --- the plan -----------------------------------------------------------------
+
+
+def _op_policies(made: Profile, chosen: Choice) -> tuple[OpPolicy, ...]:
+    return tuple(
+        op_policy(made.tape, unit, policy, training=made.training)
+        for unit, policy in chosen.items()
+    )
+
+
+def _confirm(made: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -> None:
+    """Run the applied model under fake tensors: its peak must be the simulated one."""
+    dry = dry_run(made.step, lambda model: applying.install(model, policies))
+    found = Simulator(dry).baseline.peak_bytes
+    expected = made.simulator.peak_bytes(chosen, workspaces=False)
+    if found != expected:
+        raise SolverError(
+            f"The dry run of the plan peaks at {found} bytes, its simulation at"
+            f" {expected}. This is a mistake in autosac; please report the model."
+        )
+
+
+def _as_plan(
+    made: Profile,
+    budget_bytes: int,
+    chosen: Choice,
+    policies: tuple[OpPolicy, ...],
+    bound_ms: float,
+) -> Plan:
+    recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
+    return Plan(
+        policy={unit.fqn: _ratio(unit, policy) for unit, policy in chosen.items()},
+        op_policies=policies,
+        budget_bytes=budget_bytes,
+        peak_bytes=made.simulator.peak_bytes(chosen),
+        baseline_peak_bytes=made.baseline_peak_bytes,
+        recompute_ms=recompute_ms,
+        step_ms=made.baseline_ms + recompute_ms,
+        bound_ms=min(bound_ms, recompute_ms),
+        composition=made.simulator.composition(chosen),
+        device=made.device.name,
+        calibrated=made.calibrated,
+        model=made.model,
+        torch_version=torch.__version__,
+    )
+
+
+def _ratio(unit: Unit, policy: Policy) -> float:
+    if not unit.activation_bytes:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - curves.kept(unit, policy) / unit.activation_bytes))

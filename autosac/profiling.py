@@ -1,0 +1,214 @@
+"""Trace a step once; everything that is asked of it afterwards is in the profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from autosac import costs, curves
+from autosac.devices import DeviceSpec, device_spec
+from autosac.errors import TraceError
+from autosac.formulating import Formulation, formulate
+from autosac.plan import Fingerprint, fingerprint
+from autosac.simulating import Simulator
+from autosac.stepping import LossFn, normalize_inputs
+from autosac.tape import Tape
+from autosac.tracing import Step, trace
+from autosac.units import Units, find_units
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Profile:
+    """A traced training step, from which any number of plans can be made.
+
+    Attributes:
+        step: The step that was traced.
+        tape: What it did.
+        op_ms: Time of every op of the tape.
+        device: The device that the step is planned for.
+        exclude: FQNs of modules that must not be AC units.
+        training: Whether the model was traced in training mode.
+        model: Fingerprint of the model.
+        calibrated: Times and workspaces were measured, not modelled.
+    """
+
+    step: Step
+    tape: Tape
+    op_ms: tuple[float, ...]
+    device: DeviceSpec
+    exclude: tuple[str, ...]
+    training: bool
+    model: Fingerprint
+    calibrated: bool
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        """Replays the tape under plans."""
+        return Simulator(self.tape)
+
+    @cached_property
+    def units(self) -> Units:
+        """Candidate AC units, and why other modules are none."""
+        return find_units(self.tape, self.op_ms, exclude=self.exclude)
+
+    @cached_property
+    def formulation(self) -> Formulation:
+        """The MILP's numbers for the candidates that free memory."""
+        by_key: dict[Any, curves.UnitCurve | None] = {}
+        for unit in self.units.candidates:
+            if unit.key not in by_key:
+                by_key[unit.key] = curves.trade_off(unit)
+        pairs = [(unit, by_key[unit.key]) for unit in self.units.candidates]
+        useful = [(unit, curve) for unit, curve in pairs if curve is not None]
+        return formulate(
+            self.simulator, [unit for unit, _ in useful], [curve for _, curve in useful]
+        )
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Peak of the step when nothing is recomputed."""
+        return self.simulator.baseline.peak_bytes
+
+    @cached_property
+    def baseline_ms(self) -> float:
+        """Time of the step when nothing is recomputed."""
+        return sum(self.op_ms)
+
+
+def profile(
+    model: torch.nn.Module,
+    inputs: Any,
+    *,
+    optimizer: Any = None,
+    loss_fn: LossFn | None = None,
+    device: str | DeviceSpec | None = None,
+    autocast: torch.dtype | None = None,
+    accumulate: int = 1,
+    exclude: tuple[str, ...] = (),
+) -> Profile:
+    """Trace one training step of a model; nothing is run, nothing is changed.
+
+    Args:
+        model: On the CPU, a GPU or the meta device, in the mode it trains in.
+        inputs: A tensor, a tuple (args), a dict (kwargs) or ``(args, kwargs)``.
+        optimizer: A ``torch.optim`` instance, a callable on the parameters, or None.
+        loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
+            sum of all outputs that require gradients.
+        device: ``"cpu"``, ``"cuda"``, or a `DeviceSpec` for these; None for the
+            device of the model (the CPU if that is the meta device).
+        autocast: Not supported yet, must be None.
+        accumulate: Not supported yet, must be 1.
+        exclude: FQNs of modules that must not be AC units.
+
+    Raises:
+        TraceError: The step cannot be traced; names the module and the line.
+        ValueError: `exclude` or `device` names something unknown.
+        NotImplementedError: An option is not supported yet.
+    """
+    _check(model, autocast, accumulate, exclude)
+    args, kwargs = normalize_inputs(inputs)
+    spec = _device(model, device)
+    step = Step(
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        device_type=spec.type,
+        granularity_bytes=spec.allocation_granularity_bytes,
+    )
+    tape = trace(step)
+    if not any(op.phase == "backward" for op in tape.ops):
+        raise TraceError("The step has no backward pass: nothing requires a gradient.")
+    return Profile(
+        step=step,
+        tape=tape,
+        op_ms=costs.tape_ms(tape, spec),
+        device=spec,
+        exclude=tuple(exclude),
+        training=model.training,
+        model=fingerprint(model),
+        calibrated=False,
+    )
+
+
+def calibrate(profile: Profile) -> Profile:
+    """Measure time and workspace of every distinct op on the present device.
+
+    Returns:
+        The profile with measured figures; ops that do not run on made-up data keep
+        their modelled ones.
+
+    Raises:
+        ValueError: The profile is for a device that is not present.
+    """
+    from autosac.calibrating import measure_ops  # runs kernels: only when asked for
+
+    if profile.step.device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"The profile is for {profile.device.name}, and this machine has no GPU;"
+            " calibrate where the device is."
+        )
+    measured = measure_ops(profile.tape, device=torch.device(profile.step.device_type))
+    ops, op_ms = [], []
+    for op, modelled_ms in zip(profile.tape.ops, profile.op_ms, strict=True):
+        found = None if op.is_view else measured.get(op.signature)  # type: ignore[call-overload]
+        op_ms.append(modelled_ms if found is None else found.runtime_ms)
+        work = op.workspace_bytes if found is None else found.workspace_bytes
+        ops.append(replace(op, workspace_bytes=work))
+    return replace(
+        profile,
+        tape=replace(profile.tape, ops=tuple(ops)),
+        op_ms=tuple(op_ms),
+        calibrated=True,
+    )
+
+
+def _check(
+    model: torch.nn.Module,
+    autocast: torch.dtype | None,
+    accumulate: int,
+    exclude: tuple[str, ...],
+) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+    if autocast is not None:
+        raise NotImplementedError(
+            f"`autocast`={autocast} is not supported yet; cast the model instead."
+        )
+    if accumulate != 1:
+        raise NotImplementedError(
+            f"`accumulate`={accumulate} is not supported yet; it must be 1."
+        )
+    names = {name for name, _ in model.named_modules()}
+    for fqn in exclude:
+        if fqn not in names:
+            raise ValueError(
+                f"`exclude` names `{fqn}`, which is no module of the model; use names"
+                " from `model.named_modules()`."
+            )
+
+
+def _device(model: torch.nn.Module, device: str | DeviceSpec | None) -> DeviceSpec:
+    tensors = [*model.parameters(), *model.buffers()]
+    types = {tensor.device.type for tensor in tensors} - {"meta"}
+    if len(types) > 1:
+        raise ValueError(
+            f"`model` lies on several devices ({', '.join(sorted(types))}); move it to"
+            " one."
+        )
+    own = types.pop() if types else None
+    if device is None:
+        device = own or "cpu"
+    spec = device if isinstance(device, DeviceSpec) else device_spec(device)
+    traced = own or "cpu"
+    if spec.type != traced:
+        raise NotImplementedError(
+            f"`device`={spec.name!r} runs other kernels than the {traced} that the model"
+            " would be traced on; move the model there. Planning for a GPU that is not"
+            " present is not supported yet."
+        )
+    return spec

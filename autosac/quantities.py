@@ -1,0 +1,82 @@
+"""Bytes and milliseconds as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from numbers import Integral
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt]?)(i?)b|(%))\s*", re.I)
+
+
+def parse_bytes(
+    value: int | str,
+    *,
+    total_bytes: int | None = None,
+    name: str = "memory_budget",
+) -> int:
+    """Read an amount of memory; fractions of a byte are dropped.
+
+    Args:
+        value: Bytes, or text: "24GiB" (2**30), "24GB" (10**9), "80%".
+        total_bytes: What a percentage is of.
+        name: The argument's name, for the error message.
+
+    Raises:
+        ValueError: ``value`` is no such amount, or is less than one byte.
+    """
+    if isinstance(value, str):
+        num_bytes = _parse_text(value, total_bytes, name)
+    elif isinstance(value, Integral) and not isinstance(value, bool):
+        num_bytes = int(value)
+    else:
+        raise _unreadable(value, name)
+    if num_bytes < 1:
+        raise _unreadable(value, name)
+    return num_bytes
+
+
+def _parse_text(text: str, total_bytes: int | None, name: str) -> int:
+    match = _TEXT.fullmatch(text)
+    if match is None or (match[3] and not match[2]):  # "5iB"
+        raise _unreadable(text, name)
+    amount = Fraction(match[1])
+    if not match[4]:
+        base = 1024 if match[3] else 1000
+        return int(amount * base ** _POWERS[match[2].lower()])
+    if amount > 100:
+        raise ValueError(f"`{name}`={text!r} must be at most '100%'.")
+    if total_bytes is None:
+        raise ValueError(
+            f"`{name}`={text!r} needs a device whose memory is known;"
+            " give bytes or name the device."
+        )
+    return int(amount * total_bytes / 100)
+
+
+def _unreadable(value: object, name: str) -> ValueError:
+    return ValueError(
+        f"`{name}`={value!r} must be a positive int of bytes or text such as"
+        " '24GiB', '24GB', '512MiB' or '80%'."
+    )
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write bytes in the largest binary unit that keeps them at or above one."""
+    if abs(num_bytes) < 1024:
+        return f"{num_bytes} B"
+    amount = float(num_bytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        amount /= 1024
+        if abs(amount) < 1023.95:  # 1023.95 would be written as 1024.0
+            return f"{amount:.1f} {unit}"
+    return f"{amount / 1024:.1f} TiB"
+
+
+def format_ms(time_ms: float) -> str:
+    """Write a time with three digits or so, in milliseconds or seconds."""
+    if abs(time_ms) >= 1000:
+        return f"{time_ms / 1000:.2f} s"
+    decimals = 0 if abs(time_ms) >= 100 else 1 if abs(time_ms) >= 1 else 3
+    return f"{time_ms:.{decimals}f} ms"

@@ -1,0 +1,519 @@
+"""A dispatch mode that writes down a training step while it runs on fakes."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autosac import _compat
+from autosac.modules import ModuleNode, ModuleTree
+from autosac.tape import ModuleCall, Op, SavedTensor, Storage, Tape
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_MOST_KNOWN_VALUES = 2**22  # elements of a tensor that stays real while tracing
+_FORWARD_PHASES = ("forward", "loss")
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested lists, tuples, mappings and objects with ``__dict__``."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def opaque_type(value: Any) -> str | None:
+    """Name of the first type in ``value`` that is neither tensor nor plain value."""
+    if isinstance(value, (torch.Tensor, *_PLAIN)):
+        return None
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        items = list(value)
+    else:
+        return type(value).__name__
+    return next((name for item in items if (name := opaque_type(item))), None)
+
+
+def module_tree(model: torch.nn.Module) -> ModuleTree:
+    """The module tree of a model, in the pre-order of ``named_modules()``."""
+    names = dict(model.named_modules())
+    index = {fqn: i for i, fqn in enumerate(names)}
+    nodes: list[ModuleNode] = []
+    for fqn, module in names.items():
+        parent = index[fqn.rpartition(".")[0]] if fqn else -1
+        nodes.append(
+            ModuleNode(
+                fqn=fqn,
+                class_name=type(module).__name__,
+                parent=parent,
+                depth=nodes[parent].depth + 1 if fqn else 0,
+                is_leaf=next(module.children(), None) is None,
+                parameter_bytes=sum(p.nbytes for p in module.parameters()),
+                buffer_bytes=sum(b.nbytes for b in module.buffers()),
+            )
+        )
+    return ModuleTree(tuple(nodes))
+
+
+class _Holder:
+    """Stands in for a tensor that autograd saved; reports when it is dropped."""
+
+    __slots__ = ("__weakref__", "index", "layout", "recorder", "tensor")
+
+    def __init__(self, recorder: Recorder, index: int) -> None:
+        self.recorder = recorder
+        self.index = index
+        self.tensor: torch.Tensor | None = None
+        self.layout: tuple[Any, ...] = ()
+
+    def __del__(self) -> None:
+        self.recorder.saved[self.index].released = self.recorder.tick()
+
+
+class _Probe:
+    """Stands in for a module's ``forward`` and reports entering and leaving."""
+
+    def __init__(
+        self, recorder: Recorder, index: int, forward: Callable[..., Any]
+    ) -> None:
+        self.recorder = recorder
+        self.index = index
+        self.forward = forward
+        self.__wrapped__ = forward  # for `inspect.signature`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.recorder.enter(self.index, args, kwargs)
+        try:
+            output = self.forward(*args, **kwargs)
+        except BaseException:
+            self.recorder.failed_in = self.recorder.failed_in or self.index
+            raise
+        self.recorder.leave(call, args, kwargs, output)
+        return output
+
+
+class _Saved:
+    """A `SavedTensor` that is still being written."""
+
+    __slots__ = ("packed", "released", "storage", "unpacked", "used_until")
+
+    def __init__(self, storage: int, packed: int) -> None:
+        self.storage = storage
+        self.packed = packed
+        self.unpacked: int | None = None
+        self.released: int | None = None
+        self.used_until: int | None = None
+
+
+class _Call:
+    """A `ModuleCall` that is still being written."""
+
+    __slots__ = ("enter", "exit", "inputs", "module", "opaque", "outputs", "phase")
+
+    def __init__(self, module: int, phase: str, enter: int) -> None:
+        self.module = module
+        self.phase = phase
+        self.enter = enter
+        self.exit = enter
+        self.inputs: tuple[torch.Tensor | int, ...] = ()
+        self.outputs: tuple[int, ...] = ()
+        self.opaque: str | None = None
+
+
+class Recorder(_compat.TorchDispatchMode):
+    """Records storages, and on request ops, saved tensors and module calls.
+
+    Args:
+        model: The fake model that will run.
+        device_type: Only storages on this type of device count.
+        granularity_bytes: Allocations are rounded up to a multiple of this.
+        only_storages: Track memory as a real run holds it and nothing else.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        device_type: str,
+        granularity_bytes: int,
+        only_storages: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.device_type = device_type
+        self.granularity_bytes = granularity_bytes
+        self.only_storages = only_storages
+        self.tree = module_tree(model)
+        self.clock = 0
+        self.muted = False
+        self.phase = "forward"
+        self.phases: dict[str, int] = {}
+        self.nbytes: list[int] = []
+        self.categories: list[str] = []
+        self.born: list[int] = []
+        self.died: list[int | None] = []
+        self.ids: dict[int, int] = {}
+        self.watchers: dict[int, weakref.ref[Any]] = {}
+        self.ops: list[Op] = []
+        self.saved: list[_Saved] = []
+        self.calls: list[_Call] = []
+        self.stack: list[int] = [0]
+        self.module_of_node: dict[int, int] = {}
+        self.module_of_parameter: dict[int, int] = {}
+        self.last_backward_module = 0
+        self.failed_in = 0
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside."""
+        hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if not self.only_storages:
+            self._probe_modules()
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with hooks, self:
+            yield
+        self.tick()
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase of the step."""
+        self.phase = phase
+        self.phases[phase] = self.tick()
+
+    def tick(self) -> int:
+        """Advance the clock by one event."""
+        self.clock += 1
+        return self.clock
+
+    def tape(self) -> Tape:
+        """What was recorded, as plain data."""
+        end = self.clock
+        storages = tuple(
+            Storage(
+                nbytes=nbytes,
+                category=category,
+                born=born,
+                died=end if died is None else died,
+            )
+            for nbytes, category, born, died in zip(
+                self.nbytes, self.categories, self.born, self.died, strict=True
+            )
+        )
+        return Tape(
+            modules=self.tree,
+            storages=storages,
+            ops=tuple(self.ops),
+            saved=tuple(self._finish(saved, end) for saved in self.saved),
+            calls=tuple(
+                ModuleCall(
+                    module=call.module,
+                    phase=call.phase,
+                    enter=call.enter,
+                    exit=call.exit,
+                    inputs=tuple(i for i in call.inputs if isinstance(i, int)),
+                    outputs=call.outputs,
+                    opaque_input=call.opaque,
+                )
+                for call in self.calls
+            ),
+            phases=self.phases,
+            num_ticks=end,
+            device_type=self.device_type,
+        )
+
+    @staticmethod
+    def _finish(saved: _Saved, end: int) -> SavedTensor:
+        released = end if saved.released is None else saved.released
+        return SavedTensor(
+            storage=saved.storage,
+            packed=saved.packed,
+            unpacked=saved.unpacked,
+            released=released,
+            used_until=released if saved.used_until is None else saved.used_until,
+        )
+
+    # --- storages ---------------------------------------------------------
+
+    def register(self, tensors: Iterator[torch.Tensor], category: str) -> None:
+        """Count tensors that exist before the step."""
+        for tensor in tensors:
+            self._index(tensor, 0, category)
+
+    def rename(self, tensor: torch.Tensor | None, category: str) -> None:
+        """Change the category of a tensor's storage."""
+        if tensor is not None and self._counts(tensor):
+            self.categories[self._index(tensor, 0, category)] = category
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.layout is torch.strided and tensor.device.type == self.device_type
+        )
+
+    def _index(self, tensor: torch.Tensor, born: int, category: str) -> int:
+        """Index of a tensor's storage; an unknown one is added."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        index = self.ids.get(key)
+        if index is None:
+            index = self.ids[key] = len(self.nbytes)
+            unit = self.granularity_bytes
+            self.nbytes.append(-(-storage.nbytes() // unit) * unit)
+            self.categories.append(category)
+            self.born.append(born)
+            self.died.append(None)
+            self._watch(storage, self._on_death, index)
+        return index
+
+    def _watch(
+        self, storage: Any, on_death: Callable[[int], None], index: int
+    ) -> None:
+        key = storage._cdata
+
+        def forget(_: Any) -> None:
+            del self.ids[key], self.watchers[key]
+            on_death(index)
+
+        self.watchers[key] = weakref.ref(storage, forget)
+
+    def _on_death(self, index: int) -> None:
+        self.died[index] = self.tick()
+
+    def _indices(
+        self, tensors: list[torch.Tensor], born: int, category: str
+    ) -> tuple[int, ...]:
+        return tuple(
+            dict.fromkeys(
+                self._index(tensor, born, category)
+                for tensor in tensors
+                if self._counts(tensor)
+            )
+        )
+
+    # --- operators --------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.phase == "optimizer" and func is _compat.ITEM:
+            # Step counts are read as numbers; no size depends on them.
+            return 1.0 if args[0].is_floating_point() else 1
+        if self.muted or func in _compat.METADATA_OPS:
+            return func(*args, **kwargs)
+        start = self.tick()
+        inputs = list(tensors_in((args, kwargs)))
+        # A literal becomes a tensor here: its memory is born with the output.
+        is_literal = func is torch.ops.aten.lift_fresh.default
+        reads = () if is_literal else self._indices(inputs, 0, "input")
+        out = _run(func, args, kwargs, inputs)
+        made = self.tick()
+        outputs = list(tensors_in((out,)))
+        first_new = len(self.nbytes)
+        forward = self.phase in _FORWARD_PHASES
+        made_ids = self._indices(
+            outputs, made, "activation" if forward else "temporary"
+        )
+        if self.only_storages:
+            return out
+        written = list(tensors_in(_compat.written_arguments(func, args, kwargs)))
+        creates = tuple(i for i in made_ids if i >= first_new)
+        writes = self._indices(written, 0, "input")
+        costs = bool(creates or writes)
+        self.ops.append(
+            Op(
+                name=str(func),
+                phase=self.phase,
+                module=self._module(),
+                start=start,
+                made=made,
+                end=self.tick(),
+                reads=reads,
+                writes=writes,
+                creates=creates,
+                random=_compat.is_random(func),
+                flops=_compat.flops_of(func, args, kwargs, out) if costs else 0,
+                moved_bytes=sum(t.nbytes for t in inputs + outputs) if costs else 0,
+                workspace_bytes=0,
+                dtype=next(
+                    (str(t.dtype)[6:] for t in outputs if t.is_floating_point()), ""
+                ),
+                shapes=tuple(tuple(t.shape) for t in outputs),
+                signature=_signature(func, args, kwargs) if costs else None,
+            )
+        )
+        return out
+
+    def _module(self) -> int:
+        """Index of the module that the running op belongs to."""
+        if self.phase == "backward":
+            self.last_backward_module = self._backward_module()
+            return self.last_backward_module
+        module = self.stack[-1]
+        if self.phase in _FORWARD_PHASES:
+            self.module_of_node.setdefault(_compat.next_sequence_nr() - 1, module)
+        return module
+
+    def _backward_module(self) -> int:
+        variable = _compat.current_node_variable()
+        if variable is not None:
+            return self.module_of_parameter.get(id(variable), 0)
+        node = _compat.current_node_sequence_nr()
+        if node is None:
+            return self.last_backward_module
+        return self.module_of_node.get(node, self.last_backward_module)
+
+    # --- saved tensors ----------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> _Holder | torch.Tensor:
+        if not self._counts(tensor):
+            return tensor
+        storage = self._index(tensor, 0, "input")
+        holder = _Holder(self, len(self.saved))
+        self.saved.append(_Saved(storage, self.tick()))
+        if self.born[storage] == 0:
+            with _compat.no_modes():
+                holder.tensor = tensor.detach()
+        else:
+            holder.layout = (tensor.size(), tensor.stride(), tensor.dtype)
+        return holder
+
+    def _unpack(self, holder: _Holder | torch.Tensor) -> torch.Tensor:
+        if isinstance(holder, torch.Tensor):
+            return holder
+        saved = self.saved[holder.index]
+        if saved.unpacked is None:
+            saved.unpacked = self.tick()
+        if holder.tensor is not None:
+            return holder.tensor
+        size, stride, dtype = holder.layout
+        self.muted = True
+        twin = torch.empty_strided(size, stride, dtype=dtype, device=self.device_type)
+        self.muted = False
+        storage = twin.untyped_storage()
+        self.ids[storage._cdata] = saved.storage
+        self._watch(storage, self._on_used, holder.index)
+        return twin
+
+    def _on_used(self, index: int) -> None:
+        self.saved[index].used_until = self.tick()
+
+    # --- modules ----------------------------------------------------------
+
+    def _probe_modules(self) -> None:
+        for index, module in enumerate(self.model.modules()):
+            for parameter in module.parameters(recurse=False):
+                self.module_of_parameter.setdefault(id(parameter), index)
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.forward = _Probe(self, index, module.forward)
+
+    def enter(self, module: int, args: Any, kwargs: Any) -> _Call:
+        """A module's ``forward`` begins."""
+        call = _Call(module, self.phase, self.tick())
+        tensors = list(tensors_in((args, kwargs)))
+        call.inputs = self._indices(tensors, 0, "input")
+        call.opaque = opaque_type((args, kwargs))
+        self.calls.append(call)
+        self.stack.append(module)
+        return call
+
+    def leave(self, call: _Call, args: Any, kwargs: Any, output: Any) -> None:
+        """A module's ``forward`` ends."""
+        self.stack.pop()
+        inputs = list(tensors_in((args, kwargs)))
+        if self._indices(inputs, 0, "input") != call.inputs:
+            call.opaque = call.opaque or "container that the module changes"
+        outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
+        call.outputs = self._indices(list(tensors_in(outputs)), 0, "input")
+        call.exit = self.tick()
+
+
+def keeps_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the user's stays real: steps branch on such values."""
+    return (
+        not tensor.is_meta
+        and not tensor.is_floating_point()
+        and not tensor.is_complex()
+        and tensor.numel() <= _MOST_KNOWN_VALUES
+    )
+
+
+def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+    """Run an op on fakes, or for real if all it reads is real and small.
+
+    Masks, positions and lengths keep their values that way, so that the step takes
+    the branches that it takes on this input, and finds its data-dependent shapes.
+    """
+    if any(map(_compat.is_fake, inputs)):
+        return func(*args, **kwargs)
+    try:
+        out = func(*args, **kwargs)
+    except _compat.TRACE_ERRORS:
+        if not inputs:
+            raise
+    else:
+        large = any(t.numel() > _MOST_KNOWN_VALUES for t in tensors_in((out,)))
+        values = inputs or all(keeps_values(t) for t in tensors_in((out,)))
+        if large or not values or _compat.is_random(func):
+            return out
+    with _compat.no_modes():
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor argument of an op's signature."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """An op call without data: equal for calls that do the same work.
+
+    Attributes:
+        func: The operator.
+        args: Its positional arguments; tensors are `Layout`, lists are tuples.
+        kwargs: Its keyword arguments likewise, as sorted pairs.
+    """
+
+    func: Any
+    args: tuple[Hashable, ...]
+    kwargs: tuple[tuple[str, Hashable], ...]
+
+
+def _signature(func: Any, args: Any, kwargs: Any) -> Signature:
+    pairs = ((name, _freeze(value)) for name, value in sorted(kwargs.items()))
+    return Signature(func, tuple(_freeze(arg) for arg in args), tuple(pairs))
+
+
+def _freeze(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return Layout(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item) for item in value)
+    return value if isinstance(value, Hashable) else str(value)

@@ -1,0 +1,221 @@
+"""Memory over time of a step with a plan, from the tape, byte for byte.
+
+Time is a *key*: tick times `_span` plus, for what happens while a unit is rerun,
+the place inside the rerun. A rerun takes place between the tick before its unit's
+trigger and the trigger itself.
+
+What `torch.utils.checkpoint` (non-reentrant, early stop) does to lifetimes, read
+off torch/utils/checkpoint.py of torch 2.15:
+    - in a unit's forward nothing is kept for backward but its arguments, and the
+      outputs that the policy saves;
+    - at the first read of a saved tensor the unit is rerun up to its last saved
+      tensor; all saved tensors are then kept until backward has used each;
+    - the arguments live until the last saved tensor of the unit is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autosac.policy import RERUN, SAVE, SKIP, Policy
+from autosac.tape import CATEGORIES, IntArray, Tape
+from autosac.units import Unit
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Live memory of a step.
+
+    Attributes:
+        keys: Time of each event, ascending.
+        live_bytes: Bytes alive after it.
+    """
+
+    keys: IntArray
+    live_bytes: IntArray
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at one instant."""
+        return int(self.live_bytes.max())
+
+    @property
+    def peak_key(self) -> int:
+        """When that is."""
+        return int(self.keys[self.live_bytes.argmax()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """How running one unit under one policy changes lifetimes.
+
+    Attributes:
+        held: Storages that are kept alive,
+        held_until: and the keys until when.
+        copy_born: Keys at which rerun ops allocate,
+        copy_died: the keys at which that is freed again,
+        copy_bytes: and how much it is.
+        work_made: Keys at which rerun kernels hold their workspaces,
+        work_end: the keys at which they are free of them again,
+        work_bytes: and how much it is.
+    """
+
+    held: IntArray
+    held_until: IntArray
+    copy_born: IntArray
+    copy_died: IntArray
+    copy_bytes: IntArray
+    work_made: IntArray
+    work_end: IntArray
+    work_bytes: IntArray
+
+
+class Simulator:
+    """Replays a tape under plans.
+
+    Args:
+        tape: The traced step.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.span = tape.num_ticks + 2
+        self._effects: dict[tuple[str, Policy], Effect] = {}
+        used = [op for op in tape.ops if op.workspace_bytes]
+        self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
+        self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
+        self._work = np.array([op.workspace_bytes for op in used], dtype=np.int64)
+
+    def timeline(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> Timeline:
+        """Live memory of a step in which the chosen units run under policies.
+
+        Args:
+            chosen: The AC units.
+            workspaces: Count what kernels allocate inside themselves.
+        """
+        freed = self._freed(chosen)
+        effects = [self.effect(unit, policy) for unit, policy in chosen.items()]
+        nbytes = self.tape.nbytes
+        keys = [self.tape.born * self.span, freed]
+        deltas = [nbytes, -nbytes]
+        for effect in effects:
+            keys += [effect.copy_born, effect.copy_died]
+            deltas += [effect.copy_bytes, -effect.copy_bytes]
+        if workspaces:
+            keys += [self._work_made, self._work_end]
+            deltas += [self._work, -self._work]
+            for effect in effects:
+                keys += [effect.work_made, effect.work_end]
+                deltas += [effect.work_bytes, -effect.work_bytes]
+        key, delta = np.concatenate(keys), np.concatenate(deltas)
+        order = np.argsort(key, kind="stable")
+        key, live = key[order], np.cumsum(delta[order])
+        last = np.append(key[1:] != key[:-1], True)
+        return Timeline(keys=key[last], live_bytes=live[last])
+
+    def peak_bytes(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> int:
+        """Peak of a step in which the chosen units run under policies."""
+        return self.timeline(chosen, workspaces=workspaces).peak_bytes
+
+    @cached_property
+    def baseline(self) -> Timeline:
+        """Live memory when nothing is recomputed."""
+        return self.timeline({})
+
+    def composition(self, chosen: Mapping[Unit, Policy]) -> dict[str, int]:
+        """Bytes alive at the peak, per category; rerun results are activations."""
+        peak = self.timeline(chosen).peak_key
+        alive = (self.tape.born * self.span <= peak) & (self._freed(chosen) > peak)
+        found = dict.fromkeys(CATEGORIES, 0)
+        for index in np.flatnonzero(alive):
+            storage = self.tape.storages[index]
+            found[storage.category] += storage.nbytes
+        for unit, policy in chosen.items():
+            effect = self.effect(unit, policy)
+            copies = (effect.copy_born <= peak) & (effect.copy_died > peak)
+            found["activation"] += int(effect.copy_bytes[copies].sum())
+            works = (effect.work_made <= peak) & (effect.work_end > peak)
+            found["temporary"] += int(effect.work_bytes[works].sum())
+        working = (self._work_made <= peak) & (self._work_end > peak)
+        found["temporary"] += int(self._work[working].sum())
+        return found
+
+    def effect(self, unit: Unit, policy: Policy) -> Effect:
+        """How one unit under one policy changes lifetimes (cached)."""
+        key = (unit.fqn, policy)
+        if key not in self._effects:
+            self._effects[key] = self._make_effect(unit, policy)
+        return self._effects[key]
+
+    def _freed(self, chosen: Mapping[Unit, Policy]) -> IntArray:
+        """Key at which each storage is freed."""
+        tape = self.tape
+        outside = np.ones(len(tape.saved), dtype=bool)
+        for unit in chosen:
+            outside[unit.saved.start : unit.saved.stop] = False
+        freed = tape.died * self.span
+        until = tape.saved_until[outside] * self.span
+        np.maximum.at(freed, tape.saved_storage[outside], until)
+        for unit, policy in chosen.items():
+            effect = self.effect(unit, policy)
+            np.maximum.at(freed, effect.held, effect.held_until)
+        return freed
+
+    def _make_effect(self, unit: Unit, policy: Policy) -> Effect:
+        tape, span = self.tape, self.span
+        begin = (unit.trigger - 1) * span + 1 - unit.call.enter
+        stop = unit.trigger * span - 1
+        until = self._saved_until(unit)
+        held = dict.fromkeys(unit.call.inputs, unit.released * span)
+        copies: list[tuple[int, int, int]] = []
+        works: list[tuple[int, int, int]] = []
+        own = {s for group in unit.groups for s in group.storages}
+        for storage, tick in until.items():
+            if storage not in own:
+                held[storage] = max(held.get(storage, 0), tick * span)
+        for group, choice in zip(unit.groups, policy.choices, strict=True):
+            if choice == SKIP:
+                continue
+            for storage in group.storages:
+                record = tape.storages[storage]
+                if storage in until:
+                    end = max(stop, until[storage] * span)
+                elif record.died <= unit.last_pack:
+                    end = begin + record.died
+                else:
+                    end = stop
+                if choice == SAVE:
+                    held[storage] = end
+                else:
+                    copies.append((begin + record.born, end, record.nbytes))
+            if choice == RERUN:
+                for op in (tape.ops[unit.ops[i]] for i in group.ops):
+                    if op.workspace_bytes:
+                        work = (begin + op.made, begin + op.end, op.workspace_bytes)
+                        works.append(work)
+        copied = np.array(copies, dtype=np.int64).reshape(-1, 3)
+        worked = np.array(works, dtype=np.int64).reshape(-1, 3)
+        return Effect(
+            held=np.array(list(held), dtype=np.int64),
+            held_until=np.array(list(held.values()), dtype=np.int64),
+            copy_born=copied[:, 0],
+            copy_died=copied[:, 1],
+            copy_bytes=copied[:, 2],
+            work_made=worked[:, 0],
+            work_end=worked[:, 1],
+            work_bytes=worked[:, 2],
+        )
+
+    def _saved_until(self, unit: Unit) -> dict[int, int]:
+        """Storages that autograd saves in a unit -> tick until when it keeps them."""
+        until: dict[int, int] = {}
+        for saved in (self.tape.saved[i] for i in unit.saved):
+            until[saved.storage] = max(until.get(saved.storage, 0), saved.used_until)
+        return until

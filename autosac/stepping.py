@@ -1,0 +1,104 @@
+"""The training step that autosac traces, dry-runs and measures: one definition.
+
+The order is forward, loss, backward, ``optimizer.step()``, ``zero_grad()``. The
+output stays referenced until the backward pass is done, as in most training
+loops, and is released before the optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+LossFn = Callable[[Any], torch.Tensor]
+Marker = Callable[[str], None]
+PHASES = ("forward", "loss", "backward", "optimizer")
+
+
+def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Split ``inputs`` into positional and keyword arguments of the model.
+
+    Args:
+        inputs: A tensor, a tuple (args), a mapping (kwargs) or ``(args, kwargs)``.
+
+    Raises:
+        TypeError: ``inputs`` is none of these.
+    """
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        if (
+            len(inputs) == 2
+            and isinstance(inputs[0], (tuple, list))
+            and isinstance(inputs[1], Mapping)
+        ):
+            return tuple(inputs[0]), dict(inputs[1])
+        return tuple(inputs), {}
+    raise TypeError(
+        "`inputs` must be a tensor, a tuple (args), a dict (kwargs) or"
+        f" (args, kwargs), got {type(inputs).__name__}."
+    )
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """Take ``output.loss`` if there is one, else sum all floating-point outputs.
+
+    Raises:
+        TypeError: The output holds neither a loss nor a floating-point tensor.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if loss is None:
+        loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    leaves = [
+        leaf
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    if not leaves:
+        raise TypeError(
+            "The model's output has no `.loss` and no tensor that requires a"
+            " gradient; pass `loss_fn`."
+        )
+    return torch.stack([leaf.sum() for leaf in leaves]).sum()
+
+
+def training_step(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss_fn: LossFn | None,
+    optimizer: torch.optim.Optimizer | None,
+    mark: Marker = lambda phase: None,
+) -> torch.Tensor:
+    """Run one training step and return the detached loss.
+
+    Gradients are left on the parameters; the caller clears them.
+
+    Args:
+        model: The model, in the mode it trains in.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        loss_fn: Maps the output to a scalar; None means `default_loss`.
+        optimizer: Stepped after backward, unless None.
+        mark: Called with the name of each phase as it begins.
+    """
+    mark("forward")
+    output = model(*args, **kwargs)
+    mark("loss")
+    loss = (loss_fn or default_loss)(output)
+    mark("backward")
+    loss.backward()
+    loss = loss.detach()
+    del output
+    mark("optimizer")
+    if optimizer is not None:
+        optimizer.step()
+    return loss

@@ -1,0 +1,214 @@
+"""Trace one training step under fake tensors into a `Tape`.
+
+Tensors that autograd wants to save are taken away from it (a saved-tensors hook
+keeps only their shape) and handed back as fresh fake tensors in backward. So the
+tape knows two things that an ordinary run mixes up: until when the model itself
+holds a storage, and until when autograd does. Recomputation changes only the
+second; that is what makes simulating a plan on the tape exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autosac import _compat
+from autosac.errors import TraceError
+from autosac.recording import Recorder, keeps_values, tensors_in
+from autosac.stepping import LossFn, training_step
+from autosac.tape import Tape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A training step ready to be traced: the user's objects, never changed.
+
+    Attributes:
+        model: The model; on the CPU, a GPU or the meta device.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        loss_fn: Output -> scalar tensor, None for `stepping.default_loss`.
+        optimizer: Instance, or callable on the parameters, or None.
+        device_type: ``cpu`` or ``cuda``.
+        granularity_bytes: Allocations are rounded up to a multiple of this.
+    """
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: LossFn | None
+    optimizer: Any
+    device_type: str
+    granularity_bytes: int
+
+
+def trace(step: Step) -> Tape:
+    """Run the step once under fake tensors and write down what it does.
+
+    Raises:
+        TraceError: The step cannot run without data; names the module and line.
+    """
+    return _run(step, lambda model: None, only_storages=False)
+
+
+def dry_run(step: Step, apply: Callable[[torch.nn.Module], Any]) -> Tape:
+    """Run the step under fake tensors with a plan applied, as a real run would.
+
+    Args:
+        step: The step without a plan.
+        apply: Called with the fake copy of the model before it runs.
+
+    Returns:
+        A tape that holds nothing but storages.
+    """
+    return _run(step, apply, only_storages=True)
+
+
+def _run(
+    step: Step, prepare: Callable[[torch.nn.Module], Any], *, only_storages: bool
+) -> Tape:
+    mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    with _preserved_state():
+        model, optimizer, args, kwargs = _fake_copy(step, mode)
+        prepare(model)
+        recorder = Recorder(
+            model,
+            device_type=step.device_type,
+            granularity_bytes=step.granularity_bytes,
+            only_storages=only_storages,
+        )
+        recorder.register(model.parameters(), "parameter")
+        recorder.register(model.buffers(), "buffer")
+        recorder.register(tensors_in((args, kwargs)), "input")
+
+        def mark(phase: str) -> None:
+            if phase == "optimizer":
+                _enter_steady_state(recorder, model, optimizer)
+            recorder.mark(phase)
+
+        try:
+            with mode, recorder.recording():
+                training_step(
+                    model,
+                    args,
+                    kwargs,
+                    loss_fn=step.loss_fn,
+                    optimizer=optimizer,
+                    mark=mark,
+                )
+        except _compat.TRACE_ERRORS as error:
+            raise TraceError(_explanation(recorder, error)) from error
+        return recorder.tape()
+
+
+def _enter_steady_state(
+    recorder: Recorder,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Name the gradients, and give the optimizer the state it keeps over steps."""
+    for parameter in model.parameters():
+        recorder.rename(parameter.grad, "gradient")
+    if optimizer is None:
+        return
+    trained = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    recorder.phase = "optimizer"
+    if any(parameter not in optimizer.state for parameter in trained):
+        recorder.muted = True
+        optimizer.step()
+        recorder.muted = False
+    recorder.register(tensors_in(optimizer.state), "optimizer")
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Makes ``copy.deepcopy`` turn every tensor it meets into a fake one."""
+
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.convert = convert
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.convert(tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
+    """Copies of model, optimizer, args and kwargs that hold fake tensors."""
+    device = torch.device(step.device_type)
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if keeps_values(tensor):
+            return tensor.detach().clone()
+        return _compat.fake_like(mode, tensor, device)
+
+    # Parameters are not copied through `Tensor.__deepcopy__`.
+    memo: dict[int, Any] = {id(p): convert(p) for p in step.model.parameters()}
+    originals = (step.model, step.optimizer, step.args, step.kwargs)
+    try:
+        with _FakeCopies(convert):
+            model, optimizer, args, kwargs = copy.deepcopy(originals, memo)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise TraceError(
+            "The model, optimizer or inputs cannot be copied for tracing:"
+            f" copy.deepcopy says {error}. Make them copyable."
+        ) from error
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.parameters())
+    return model, optimizer, args, kwargs
+
+
+@contextlib.contextmanager
+def _preserved_state() -> Iterator[None]:
+    """Restore random states afterwards; keep the garbage collector out of it."""
+    python_state = random.getstate()
+    numpy_random = sys.modules["numpy"].random
+    numpy_state = numpy_random.get_state()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+        random.setstate(python_state)
+        numpy_random.set_state(numpy_state)
+
+
+def _explanation(recorder: Recorder, error: BaseException) -> str:
+    """Say which module and which line of the user's code could not be traced."""
+    library = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(library)
+    ]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    fqn = recorder.tree[recorder.failed_in].fqn or "the model itself"
+    return (
+        f"The step cannot be traced without data: in module `{fqn}`{where},"
+        f" {type(error).__name__} says {error}. Autosac plans steps whose shapes do"
+        " not depend on values; avoid `.item()`, boolean indexing and the like there."
+    )

@@ -1,0 +1,1 @@
+"""The mathematics of autosac: numbers in, numbers out, no PyTorch."""

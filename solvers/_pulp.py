@@ -1,0 +1,230 @@
+"""Run a PuLP model on a backend: the only file that does.
+
+PuLP reports a pair (status, solution status). It says "Optimal" of an incumbent at
+a time limit, and the variables hold plausible numbers after a failed solve. Here the
+pair becomes a `Termination`, and an incumbent is one only if it keeps every row.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import highspy
+import pulp
+from pulp import constants
+
+from solvers.solution import Termination
+
+Backend = Literal["highs", "cbc"]
+
+_ROW_TOLERANCE = 1e-5  # 10 x the absolute row tolerance of HiGHS; rows are in MiB
+_CBC_BOUND = "Lower bound:"  # CBC prints it only if a gap is left
+
+_PAIRS = {
+    constants.LpSolutionOptimal: Termination.OPTIMAL,
+    constants.LpSolutionIntegerFeasible: Termination.FEASIBLE,
+    constants.LpSolutionInfeasible: Termination.INFEASIBLE,
+    constants.LpSolutionUnbounded: Termination.UNBOUNDED,
+    constants.LpSolutionNoSolutionFound: Termination.NO_INCUMBENT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a backend says about a model.
+
+    Attributes:
+        termination: Why the solve stopped; the variables hold the incumbent, if any.
+        bound: Proven lower bound on the objective, in the unit of the model.
+        solve_s: Wall-clock time.
+    """
+
+    termination: Termination
+    bound: float | None
+    solve_s: float
+
+
+def run(
+    model: pulp.LpProblem,
+    *,
+    backend: Backend = "highs",
+    time_limit_s: float | None = None,
+    relative_gap: float = 0.0,
+    threads: int = 1,
+    relaxed: bool = False,
+    warm_start: bool = False,
+) -> Outcome:
+    """Minimise a model; its variables hold the incumbent afterwards.
+
+    Args:
+        model: A minimisation; at least one of its rows or its objective has terms.
+        backend: Which solver to run.
+        time_limit_s: Stop after this long with the incumbent of the moment.
+        relative_gap: Stop as soon as the incumbent is proven this close to the best.
+        threads: Number of threads of the solver.
+        relaxed: Ignore that variables are integer: solve the LP relaxation.
+        warm_start: Offer the values the variables hold now as a first incumbent.
+
+    Returns:
+        How it ended, the proven bound and the time it took.
+
+    Raises:
+        ValueError: The backend is unknown or the model is a maximisation.
+        FileNotFoundError: The backend is CBC and there is no executable.
+        ArithmeticError: The backend's optimum breaks rows: ill-scaled numbers.
+    """
+    if model.sense != constants.LpMinimize:
+        raise ValueError("`model` must be a minimisation: negate its objective.")
+    if backend not in ("highs", "cbc"):
+        raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
+    options = {"timeLimit": time_limit_s, "gapRel": relative_gap, "threads": threads}
+    started = time.perf_counter()
+    runner = _run_highs if backend == "highs" else _run_cbc
+    termination, bound = runner(model, options, relaxed=relaxed, warm_start=warm_start)
+    if termination.has_incumbent and not _keeps_rows(model, relaxed=relaxed):
+        if termination is Termination.OPTIMAL:
+            raise ArithmeticError(
+                f"The optimum of {backend} breaks a row of {model.name!r} by more than"
+                f" {_ROW_TOLERANCE:g}. Scale the numbers or try the other backend."
+            )
+        termination = Termination.NO_INCUMBENT
+    solve_s = time.perf_counter() - started
+    if bound is not None and not math.isfinite(bound):
+        bound = None
+    return Outcome(termination=termination, bound=bound, solve_s=solve_s)
+
+
+def row(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:
+    """Sum of (variable, coefficient) pairs; repeated variables add up."""
+    total = pulp.LpAffineExpression()
+    for variable, coefficient in terms:
+        total.addterm(variable, coefficient)
+    return total
+
+
+class _Highs(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's in-process HiGHS, with a first incumbent."""
+
+    start: list[float] | None = None
+
+    def callSolver(self, lp: pulp.LpProblem) -> None:
+        if self.start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = self.start
+            lp.solverModel.setSolution(solution)
+        lp.solverModel.run()
+
+
+def _run_highs(
+    model: pulp.LpProblem, options: dict[str, Any], *, relaxed: bool, warm_start: bool
+) -> tuple[Termination, float | None]:
+    start = [v.varValue or 0.0 for v in model.variables()] if warm_start else None
+    status = highspy.HighsModelStatus.kNotset
+    for extra in ({}, {}, {"presolve": "off"}):
+        solver = _Highs(msg=False, mip=not relaxed, gapAbs=0.0, **options, **extra)
+        solver.start = start
+        model.solve(solver)
+        status = model.solverModel.getModelStatus()
+        if status == highspy.HighsModelStatus.kNotset:
+            # HiGHS refuses another number of threads than in its last run.
+            highspy.Highs.resetGlobalScheduler(True)
+        elif status != highspy.HighsModelStatus.kUnboundedOrInfeasible:
+            break  # else only a run without presolve can tell which of the two it is
+    termination = _PAIRS[model.sol_status]
+    info = model.solverModel.getInfo()
+    if status == highspy.HighsModelStatus.kTimeLimit:
+        feasible = info.primal_solution_status == highspy.kSolutionStatusFeasible
+        termination = Termination.FEASIBLE if feasible else Termination.NO_INCUMBENT
+    if relaxed or not model.isMIP():
+        is_optimal = termination is Termination.OPTIMAL
+        bound = info.objective_function_value if is_optimal else None
+    else:
+        bound = info.mip_dual_bound
+    return termination, None if bound is None else bound + model.objective.constant
+
+
+def _run_cbc(
+    model: pulp.LpProblem, options: dict[str, Any], *, relaxed: bool, warm_start: bool
+) -> tuple[Termination, float | None]:
+    with tempfile.TemporaryDirectory(prefix="autosac-cbc-") as folder:
+        log = Path(folder, "cbc.log")
+        solver = pulp.COIN_CMD(
+            path=_cbc_path(),
+            msg=False,
+            mip=not relaxed,
+            logPath=str(log),
+            gapAbs=0.0,
+            warmStart=warm_start,
+            **options,
+        )
+        model.solve(solver)
+        text = log.read_text(errors="replace")
+    termination = _PAIRS[model.sol_status]
+    if model.status == constants.LpStatusUndefined and "nfeasible" in text:
+        termination = Termination.INFEASIBLE  # CBC's word for an infeasible LP
+    bound = None
+    bounds = [line for line in text.splitlines() if line.startswith(_CBC_BOUND)]
+    if bounds:
+        bound = float(bounds[-1].removeprefix(_CBC_BOUND)) + model.objective.constant
+    elif termination is Termination.OPTIMAL:
+        bound = pulp.value(model.objective)
+    return termination, bound
+
+
+def _cbc_path() -> str:
+    """The CBC on the search path, else the one that PuLP 3 brings along."""
+    bundled = getattr(pulp, "PULP_CBC_CMD", None)
+    for candidate in ("cbc", getattr(bundled, "pulp_cbc_path", None)):
+        found = shutil.which(candidate) if candidate else None
+        if found:
+            return found
+    raise FileNotFoundError(
+        "`backend`='cbc' needs the CBC executable, and none was found. Put `cbc` on"
+        " the search path (apt install coinor-cbc, brew install cbc), or use"
+        " `backend`='highs'."
+    )
+
+
+def _keeps_rows(model: pulp.LpProblem, *, relaxed: bool) -> bool:
+    """Whether the values of the variables keep bounds, rows and integrality.
+
+    The tolerance of a row is relative to the size of its terms: HiGHS checks scaled
+    rows, CBC prints 7 digits or more.
+    """
+    for variable in model.variables():
+        value = variable.varValue
+        if value is None or not math.isfinite(value):
+            return False
+        slack = _ROW_TOLERANCE * max(1.0, abs(value))
+        low, up = variable.lowBound, variable.upBound
+        if low is not None and value < low - slack:
+            return False
+        if up is not None and value > up + slack:
+            return False
+        if variable.cat == constants.LpInteger and not relaxed:
+            if abs(value - round(value)) > slack:
+                return False
+    return all(_keeps_row(constraint) for constraint in _rows(model))
+
+
+def _keeps_row(constraint: pulp.LpConstraint) -> bool:
+    terms = [c * v.varValue for v, c in constraint.items()]
+    value = sum(terms) + constraint.constant
+    size = max((abs(term) for term in terms), default=0.0)
+    slack = _ROW_TOLERANCE * max(1.0, size, abs(constraint.constant))
+    if constraint.sense == constants.LpConstraintLE:
+        return bool(value <= slack)
+    if constraint.sense == constants.LpConstraintGE:
+        return bool(value >= -slack)
+    return bool(abs(value) <= slack)
+
+
+def _rows(model: pulp.LpProblem) -> list[pulp.LpConstraint]:
+    return list(model.constraints())
