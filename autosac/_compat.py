@@ -164,6 +164,24 @@ def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor
     return FakeTensor(mode, meta, device)
 
 
+_tensor_positions: dict[Any, tuple[int, ...]] = {}
+
+
+def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> int:
+    """How many positional arguments are numbers where the schema says tensor."""
+    positions = _tensor_positions.get(func)
+    if positions is None:
+        schema = getattr(func, "_schema", None)
+        arguments = () if schema is None else schema.arguments
+        positions = tuple(
+            i for i, argument in enumerate(arguments) if str(argument.type) == "Tensor"
+        )
+        _tensor_positions[func] = positions
+    return sum(
+        isinstance(args[i], (int, float, complex)) for i in positions if i < len(args)
+    )
+
+
 def is_random(func: Any) -> bool:
     """Whether an operator draws from a random generator."""
     return torch.Tag.nondeterministic_seeded in func.tags

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from autosac import _compat
-from autosac.policy import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
+from autosac.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
 from autosac.recording import tensors_in
 
 

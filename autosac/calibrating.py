@@ -7,19 +7,22 @@ and frees inside itself, which fake tensors cannot see.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from autosac.measuring import memory_inside
-from autosac.recording import Layout, Signature
+from autosac.measuring import storage_bytes
+from autosac.recording import Layout, Signature, tensors_in
 from autosac.tape import Tape
 
 _REPEATS = 3
+_MARK = "autosac::calibrated_op"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,42 +45,113 @@ def measure_ops(
 
     Ops that do not run on made-up data are left out of the result.
     """
-    signatures = dict.fromkeys(op.signature for op in tape.ops if not op.is_view)
+    signatures = {op.signature for op in tape.ops if not op.is_view}
+    calls = [_Call(s, device) for s in signatures if isinstance(s, Signature)]
     with torch.random.fork_rng(), torch.no_grad():
-        return dict(_measure_each(signatures, device))
+        runtimes = {call.signature: ms for call in calls if (ms := _runtime_ms(call))}
+        calls = [call for call in calls if call.signature in runtimes]
+        workspaces = _workspaces(calls, device)
+    return {
+        call.signature: OpMeasurement(
+            runtime_ms=runtimes[call.signature], workspace_bytes=workspace_bytes
+        )
+        for call, workspace_bytes in zip(calls, workspaces, strict=True)
+    }
 
 
-def _measure_each(
-    signatures: Mapping[Any, None], device: torch.device
-) -> Iterator[tuple[Signature, OpMeasurement]]:
-    for signature in signatures:
-        assert isinstance(signature, Signature)
-        try:
-            measured = _measure(signature, device)
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            continue  # this op does not run on made-up data
-        yield signature, measured
+class _Call:
+    """An op on made-up data."""
+
+    def __init__(self, signature: Signature, device: torch.device) -> None:
+        self.signature = signature
+        self.device = device
+
+    def prepare(self) -> tuple[list[Any], dict[str, Any]]:
+        args = [_thaw(value, self.device) for value in self.signature.args]
+        pairs = self.signature.kwargs
+        return args, {name: _thaw(value, self.device) for name, value in pairs}
 
 
-def _measure(signature: Signature, device: torch.device) -> OpMeasurement:
-    args = [_thaw(value, device) for value in signature.args]
-    kwargs = {name: _thaw(value, device) for name, value in signature.kwargs}
-
-    def run() -> Any:
-        return signature.func(*args, **kwargs)
-
-    run()
+def _runtime_ms(call: _Call) -> float | None:
+    """Median time of an op, None if it does not run on made-up data."""
+    func = call.signature.func
     times = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        run()
-        _synchronize(device)
-        times.append((time.perf_counter() - begin) * 1e3)
-    peak_bytes, kept_bytes = memory_inside(run, device=device)
-    return OpMeasurement(
-        runtime_ms=statistics.median(times),
-        workspace_bytes=max(0, peak_bytes - kept_bytes),
-    )
+    try:
+        args, kwargs = call.prepare()
+        func(*args, **kwargs)
+        _synchronize(call.device)
+        for _ in range(_REPEATS):
+            begin = time.perf_counter()
+            func(*args, **kwargs)
+            _synchronize(call.device)
+            times.append((time.perf_counter() - begin) * 1e3)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return None
+    return statistics.median(times)
+
+
+def _workspaces(calls: list[_Call], device: torch.device) -> list[int]:
+    """Workspace of each op in bytes."""
+    if device.type == "cuda":
+        return [_cuda_workspace(call) for call in calls]
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as in `measuring`
+    kept: list[int] = []
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recording:
+        for call in calls:
+            args, kwargs = call.prepare()
+            with record_function(_MARK):
+                out = call.signature.func(*args, **kwargs)
+            kept.append(_kept_bytes(out, args, kwargs))
+            del out, args, kwargs
+    peaks = [_peak_bytes(event) for event in _marks(recording)]
+    return [max(0, p - k) for p, k in zip(peaks, kept, strict=True)]
+
+
+def _cuda_workspace(call: _Call) -> int:
+    args, kwargs = call.prepare()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = call.signature.func(*args, **kwargs)
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated()
+    del out
+    return max(0, torch.cuda.max_memory_allocated() - max(before, after))
+
+
+def _kept_bytes(out: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that an op returned and did not get."""
+    given = list(tensors_in((args, kwargs)))
+    return storage_bytes([*given, *tensors_in((out,))]) - storage_bytes(given)
+
+
+def _marks(recording: profile) -> Iterator[Any]:
+    assert recording.profiler is not None
+    pending = list(reversed(recording.profiler.kineto_results.experimental_event_tree()))
+    while pending:
+        event = pending.pop()
+        if event.name == _MARK:
+            yield event
+        else:
+            pending.extend(reversed(event.children))
+
+
+def _peak_bytes(mark: Any) -> int:
+    """Most bytes allocated inside a marked range."""
+    pending, sizes = list(mark.children), []
+    while pending:
+        event = pending.pop()
+        kind, fields = event.typed
+        if kind.name == "Allocation" and fields.device.type == "cpu":
+            sizes.append((event.start_time_ns, fields.alloc_size))
+        pending.extend(event.children)
+    live = peak = 0
+    for _, size in sorted(sizes, key=lambda item: item[0]):
+        live += size
+        peak = max(peak, live)
+    return peak
 
 
 def _thaw(value: Any, device: torch.device) -> Any:
@@ -86,10 +160,14 @@ def _thaw(value: Any, device: torch.device) -> Any:
         return [_thaw(item, device) for item in value]
     if not isinstance(value, Layout):
         return value
-    made = torch.empty_strided(
-        value.size, value.stride, dtype=value.dtype, device=device
+    reach = 1 + sum(
+        (size - 1) * step for size, step in zip(value.size, value.stride, strict=True)
     )
-    return made.uniform_() if value.dtype.is_floating_point else made.zero_()
+    # The memory first: a layout may visit an element twice (`expand`).
+    flat = torch.zeros(max(reach, 0), dtype=value.dtype, device=device)
+    if value.dtype.is_floating_point:
+        flat.uniform_()
+    return flat.as_strided(value.size, value.stride)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autosac.policy import RERUN, SAVE, SKIP, Policy
+from autosac.policies import RERUN, SAVE, SKIP, Policy
 from autosac.units import Unit
 from solvers import curve, knapsack
 

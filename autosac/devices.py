@@ -89,9 +89,7 @@ def _tflops(
     return rates
 
 
-_H100_SXM = _tflops(
-    float64=67, float32=67, tfloat32=494.5, half=989.5, float8=1979
-)
+_H100_SXM = _tflops(float64=67, float32=67, tfloat32=494.5, half=989.5, float8=1979)
 _A100 = _tflops(float64=19.5, float32=19.5, tfloat32=156, half=312)
 
 _SPECS = (
@@ -124,18 +122,14 @@ _SPECS = (
         "b200",
         memory_gb=180,
         gb_per_s=7700,
-        tflops=_tflops(
-            float64=37, float32=75, tfloat32=1125, half=2250, float8=4500
-        ),
+        tflops=_tflops(float64=37, float32=75, tfloat32=1125, half=2250, float8=4500),
     ),
     # NVIDIA L40S data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
     _gpu(
         "l40s",
         memory_gb=48,
         gb_per_s=864,
-        tflops=_tflops(
-            float64=1.43, float32=91.6, tfloat32=183, half=362, float8=733
-        ),
+        tflops=_tflops(float64=1.43, float32=91.6, tfloat32=183, half=362, float8=733),
     ),
     # NVIDIA L4 data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
     _gpu(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autosac.curves import UnitCurve
-from autosac.policy import Policy
+from autosac.policies import Policy
 from autosac.simulating import Simulator
 from autosac.tape import IntArray
 from autosac.units import Unit

@@ -11,8 +11,8 @@ import torch
 from autosac import applying, curves
 from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.formulating import Formulation
-from autosac.plan import Plan
-from autosac.policy import RERUN, SAVE, OpPolicy, Policy, op_policy
+from autosac.plans import Plan
+from autosac.policies import RERUN, SAVE, OpPolicy, Policy, op_policy
 from autosac.profiling import Profile, calibrate, profile
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.simulating import Simulator

@@ -12,7 +12,7 @@ from autosac import costs, curves
 from autosac.devices import DeviceSpec, device_spec
 from autosac.errors import TraceError
 from autosac.formulating import Formulation, formulate
-from autosac.plan import Fingerprint, fingerprint
+from autosac.plans import Fingerprint, fingerprint
 from autosac.simulating import Simulator
 from autosac.stepping import LossFn, normalize_inputs
 from autosac.tape import Tape

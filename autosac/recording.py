@@ -357,6 +357,7 @@ class Recorder(_compat.TorchDispatchMode):
                 flops=_compat.flops_of(func, args, kwargs, out) if costs else 0,
                 moved_bytes=sum(t.nbytes for t in inputs + outputs) if costs else 0,
                 workspace_bytes=0,
+                wrapped_numbers=_compat.wrapped_numbers(func, args) if forward else 0,
                 dtype=next(
                     (str(t.dtype)[6:] for t in outputs if t.is_floating_point()), ""
                 ),

@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autosac.policy import RERUN, SAVE, SKIP, Policy
+from autosac.policies import RERUN, SAVE, SKIP, Policy
 from autosac.tape import CATEGORIES, IntArray, Tape
 from autosac.units import Unit
 
@@ -88,6 +88,10 @@ class Simulator:
         self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
         self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
         self._work = np.array([op.workspace_bytes for op in used], dtype=np.int64)
+        # Numbers that autograd may keep as CPU tensors, from forward and from rerun:
+        # an upper bound, as no fake tensor shows them.
+        wrapped = sum(op.wrapped_numbers for op in tape.ops)
+        self.number_bytes = 16 * wrapped if tape.device_type == "cpu" else 0
 
     def timeline(
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
@@ -115,6 +119,8 @@ class Simulator:
         key, delta = np.concatenate(keys), np.concatenate(deltas)
         order = np.argsort(key, kind="stable")
         key, live = key[order], np.cumsum(delta[order])
+        if workspaces:
+            live += self.number_bytes
         last = np.append(key[1:] != key[:-1], True)
         return Timeline(keys=key[last], live_bytes=live[last])
 
@@ -144,7 +150,7 @@ class Simulator:
             works = (effect.work_made <= peak) & (effect.work_end > peak)
             found["temporary"] += int(effect.work_bytes[works].sum())
         working = (self._work_made <= peak) & (self._work_end > peak)
-        found["temporary"] += int(self._work[working].sum())
+        found["temporary"] += int(self._work[working].sum()) + self.number_bytes
         return found
 
     def effect(self, unit: Unit, policy: Policy) -> Effect:

@@ -66,6 +66,8 @@ class Op:
         flops: Floating point operations (PyTorch's flop_counter formulas).
         moved_bytes: Bytes of its tensor arguments and outputs, 0 for a view.
         workspace_bytes: Bytes its kernel allocates and frees inside itself.
+        wrapped_numbers: Arguments that are Python numbers where a tensor is meant;
+            each becomes a tensor of 8 bytes on the CPU, which autograd may save.
         dtype: Of its first floating-point output, such as ``float32``.
         shapes: Shapes of its tensor outputs.
         signature: Equal for calls that do the same work on the same shapes.
@@ -84,6 +86,7 @@ class Op:
     flops: int
     moved_bytes: int
     workspace_bytes: int
+    wrapped_numbers: int
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
     signature: Hashable

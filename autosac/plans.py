@@ -11,7 +11,7 @@ import torch
 
 from autosac import applying
 from autosac.errors import PlanMismatchError
-from autosac.policy import OpPolicy
+from autosac.policies import OpPolicy
 from autosac.quantities import format_bytes, format_ms
 
 _FORMAT_VERSION = 1

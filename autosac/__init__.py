@@ -1,0 +1,32 @@
+"""autosac: the cheapest way to train a PyTorch model under a memory budget."""
+
+from autosac.errors import (
+    AutosacError,
+    InfeasibleBudgetError,
+    PlanMismatchError,
+    SolverError,
+    TraceError,
+)
+from autosac.devices import DeviceSpec
+from autosac.plans import Plan
+from autosac.planning import floor, plan, policy
+from autosac.profiling import Profile, calibrate, profile
+from autosac.verifying import Verification, verify
+
+__all__ = [
+    "AutosacError",
+    "DeviceSpec",
+    "InfeasibleBudgetError",
+    "Plan",
+    "PlanMismatchError",
+    "Profile",
+    "SolverError",
+    "TraceError",
+    "Verification",
+    "calibrate",
+    "floor",
+    "plan",
+    "policy",
+    "profile",
+    "verify",
+]

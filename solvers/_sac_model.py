@@ -1,0 +1,297 @@
+"""The MILP over AC units and their ratios, in PuLP.
+
+y_u = 1 if unit u is under AC, z_uk the weight of point k of its curve:
+
+minimize    sum_uk t_uk z_uk                        recompute time [ms]
+subject to  sum_k z_uk = y_u                        for every unit             (1)
+            sum_u y_u <= 1                          on a path: no nesting      (2)
+            z_uk <= w_u,k-1 + w_uk                  neighbours only            (3)
+            D_q = D_q-1 + sum_k m_uk z_uk           u starts at q; - ends      (4)
+            B_q - D_q + sum_uk x_uqk z_uk <= P      at every position q        (5)
+
+with m freed bytes, x working sets, B live memory without AC and P the budget, or a
+variable when the least peak is sought. (3) is there only if weights are continuous
+and a unit's curve is not convex: w_us = 1 for the segment in use. Bytes are in MiB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pulp
+
+from solvers import _pulp
+from solvers.curve import is_convex
+from solvers.sac_problem import SacProblem, Unit
+
+_MIB = 2**20  # coefficients of (4) and (5) in MiB stay within row tolerances
+_LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A row of (5) that can bind."""
+
+    position: int
+    base_bytes: int
+
+
+class SacModel:
+    """The model of a problem and the way back from its variables.
+
+    Attributes:
+        model: The PuLP model.
+        time_scale: Objective of the model per millisecond.
+    """
+
+    def __init__(
+        self,
+        problem: SacProblem,
+        *,
+        integral: bool,
+        units: Collection[int],
+        least_peak: bool = False,
+    ) -> None:
+        self.model = pulp.LpProblem("sac", pulp.LpMinimize)
+        self._problem = problem
+        self._units = sorted(units)
+        self._integral = integral
+        longest = max(
+            (p.recompute_ms for u in self._units for p in problem.units[u].points),
+            default=0.0,
+        )
+        exponent = math.frexp(_LARGEST_TIME / longest)[1] if longest else 0
+        self.time_scale = math.ldexp(1.0, exponent)
+        self._add_weights()
+        self._add_no_nesting()
+        self._peak = self.model.add_variable("peak", 0.0) if least_peak else None
+        self._rows: list[tuple[pulp.LpConstraint, int]] = []
+        self._add_memory()
+        if self._peak is None:
+            times = (
+                (z, point.recompute_ms * self.time_scale)
+                for u in self._units
+                for z, point in zip(self._z[u], problem.units[u].points, strict=True)
+            )
+            self.model.setObjective(_pulp.row(times))
+        else:
+            self.model.setObjective(_pulp.row([(self._peak, 1.0)]))
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the right-hand side of the memory rows."""
+        for constraint, base_bytes in self._rows:
+            constraint.changeRHS((budget_bytes - base_bytes) / _MIB)
+
+    def weights(self) -> list[list[float]]:
+        """What the variables hold, for all units of the problem."""
+        found = [[0.0] * len(unit.points) for unit in self._problem.units]
+        for u in self._units:
+            found[u] = [min(1.0, max(0.0, z.varValue or 0.0)) for z in self._z[u]]
+        return found
+
+    def is_integral(self) -> bool:
+        """Whether the variables that must be integers are."""
+        values = (
+            v.varValue or 0.0
+            for v in self.model.variables()
+            if v.cat == pulp.LpInteger
+        )
+        return all(abs(value - round(value)) < 1e-6 for value in values)
+
+    def hint(self, weights: Sequence[Sequence[float]]) -> None:
+        """Write the weights of whole points into the variables for a warm start."""
+        for u in self._units:
+            self._y[u].varValue = float(sum(weights[u]))
+            for z, weight in zip(self._z[u], weights[u], strict=True):
+                z.varValue = float(weight)
+        for freed, before, terms in self._chain:
+            total = sum(c * z.varValue for z, c in terms)
+            freed.varValue = total + (before.varValue if before is not None else 0.0)
+
+    def _add_weights(self) -> None:
+        """Row (1), and (3) where a curve needs it."""
+        add = self.model.add_variable
+        whole = pulp.LpInteger if self._integral else pulp.LpContinuous
+        self._y: dict[int, pulp.LpVariable] = {}
+        self._z: dict[int, list[pulp.LpVariable]] = {}
+        for u in self._units:
+            unit = self._problem.units[u]
+            self._y[u] = add(f"y_{u:05d}", 0, 1, pulp.LpInteger)
+            self._z[u] = [
+                add(f"z_{u:05d}_{k:03d}", 0, 1, whole) for k in range(len(unit.points))
+            ]
+            terms = [(z, 1.0) for z in self._z[u]]
+            self.model += _pulp.row([*terms, (self._y[u], -1.0)]) == 0
+            if not self._integral and not bends_upwards(unit):
+                self._add_segments(u)
+
+    def _add_segments(self, u: int) -> None:
+        """Row (3)."""
+        points = self._z[u]
+        segments = [
+            self.model.add_variable(f"w_{u:05d}_{s:03d}", 0, 1, pulp.LpInteger)
+            for s in range(len(points) - 1)
+        ]
+        total = [(w, 1.0) for w in segments]
+        self.model += _pulp.row([*total, (self._y[u], -1.0)]) == 0
+        for k, z in enumerate(points):
+            around = [(w, -1.0) for w in segments[max(k - 1, 0) : k + 1]]
+            self.model += _pulp.row([(z, 1.0), *around]) <= 0
+
+    def _add_no_nesting(self) -> None:
+        """Row (2)."""
+        seen = set()
+        for path in self._problem.paths():
+            chosen = tuple(u for u in path if u in self._y)
+            if len(chosen) > 1 and chosen not in seen:
+                seen.add(chosen)
+                self.model += _pulp.row((self._y[u], 1.0) for u in chosen) <= 1
+
+    def _add_memory(self) -> None:
+        """Rows (4) and (5), left out where they cannot bind."""
+        working = self._working()
+        events = self._events()
+        self._chain: list[
+            tuple[
+                pulp.LpVariable,
+                pulp.LpVariable | None,
+                list[tuple[pulp.LpVariable, float]],
+            ]
+        ] = []
+        freed: pulp.LpVariable | None = None
+        pending: dict[int, int] = defaultdict(int)
+        positions = iter(sorted(events))
+        upcoming = next(positions, None)
+        for row in _binding_rows(self._problem, self._units, self._peak is not None):
+            while upcoming is not None and upcoming <= row.position:
+                for u, sign in events[upcoming]:
+                    pending[u] += sign
+                upcoming = next(positions, None)
+            changes = {u: sign for u, sign in pending.items() if sign}
+            pending.clear()
+            if changes:
+                freed = self._add_link(freed, changes, row.position)  # (4)
+            terms = [
+                (z, extra / _MIB)
+                for u, extras in working.get(row.position, ())
+                for z, extra in zip(self._z[u], extras, strict=True)
+                if extra
+            ]
+            if freed is not None:
+                terms.append((freed, -1.0))
+            if self._peak is not None:
+                terms.append((self._peak, -1.0))
+            constraint = _pulp.row(terms) <= -row.base_bytes / _MIB  # (5)
+            self.model += constraint
+            self._rows.append((constraint, row.base_bytes))
+        if self._peak is None:
+            self.set_budget(self._problem.budget_bytes)
+
+    def _add_link(
+        self, before: pulp.LpVariable | None, changes: dict[int, int], position: int
+    ) -> pulp.LpVariable:
+        freed = self.model.add_variable(f"d_{position:06d}")
+        terms = [
+            (z, sign * point.freed_bytes / _MIB)
+            for u, sign in changes.items()
+            for z, point in zip(self._z[u], self._problem.units[u].points, strict=True)
+            if point.freed_bytes
+        ]
+        links = [(freed, -1.0), *terms]
+        if before is not None:
+            links.append((before, 1.0))
+        self.model += _pulp.row(links) == 0
+        self._chain.append((freed, before, terms))
+        return freed
+
+    def _working(self) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
+        found: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        for u in self._units:
+            for position, extras in self._problem.units[u].working:
+                found[position].append((u, extras))
+        return found
+
+    def _events(self) -> dict[int, list[tuple[int, int]]]:
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for u in self._units:
+            unit = self._problem.units[u]
+            if unit.freed_from < unit.freed_until:
+                found[unit.freed_from].append((u, 1))
+                found[unit.freed_until].append((u, -1))
+        return found
+
+
+def bends_upwards(unit: Unit) -> bool:
+    """Whether mixing far points of a unit never beats mixing neighbours.
+
+    So it is if time and all working sets are convex in the freed bytes.
+    """
+    freed = [point.freed_bytes for point in unit.points]
+    if any(freed[k] >= freed[k + 1] for k in range(len(freed) - 1)):
+        return False
+    curves = [[point.recompute_ms for point in unit.points]]
+    curves += [list(extras) for _, extras in unit.working]
+    return all(is_convex(freed, values) for values in curves)
+
+
+def least_live_bytes(problem: SacProblem, units: Sequence[int]) -> list[int]:
+    """What the live memory at each position cannot go below, whatever is chosen."""
+    return _ranges(problem, units)[0]
+
+
+def _binding_rows(
+    problem: SacProblem, units: Sequence[int], least_peak: bool
+) -> Iterator[_Row]:
+    """Positions whose row can bind: of each stretch without changes, the highest.
+
+    A row cannot bind if its live memory stays within the budget (or, for the least
+    peak, below what another position cannot go below) whatever is chosen.
+    """
+    low, high, plain, edges = _ranges(problem, units)
+    cap = max(low) if least_peak else problem.budget_bytes
+    best: int | None = None
+    for q, base in enumerate(problem.base_bytes):
+        if q in edges and best is not None:
+            yield _Row(position=best, base_bytes=problem.base_bytes[best])
+            best = None
+        if high[q] <= cap and not (least_peak and high[q] == cap):
+            continue
+        if not plain[q]:
+            yield _Row(position=q, base_bytes=base)
+        elif best is None or base > problem.base_bytes[best]:
+            best = q
+    if best is not None:
+        yield _Row(position=best, base_bytes=problem.base_bytes[best])
+
+
+def _ranges(
+    problem: SacProblem, units: Sequence[int]
+) -> tuple[list[int], list[int], list[bool], set[int]]:
+    """Least and most live memory at each position, whatever is chosen; whether no
+    working set lies there; and where the freed memory changes."""
+    size = len(problem.base_bytes)
+    falls, rises = [0] * (size + 1), [0] * (size + 1)
+    low_extra, high_extra = [0] * size, [0] * size
+    plain = [True] * size
+    edges = set()
+    for u in units:
+        unit = problem.units[u]
+        if unit.freed_from < unit.freed_until:
+            edges |= {unit.freed_from, unit.freed_until}
+            most = max(0, *(point.freed_bytes for point in unit.points))
+            least = min(0, *(point.freed_bytes for point in unit.points))
+            for changes, value in ((falls, most), (rises, least)):
+                changes[unit.freed_from] -= value
+                changes[unit.freed_until] += value
+        for position, extras in unit.working:
+            plain[position] = False
+            low_extra[position] += min(0, *extras)
+            high_extra[position] += max(0, *extras)
+    base = problem.base_bytes
+    low = [b + f + x for b, f, x in zip(base, accumulate(falls), low_extra)]
+    high = [b + r + x for b, r, x in zip(base, accumulate(rises), high_extra)]
+    return low, high, plain, edges

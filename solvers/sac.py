@@ -1,0 +1,281 @@
+"""Which modules to put under AC and how much each recomputes: the main MILP.
+
+The numbers are in `sac_problem.py`, the rows in `_sac_model.py`; here it is solved.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from solvers import _pulp
+from solvers._pulp import Backend
+from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
+from solvers.sac_problem import (
+    Breakpoint,
+    SacProblem,
+    Unit,
+    live_bytes,
+    total_ms,
+)
+from solvers.solution import Solution, Termination
+
+__all__ = [
+    "Breakpoint",
+    "SacProblem",
+    "SacSolution",
+    "Unit",
+    "live_bytes",
+    "lowest_peak",
+    "solve",
+]
+
+_ATTEMPTS = 4  # at a solution that also keeps the budget in integers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SacSolution(Solution):
+    """AC units and their ratios; all None without an incumbent.
+
+    Attributes:
+        weights: Of each point of each unit: 0 or 1 for whole points, else at most two
+            neighbours that add up to 1; all 0 for a unit that is not under AC.
+        ratios: Share of each unit's activation memory that is recomputed.
+        chosen: Index of each unit's point, None for a unit that is not under AC.
+            None altogether if weights are continuous.
+        recompute_ms: Time of all reruns.
+        predicted_peak_bytes: Most live memory at any position.
+    """
+
+    weights: tuple[tuple[float, ...], ...] | None = None
+    ratios: tuple[float, ...] | None = None
+    chosen: tuple[int | None, ...] | None = None
+    recompute_ms: float | None = None
+    predicted_peak_bytes: int | None = None
+
+
+def solve(
+    problem: SacProblem,
+    *,
+    integral: bool,
+    backend: Backend = "highs",
+    time_limit_s: float | None = None,
+    relative_gap: float = 1e-3,
+    fixed_units: Collection[int] | None = None,
+) -> SacSolution:
+    """Choose AC units and ratios with the least recompute time under the budget.
+
+    Args:
+        problem: Units, memory and budget.
+        integral: Whether a unit takes one of its points as it is; otherwise it may
+            lie between two neighbours.
+        backend: Which MILP solver to run.
+        time_limit_s: Stop after this long with the best solution so far.
+        relative_gap: Stop when proven this close to the least time.
+        fixed_units: The only units that may be chosen; None for all.
+
+    Returns:
+        The outcome. A budget that nothing fits is an outcome, not an error. Whole
+        points keep the budget exactly, continuous weights within the tolerance of
+        `solvers.check`.
+    """
+    started = perf_counter()
+    units = _candidates(problem, fixed_units)
+    if max(least_live_bytes(problem, units)) > problem.budget_bytes:
+        return SacSolution(
+            termination=Termination.INFEASIBLE, solve_s=perf_counter() - started
+        )
+    if max(problem.base_bytes) <= problem.budget_bytes:
+        nothing = [[0.0] * len(unit.points) for unit in problem.units]
+        found = _solution(problem, nothing, Termination.OPTIMAL, integral=integral)
+        return replace(found, bound_ms=0.0, solve_s=perf_counter() - started)
+    model = SacModel(problem, integral=integral, units=units)
+    search = _Search(model, backend, time_limit_s, relative_gap)
+    bound_ms: float | None = None
+    target = problem.budget_bytes
+    for _ in range(_ATTEMPTS):
+        model.set_budget(target)
+        outcome = search.run()
+        if bound_ms is None and outcome.bound is not None:
+            bound_ms = max(0.0, outcome.bound / model.time_scale)
+        if not outcome.termination.has_incumbent:
+            return SacSolution(
+                termination=outcome.termination,
+                bound_ms=bound_ms,
+                solve_s=perf_counter() - started,
+            )
+        weights = _cleaned(problem, model.weights(), integral=integral)
+        found = _solution(problem, weights, outcome.termination, integral=integral)
+        assert found.predicted_peak_bytes is not None
+        excess = found.predicted_peak_bytes - problem.budget_bytes
+        if excess <= 0 or not integral:
+            return _finished(found, bound_ms, started)
+        target -= excess  # the row was kept within its tolerance, not exactly
+    raise ArithmeticError(
+        f"The solutions of {backend} exceed `budget_bytes`={problem.budget_bytes}"
+        " however often it is lowered."
+    )
+
+
+def lowest_peak(
+    problem: SacProblem,
+    *,
+    backend: Backend = "highs",
+    time_limit_s: float | None = None,
+    relative_gap: float = 0.0,
+    fixed_units: Collection[int] | None = None,
+) -> tuple[int, SacSolution]:
+    """Find the least budget that whole points can meet.
+
+    Args:
+        problem: Units and memory; its budget is ignored.
+        backend: Which MILP solver to run.
+        time_limit_s: Stop after this long with the lowest peak so far.
+        relative_gap: Stop when proven this close to the lowest peak.
+        fixed_units: The only units that may be chosen; None for all.
+
+    Returns:
+        The peak and a solution that has it. Its time is not minimised, and it has no
+        bound on it. At a time limit the peak is the lowest one known, at worst that
+        of no AC at all.
+    """
+    started = perf_counter()
+    units = _candidates(problem, fixed_units)
+    model = SacModel(problem, integral=True, units=units, least_peak=True)
+    search = _Search(model, backend, time_limit_s, relative_gap)
+    outcome = search.run()
+    nothing = [[0.0] * len(unit.points) for unit in problem.units]
+    termination = outcome.termination
+    found = _solution(problem, nothing, Termination.FEASIBLE, integral=True)
+    if termination.has_incumbent:
+        weights = _cleaned(problem, model.weights(), integral=True)
+        solved = _solution(problem, weights, termination, integral=True)
+        found = min(solved, found, key=_peak)
+    found = replace(found, termination=termination, solve_s=perf_counter() - started)
+    if not termination.has_incumbent:
+        found = replace(found, termination=Termination.FEASIBLE)
+    return _peak(found), found
+
+
+class _Search:
+    """Runs of one model that share a time limit."""
+
+    def __init__(
+        self,
+        model: SacModel,
+        backend: Backend,
+        time_limit_s: float | None,
+        relative_gap: float,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._relative_gap = relative_gap
+        self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
+
+    def run(self) -> _pulp.Outcome:
+        """The LP relaxation is enough if it happens to be integral."""
+        relaxed = self._run_once(relaxed=True)
+        if relaxed.termination is not Termination.OPTIMAL:
+            return relaxed
+        if self._model.is_integral():
+            return relaxed
+        outcome = self._run_once(relaxed=False)
+        if outcome.bound is None:
+            outcome = replace(outcome, bound=relaxed.bound)
+        return outcome
+
+    def _run_once(self, *, relaxed: bool) -> _pulp.Outcome:
+        left = None if self._ends is None else max(0.0, self._ends - perf_counter())
+        return _pulp.run(
+            self._model.model,
+            backend=self._backend,
+            time_limit_s=left,
+            relative_gap=self._relative_gap,
+            relaxed=relaxed,
+        )
+
+
+def _candidates(problem: SacProblem, fixed_units: Collection[int] | None) -> list[int]:
+    if fixed_units is None:
+        return list(range(len(problem.units)))
+    for u in fixed_units:
+        if not 0 <= u < len(problem.units):
+            raise ValueError(
+                f"`fixed_units` must be indices below {len(problem.units)}, got {u}."
+            )
+    return sorted(set(fixed_units))
+
+
+def _peak(solution: SacSolution) -> int:
+    assert solution.predicted_peak_bytes is not None
+    return solution.predicted_peak_bytes
+
+
+def _finished(
+    found: SacSolution, bound_ms: float | None, started: float
+) -> SacSolution:
+    assert found.recompute_ms is not None
+    if bound_ms is not None:  # the objective is summed anew: rounding may differ
+        bound_ms = min(bound_ms, found.recompute_ms)
+    return replace(found, bound_ms=bound_ms, solve_s=perf_counter() - started)
+
+
+def _solution(
+    problem: SacProblem,
+    weights: Sequence[Sequence[float]],
+    termination: Termination,
+    *,
+    integral: bool,
+) -> SacSolution:
+    cost_ms = total_ms(problem, weights)
+    whole = weights if integral else []
+    chosen = tuple(shares.index(1) if any(shares) else None for shares in whole)
+    ratios = tuple(
+        math.fsum(w * point.ratio for w, point in zip(shares, unit.points, strict=True))
+        for unit, shares in zip(problem.units, weights, strict=True)
+    )
+    return SacSolution(
+        termination=termination,
+        objective_ms=cost_ms,
+        weights=tuple(tuple(map(float, shares)) for shares in weights),
+        ratios=ratios,
+        chosen=chosen if integral else None,
+        recompute_ms=cost_ms,
+        predicted_peak_bytes=math.ceil(max(live_bytes(problem, weights))),
+    )
+
+
+def _cleaned(
+    problem: SacProblem, weights: Sequence[Sequence[float]], *, integral: bool
+) -> list[list[float]]:
+    """Round whole points; make the weights of a unit add up to 1 on neighbours."""
+    cleaned: list[list[float]] = []
+    for unit, shares in zip(problem.units, weights, strict=True):
+        if sum(shares) < 0.5:
+            cleaned.append([0] * len(shares))
+        elif integral:
+            best = max(range(len(shares)), key=shares.__getitem__)
+            cleaned.append([int(k == best) for k in range(len(shares))])
+        else:
+            cleaned.append(_on_neighbours(unit, shares))
+    return cleaned
+
+
+def _on_neighbours(unit: Unit, shares: Sequence[float]) -> list[float]:
+    """Same freed bytes from two neighbours; no worse where the curve is convex."""
+    total = sum(shares)
+    used = [k for k, share in enumerate(shares) if share > 1e-9 * total]
+    if used[-1] - used[0] <= 1 or not bends_upwards(unit):
+        kept = [share if k in used else 0.0 for k, share in enumerate(shares)]
+        return [share / sum(kept) for share in kept]
+    freed = [point.freed_bytes for point in unit.points]
+    wanted = sum(f * share for f, share in zip(freed, shares, strict=True)) / total
+    wanted = min(max(wanted, freed[0]), freed[-1])
+    left = min(bisect_right(freed, wanted) - 1, len(freed) - 2)
+    share = (wanted - freed[left]) / (freed[left + 1] - freed[left])
+    result = [0.0] * len(freed)
+    result[left], result[left + 1] = 1.0 - share, share
+    return result

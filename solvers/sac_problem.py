@@ -1,0 +1,167 @@
+"""AC units, their curves and what they do to memory: the numbers of the main MILP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakpoint:
+    """One point of a unit's trade-off curve.
+
+    Attributes:
+        ratio: Share of the unit's activation memory that is recomputed.
+        freed_bytes: What that frees between the unit's forward and its backward.
+        recompute_ms: What that takes.
+    """
+
+    ratio: float
+    freed_bytes: int
+    recompute_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A candidate for an AC unit.
+
+    Attributes:
+        fqn: The module.
+        parent: Index of the nearest candidate around it, if there is one.
+        points: Its trade-off curve, in the order of the curve.
+        freed_from: First position at which memory is freed.
+        freed_until: First position at which it is not freed any more.
+        working: Pairs of a position and the bytes that each point adds there to the
+            live memory (negative ones take away): the working set of the rerun.
+    """
+
+    fqn: str
+    parent: int | None
+    points: tuple[Breakpoint, ...]
+    freed_from: int
+    freed_until: int
+    working: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ValueError(f"`points` of {self.fqn!r} must not be empty.")
+        for point in self.points:
+            if not math.isfinite(point.recompute_ms) or point.recompute_ms < 0.0:
+                raise ValueError(
+                    f"`recompute_ms` of {self.fqn!r} must be finite and not negative,"
+                    f" got {point.recompute_ms}."
+                )
+        for position, extras in self.working:
+            if len(extras) != len(self.points):
+                raise ValueError(
+                    f"`working` of {self.fqn!r} at position {position} must have one"
+                    f" number for each of {len(self.points)} points, got {len(extras)}."
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SacProblem:
+    """Which units to put under AC, and how much each of them recomputes.
+
+    Attributes:
+        units: The candidates, in any order.
+        base_bytes: Live memory at each position if nothing is recomputed. Positions
+            are instants of the step in order: forward, backward, optimizer.
+        budget_bytes: Cap on the live memory at every position.
+    """
+
+    units: tuple[Unit, ...]
+    base_bytes: tuple[int, ...]
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.base_bytes:
+            raise ValueError("`base_bytes` must name at least one position.")
+        num_positions = len(self.base_bytes)
+        for unit in self.units:
+            if not 0 <= unit.freed_from <= unit.freed_until <= num_positions:
+                raise ValueError(
+                    f"`freed_from` and `freed_until` of {unit.fqn!r} must be in order"
+                    f" and at most {num_positions}, got {unit.freed_from} and"
+                    f" {unit.freed_until}."
+                )
+            if any(not 0 <= q < num_positions for q, _ in unit.working):
+                raise ValueError(
+                    f"`working` of {unit.fqn!r} must name positions below"
+                    f" {num_positions}."
+                )
+        _check_tree(self.units)
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """Units from each innermost candidate outwards; on each, one may be chosen."""
+        parents = {unit.parent for unit in self.units}
+        return [
+            tuple(_ancestry(self.units, u))
+            for u in range(len(self.units))
+            if u not in parents
+        ]
+
+
+def live_bytes(
+    problem: SacProblem, weights: Sequence[Sequence[float]]
+) -> tuple[float, ...]:
+    """Live memory at each position; exact integers if the weights are integers.
+
+    Args:
+        problem: The units and the memory without them.
+        weights: Of each point of each unit; all 0 for a unit that is not chosen.
+    """
+    change: list[float] = [0] * (len(problem.base_bytes) + 1)
+    extra: list[float] = [0] * len(problem.base_bytes)
+    for unit, shares in zip(problem.units, weights, strict=True):
+        if not any(shares):
+            continue
+        freed = _mix([point.freed_bytes for point in unit.points], shares)
+        change[unit.freed_from] -= freed
+        change[unit.freed_until] += freed
+        for position, extras in unit.working:
+            extra[position] += _mix(extras, shares)
+    columns = zip(problem.base_bytes, accumulate(change[:-1]), extra, strict=True)
+    return tuple(base + moved + added for base, moved, added in columns)
+
+
+def total_ms(problem: SacProblem, weights: Sequence[Sequence[float]]) -> float:
+    """Recompute time of all units."""
+    return math.fsum(
+        share * point.recompute_ms
+        for unit, shares in zip(problem.units, weights, strict=True)
+        for point, share in zip(unit.points, shares, strict=True)
+    )
+
+
+def _mix(values: Sequence[int], shares: Sequence[float]) -> float:
+    return sum(v * share for v, share in zip(values, shares, strict=True) if share)
+
+
+def _ancestry(units: Sequence[Unit], index: int) -> list[int]:
+    found: list[int] = []
+    at: int | None = index
+    while at is not None:
+        found.append(at)
+        at = units[at].parent
+    return found
+
+
+def _check_tree(units: Sequence[Unit]) -> None:
+    settled: set[int] = set()
+    for index, unit in enumerate(units):
+        path: list[int] = []
+        at: int | None = index
+        while at is not None and at not in settled:
+            if not 0 <= at < len(units):
+                raise ValueError(
+                    f"`parent` of {units[path[-1]].fqn!r} must be an index below"
+                    f" {len(units)}, got {at}."
+                )
+            if at in path:
+                raise ValueError(f"{unit.fqn!r} lies inside itself: check `parent`.")
+            path.append(at)
+            at = units[at].parent
+        settled.update(path)

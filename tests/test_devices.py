@@ -1,0 +1,55 @@
+import dataclasses
+
+import pytest
+
+from autosac.devices import KNOWN_DEVICES, device_spec
+
+
+def test_knows_devices_by_name_in_any_case():
+    assert device_spec("H100").memory_bytes == 80 * 10**9
+    assert device_spec("cpu").type == "cpu"
+
+
+def test_names_the_known_devices_when_asked_for_another():
+    with pytest.raises(ValueError, match=r"'tpu' is not a known device.*h100.*mi300x"):
+        device_spec("tpu")
+
+
+@pytest.mark.parametrize("spec", KNOWN_DEVICES.values(), ids=lambda spec: spec.name)
+def test_figures_are_of_the_right_order(spec):
+    is_gpu = spec.type == "cuda"
+    rates = spec.peak_flops
+
+    assert 10 * 10**9 <= spec.memory_bytes <= 300 * 10**9
+    assert 1e10 <= spec.bandwidth_bytes_per_s <= 1e13
+    assert 0 < spec.launch_overhead_ms < 0.1
+    assert spec.allocation_granularity_bytes == (512 if is_gpu else 1)
+    assert rates["float64"] <= rates["float32"] <= rates.get("tfloat32", 1e18)
+    assert spec.flops_per_s("float16") <= spec.flops_per_s("float32") * 30
+    assert all(1e10 <= rate <= 1e16 for rate in rates.values())
+
+
+def test_rates_are_dense():
+    # The H100 data sheet prints 1,979 TFLOPS for bfloat16 with sparsity.
+    assert device_spec("h100").flops_per_s("bfloat16") == 989.5e12
+
+
+def test_a_dtype_without_a_figure_runs_at_the_rate_of_float32():
+    assert device_spec("v100").flops_per_s("bfloat16") == 15.7e12
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"), [(0, 0), (1, 512), (512, 512), (513, 1024)]
+)
+def test_gpu_allocations_are_rounded_up(asked, given):
+    assert device_spec("a100").allocated_bytes(asked) == given
+    assert device_spec("cpu").allocated_bytes(asked) == asked
+
+
+def test_specs_do_not_change():
+    spec = device_spec("h100")
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.memory_bytes = 0
+    with pytest.raises(TypeError):
+        spec.peak_flops["float32"] = 0.0

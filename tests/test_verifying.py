@@ -1,0 +1,212 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from autosac.measuring import storage_bytes
+from autosac.verifying import Verification, verify
+
+WIDTH, BATCH = 32, 128
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.norm = torch.nn.BatchNorm1d(4 * WIDTH, track_running_stats=False)
+        self.dropout = torch.nn.Dropout(0.1)
+        self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(self.dropout(torch.nn.functional.gelu(self.norm(self.up(x)))))
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """Recomputes every block, with or without the random state it had."""
+
+    peak_bytes: int = 2**20
+    budget_bytes: int = 2**40
+    preserve_rng_state: bool = True
+
+    def apply(self, model):
+        for block in model:
+            self._wrap(block)
+
+    def _wrap(self, block):
+        forward = block.forward
+        options = {"preserve_rng_state": self.preserve_rng_state}
+        block.forward = lambda x: checkpoint(forward, x, use_reentrant=False, **options)
+
+
+def make_model():
+    return torch.nn.Sequential(*(Block() for _ in range(4)))
+
+
+def make_inputs():
+    return torch.randn(BATCH, WIDTH)
+
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def check(plan, **options):
+    options = {"make_optimizer": make_optimizer, "timing_rounds": 1} | options
+    return verify(plan, make_model, make_inputs, **options)
+
+
+def test_checkpointing_is_identical_and_lowers_the_peak():
+    found = check(Checkpointed(), timing_rounds=2)
+
+    assert found.identical, found.differences
+    assert found.measured_peak_bytes < 0.7 * found.baseline_peak_bytes
+    assert found.within_budget
+    assert found.step_ms > 0 < found.baseline_step_ms
+
+
+def test_other_gradients_are_caught():
+    found = check(Checkpointed(preserve_rng_state=False))
+
+    assert not found.identical
+    assert any(line.startswith("gradient of 0.up.weight") for line in found.differences)
+    assert "DIFFERS" in str(found)
+
+
+def test_other_buffers_are_caught():
+    def with_statistics():
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(WIDTH))
+
+    # Plain checkpointing updates the running statistics twice.
+    found = verify(Checkpointed(), with_statistics, make_inputs, timing_rounds=1)
+
+    assert "buffer 0.running_mean" in " ".join(found.differences)
+
+
+def test_another_stream_of_random_numbers_is_caught():
+    class Draws(Checkpointed):
+        def apply(self, model):
+            model.register_forward_hook(lambda *_: torch.rand(1) and None)
+
+    found = check(Draws(), steps=1)
+
+    assert found.differences[-1].startswith("random state of cpu")
+
+
+def test_peak_of_a_linear_layer_is_counted_by_hand():
+    class Nothing(Checkpointed):
+        def apply(self, model):
+            pass
+
+    found = verify(
+        Nothing(peak_bytes=1, budget_bytes=1),
+        lambda: torch.nn.Linear(WIDTH, WIDTH, bias=False),
+        lambda: torch.ones(WIDTH, WIDTH),
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
+        loss_fn=lambda output: output.sum(),
+        timing_rounds=1,
+        extra_bytes=1000,
+    )
+
+    # Weight, input, momentum; output, its gradient (the loss's, expanded: matmul
+    # makes it contiguous), the weight's; the loss and its gradient, 4 bytes each.
+    matrix_bytes = 4 * WIDTH * WIDTH
+    assert found.baseline_peak_bytes == 1000 + 6 * matrix_bytes + 8
+    assert found.measured_peak_bytes == found.baseline_peak_bytes
+    assert not found.within_budget
+
+
+def test_without_an_optimizer_parameters_stay():
+    assert check(Checkpointed(), make_optimizer=None, steps=1).identical
+
+
+def test_keyword_inputs_and_their_own_loss():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(WIDTH, 1)
+
+        def forward(self, x, target):
+            return {"loss": (self.layer(x) - target).square().mean()}
+
+        def __iter__(self):
+            return iter(())
+
+    inputs = {"x": torch.ones(4, WIDTH), "target": torch.zeros(4, 1)}
+
+    assert verify(Checkpointed(), Model, lambda: inputs, timing_rounds=1).identical
+
+
+def test_random_state_is_left_alone():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+
+    check(Checkpointed(), steps=1)
+
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_only_one_model_is_alive_at_a_time():
+    alive = []
+
+    def counted():
+        model = make_model()
+        alive.append(torch.utils.weak.WeakIdRef(model))
+        assert sum(ref() is not None for ref in alive) == 1
+        return model
+
+    verify(Checkpointed(), counted, make_inputs, steps=1, timing_rounds=2)
+
+    assert len(alive) == 4
+
+
+@pytest.mark.parametrize("option", ["steps", "timing_rounds"])
+def test_refuses_to_run_nothing(option):
+    with pytest.raises(ValueError, match=f"`{option}` must be at least 1, got 0"):
+        check(Checkpointed(), **{option: 0})
+
+
+def test_refuses_models_without_data():
+    def meta_model():
+        return torch.nn.Linear(2, 2, device="meta")
+
+    with pytest.raises(ValueError, match="it has a meta tensor"):
+        verify(Checkpointed(), meta_model, make_inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_verifies_on_a_gpu():
+    found = verify(
+        Checkpointed(),
+        lambda: make_model().cuda(),
+        lambda: make_inputs().cuda(),
+        make_optimizer=make_optimizer,
+    )
+
+    assert found.identical, found.differences
+    assert storage_bytes(make_model().parameters()) < found.measured_peak_bytes
+    assert found.measured_peak_bytes < found.baseline_peak_bytes
+
+
+def test_reads_as_a_short_table():
+    found = Verification(
+        baseline_peak_bytes=4 * 2**20,
+        measured_peak_bytes=2 * 2**20,
+        predicted_peak_bytes=3 * 2**19,
+        budget_bytes=2 * 2**20,
+        baseline_step_ms=10.0,
+        step_ms=12.5,
+        differences=(),
+    )
+
+    assert found.prediction_error == -0.25
+    assert str(found).splitlines() == [
+        "           baseline   with plan",
+        "peak        4.0 MiB     2.0 MiB  predicted 1.5 MiB (-25.00%),"
+        " budget 2.0 MiB kept",
+        "step        10.0 ms     12.5 ms  +25.0%",
+        "state  bit-identical after the last step",
+    ]
