@@ -1,5 +1,6 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
+from autosac.devices import DeviceSpec
 from autosac.errors import (
     AutosacError,
     InfeasibleBudgetError,
@@ -7,9 +8,8 @@ from autosac.errors import (
     SolverError,
     TraceError,
 )
-from autosac.devices import DeviceSpec
-from autosac.plans import Plan
 from autosac.planning import floor, plan, policy
+from autosac.plans import Plan
 from autosac.profiling import Profile, calibrate, profile
 from autosac.verifying import Verification, verify
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -26,8 +25,8 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "current_node_sequence_nr",
-    "fake_like",
     "current_node_variable",
+    "fake_like",
     "flops_of",
     "is_random",
     "next_sequence_nr",
@@ -81,9 +80,7 @@ def written_arguments(
             or (argument.alias_info is not None and argument.alias_info.is_write)
         )
         _written_positions[func] = positions
-    return [
-        args[i] if i < len(args) else kwargs.get(name) for i, name in positions
-    ]
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in positions]
 
 
 _returned: dict[Any, tuple[int, ...]] = {}
@@ -141,7 +138,11 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
 
 def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """A tensor subclass instance without memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)
+
+
+# For subclasses that only dispatch; typed as what torch expects of an override.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def no_modes() -> contextlib.AbstractContextManager[Any]:
@@ -187,9 +188,7 @@ def is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def flops_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-) -> int:
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating point operations of a call, 0 for ops without a formula."""
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
@@ -205,7 +204,7 @@ def current_node_sequence_nr() -> int | None:
     node = torch._C._current_autograd_node()
     if node is None:
         return None
-    return int(cast(Callable[[], int], node._sequence_nr)())
+    return int(node._sequence_nr())
 
 
 def current_node_variable() -> torch.Tensor | None:
@@ -221,7 +220,7 @@ def fake_like(
         return tensor
     data = tensor.detach()
     if tensor.is_meta:
-        fake: torch.Tensor = FakeTensor(mode, data, meta_device)  # type: ignore[arg-type]
+        fake: torch.Tensor = FakeTensor(mode, data, meta_device)
     else:
         fake = mode.from_tensor(data, static_shapes=True)
     if isinstance(tensor, torch.nn.Parameter):

@@ -42,9 +42,11 @@ class CheckpointedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        if self.own_forward is not None:
-            return self.own_forward
-        return type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
+        own: Callable[..., Any] | None = self.own_forward
+        if own is not None:
+            return own
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
@@ -98,7 +100,7 @@ def remove(model: torch.nn.Module) -> None:
     """Undo `install`."""
     for fqn in installed(model):
         module = model.get_submodule(fqn)
-        own_forward = module.forward.own_forward
+        own_forward = module.__dict__["forward"].own_forward
         del module.forward
         if own_forward is not None:
             module.forward = own_forward
@@ -143,7 +145,7 @@ class _ForwardMode(_compat.TorchDispatchMode):
     """Keeps what the policy saves while a unit's forward runs."""
 
     def __init__(self, run: _Run) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
 
     def __torch_dispatch__(
@@ -171,7 +173,7 @@ class _RerunMode(_compat.TorchDispatchMode):
     """Replays a unit's forward: loads what was saved, skips what nobody needs."""
 
     def __init__(self, run: _Run) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
         self.place = 0
 
@@ -244,10 +246,10 @@ class _Layout:
 class _Shell(torch.Tensor):
     """A tensor with a layout and no memory, which no op may read."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = _compat.no_torch_function
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(f"{func} reads a result that the plan did not recompute.")
@@ -265,7 +267,7 @@ def _layout(value: Any, like: Any = None) -> Any:
     return _Layout(
         tuple(value.shape),
         value.stride(),
-        value.storage_offset(),
+        int(value.storage_offset()),
         value.dtype,
         like.device,
         _compat.fake_mode_of(like),

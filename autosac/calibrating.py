@@ -8,7 +8,6 @@ and frees inside itself, which fake tensors cannot see.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autosac.measuring import storage_bytes
+from autosac.measuring import recorded_events, storage_bytes
 from autosac.recording import Layout, Signature, tensors_in
 from autosac.tape import Tape
 
-_REPEATS = 3
+_REPEATS = 5
 _MARK = "autosac::calibrated_op"
 
 
@@ -30,7 +29,7 @@ class OpMeasurement:
     """What one op call costs.
 
     Attributes:
-        runtime_ms: Median time.
+        runtime_ms: Least of a few times: noise only adds.
         workspace_bytes: Most bytes alive while it ran, less what it returned.
     """
 
@@ -38,9 +37,7 @@ class OpMeasurement:
     workspace_bytes: int
 
 
-def measure_ops(
-    tape: Tape, *, device: torch.device
-) -> dict[Signature, OpMeasurement]:
+def measure_ops(tape: Tape, *, device: torch.device) -> dict[Signature, OpMeasurement]:
     """Run every distinct op of a tape that does some work.
 
     Ops that do not run on made-up data are left out of the result.
@@ -73,7 +70,7 @@ class _Call:
 
 
 def _runtime_ms(call: _Call) -> float | None:
-    """Median time of an op, None if it does not run on made-up data."""
+    """Least time of an op (noise only adds), None if it does not run on made-up data."""
     func = call.signature.func
     times = []
     try:
@@ -87,7 +84,7 @@ def _runtime_ms(call: _Call) -> float | None:
             times.append((time.perf_counter() - begin) * 1e3)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None
-    return statistics.median(times)
+    return min(times)
 
 
 def _workspaces(calls: list[_Call], device: torch.device) -> list[int]:
@@ -128,14 +125,7 @@ def _kept_bytes(out: Any, args: Any, kwargs: Any) -> int:
 
 
 def _marks(recording: profile) -> Iterator[Any]:
-    assert recording.profiler is not None
-    pending = list(reversed(recording.profiler.kineto_results.experimental_event_tree()))
-    while pending:
-        event = pending.pop()
-        if event.name == _MARK:
-            yield event
-        else:
-            pending.extend(reversed(event.children))
+    return (event for event in recorded_events(recording) if event.name == _MARK)
 
 
 def _peak_bytes(mark: Any) -> int:

@@ -26,7 +26,9 @@ class UnitCurve:
     ratios: tuple[float, ...]
 
 
-def save_problem(unit: Unit, *, capacity_bytes: int | None = None) -> knapsack.SaveProblem:
+def save_problem(
+    unit: Unit, *, capacity_bytes: int | None = None
+) -> knapsack.SaveProblem:
     """The choice of what to save in a unit, for the solver."""
     groups = unit.groups
 
@@ -61,9 +63,10 @@ def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
     for solution in solutions:
         assert solution.saved is not None and solution.rerun is not None
         policy = Policy(spell(solution.saved, solution.rerun))
+        time_ms = recompute_ms(unit, policy)
         kept_bytes = kept(unit, policy)
         if kept_bytes <= unit.activation_bytes:
-            freed[unit.activation_bytes - kept_bytes] = (solution.recompute_ms, policy)
+            freed[unit.activation_bytes - kept_bytes] = (time_ms, policy)
     if not freed or max(freed) == 0:
         return None
     exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())

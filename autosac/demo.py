@@ -10,8 +10,8 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
-from autosac.plans import Plan
 from autosac.planning import floor, make_plan
+from autosac.plans import Plan
 from autosac.profiling import calibrate, profile
 from autosac.quantities import format_bytes, format_ms
 from autosac.stepping import LossFn
@@ -33,10 +33,15 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(
-            2, 0, 3, 1, 4
+        heads = (
+            self.qkv(x)
+            .view(batch, length, 3, self.num_heads, -1)
+            .permute(2, 0, 3, 1, 4)
         )
-        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = heads
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
         mixed = mixed.transpose(1, 2).reshape(batch, length, width)
         out: torch.Tensor = self.dropout(self.proj(mixed))
         return out

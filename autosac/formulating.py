@@ -56,7 +56,12 @@ def formulate(
     live = _live_by_tick(simulator)
     cuts = {0}
     for unit in units:
-        cuts |= {unit.call.enter, unit.call.exit + 1, unit.trigger - 1, unit.last_use + 1}
+        cuts |= {
+            unit.call.enter,
+            unit.call.exit + 1,
+            unit.trigger - 1,
+            unit.last_use + 1,
+        }
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
     holders = _Holders(simulator)
@@ -102,8 +107,8 @@ class _Holders:
         self.saves: dict[int, list[int]] = defaultdict(list)
         for i, saved in enumerate(tape.saved):
             self.saves[saved.storage].append(i)
-        self.until = tape.saved_until.tolist()
-        self.died = tape.died.tolist()
+        self.until: list[int] = tape.saved_until.tolist()
+        self.died: list[int] = tape.died.tolist()
 
     def without(self, storage: int, own: range) -> int:
         """Tick at which a storage is freed if ``own`` saves nothing."""

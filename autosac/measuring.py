@@ -100,7 +100,7 @@ def _added_bytes(recording: profile) -> int:
     """Most bytes that the marked range added to those alive at its beginning."""
     start_ns = end_ns = 0
     events: list[tuple[int, int, int]] = []  # time, address, bytes
-    for event in _walk(recording):
+    for event in recorded_events(recording):
         kind, fields = event.typed
         if kind.name == "Allocation" and fields.device.type == "cpu":
             events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
@@ -120,7 +120,7 @@ def _added_bytes(recording: profile) -> int:
     return peak
 
 
-def _walk(recording: profile) -> Iterator[Any]:
+def recorded_events(recording: profile) -> Iterator[Any]:
     """All events, parents before children (iteratively: the tree can be deep)."""
     assert recording.profiler is not None
     results = recording.profiler.kineto_results

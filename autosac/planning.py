@@ -99,9 +99,7 @@ def make_plan(made: Profile, budget_bytes: int, *, backend: Backend = "highs") -
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
 
 
-def _solve(
-    made: Profile, budget_bytes: int, backend: Backend
-) -> tuple[Choice, float]:
+def _solve(made: Profile, budget_bytes: int, backend: Backend) -> tuple[Choice, float]:
     """Choice under the budget by simulation, and the bound on its time."""
     formulation = made.formulation
     target = budget_bytes

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-
 import torch
 
 from autosac import applying
@@ -72,7 +71,7 @@ class Plan:
 
     @property
     def optimality_gap(self) -> float:
-        """``(recompute_ms - bound_ms) / recompute_ms``; 0.0 if nothing is recomputed."""
+        """``(recompute_ms - bound_ms) / recompute_ms``, 0.0 without recomputation."""
         if self.recompute_ms == 0.0:
             return 0.0
         return max(0.0, (self.recompute_ms - self.bound_ms) / self.recompute_ms)
@@ -161,7 +160,9 @@ class Plan:
 
     def _check(self, model: torch.nn.Module) -> None:
         found = fingerprint(model)
-        for (fqn, class_name, parameters), other in zip(self.model, found, strict=False):
+        for (fqn, class_name, parameters), other in zip(
+            self.model, found, strict=False
+        ):
             if other != (fqn, class_name, parameters):
                 raise PlanMismatchError(
                     f"The plan was made for another model: it expects `{fqn}` to be a"
@@ -173,5 +174,3 @@ class Plan:
                 f"The plan was made for a model of {len(self.model)} modules, this one"
                 f" has {len(found)}. Plan again."
             )
-
-

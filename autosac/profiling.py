@@ -174,7 +174,9 @@ def _check(
     exclude: tuple[str, ...],
 ) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(
+            f"`model` must be a torch.nn.Module, got {type(model).__name__}."
+        )
     if autocast is not None:
         raise NotImplementedError(
             f"`autocast`={autocast} is not supported yet; cast the model instead."
@@ -207,8 +209,8 @@ def _device(model: torch.nn.Module, device: str | DeviceSpec | None) -> DeviceSp
     traced = own or "cpu"
     if spec.type != traced:
         raise NotImplementedError(
-            f"`device`={spec.name!r} runs other kernels than the {traced} that the model"
-            " would be traced on; move the model there. Planning for a GPU that is not"
-            " present is not supported yet."
+            f"`device`={spec.name!r} runs other kernels than the {traced} that the"
+            " model would be traced on; move the model there. Planning for a GPU that"
+            " is not present is not supported yet."
         )
     return spec

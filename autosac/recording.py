@@ -162,7 +162,7 @@ class Recorder(_compat.TorchDispatchMode):
         granularity_bytes: int,
         only_storages: bool,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.device_type = device_type
         self.granularity_bytes = granularity_bytes
@@ -268,9 +268,7 @@ class Recorder(_compat.TorchDispatchMode):
             self.categories[self._index(tensor, 0, category)] = category
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        return (
-            tensor.layout is torch.strided and tensor.device.type == self.device_type
-        )
+        return tensor.layout is torch.strided and tensor.device.type == self.device_type
 
     def _index(self, tensor: torch.Tensor, born: int, category: str) -> int:
         """Index of a tensor's storage; an unknown one is added."""
@@ -287,9 +285,7 @@ class Recorder(_compat.TorchDispatchMode):
             self._watch(storage, self._on_death, index)
         return index
 
-    def _watch(
-        self, storage: Any, on_death: Callable[[int], None], index: int
-    ) -> None:
+    def _watch(self, storage: Any, on_death: Callable[[int], None], index: int) -> None:
         key = storage._cdata
 
         def forget(_: Any) -> None:

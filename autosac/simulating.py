@@ -25,6 +25,7 @@ from autosac.policies import RERUN, SAVE, SKIP, Policy
 from autosac.tape import CATEGORIES, IntArray, Tape
 from autosac.units import Unit
 
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """Live memory of a step.

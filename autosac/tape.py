@@ -195,6 +195,6 @@ class Tape:
     @cached_property
     def freed(self) -> IntArray:
         """Tick at which each storage is really freed, shape (num_storages,)."""
-        freed = self.died.copy()
+        freed: IntArray = self.died.copy()
         np.maximum.at(freed, self.saved_storage, self.saved_until)
         return freed

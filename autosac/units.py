@@ -348,7 +348,10 @@ def _key(
 
     def describe(op: Op) -> Hashable:
         lives = tuple(
-            (tape.storages[s].nbytes, min(tape.storages[s].died, call.exit) - call.enter)
+            (
+                tape.storages[s].nbytes,
+                min(tape.storages[s].died, call.exit) - call.enter,
+            )
             for s in op.creates
         )
         moved = (relative(op.reads), relative(op.writes), relative(op.creates))

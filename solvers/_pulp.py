@@ -128,7 +128,7 @@ def _run_highs(
     start = [v.varValue or 0.0 for v in model.variables()] if warm_start else None
     status = highspy.HighsModelStatus.kNotset
     for extra in ({}, {}, {"presolve": "off"}):
-        solver = _Highs(msg=False, mip=not relaxed, gapAbs=0.0, **options, **extra)
+        solver = _Highs(msg=False, mip=not relaxed, gapAbs=0.0, mip_feasibility_tolerance=1e-9, primal_feasibility_tolerance=1e-9, **options, **extra)
         solver.start = start
         model.solve(solver)
         status = model.solverModel.getModelStatus()

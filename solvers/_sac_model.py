@@ -45,6 +45,7 @@ class SacModel:
 
     Attributes:
         model: The PuLP model.
+        integral: Whether the weights are 0 or 1.
         time_scale: Objective of the model per millisecond.
     """
 
@@ -59,7 +60,7 @@ class SacModel:
         self.model = pulp.LpProblem("sac", pulp.LpMinimize)
         self._problem = problem
         self._units = sorted(units)
-        self._integral = integral
+        self.integral = integral
         longest = max(
             (p.recompute_ms for u in self._units for p in problem.units[u].points),
             default=0.0,
@@ -115,7 +116,7 @@ class SacModel:
     def _add_weights(self) -> None:
         """Row (1), and (3) where a curve needs it."""
         add = self.model.add_variable
-        whole = pulp.LpInteger if self._integral else pulp.LpContinuous
+        whole = pulp.LpInteger if self.integral else pulp.LpContinuous
         self._y: dict[int, pulp.LpVariable] = {}
         self._z: dict[int, list[pulp.LpVariable]] = {}
         for u in self._units:
@@ -126,7 +127,7 @@ class SacModel:
             ]
             terms = [(z, 1.0) for z in self._z[u]]
             self.model += _pulp.row([*terms, (self._y[u], -1.0)]) == 0
-            if not self._integral and not bends_upwards(unit):
+            if not self.integral and not bends_upwards(unit):
                 self._add_segments(u)
 
     def _add_segments(self, u: int) -> None:

@@ -13,6 +13,7 @@ from time import perf_counter
 
 from solvers import _pulp
 from solvers._pulp import Backend
+from solvers._sac_greedy import round_and_repair
 from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
 from solvers.sac_problem import (
     Breakpoint,
@@ -33,7 +34,8 @@ __all__ = [
     "solve",
 ]
 
-_ATTEMPTS = 4  # at a solution that also keeps the budget in integers
+_ATTEMPTS = 6  # at a solution that also keeps the budget in integers
+_NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,30 +96,19 @@ def solve(
         return replace(found, bound_ms=0.0, solve_s=perf_counter() - started)
     model = SacModel(problem, integral=integral, units=units)
     search = _Search(model, backend, time_limit_s, relative_gap)
-    bound_ms: float | None = None
-    target = problem.budget_bytes
-    for _ in range(_ATTEMPTS):
-        model.set_budget(target)
-        outcome = search.run()
-        if bound_ms is None and outcome.bound is not None:
-            bound_ms = max(0.0, outcome.bound / model.time_scale)
-        if not outcome.termination.has_incumbent:
-            return SacSolution(
-                termination=outcome.termination,
-                bound_ms=bound_ms,
-                solve_s=perf_counter() - started,
-            )
-        weights = _cleaned(problem, model.weights(), integral=integral)
-        found = _solution(problem, weights, outcome.termination, integral=integral)
-        assert found.predicted_peak_bytes is not None
-        excess = found.predicted_peak_bytes - problem.budget_bytes
-        if excess <= 0 or not integral:
-            return _finished(found, bound_ms, started)
-        target -= excess  # the row was kept within its tolerance, not exactly
-    raise ArithmeticError(
-        f"The solutions of {backend} exceed `budget_bytes`={problem.budget_bytes}"
-        " however often it is lowered."
-    )
+    relaxed = search.relax()
+    if relaxed.termination is not Termination.OPTIMAL:
+        return SacSolution(
+            termination=relaxed.termination, solve_s=perf_counter() - started
+        )
+    assert relaxed.bound is not None
+    bound_ms = max(0.0, relaxed.bound / model.time_scale)
+    found = _from_relaxation(problem, model, units, integral=integral)
+    if found is None or not _is_within(found, bound_ms, relative_gap):
+        if found is not None and found.weights is not None:
+            model.hint(found.weights)
+        found, bound_ms = _branch(problem, model, search, found, bound_ms)
+    return _finished(found, bound_ms, relative_gap, started)
 
 
 def lowest_peak(
@@ -146,7 +137,7 @@ def lowest_peak(
     units = _candidates(problem, fixed_units)
     model = SacModel(problem, integral=True, units=units, least_peak=True)
     search = _Search(model, backend, time_limit_s, relative_gap)
-    outcome = search.run()
+    outcome = search.branch(warm_start=False)
     nothing = [[0.0] * len(unit.points) for unit in problem.units]
     termination = outcome.termination
     found = _solution(problem, nothing, Termination.FEASIBLE, integral=True)
@@ -175,19 +166,15 @@ class _Search:
         self._relative_gap = relative_gap
         self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
 
-    def run(self) -> _pulp.Outcome:
-        """The LP relaxation is enough if it happens to be integral."""
-        relaxed = self._run_once(relaxed=True)
-        if relaxed.termination is not Termination.OPTIMAL:
-            return relaxed
-        if self._model.is_integral():
-            return relaxed
-        outcome = self._run_once(relaxed=False)
-        if outcome.bound is None:
-            outcome = replace(outcome, bound=relaxed.bound)
-        return outcome
+    def relax(self) -> _pulp.Outcome:
+        """Solve the LP relaxation."""
+        return self._run(relaxed=True, warm_start=False)
 
-    def _run_once(self, *, relaxed: bool) -> _pulp.Outcome:
+    def branch(self, *, warm_start: bool) -> _pulp.Outcome:
+        """Solve the MILP."""
+        return self._run(relaxed=False, warm_start=warm_start)
+
+    def _run(self, *, relaxed: bool, warm_start: bool) -> _pulp.Outcome:
         left = None if self._ends is None else max(0.0, self._ends - perf_counter())
         return _pulp.run(
             self._model.model,
@@ -195,7 +182,57 @@ class _Search:
             time_limit_s=left,
             relative_gap=self._relative_gap,
             relaxed=relaxed,
+            warm_start=warm_start,
         )
+
+
+def _from_relaxation(
+    problem: SacProblem, model: SacModel, units: list[int], *, integral: bool
+) -> SacSolution | None:
+    """The relaxation itself if it is integral, else what rounding makes of it."""
+    weights: Sequence[Sequence[float]] | None = model.weights()
+    assert weights is not None
+    if model.is_integral():
+        cleaned = _cleaned(problem, weights, integral=integral)
+        found = _solution(problem, cleaned, Termination.FEASIBLE, integral=integral)
+        if not integral or _peak(found) <= problem.budget_bytes:
+            return found
+    weights = round_and_repair(problem, units, weights)
+    if weights is None:
+        return None
+    return _solution(problem, weights, Termination.FEASIBLE, integral=integral)
+
+
+def _branch(
+    problem: SacProblem,
+    model: SacModel,
+    search: _Search,
+    incumbent: SacSolution | None,
+    bound_ms: float,
+) -> tuple[SacSolution, float]:
+    """Solve the MILP; again with a lower budget while the budget is not kept."""
+    target = problem.budget_bytes
+    for attempt in range(_ATTEMPTS):
+        outcome = search.branch(warm_start=incumbent is not None)
+        if attempt == 0 and outcome.bound is not None:
+            bound_ms = max(bound_ms, outcome.bound / model.time_scale)
+        if not outcome.termination.has_incumbent:
+            found = SacSolution(termination=outcome.termination)
+            break
+        weights = _cleaned(problem, model.weights(), integral=model.integral)
+        found = _solution(
+            problem, weights, outcome.termination, integral=model.integral
+        )
+        excess = _peak(found) - problem.budget_bytes; print("  excess", excess)
+        if excess <= 0 or not model.integral:
+            break
+        # The rows were kept within their tolerance, not exactly.
+        target -= excess * 4**attempt
+        model.set_budget(target)
+        found = SacSolution(termination=Termination.NO_INCUMBENT)
+    if incumbent is not None and not _is_better(found, incumbent):
+        found = incumbent
+    return found, bound_ms
 
 
 def _candidates(problem: SacProblem, fixed_units: Collection[int] | None) -> list[int]:
@@ -214,13 +251,32 @@ def _peak(solution: SacSolution) -> int:
     return solution.predicted_peak_bytes
 
 
-def _finished(
-    found: SacSolution, bound_ms: float | None, started: float
-) -> SacSolution:
+def _is_better(found: SacSolution, incumbent: SacSolution) -> bool:
+    if found.recompute_ms is None or incumbent.recompute_ms is None:
+        return found.recompute_ms is not None
+    return found.recompute_ms <= incumbent.recompute_ms
+
+
+def _is_within(found: SacSolution, bound_ms: float, relative_gap: float) -> bool:
     assert found.recompute_ms is not None
-    if bound_ms is not None:  # the objective is summed anew: rounding may differ
-        bound_ms = min(bound_ms, found.recompute_ms)
-    return replace(found, bound_ms=bound_ms, solve_s=perf_counter() - started)
+    return found.recompute_ms - bound_ms <= (relative_gap + _NOISE) * found.recompute_ms
+
+
+def _finished(
+    found: SacSolution, bound_ms: float, relative_gap: float, started: float
+) -> SacSolution:
+    solve_s = perf_counter() - started
+    if found.recompute_ms is None:
+        if found.termination is Termination.INFEASIBLE:
+            return replace(found, solve_s=solve_s)
+        return replace(found, bound_ms=bound_ms, solve_s=solve_s)
+    # The objective is summed anew: rounding may put it below the bound.
+    found = replace(
+        found, bound_ms=min(bound_ms, found.recompute_ms), solve_s=solve_s
+    )
+    is_proven = _is_within(found, bound_ms, relative_gap)
+    termination = Termination.OPTIMAL if is_proven else Termination.FEASIBLE
+    return replace(found, termination=termination)
 
 
 def _solution(
