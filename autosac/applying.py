@@ -260,7 +260,7 @@ def _is_shell(value: Any) -> bool:
 
 
 def _layout(value: Any, like: Any = None) -> Any:
-    """Layout of a tensor, or of a tensor on the meta device as if made like ``like``."""
+    """Layout of a tensor; one on the meta device takes its device from ``like``."""
     if not isinstance(value, torch.Tensor):
         return value
     like = value if like is None else like

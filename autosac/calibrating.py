@@ -70,7 +70,7 @@ class _Call:
 
 
 def _runtime_ms(call: _Call) -> float | None:
-    """Least time of an op (noise only adds), None if it does not run on made-up data."""
+    """Least time of an op; None if it does not run on made-up data."""
     func = call.signature.func
     times = []
     try:

@@ -124,8 +124,9 @@ def run(console: Console) -> bool:
         )
     )
     lowest, baseline = floor(traced), traced.baseline_peak_bytes
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     console.print(
-        f"GPT with {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters,"
+        f"GPT with {millions:.1f} M parameters,"
         f" batch {BATCH} x {LENGTH}: a step peaks at {format_bytes(baseline)}; the least"
         f" that a plan can reach is {format_bytes(lowest)}."
     )

@@ -128,7 +128,7 @@ def _run_highs(
     start = [v.varValue or 0.0 for v in model.variables()] if warm_start else None
     status = highspy.HighsModelStatus.kNotset
     for extra in ({}, {}, {"presolve": "off"}):
-        solver = _Highs(msg=False, mip=not relaxed, gapAbs=0.0, mip_feasibility_tolerance=1e-9, primal_feasibility_tolerance=1e-9, **options, **extra)
+        solver = _Highs(msg=False, mip=not relaxed, gapAbs=0.0, **options, **extra)
         solver.start = start
         model.solve(solver)
         status = model.solverModel.getModelStatus()
@@ -208,9 +208,9 @@ def _keeps_rows(model: pulp.LpProblem, *, relaxed: bool) -> bool:
             return False
         if up is not None and value > up + slack:
             return False
-        if variable.cat == constants.LpInteger and not relaxed:
-            if abs(value - round(value)) > slack:
-                return False
+        is_whole = variable.cat == constants.LpInteger and not relaxed
+        if is_whole and abs(value - round(value)) > slack:
+            return False
     return all(_keeps_row(constraint) for constraint in _rows(model))
 
 

@@ -34,7 +34,7 @@ def round_and_repair(
     search = _Search(problem, units)
     for u, k in _rounded(problem, weights):
         if not any(v in search.choice for v in search.relatives[u]):
-            search.set(u, k)
+            search.move(u, k)
     if not search.repair():
         return None
     search.trim()
@@ -70,7 +70,7 @@ class _Search:
         nothing = [[0] * len(unit.points) for unit in problem.units]
         self._live = np.array(live_bytes(problem, nothing), dtype=np.int64)
 
-    def set(self, u: int, k: int | None) -> None:
+    def move(self, u: int, k: int | None) -> None:
         """Move a unit to a point or to None; units around or in it are dropped."""
         self._live += self._change(u, k)
         for v in (u, *self.relatives[u]):
@@ -93,22 +93,20 @@ class _Search:
                 return False
             before = self._violation(self._live)
             if self._violation(self._live + self._change(*move)) < before:
-                self.set(*move)
+                self.move(*move)
             else:
                 banned.add(move)
         return False
 
     def trim(self) -> None:
         """Recompute less in one unit after the other while the budget allows it."""
+        budget = self._problem.budget_bytes
         for u in sorted(self.choice, key=lambda u: (-self._time(u), u)):
-            points = self._problem.units[u].points
-            steps: list[int | None] = [None, *range(len(points))]
-            now = self._time(u)
-            for k in sorted(steps, key=lambda k: points[k].recompute_ms if k else 0.0):
-                if k is not None and points[k].recompute_ms >= now:
-                    continue
-                if (self._live + self._change(u, k)).max() <= self._problem.budget_bytes:
-                    self.set(u, k)
+            times = [point.recompute_ms for point in self._problem.units[u].points]
+            cheaper = [k for k, ms in enumerate(times) if ms < self._time(u)]
+            for k in (None, *sorted(cheaper, key=times.__getitem__)):
+                if (self._live + self._change(u, k)).max() <= budget:
+                    self.move(u, k)
                     break
 
     def _best_relief(

@@ -46,6 +46,7 @@ class SacModel:
     Attributes:
         model: The PuLP model.
         integral: Whether the weights are 0 or 1.
+        units: Indices of the units that may be chosen.
         time_scale: Objective of the model per millisecond.
     """
 
@@ -59,10 +60,10 @@ class SacModel:
     ) -> None:
         self.model = pulp.LpProblem("sac", pulp.LpMinimize)
         self._problem = problem
-        self._units = sorted(units)
+        self.units = sorted(units)
         self.integral = integral
         longest = max(
-            (p.recompute_ms for u in self._units for p in problem.units[u].points),
+            (p.recompute_ms for u in self.units for p in problem.units[u].points),
             default=0.0,
         )
         exponent = math.frexp(_LARGEST_TIME / longest)[1] if longest else 0
@@ -75,7 +76,7 @@ class SacModel:
         if self._peak is None:
             times = (
                 (z, point.recompute_ms * self.time_scale)
-                for u in self._units
+                for u in self.units
                 for z, point in zip(self._z[u], problem.units[u].points, strict=True)
             )
             self.model.setObjective(_pulp.row(times))
@@ -90,22 +91,20 @@ class SacModel:
     def weights(self) -> list[list[float]]:
         """What the variables hold, for all units of the problem."""
         found = [[0.0] * len(unit.points) for unit in self._problem.units]
-        for u in self._units:
+        for u in self.units:
             found[u] = [min(1.0, max(0.0, z.varValue or 0.0)) for z in self._z[u]]
         return found
 
     def is_integral(self) -> bool:
         """Whether the variables that must be integers are."""
         values = (
-            v.varValue or 0.0
-            for v in self.model.variables()
-            if v.cat == pulp.LpInteger
+            v.varValue or 0.0 for v in self.model.variables() if v.cat == pulp.LpInteger
         )
         return all(abs(value - round(value)) < 1e-6 for value in values)
 
     def hint(self, weights: Sequence[Sequence[float]]) -> None:
         """Write the weights of whole points into the variables for a warm start."""
-        for u in self._units:
+        for u in self.units:
             self._y[u].varValue = float(sum(weights[u]))
             for z, weight in zip(self._z[u], weights[u], strict=True):
                 z.varValue = float(weight)
@@ -119,7 +118,7 @@ class SacModel:
         whole = pulp.LpInteger if self.integral else pulp.LpContinuous
         self._y: dict[int, pulp.LpVariable] = {}
         self._z: dict[int, list[pulp.LpVariable]] = {}
-        for u in self._units:
+        for u in self.units:
             unit = self._problem.units[u]
             self._y[u] = add(f"y_{u:05d}", 0, 1, pulp.LpInteger)
             self._z[u] = [
@@ -167,7 +166,7 @@ class SacModel:
         pending: dict[int, int] = defaultdict(int)
         positions = iter(sorted(events))
         upcoming = next(positions, None)
-        for row in _binding_rows(self._problem, self._units, self._peak is not None):
+        for row in _binding_rows(self._problem, self.units, self._peak is not None):
             while upcoming is not None and upcoming <= row.position:
                 for u, sign in events[upcoming]:
                     pending[u] += sign
@@ -211,14 +210,14 @@ class SacModel:
 
     def _working(self) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
         found: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
-        for u in self._units:
+        for u in self.units:
             for position, extras in self._problem.units[u].working:
                 found[position].append((u, extras))
         return found
 
     def _events(self) -> dict[int, list[tuple[int, int]]]:
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for u in self._units:
+        for u in self.units:
             unit = self._problem.units[u]
             if unit.freed_from < unit.freed_until:
                 found[unit.freed_from].append((u, 1))
@@ -293,6 +292,8 @@ def _ranges(
             low_extra[position] += min(0, *extras)
             high_extra[position] += max(0, *extras)
     base = problem.base_bytes
-    low = [b + f + x for b, f, x in zip(base, accumulate(falls), low_extra)]
-    high = [b + r + x for b, r, x in zip(base, accumulate(rises), high_extra)]
+    lowest = zip(base, accumulate(falls[:-1]), low_extra, strict=True)
+    highest = zip(base, accumulate(rises[:-1]), high_extra, strict=True)
+    low = [b + moved + extra for b, moved, extra in lowest]
+    high = [b + moved + extra for b, moved, extra in highest]
     return low, high, plain, edges

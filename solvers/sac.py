@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _ATTEMPTS = 6  # at a solution that also keeps the budget in integers
+_MARGIN_BYTES = 4096  # of a lowered budget: weights off by 1e-6 move kilobytes
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -91,9 +92,9 @@ def solve(
             termination=Termination.INFEASIBLE, solve_s=perf_counter() - started
         )
     if max(problem.base_bytes) <= problem.budget_bytes:
-        nothing = [[0.0] * len(unit.points) for unit in problem.units]
-        found = _solution(problem, nothing, Termination.OPTIMAL, integral=integral)
-        return replace(found, bound_ms=0.0, solve_s=perf_counter() - started)
+        nothing = [[0] * len(unit.points) for unit in problem.units]
+        found = _whole(problem, nothing) if integral else _between(problem, nothing)
+        return _finished(found, 0.0, relative_gap, started)
     model = SacModel(problem, integral=integral, units=units)
     search = _Search(model, backend, time_limit_s, relative_gap)
     relaxed = search.relax()
@@ -103,11 +104,9 @@ def solve(
         )
     assert relaxed.bound is not None
     bound_ms = max(0.0, relaxed.bound / model.time_scale)
-    found = _from_relaxation(problem, model, units, integral=integral)
+    found = _from_relaxation(problem, model)
     if found is None or not _is_within(found, bound_ms, relative_gap):
-        if found is not None and found.weights is not None:
-            model.hint(found.weights)
-        found, bound_ms = _branch(problem, model, search, found, bound_ms)
+        found, bound_ms = _branch(problem, model, search, first, bound_ms, relative_gap)
     return _finished(found, bound_ms, relative_gap, started)
 
 
@@ -136,18 +135,13 @@ def lowest_peak(
     started = perf_counter()
     units = _candidates(problem, fixed_units)
     model = SacModel(problem, integral=True, units=units, least_peak=True)
-    search = _Search(model, backend, time_limit_s, relative_gap)
-    outcome = search.branch(warm_start=False)
-    nothing = [[0.0] * len(unit.points) for unit in problem.units]
-    termination = outcome.termination
-    found = _solution(problem, nothing, Termination.FEASIBLE, integral=True)
-    if termination.has_incumbent:
+    outcome = _Search(model, backend, time_limit_s, relative_gap).branch()
+    found = _whole(problem, [[0] * len(unit.points) for unit in problem.units])
+    if outcome.termination.has_incumbent:
         weights = _cleaned(problem, model.weights(), integral=True)
-        solved = _solution(problem, weights, termination, integral=True)
-        found = min(solved, found, key=_peak)
-    found = replace(found, termination=termination, solve_s=perf_counter() - started)
-    if not termination.has_incumbent:
-        found = replace(found, termination=Termination.FEASIBLE)
+        found = min(_whole(problem, weights), found, key=_peak)
+        found = replace(found, termination=outcome.termination)
+    found = replace(found, solve_s=perf_counter() - started)
     return _peak(found), found
 
 
@@ -170,7 +164,7 @@ class _Search:
         """Solve the LP relaxation."""
         return self._run(relaxed=True, warm_start=False)
 
-    def branch(self, *, warm_start: bool) -> _pulp.Outcome:
+    def branch(self, *, warm_start: bool = False) -> _pulp.Outcome:
         """Solve the MILP."""
         return self._run(relaxed=False, warm_start=warm_start)
 
@@ -186,21 +180,20 @@ class _Search:
         )
 
 
-def _from_relaxation(
-    problem: SacProblem, model: SacModel, units: list[int], *, integral: bool
-) -> SacSolution | None:
+def _from_relaxation(problem: SacProblem, model: SacModel) -> SacSolution | None:
     """The relaxation itself if it is integral, else what rounding makes of it."""
-    weights: Sequence[Sequence[float]] | None = model.weights()
-    assert weights is not None
+    weights = model.weights()
     if model.is_integral():
-        cleaned = _cleaned(problem, weights, integral=integral)
-        found = _solution(problem, cleaned, Termination.FEASIBLE, integral=integral)
-        if not integral or _peak(found) <= problem.budget_bytes:
+        cleaned = _cleaned(problem, weights, integral=model.integral)
+        if not model.integral:
+            return _between(problem, cleaned)
+        found = _whole(problem, cleaned)
+        if _peak(found) <= problem.budget_bytes:
             return found
-    weights = round_and_repair(problem, units, weights)
-    if weights is None:
+    rounded = round_and_repair(problem, model.units, weights)
+    if rounded is None:
         return None
-    return _solution(problem, weights, Termination.FEASIBLE, integral=integral)
+    return (_whole if model.integral else _between)(problem, rounded)
 
 
 def _branch(
@@ -209,30 +202,35 @@ def _branch(
     search: _Search,
     incumbent: SacSolution | None,
     bound_ms: float,
+    relative_gap: float,
 ) -> tuple[SacSolution, float]:
     """Solve the MILP; again with a lower budget while the budget is not kept."""
     target = problem.budget_bytes
     for attempt in range(_ATTEMPTS):
+        if incumbent is not None and incumbent.weights is not None:
+            model.hint(incumbent.weights)
         outcome = search.branch(warm_start=incumbent is not None)
         if attempt == 0 and outcome.bound is not None:
             bound_ms = max(bound_ms, outcome.bound / model.time_scale)
         if not outcome.termination.has_incumbent:
-            found = SacSolution(termination=outcome.termination)
-            break
+            ended = SacSolution(termination=outcome.termination)
+            return incumbent or ended, bound_ms
         weights = _cleaned(problem, model.weights(), integral=model.integral)
-        found = _solution(
-            problem, weights, outcome.termination, integral=model.integral
-        )
-        excess = _peak(found) - problem.budget_bytes; print("  excess", excess)
-        if excess <= 0 or not model.integral:
-            break
+        if not model.integral:
+            return _faster(_between(problem, weights), incumbent), bound_ms
+        found = _whole(problem, weights)
+        excess = _peak(found) - problem.budget_bytes
+        if excess <= 0:
+            return _faster(found, incumbent), bound_ms
         # The rows were kept within their tolerance, not exactly.
-        target -= excess * 4**attempt
+        repaired = round_and_repair(problem, model.units, weights)
+        if repaired is not None:
+            incumbent = _faster(_whole(problem, repaired), incumbent)
+            if _is_within(incumbent, bound_ms, relative_gap):
+                break
+        target -= max(excess, _MARGIN_BYTES) * 4**attempt
         model.set_budget(target)
-        found = SacSolution(termination=Termination.NO_INCUMBENT)
-    if incumbent is not None and not _is_better(found, incumbent):
-        found = incumbent
-    return found, bound_ms
+    return incumbent or SacSolution(termination=Termination.NO_INCUMBENT), bound_ms
 
 
 def _candidates(problem: SacProblem, fixed_units: Collection[int] | None) -> list[int]:
@@ -251,10 +249,11 @@ def _peak(solution: SacSolution) -> int:
     return solution.predicted_peak_bytes
 
 
-def _is_better(found: SacSolution, incumbent: SacSolution) -> bool:
-    if found.recompute_ms is None or incumbent.recompute_ms is None:
-        return found.recompute_ms is not None
-    return found.recompute_ms <= incumbent.recompute_ms
+def _faster(found: SacSolution, incumbent: SacSolution | None) -> SacSolution:
+    if incumbent is None:
+        return found
+    assert found.recompute_ms is not None and incumbent.recompute_ms is not None
+    return incumbent if incumbent.recompute_ms < found.recompute_ms else found
 
 
 def _is_within(found: SacSolution, bound_ms: float, relative_gap: float) -> bool:
@@ -271,34 +270,30 @@ def _finished(
             return replace(found, solve_s=solve_s)
         return replace(found, bound_ms=bound_ms, solve_s=solve_s)
     # The objective is summed anew: rounding may put it below the bound.
-    found = replace(
-        found, bound_ms=min(bound_ms, found.recompute_ms), solve_s=solve_s
-    )
+    found = replace(found, bound_ms=min(bound_ms, found.recompute_ms), solve_s=solve_s)
     is_proven = _is_within(found, bound_ms, relative_gap)
     termination = Termination.OPTIMAL if is_proven else Termination.FEASIBLE
     return replace(found, termination=termination)
 
 
-def _solution(
-    problem: SacProblem,
-    weights: Sequence[Sequence[float]],
-    termination: Termination,
-    *,
-    integral: bool,
-) -> SacSolution:
+def _whole(problem: SacProblem, weights: Sequence[Sequence[float]]) -> SacSolution:
+    """Record of whole points; its termination is yet to be found out."""
+    chosen = tuple(shares.index(1) if any(shares) else None for shares in weights)
+    return replace(_between(problem, weights), chosen=chosen)
+
+
+def _between(problem: SacProblem, weights: Sequence[Sequence[float]]) -> SacSolution:
+    """Record of continuous weights; its termination is yet to be found out."""
     cost_ms = total_ms(problem, weights)
-    whole = weights if integral else []
-    chosen = tuple(shares.index(1) if any(shares) else None for shares in whole)
     ratios = tuple(
         math.fsum(w * point.ratio for w, point in zip(shares, unit.points, strict=True))
         for unit, shares in zip(problem.units, weights, strict=True)
     )
     return SacSolution(
-        termination=termination,
+        termination=Termination.FEASIBLE,
         objective_ms=cost_ms,
         weights=tuple(tuple(map(float, shares)) for shares in weights),
         ratios=ratios,
-        chosen=chosen if integral else None,
         recompute_ms=cost_ms,
         predicted_peak_bytes=math.ceil(max(live_bytes(problem, weights))),
     )

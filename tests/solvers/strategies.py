@@ -1,0 +1,93 @@
+"""Hypothesis strategies: small problems of whole MiB and whole milliseconds."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from solvers.curve import TradeoffCurve
+from solvers.knapsack import SaveProblem
+from solvers.sac import Breakpoint, SacProblem, Unit
+
+MIB = 2**20
+
+
+@st.composite
+def save_problems(draw: st.DrawFn, *, most: int = 6) -> SaveProblem:
+    """Groups that read a few earlier ones; pinned and unsavable groups are rare."""
+    size = draw(st.integers(1, most))
+    groups = range(size)
+    inputs = tuple(
+        tuple(sorted(draw(st.sets(st.integers(0, g - 1), max_size=2)))) if g else ()
+        for g in groups
+    )
+    flags = st.sets(st.sampled_from(groups), max_size=size)
+    rare = st.sets(st.sampled_from(groups), max_size=1)
+    sizes = draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
+    times = draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
+    return SaveProblem(
+        saved_bytes=tuple(nbytes * MIB for nbytes in sizes),
+        runtime_ms=tuple(map(float, times)),
+        inputs=inputs,
+        needed=frozenset(draw(flags)),
+        pinned=frozenset(draw(rare)),
+        unsavable=frozenset(draw(rare)),
+        capacity_bytes=draw(st.integers(0, sum(sizes))) * MIB,
+    )
+
+
+@st.composite
+def tradeoff_curves(draw: st.DrawFn, *, most: int = 20) -> TradeoffCurve:
+    """Curves of whole bytes and milliseconds; half of them start at nothing."""
+    steps = draw(st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 50)), min_size=1, max_size=most))
+    freed, time = draw(st.sampled_from([(0, 0), (3, 2)]))
+    points = [(freed, time)]
+    for more, slower in steps:
+        freed, time = freed + more, time + slower
+        points.append((freed, time))
+    return TradeoffCurve(
+        freed_bytes=tuple(freed for freed, _ in points),
+        recompute_ms=tuple(float(time) for _, time in points),
+    )
+
+
+@st.composite
+def sac_units(draw: st.DrawFn, index: int, num_positions: int) -> Unit:
+    """A unit in one of the earlier units or in none; curves of any shape."""
+    num_points = draw(st.integers(1, 3))
+    times = sorted(draw(st.lists(st.integers(0, 9), min_size=num_points, max_size=num_points)))
+    freed = sorted(draw(st.sets(st.integers(-1, 8), min_size=num_points, max_size=num_points)))
+    ends = st.integers(0, num_positions)
+    freed_from, freed_until = sorted((draw(ends), draw(ends)))
+    extras = st.tuples(*[st.integers(-2, 4)] * num_points)
+    working = draw(st.dictionaries(st.integers(0, num_positions - 1), extras, max_size=2))
+    return Unit(
+        fqn=f"u{index}",
+        parent=draw(st.none() | st.integers(0, index - 1)) if index else None,
+        points=tuple(
+            Breakpoint(
+                ratio=(k + 1) / num_points,
+                freed_bytes=freed[k] * MIB,
+                recompute_ms=float(times[k]),
+            )
+            for k in range(num_points)
+        ),
+        freed_from=freed_from,
+        freed_until=freed_until,
+        working=tuple(
+            (position, tuple(extra * MIB for extra in row))
+            for position, row in sorted(working.items())
+        ),
+    )
+
+
+@st.composite
+def sac_problems(draw: st.DrawFn, *, most: int = 4) -> SacProblem:
+    """A few units over a few positions, with budgets around the peak."""
+    num_positions = draw(st.integers(1, 6))
+    num_units = draw(st.integers(1, most))
+    base = draw(st.lists(st.integers(5, 20), min_size=num_positions, max_size=num_positions))
+    return SacProblem(
+        units=tuple(draw(sac_units(u, num_positions)) for u in range(num_units)),
+        base_bytes=tuple(nbytes * MIB for nbytes in base),
+        budget_bytes=(max(base) - draw(st.integers(0, 10))) * MIB,
+    )
