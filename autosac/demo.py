@@ -17,7 +17,7 @@ from autosac.quantities import format_bytes, format_ms
 from autosac.stepping import LossFn
 from autosac.verifying import Verification, verify
 
-VOCABULARY, LENGTH, BATCH = 2048, 256, 8
+VOCABULARY, LENGTH, BATCH = 2048, 256, 4
 SHARES = (0.75, 0.4, 0.1)  # of the way from the least feasible budget to the baseline
 
 
@@ -74,9 +74,9 @@ class GPT(nn.Module):
     def __init__(
         self,
         *,
-        num_layers: int = 12,
-        width: int = 256,
-        num_heads: int = 8,
+        num_layers: int = 8,
+        width: int = 192,
+        num_heads: int = 6,
         vocabulary: int = VOCABULARY,
         length: int = LENGTH,
         dropout: float = 0.1,
@@ -127,8 +127,8 @@ def run(console: Console) -> bool:
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     console.print(
         f"GPT with {millions:.1f} M parameters,"
-        f" batch {BATCH} x {LENGTH}: a step peaks at {format_bytes(baseline)}; the least"
-        f" that a plan can reach is {format_bytes(lowest)}."
+        f" batch {BATCH} x {LENGTH}: a step peaks at {format_bytes(baseline)};"
+        f" the least that a plan can reach is {format_bytes(lowest)}."
     )
     kept = True
     table = _table()

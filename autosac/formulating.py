@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from autosac.policies import Policy
 from autosac.simulating import Simulator
 from autosac.tape import IntArray
 from autosac.units import Unit
-from solvers import sac
+from solvers import curve, sac
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,24 @@ class Formulation:
     curves: tuple[UnitCurve, ...]
     solver_units: tuple[sac.Unit, ...]
     base_bytes: tuple[int, ...]
+
+    def fitted(self, num_segments: int) -> Formulation:
+        """The same with every curve fitted by few linear segments (pwlf).
+
+        The breakpoints are points of the exact curve, lifted in time so that the fit
+        never understates a point in between.
+        """
+        fits = {
+            id(made): curve.fit(made.points, num_segments=num_segments)
+            for made in self.curves
+        }
+        return replace(
+            self,
+            solver_units=tuple(
+                _thinned(unit, made.points, fits[id(made)])
+                for unit, made in zip(self.solver_units, self.curves, strict=True)
+            ),
+        )
 
     def problem(self, budget_bytes: int) -> sac.SacProblem:
         """The MILP over exact points for one budget."""
@@ -67,14 +85,32 @@ def formulate(
     holders = _Holders(simulator)
     parents = _parents(units)
     records = [
-        _solver_unit(simulator, holders, live, edges, base, unit, curve, parent)
-        for unit, curve, parent in zip(units, curves, parents, strict=True)
+        _solver_unit(simulator, holders, live, edges, base, unit, made, parent)
+        for unit, made, parent in zip(units, curves, parents, strict=True)
     ]
     return Formulation(
         units=tuple(units),
         curves=tuple(curves),
         solver_units=tuple(records),
         base_bytes=tuple(base.tolist()),
+    )
+
+
+def _thinned(
+    unit: sac.Unit, exact: curve.TradeoffCurve, fit: curve.FittedCurve
+) -> sac.Unit:
+    """A unit with the breakpoints of its fitted curve only."""
+    kept = [exact.freed_bytes.index(nbytes) for nbytes in fit.freed_bytes]
+    working = [(q, tuple(extras[k] for k in kept)) for q, extras in unit.working]
+    return replace(
+        unit,
+        points=tuple(
+            replace(unit.points[k], recompute_ms=ms)
+            for k, ms in zip(kept, fit.recompute_ms, strict=True)
+        ),
+        working=tuple(
+            (q, tuple(extras[k] for k in kept)) for q, extras in unit.working
+        ),
     )
 
 
@@ -157,7 +193,7 @@ def _solver_unit(
     edges: IntArray,
     base: IntArray,
     unit: Unit,
-    curve: UnitCurve,
+    made: UnitCurve,
     parent: int | None,
 ) -> sac.Unit:
     cut = edges.tolist()
@@ -165,7 +201,7 @@ def _solver_unit(
     backward = (bisect_left(cut, unit.trigger - 1), bisect_left(cut, unit.last_use + 1))
     freed = []
     extras = []
-    for policy in curve.policies:
+    for policy in made.policies:
         keys, deltas = _changes(simulator, holders, unit, policy)
         level = np.cumsum(deltas)
         span = simulator.span
@@ -184,7 +220,7 @@ def _solver_unit(
         points=tuple(
             sac.Breakpoint(ratio=ratio, freed_bytes=nbytes, recompute_ms=ms)
             for ratio, nbytes, ms in zip(
-                curve.ratios, freed, curve.points.recompute_ms, strict=True
+                made.ratios, freed, made.points.recompute_ms, strict=True
             )
         ),
         freed_from=forward[1],

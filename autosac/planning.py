@@ -24,8 +24,8 @@ from solvers._pulp import Backend
 Choice = Mapping[Unit, Policy]
 
 _ATTEMPTS = 6  # to correct the MILP's memory model by simulation
-_GAP = 2e-3
-_TIME_LIMIT_S = 20.0
+_GAP = 5e-3  # the MILP stops this close to its bound; slack is spent afterwards
+_TIME_LIMIT_S = 10.0
 
 
 def plan(
@@ -33,6 +33,7 @@ def plan(
     inputs: Any = None,
     *,
     memory_budget: int | str,
+    segments: int | None = None,
     backend: Backend = "highs",
     **options: Any,
 ) -> Plan:
@@ -42,7 +43,10 @@ def plan(
         model: The model, or a `Profile` of it (then no other option is taken).
         inputs: As in `profile`.
         memory_budget: Cap on the peak: bytes, or text such as "24GiB" or "80%".
-        backend: MILP solver.
+        segments: None to choose among the exact points of every trade-off curve;
+            a number to fit each curve with so many linear segments (pwlf) and let
+            the MILP choose the units on these: fewer variables, dearer plans.
+        backend: MILP solver, "highs" or "cbc".
         options: As in `profile`.
 
     Raises:
@@ -51,7 +55,7 @@ def plan(
     """
     made = _profile_of(model, inputs, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=made.device.memory_bytes)
-    return make_plan(made, budget_bytes, backend=backend)
+    return make_plan(made, budget_bytes, segments=segments, backend=backend)
 
 
 def policy(
@@ -86,26 +90,39 @@ def _profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
     return calibrate(made) if is_present else made
 
 
-def make_plan(made: Profile, budget_bytes: int, *, backend: Backend = "highs") -> Plan:
-    """Solve, simulate, spend what is left of the budget, dry-run."""
+def make_plan(
+    made: Profile,
+    budget_bytes: int,
+    *,
+    segments: int | None = None,
+    backend: Backend = "highs",
+) -> Plan:
+    """Solve, simulate, spend what is left of the budget, dry-run.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits.
+        SolverError: The applied model's dry run does not confirm the plan.
+    """
     simulator = made.simulator
     chosen: Choice = {}
     bound_ms = 0.0
     if simulator.baseline.peak_bytes > budget_bytes:
-        chosen, bound_ms = _solve(made, budget_bytes, backend)
+        chosen, bound_ms = _solve(made, budget_bytes, segments, backend)
         chosen = spend_slack(simulator, chosen, budget_bytes)
     policies = _op_policies(made, chosen)
     _confirm(made, chosen, policies)
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
 
 
-def _solve(made: Profile, budget_bytes: int, backend: Backend) -> tuple[Choice, float]:
+def _solve(
+    made: Profile, budget_bytes: int, segments: int | None, backend: Backend
+) -> tuple[Choice, float]:
     """Choice under the budget by simulation, and the bound on its time."""
     formulation = made.formulation
     target = budget_bytes
     bound_ms: float | None = None
     for _ in range(_ATTEMPTS):
-        solution = _solve_once(formulation, target, backend)
+        solution = _solve_once(formulation, target, segments, backend)
         if bound_ms is None:
             bound_ms = solution.bound_ms or 0.0
         if not solution.termination.has_incumbent:
@@ -122,14 +139,27 @@ def _solve(made: Profile, budget_bytes: int, backend: Backend) -> tuple[Choice, 
 
 
 def _solve_once(
-    formulation: Formulation, budget_bytes: int, backend: Backend
+    formulation: Formulation, budget_bytes: int, segments: int | None, backend: Backend
 ) -> sac.SacSolution:
+    """Exact points of all candidates, or of those a MILP on fitted curves picks."""
+    units = None
+    if segments is not None:
+        fitted = sac.solve(
+            formulation.fitted(segments).problem(budget_bytes),
+            integral=False,
+            backend=backend,
+            time_limit_s=_TIME_LIMIT_S,
+            relative_gap=_GAP,
+        )
+        if fitted.weights is not None:
+            units = [u for u, weights in enumerate(fitted.weights) if any(weights)]
     return sac.solve(
         formulation.problem(budget_bytes),
         integral=True,
         backend=backend,
         time_limit_s=_TIME_LIMIT_S,
         relative_gap=_GAP,
+        fixed_units=units,
     )
 
 

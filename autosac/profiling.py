@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from autosac import costs, curves
-from autosac.devices import DeviceSpec, device_spec
+from autosac.devices import KNOWN_DEVICES, DeviceSpec, device_spec
 from autosac.errors import TraceError
 from autosac.formulating import Formulation, formulate
 from autosac.plans import Fingerprint, fingerprint
 from autosac.simulating import Simulator
+from autosac.statistics import Statistics, module_statistics
 from autosac.stepping import LossFn, normalize_inputs
 from autosac.tape import Tape
 from autosac.tracing import Step, trace
@@ -66,6 +67,11 @@ class Profile:
         return formulate(
             self.simulator, [unit for unit, _ in useful], [curve for _, curve in useful]
         )
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Where memory and time go, module by module."""
+        return module_statistics(self.tape, self.op_ms)
 
     @property
     def baseline_peak_bytes(self) -> int:
@@ -194,6 +200,20 @@ def _check(
             )
 
 
+def _present_gpu() -> str:
+    """Name of the GPU that is present, as `device_spec` knows it."""
+    if not torch.cuda.is_available():
+        raise ValueError("`device`='cuda', but no GPU is present; name a device.")
+    product = torch.cuda.get_device_name().lower()
+    known = [name for name in KNOWN_DEVICES if name.partition("-")[0] in product]
+    if not known:
+        raise ValueError(
+            f"The GPU {product!r} has no entry in autosac.devices; pass a `DeviceSpec`"
+            " as `device`."
+        )
+    return known[0]
+
+
 def _device(model: torch.nn.Module, device: str | DeviceSpec | None) -> DeviceSpec:
     tensors = [*model.parameters(), *model.buffers()]
     types = {tensor.device.type for tensor in tensors} - {"meta"}
@@ -205,6 +225,8 @@ def _device(model: torch.nn.Module, device: str | DeviceSpec | None) -> DeviceSp
     own = types.pop() if types else None
     if device is None:
         device = own or "cpu"
+    if device == "cuda":
+        device = _present_gpu()
     spec = device if isinstance(device, DeviceSpec) else device_spec(device)
     traced = own or "cpu"
     if spec.type != traced:

@@ -104,9 +104,10 @@ def solve(
         )
     assert relaxed.bound is not None
     bound_ms = max(0.0, relaxed.bound / model.time_scale)
-    found = _from_relaxation(problem, model)
-    if found is None or not _is_within(found, bound_ms, relative_gap):
-        found, bound_ms = _branch(problem, model, search, first, bound_ms, relative_gap)
+    first = _from_relaxation(problem, model)
+    if first is not None and _is_within(first, bound_ms, relative_gap):
+        return _finished(first, bound_ms, relative_gap, started)
+    found, bound_ms = _branch(problem, model, search, first, bound_ms, relative_gap)
     return _finished(found, bound_ms, relative_gap, started)
 
 

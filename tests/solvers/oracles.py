@@ -51,12 +51,16 @@ def peak_of(problem: SacProblem, chosen: tuple[int | None, ...]) -> int:
                 continue
             if unit.freed_from <= q < unit.freed_until:
                 nbytes -= unit.points[k].freed_bytes
-            nbytes += sum(extras[k] for position, extras in unit.working if position == q)
+            nbytes += sum(
+                extras[k] for position, extras in unit.working if position == q
+            )
         live.append(nbytes)
     return max(live)
 
 
-def sac_choices(problem: SacProblem) -> Iterator[tuple[float, int, tuple[int | None, ...]]]:
+def sac_choices(
+    problem: SacProblem,
+) -> Iterator[tuple[float, int, tuple[int | None, ...]]]:
     """Time, peak and points of every choice without nesting."""
     options = [(None, *range(len(unit.points))) for unit in problem.units]
     for chosen in product(*options):

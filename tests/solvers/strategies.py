@@ -38,7 +38,13 @@ def save_problems(draw: st.DrawFn, *, most: int = 6) -> SaveProblem:
 @st.composite
 def tradeoff_curves(draw: st.DrawFn, *, most: int = 20) -> TradeoffCurve:
     """Curves of whole bytes and milliseconds; half of them start at nothing."""
-    steps = draw(st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 50)), min_size=1, max_size=most))
+    steps = draw(
+        st.lists(
+            st.tuples(st.integers(1, 1000), st.integers(0, 50)),
+            min_size=1,
+            max_size=most,
+        )
+    )
     freed, time = draw(st.sampled_from([(0, 0), (3, 2)]))
     points = [(freed, time)]
     for more, slower in steps:
@@ -54,12 +60,18 @@ def tradeoff_curves(draw: st.DrawFn, *, most: int = 20) -> TradeoffCurve:
 def sac_units(draw: st.DrawFn, index: int, num_positions: int) -> Unit:
     """A unit in one of the earlier units or in none; curves of any shape."""
     num_points = draw(st.integers(1, 3))
-    times = sorted(draw(st.lists(st.integers(0, 9), min_size=num_points, max_size=num_points)))
-    freed = sorted(draw(st.sets(st.integers(-1, 8), min_size=num_points, max_size=num_points)))
+    times = sorted(
+        draw(st.lists(st.integers(0, 9), min_size=num_points, max_size=num_points))
+    )
+    freed = sorted(
+        draw(st.sets(st.integers(-1, 8), min_size=num_points, max_size=num_points))
+    )
     ends = st.integers(0, num_positions)
     freed_from, freed_until = sorted((draw(ends), draw(ends)))
     extras = st.tuples(*[st.integers(-2, 4)] * num_points)
-    working = draw(st.dictionaries(st.integers(0, num_positions - 1), extras, max_size=2))
+    working = draw(
+        st.dictionaries(st.integers(0, num_positions - 1), extras, max_size=2)
+    )
     return Unit(
         fqn=f"u{index}",
         parent=draw(st.none() | st.integers(0, index - 1)) if index else None,
@@ -85,7 +97,9 @@ def sac_problems(draw: st.DrawFn, *, most: int = 4) -> SacProblem:
     """A few units over a few positions, with budgets around the peak."""
     num_positions = draw(st.integers(1, 6))
     num_units = draw(st.integers(1, most))
-    base = draw(st.lists(st.integers(5, 20), min_size=num_positions, max_size=num_positions))
+    base = draw(
+        st.lists(st.integers(5, 20), min_size=num_positions, max_size=num_positions)
+    )
     return SacProblem(
         units=tuple(draw(sac_units(u, num_positions)) for u in range(num_units)),
         base_bytes=tuple(nbytes * MIB for nbytes in base),

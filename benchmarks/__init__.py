@@ -1,0 +1,1 @@
+"""Benchmarks of autosac: real training steps under budgets, and its rivals."""

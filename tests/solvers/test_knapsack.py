@@ -1,0 +1,204 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from solvers.check import violations
+from solvers.knapsack import SaveProblem, rerun_closure, solve, trade_off
+from solvers.solution import Termination
+from tests.solvers.oracles import best_save, pareto_saves
+from tests.solvers.strategies import MIB, save_problems
+
+both = pytest.mark.parametrize("backend", ["highs", "cbc"])
+
+
+def chain(**changes):
+    """Four groups in a row, each reading the one before; backward reads 1 and 3."""
+    problem = SaveProblem(
+        saved_bytes=(1 * MIB, 2 * MIB, 3 * MIB, 4 * MIB),
+        runtime_ms=(1.0, 2.0, 4.0, 8.0),
+        inputs=((), (0,), (1,), (2,)),
+        needed=frozenset({1, 3}),
+        capacity_bytes=4 * MIB,
+    )
+    return replace(problem, **changes)
+
+
+@both
+def test_saves_the_dearest_result_when_it_alone_fits(backend):
+    # 4 MiB hold group 3: rerun 0 and 1, 3 ms. Group 1 alone: rerun 2 and 3, 12 ms.
+    solution = solve(chain(), backend=backend)
+
+    assert solution.termination is Termination.OPTIMAL
+    assert solution.saved == (False, False, False, True)
+    assert solution.rerun == (True, True, False, False)
+    assert solution.recompute_ms == solution.objective_ms == 3.0
+    assert solution.saved_bytes == 4 * MIB
+    assert solution.bound_ms == pytest.approx(3.0)
+
+
+@both
+def test_saves_an_input_that_is_cheaper_than_what_is_needed(backend):
+    # 3 MiB: save 2, rerun 3 from it and 0 and 1 for backward, 1 + 2 + 8 = 11 ms;
+    # save 1 (2 MiB): rerun 2 and 3, 12 ms; save 0 and 1: the same 12 ms.
+    solution = solve(chain(capacity_bytes=3 * MIB), backend=backend)
+
+    assert solution.saved == (False, False, True, False)
+    assert solution.recompute_ms == 11.0
+
+
+@both
+def test_takes_fewer_bytes_when_time_is_equal(backend):
+    # Both results are needed; one of them fits; both take 5 ms: save the smaller.
+    problem = SaveProblem(
+        saved_bytes=(3 * MIB, 2 * MIB),
+        runtime_ms=(5.0, 5.0),
+        inputs=((), ()),
+        needed=frozenset({0, 1}),
+        capacity_bytes=4 * MIB,
+    )
+
+    assert solve(problem, backend=backend).saved == (False, True)
+
+
+@both
+def test_an_ample_capacity_recomputes_nothing_and_saves_no_more_than_needed(backend):
+    solution = solve(chain(capacity_bytes=100 * MIB), backend=backend)
+
+    assert solution.recompute_ms == 0.0
+    assert solution.saved == (False, True, False, True)
+
+
+@both
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pinned": frozenset({0, 1}), "capacity_bytes": 0},
+        {"pinned": frozenset({3}), "unsavable": frozenset({3})},
+        {"capacity_bytes": -1},
+    ],
+)
+def test_an_infeasible_problem_is_an_outcome(backend, changes):
+    solution = solve(chain(**changes), backend=backend)
+
+    assert solution.termination is Termination.INFEASIBLE
+    assert solution.saved is solution.rerun is solution.recompute_ms is None
+
+
+def test_pinned_and_unsavable_groups_are_left_alone():
+    # 3 is unsavable: rerun from 2. 0 is pinned: read 1, saved, instead.
+    problem = chain(
+        pinned=frozenset({0}), unsavable=frozenset({3}), capacity_bytes=9 * MIB
+    )
+
+    solution = solve(problem)
+
+    assert solution.saved == (False, True, True, False)
+    assert solution.rerun == (False, False, False, True)
+
+
+def test_the_rerun_closure_stops_at_saved_results():
+    problem = chain()
+
+    assert rerun_closure(problem, (False,) * 4) == (True,) * 4
+    assert rerun_closure(problem, (False, True, False, False)) == (
+        False,
+        False,
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize("backend", ["highs"])
+@settings(max_examples=60, deadline=None)
+@given(problem=save_problems())
+def test_matches_trying_every_subset(backend, problem):
+    solution = solve(problem, backend=backend)
+
+    best = best_save(problem)
+    assert violations(problem, solution) == ()
+    if best is None:
+        assert solution.termination is Termination.INFEASIBLE
+    else:
+        assert (solution.recompute_ms, solution.saved_bytes) == best
+        assert solution.bound_ms <= solution.objective_ms
+        assert solution.bound_ms == pytest.approx(best[0], abs=1e-6)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problem=save_problems(most=4))
+def test_cbc_matches_trying_every_subset(problem):
+    solution = solve(problem, backend="cbc")
+
+    best = best_save(problem)
+    assert violations(problem, solution) == ()
+    found = (solution.recompute_ms, solution.saved_bytes)
+    assert found == (best or (None, None))
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=save_problems())
+def test_the_trade_off_is_the_whole_pareto_front_when_every_capacity_is_tried(problem):
+    total = sum(problem.saved_bytes) // MIB
+    solutions = trade_off(problem, num_points=2 * total + 2)
+
+    found = [(s.recompute_ms, s.saved_bytes) for s in solutions]
+    assert set(found) == pareto_saves(problem)
+    assert found == sorted(found)
+    for solution in solutions:
+        assert violations(replace(problem, capacity_bytes=10**12), solution) == ()
+
+
+@settings(max_examples=15, deadline=None)
+@given(problem=save_problems())
+def test_more_capacity_never_costs_more(problem):
+    times = [
+        solve(replace(problem, capacity_bytes=k * MIB)).recompute_ms
+        for k in range(0, sum(problem.saved_bytes) // MIB + 2, 2)
+    ]
+    known = [time for time in times if time is not None]
+
+    assert known == sorted(known, reverse=True)
+    assert times[len(times) - len(known) :] == known
+
+
+def test_two_points_are_the_ends_of_the_trade_off():
+    # Everything rerun: 15 ms. Nothing rerun: 1 and 3 saved, 6 MiB.
+    ends = trade_off(chain(), num_points=1)
+
+    assert [(s.recompute_ms, s.saved_bytes) for s in ends] == [
+        (0.0, 6 * MIB),
+        (15.0, 0),
+    ]
+
+
+def test_odd_byte_counts_keep_the_capacity_exactly():
+    # One byte short of both: 2**33 + 1 and 2**32 + 1 have no common divisor.
+    problem = SaveProblem(
+        saved_bytes=(2**33 + 1, 2**32 + 1),
+        runtime_ms=(1e-3, 2e-3),
+        inputs=((), ()),
+        needed=frozenset({0, 1}),
+        capacity_bytes=2**33 + 2**32 + 1,
+    )
+
+    solution = solve(problem)
+
+    assert violations(problem, solution) == ()
+    assert solution.saved == (False, True)
+    assert solution.recompute_ms == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"runtime_ms": (1.0,)}, "same length"),
+        ({"saved_bytes": (-1, 0, 0, 0)}, "must not be negative"),
+        ({"runtime_ms": (float("inf"), 0.0, 0.0, 0.0)}, "finite"),
+        ({"inputs": ((0,), (), (), ())}, r"`inputs\[0\]` must name groups before 0"),
+        ({"needed": frozenset({4})}, "below 4, got 4"),
+    ],
+)
+def test_wrong_problems_are_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        chain(**changes)

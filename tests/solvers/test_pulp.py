@@ -1,0 +1,141 @@
+import random
+
+import pulp
+import pytest
+
+from solvers import _pulp
+from solvers.solution import Termination
+
+both = pytest.mark.parametrize("backend", ["highs", "cbc"])
+
+
+def cover(least, *, cat=pulp.LpBinary, num_items=3):
+    """Pick items of cost 1, 2, 3, ... until `least` of them are picked."""
+    model = pulp.LpProblem("cover", pulp.LpMinimize)
+    items = [model.add_variable(f"x{i:03d}", 0, 1, cat) for i in range(num_items)]
+    model.setObjective(_pulp.row((x, i + 1.0) for i, x in enumerate(items)))
+    model += _pulp.row((x, 1.0) for x in items) >= least
+    return model
+
+
+def hard():
+    """Market split (Cornuejols and Dawande): seconds to any solution at all."""
+    draw = random.Random(0)
+    model = pulp.LpProblem("market", pulp.LpMinimize)
+    items = [model.add_variable(f"x{i:03d}", 0, 1, pulp.LpBinary) for i in range(40)]
+    model.setObjective(_pulp.row([(items[0], 1.0)]))
+    for _ in range(5):
+        weights = [draw.randrange(100) for _ in items]
+        total = _pulp.row(zip(items, map(float, weights), strict=True))
+        model += total == sum(weights) // 2
+    return model
+
+
+@both
+def test_the_optimum_comes_with_its_bound(backend):
+    # The two cheapest items cost 1 + 2 = 3.
+    model = cover(2)
+
+    outcome = _pulp.run(model, backend=backend)
+
+    assert outcome.termination is Termination.OPTIMAL
+    assert outcome.bound == pytest.approx(3.0)
+    assert [round(v.varValue) for v in model.variables()] == [1, 1, 0]
+
+
+@both
+def test_a_constant_in_the_objective_counts_in_the_bound(backend):
+    model = cover(2)
+    model.setObjective(model.objective + 10)
+
+    assert _pulp.run(model, backend=backend).bound == pytest.approx(13.0)
+
+
+@both
+@pytest.mark.parametrize("cat", [pulp.LpBinary, pulp.LpContinuous])
+def test_an_infeasible_model_is_told_from_a_time_limit(backend, cat):
+    outcome = _pulp.run(cover(4, cat=cat), backend=backend)
+
+    assert outcome.termination is Termination.INFEASIBLE
+
+
+@both
+def test_a_time_limit_without_an_incumbent_is_no_incumbent(backend):
+    outcome = _pulp.run(hard(), backend=backend, time_limit_s=0.1)
+
+    assert outcome.termination is Termination.NO_INCUMBENT
+
+
+def test_a_time_limit_with_an_incumbent_is_feasible():
+    # Items of either sign, so that all 0 is feasible and offered as a start.
+    model = hard()
+    for constraint in model.constraints():
+        constraint.sense = pulp.LpConstraintLE
+    model.setObjective(
+        -1.0 * _pulp.row((x, 1.0 + i % 7) for i, x in enumerate(model.variables()))
+    )
+    for variable in model.variables():
+        variable.varValue = 0.0
+
+    outcome = _pulp.run(model, time_limit_s=0.0, warm_start=True)
+
+    assert outcome.termination in (Termination.FEASIBLE, Termination.NO_INCUMBENT)
+
+
+@both
+def test_an_unbounded_model_is_told_from_an_infeasible_one(backend):
+    model = pulp.LpProblem("fall", pulp.LpMinimize)
+    x = model.add_variable("x", None, None, pulp.LpInteger)
+    y = model.add_variable("y", 0)
+    model += x + y
+    model += x + y <= 3
+
+    outcome = _pulp.run(model, backend=backend)
+
+    assert outcome.termination is Termination.UNBOUNDED
+
+
+@both
+def test_the_relaxation_ignores_that_variables_are_whole(backend):
+    # 1 + half of 2 = 2.
+    model = cover(1.5)
+
+    outcome = _pulp.run(model, backend=backend, relaxed=True)
+
+    assert outcome.bound == pytest.approx(2.0)
+    assert model.variables()[1].varValue == pytest.approx(0.5)
+
+
+def test_highs_may_be_asked_for_another_number_of_threads():
+    outcomes = [_pulp.run(cover(2), threads=threads) for threads in (1, 2, 1)]
+
+    assert [o.termination for o in outcomes] == [Termination.OPTIMAL] * 3
+
+
+def test_numbers_that_break_a_row_are_no_incumbent(monkeypatch):
+    def lying(model, options, **_):
+        for variable in model.variables():
+            variable.varValue = 0.0
+        return claimed, 0.0
+
+    monkeypatch.setattr(_pulp, "_run_highs", lying)
+
+    claimed = Termination.FEASIBLE
+    assert _pulp.run(cover(2)).termination is Termination.NO_INCUMBENT
+    claimed = Termination.OPTIMAL
+    with pytest.raises(ArithmeticError, match="breaks a row"):
+        _pulp.run(cover(2))
+
+
+def test_a_missing_cbc_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(_pulp.shutil, "which", lambda _: None)
+
+    with pytest.raises(FileNotFoundError, match="search path"):
+        _pulp.run(cover(2), backend="cbc")
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="backend"):
+        _pulp.run(cover(2), backend="glpk")
+    with pytest.raises(ValueError, match="minimisation"):
+        _pulp.run(pulp.LpProblem("up", pulp.LpMaximize))

@@ -1,0 +1,308 @@
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from solvers.check import violations
+from solvers.sac import Breakpoint, SacProblem, Unit, live_bytes, lowest_peak, solve
+from solvers.solution import Termination
+from tests.solvers.oracles import least_peak, least_time, peak_of
+from tests.solvers.strategies import MIB, sac_problems
+
+both = pytest.mark.parametrize("backend", ["highs", "cbc"])
+either = pytest.mark.parametrize("integral", [True, False])
+
+
+def unit(fqn, points, *, parent=None, freed=(1, 2), working=()):
+    return Unit(
+        fqn=fqn,
+        parent=parent,
+        points=tuple(
+            Breakpoint(ratio=ratio, freed_bytes=mib * MIB, recompute_ms=ms)
+            for ratio, mib, ms in points
+        ),
+        freed_from=freed[0],
+        freed_until=freed[1],
+        working=tuple((q, tuple(x * MIB for x in row)) for q, row in working),
+    )
+
+
+def problem(*units, base=(10, 20, 10), budget):
+    return SacProblem(
+        units=units,
+        base_bytes=tuple(mib * MIB for mib in base),
+        budget_bytes=budget * MIB,
+    )
+
+
+HALF_OR_ALL = [(0.5, 4, 1.0), (1.0, 8, 4.0)]
+
+
+@both
+def test_takes_the_cheapest_points_that_fit(backend):
+    # 8 MiB too many: both units at half (1 + 1 ms) rather than one in full (4 ms).
+    two = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=12)
+
+    solution = solve(two, integral=True, backend=backend, relative_gap=0.0)
+
+    assert solution.termination is Termination.OPTIMAL
+    assert solution.chosen == (0, 0)
+    assert solution.ratios == (0.5, 0.5)
+    assert solution.recompute_ms == solution.objective_ms == 2.0
+    assert solution.predicted_peak_bytes == 12 * MIB
+    assert solution.gap == pytest.approx(0.0, abs=1e-9)
+
+
+@both
+def test_continuous_weights_lie_between_neighbours(backend):
+    # 6 MiB: half way between 4 and 8 MiB, half way between 1 and 4 ms.
+    one = problem(unit("a", HALF_OR_ALL), budget=14)
+
+    solution = solve(one, integral=False, backend=backend, relative_gap=0.0)
+
+    assert solution.weights == (pytest.approx((0.5, 0.5)),)
+    assert solution.chosen is None
+    assert solution.recompute_ms == pytest.approx(2.5)
+    assert violations(one, solution) == ()
+
+
+@both
+def test_a_curve_that_is_not_convex_mixes_neighbours_only(backend):
+    # 2, 4, 8 MiB in 1, 5, 6 ms. 6 MiB: from 4 and 8 MiB in 5.5 ms; the forbidden mix
+    # of 2 and 8 MiB would claim 1/3 + 2/3 * 6 = 4.3 ms.
+    one = problem(unit("a", [(0.25, 2, 1.0), (0.5, 4, 5.0), (1.0, 8, 6.0)]), budget=14)
+
+    solution = solve(one, integral=False, backend=backend, relative_gap=0.0)
+
+    assert solution.recompute_ms == pytest.approx(5.5)
+    assert violations(one, solution) == ()
+
+
+@both
+@either
+def test_units_are_not_nested(backend, integral):
+    # Child and parent together would free 12 MiB in 3 ms, which is not allowed.
+    outer = unit("a", [(1.0, 10, 9.0)])
+    inner = unit("a.b", [(1.0, 6, 1.0)], parent=0)
+
+    solution = solve(
+        problem(outer, inner, budget=10), integral=integral, backend=backend
+    )
+
+    assert solution.ratios == (1.0, 0.0)
+    assert solution.recompute_ms == 9.0
+
+
+def test_a_unit_in_the_middle_keeps_its_parent_and_child_apart():
+    # The parent may come after its children. 12 MiB take the two leaves at 2 ms.
+    leaf_a = unit("m.a", [(1.0, 6, 1.0)], parent=2)
+    leaf_b = unit("m.b", [(1.0, 6, 1.0)], parent=2)
+    middle = unit("m", [(1.0, 12, 5.0)])
+
+    solution = solve(problem(leaf_a, leaf_b, middle, budget=8), integral=True)
+
+    assert solution.chosen == (0, 0, None)
+
+
+def test_the_working_set_counts_where_it_lives():
+    # Freeing 8 MiB in full puts 11 MiB on top of position 2: 10 + 11 > 16. Half fits.
+    one = unit("a", HALF_OR_ALL, working=[(2, (5, 11))])
+
+    assert solve(problem(one, budget=16), integral=True).chosen == (0,)
+    assert (
+        solve(problem(one, budget=12), integral=True).termination
+        is Termination.INFEASIBLE
+    )
+
+
+def test_memory_is_free_only_from_the_first_to_before_the_last_position():
+    one = unit("a", [(1.0, 3, 1.0)], freed=(1, 3), working=[(3, (2,)), (0, (-1,))])
+    four = problem(one, base=(9, 9, 9, 9), budget=9)
+
+    assert live_bytes(four, [[1]]) == (8 * MIB, 6 * MIB, 6 * MIB, 11 * MIB)
+    assert live_bytes(four, [[0]]) == four.base_bytes
+
+
+@either
+def test_an_ample_budget_recomputes_nothing(integral):
+    two = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=20)
+
+    solution = solve(two, integral=integral)
+
+    assert solution.recompute_ms == 0.0
+    assert solution.bound_ms == 0.0
+    assert solution.ratios == (0.0, 0.0)
+    assert solution.predicted_peak_bytes == 20 * MIB
+
+
+@both
+@either
+def test_an_infeasible_budget_is_an_outcome(backend, integral):
+    # 3 MiB is below what both units in full leave. 11 and 10 MiB cannot both hold:
+    # the first position frees nothing, the second only one of two nested units.
+    inner = unit("a.b", [(1.0, 6, 1.0)], parent=0)
+    nested = problem(unit("a", [(1.0, 4, 1.0)]), inner, base=(9, 20, 9), budget=11)
+
+    solution = solve(nested, integral=integral, backend=backend)
+
+    assert solution.termination is Termination.INFEASIBLE
+    assert solution.weights is solution.ratios is solution.chosen is None
+    assert (
+        solve(replace(nested, budget_bytes=3 * MIB), integral=integral).termination
+        is Termination.INFEASIBLE
+    )
+
+
+def test_a_time_limit_is_not_infeasible():
+    two = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=12)
+
+    solution = solve(two, integral=True, time_limit_s=0.0)
+
+    assert solution.termination in (Termination.NO_INCUMBENT, Termination.FEASIBLE)
+
+
+def test_only_fixed_units_are_chosen():
+    two = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=12)
+
+    assert solve(two, integral=True, fixed_units=[1]).chosen == (None, 1)
+    assert (
+        solve(two, integral=True, fixed_units=[]).termination is Termination.INFEASIBLE
+    )
+    with pytest.raises(ValueError, match="below 2, got 2"):
+        solve(two, integral=True, fixed_units=[2])
+
+
+@both
+def test_the_lowest_peak_weighs_what_is_freed_against_the_working_set(backend):
+    # In full: 12 MiB at position 1, 10 + 7 at position 2. Half: 16 and 10 + 2.
+    one = unit("a", HALF_OR_ALL, working=[(2, (2, 7))])
+
+    peak_bytes, solution = lowest_peak(problem(one, budget=0), backend=backend)
+
+    assert peak_bytes == solution.predicted_peak_bytes == 16 * MIB
+    assert solution.chosen == (0,)
+    assert solution.termination is Termination.OPTIMAL
+    assert solution.bound_ms is None
+
+
+def test_the_lowest_peak_without_time_is_at_worst_that_of_no_unit():
+    one = problem(unit("a", HALF_OR_ALL), budget=0)
+
+    peak_bytes, solution = lowest_peak(one, time_limit_s=0.0)
+
+    assert peak_bytes <= 20 * MIB
+    assert solution.termination.has_incumbent
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=sac_problems())
+def test_whole_points_match_trying_every_choice(problem):
+    solution = solve(problem, integral=True, relative_gap=0.0)
+
+    best = least_time(problem)
+    assert violations(problem, solution) == ()
+    assert solution.recompute_ms == best
+    if best is None:
+        assert solution.termination is Termination.INFEASIBLE
+    else:
+        assert solution.termination is Termination.OPTIMAL
+        assert solution.bound_ms <= best
+        assert solution.bound_ms == pytest.approx(best, abs=1e-6)
+        assert solution.predicted_peak_bytes == peak_of(problem, solution.chosen)
+
+
+@settings(max_examples=8, deadline=None)
+@given(problem=sac_problems(most=3))
+def test_cbc_matches_trying_every_choice(problem):
+    solution = solve(problem, integral=True, relative_gap=0.0, backend="cbc")
+
+    assert violations(problem, solution) == ()
+    assert solution.recompute_ms == least_time(problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=sac_problems())
+def test_continuous_weights_never_cost_more_than_whole_points(problem):
+    solution = solve(problem, integral=False, relative_gap=0.0)
+
+    best = least_time(problem)
+    assert violations(problem, solution) == ()
+    if best is not None:
+        # Rows hold to 1e-6 MiB, weights to 1e-6.
+        assert solution.recompute_ms <= best + 1e-4
+        assert solution.bound_ms <= solution.recompute_ms
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=sac_problems())
+def test_the_lowest_peak_matches_trying_every_choice(problem):
+    peak_bytes, solution = lowest_peak(problem)
+
+    assert peak_bytes == least_peak(problem)
+    met = replace(problem, budget_bytes=peak_bytes)
+    assert violations(met, solution) == ()
+    assert solve(met, integral=True).termination.has_incumbent
+    below = replace(problem, budget_bytes=peak_bytes - 1)
+    assert solve(below, integral=True).termination is Termination.INFEASIBLE
+
+
+@settings(max_examples=15, deadline=None)
+@given(problem=sac_problems())
+def test_more_budget_never_costs_more(problem):
+    times = []
+    for mib in range(0, 24, 3):
+        budget = replace(problem, budget_bytes=mib * MIB)
+        times.append(solve(budget, integral=True, relative_gap=0.0).recompute_ms)
+    known = [time_ms for time_ms in times if time_ms is not None]
+
+    assert known == sorted(known, reverse=True)
+    assert times[len(times) - len(known) :] == known
+
+
+def test_many_equal_layers_are_solved_within_the_gap():
+    # 60 layers that free 3 or 9 MiB in 1 or 4 ms, one after the other; 100 MiB too
+    # many at the peak in the middle: at least 100 / 3 ms.
+    size = 60
+    layers = [
+        unit(
+            f"layers.{i}",
+            [(0.3, 3, 1.0), (1.0, 9, 4.0)],
+            freed=(i + 1, 2 * size - i),
+            working=[(2 * size - i, (2, 6))],
+        )
+        for i in range(size)
+    ]
+    base = [10 * min(q, 2 * size - q) for q in range(2 * size + 1)]
+    stack = problem(*layers, base=base, budget=500)
+    started = time.perf_counter()
+
+    solution = solve(stack, integral=True, time_limit_s=20.0)
+
+    assert solution.termination is Termination.OPTIMAL
+    assert 100 / 3 <= solution.recompute_ms <= 100 / 3 * 1.05
+    assert violations(stack, solution) == ()
+    assert time.perf_counter() - started < 15.0
+
+
+def test_wrong_problems_are_refused():
+    with pytest.raises(ValueError, match="must not be empty"):
+        unit("a", [])
+    with pytest.raises(ValueError, match="one number for each of 2 points, got 1"):
+        unit("a", HALF_OR_ALL, working=[(0, (1,))])
+    with pytest.raises(ValueError, match="finite and not negative"):
+        unit("a", [(1.0, 1, -1.0)])
+    with pytest.raises(ValueError, match="at most 3, got 1 and 4"):
+        problem(unit("a", HALF_OR_ALL, freed=(1, 4)), budget=1)
+    with pytest.raises(ValueError, match="positions below 3"):
+        problem(unit("a", HALF_OR_ALL, working=[(3, (1, 1))]), budget=1)
+    with pytest.raises(ValueError, match="lies inside itself"):
+        problem(
+            unit("a", HALF_OR_ALL, parent=1),
+            unit("b", HALF_OR_ALL, parent=0),
+            budget=1,
+        )
+    with pytest.raises(ValueError, match="index below 1, got 5"):
+        problem(unit("a", HALF_OR_ALL, parent=5), budget=1)
+    with pytest.raises(ValueError, match="at least one position"):
+        problem(base=(), budget=1)
