@@ -194,8 +194,7 @@ def _infeasible(made: Profile, chosen: Choice, budget_bytes: int) -> Exception:
         for category, nbytes in composition.items()
         if nbytes
     )
-    refused = next(iter(made.units.refused.items()), None)
-    hint = f" `{refused[0]}` cannot be an AC unit: {refused[1]}." if refused else ""
+    hint = _hint(made)
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}):"
         f" the lowest peak is {peak_bytes} bytes ({format_bytes(peak_bytes)}), made of"
@@ -204,6 +203,14 @@ def _infeasible(made: Profile, chosen: Choice, budget_bytes: int) -> Exception:
         lowest_peak_bytes=peak_bytes,
         composition=composition,
     )
+
+
+def _hint(made: Profile) -> str:
+    """The module that would matter most among those that cannot be AC units."""
+    refused = made.units.refused
+    kept = {m.fqn: m.activation_bytes or 0 for m in made.statistics.modules}
+    fqn = max(refused, key=lambda fqn: kept.get(fqn, 0), default=None)
+    return "" if fqn is None else f" `{fqn}` cannot be an AC unit: {refused[fqn]}."
 
 
 # --- spending what is left ----------------------------------------------------

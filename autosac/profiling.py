@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -228,6 +229,9 @@ def _device(model: torch.nn.Module, device: str | DeviceSpec | None) -> DeviceSp
     if device == "cuda":
         device = _present_gpu()
     spec = device if isinstance(device, DeviceSpec) else device_spec(device)
+    if device == "cpu":
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        spec = replace(spec, memory_bytes=pages)
     traced = own or "cpu"
     if spec.type != traced:
         raise NotImplementedError(

@@ -109,7 +109,7 @@ def _gpt2() -> Workload:
         eos_token_id=0,
         use_cache=False,
     )
-    inputs = _labelled(2048, 8, 256)
+    inputs = _labelled(2048, 6, 256)
     return Workload(
         name="HF GPT-2",
         make_model=lambda: transformers.GPT2LMHeadModel(config).train(),
@@ -131,7 +131,7 @@ def _llama() -> Workload:
         vocab_size=2048,
         use_cache=False,
     )
-    inputs = _labelled(2048, 8, 256)
+    inputs = _labelled(2048, 6, 256)
     return Workload(
         name="HF Llama",
         make_model=lambda: transformers.LlamaForCausalLM(config).train(),
@@ -183,7 +183,7 @@ def _resnet50() -> Workload:
 
 
 def _vit() -> Workload:
-    images, targets = _images(16, 128), _numbers(100, 16)
+    images, targets = _images(6, 128), _numbers(100, 6)
 
     def make_model() -> nn.Module:
         return torchvision.models.VisionTransformer(

@@ -199,6 +199,8 @@ def _keeps_rows(model: pulp.LpProblem, *, relaxed: bool) -> bool:
     rows, CBC prints 7 digits or more.
     """
     for variable in model.variables():
+        if variable is model.dummyVar:
+            continue  # PuLP's own, for an objective without terms
         value = variable.varValue
         if value is None or not math.isfinite(value):
             return False

@@ -70,7 +70,10 @@ class SacModel:
         self.time_scale = math.ldexp(1.0, exponent)
         self._add_weights()
         self._add_no_nesting()
-        self._peak = self.model.add_variable("peak", 0.0) if least_peak else None
+        self._peak: pulp.LpVariable | None = None
+        if least_peak:
+            least_bytes = max(least_live_bytes(problem, self.units))
+            self._peak = self.model.add_variable("peak", least_bytes / _MIB)
         self._rows: list[tuple[pulp.LpConstraint, int]] = []
         self._add_memory()
         if self._peak is None:

@@ -79,7 +79,7 @@ def _of_units(problem: SacProblem, solution: SacSolution) -> Iterator[str]:
     for unit, shares in zip(problem.units, weights, strict=True):
         yield from _of_shares(unit, shares, is_whole=solution.chosen is not None)
     for path in problem.paths():
-        inside = [problem.units[u].fqn for u in path if any(weights[u])]
+        inside = [problem.units[u].fqn for u in reversed(path) if any(weights[u])]
         if len(inside) > 1:
             yield f"AC units are nested: {', '.join(map(repr, inside))}."
     exact = weights

@@ -231,6 +231,8 @@ def _exchange(
         moves = [picked - {k} | {j} for k in picked if k in inner for j in others]
         if len(picked) <= num_segments:
             moves += [picked | {j} for j in others]
+        if not moves:
+            return tuple(sorted(picked))
         best = min(moves, key=lambda move: (_overstatement(move, curve), sorted(move)))
         if (best_cost := _overstatement(best, curve)) >= cost:
             return tuple(sorted(picked))

@@ -109,11 +109,10 @@ def test_the_rerun_closure_stops_at_saved_results():
     )
 
 
-@pytest.mark.parametrize("backend", ["highs"])
 @settings(max_examples=60, deadline=None)
 @given(problem=save_problems())
-def test_matches_trying_every_subset(backend, problem):
-    solution = solve(problem, backend=backend)
+def test_matches_trying_every_subset(problem):
+    solution = solve(problem)
 
     best = best_save(problem)
     assert violations(problem, solution) == ()

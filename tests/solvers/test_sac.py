@@ -100,7 +100,9 @@ def test_a_unit_in_the_middle_keeps_its_parent_and_child_apart():
     leaf_b = unit("m.b", [(1.0, 6, 1.0)], parent=2)
     middle = unit("m", [(1.0, 12, 5.0)])
 
-    solution = solve(problem(leaf_a, leaf_b, middle, budget=8), integral=True)
+    three = problem(leaf_a, leaf_b, middle, base=(5, 20, 5), budget=8)
+
+    solution = solve(three, integral=True)
 
     assert solution.chosen == (0, 0, None)
 

@@ -1,0 +1,31 @@
+import pytest
+import torch
+
+from autosac import applying
+from autosac.simulating import Simulator
+from autosac.tracing import dry_run
+from tests.models import each_case, op_policies, random_choice
+
+NUM_PLANS = 6
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW], ids=["none", "adamw"])
+@each_case
+def test_a_simulated_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
+    made = case.profile(optimizer)
+    shares = {0: 0.0, 1: 1.0}  # the extremes, then anything between
+    for seed in range(NUM_PLANS):
+        chosen = random_choice(made, seed, save_share=shares.get(seed))
+        policies = op_policies(made, chosen)
+
+        dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
+
+        expected = Simulator(dry).baseline.peak_bytes
+        assert made.simulator.peak_bytes(chosen, workspaces=False) == expected, chosen
+
+
+@each_case
+def test_random_plans_hold_units(case):
+    made = case.profile()
+
+    assert any(random_choice(made, seed) for seed in range(NUM_PLANS))
