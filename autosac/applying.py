@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autosac import _compat
 from autosac.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
-from autosac.recording import tensors_in
+from autosac.pytrees import tensors_in
 
 
 class CheckpointedForward:

@@ -17,7 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autosac.measuring import recorded_events, storage_bytes
-from autosac.recording import Layout, Signature, tensors_in
+from autosac.pytrees import tensors_in
+from autosac.signatures import Layout, Signature
 from autosac.tape import Tape
 
 _REPEATS = 5

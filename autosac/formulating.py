@@ -108,9 +108,7 @@ def _thinned(
             replace(unit.points[k], recompute_ms=ms)
             for k, ms in zip(kept, fit.recompute_ms, strict=True)
         ),
-        working=tuple(
-            (q, tuple(extras[k] for k in kept)) for q, extras in unit.working
-        ),
+        working=tuple(working),
     )
 
 

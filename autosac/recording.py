@@ -4,58 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from autosac import _compat
 from autosac.modules import ModuleNode, ModuleTree
+from autosac.pytrees import opaque_type, tensors_in
+from autosac.signatures import signature
 from autosac.tape import ModuleCall, Op, SavedTensor, Storage, Tape
+from autosac.values import run_op
 
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    slice,
-    range,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
-_MOST_KNOWN_VALUES = 2**22  # elements of a tensor that stays real while tracing
 _FORWARD_PHASES = ("forward", "loss")
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested lists, tuples, mappings and objects with ``__dict__``."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-def opaque_type(value: Any) -> str | None:
-    """Name of the first type in ``value`` that is neither tensor nor plain value."""
-    if isinstance(value, (torch.Tensor, *_PLAIN)):
-        return None
-    if isinstance(value, Mapping):
-        items = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        items = list(value)
-    else:
-        return type(value).__name__
-    return next((name for item in items if (name := opaque_type(item))), None)
 
 
 def module_tree(model: torch.nn.Module) -> ModuleTree:
@@ -324,7 +285,7 @@ class Recorder(_compat.TorchDispatchMode):
         # A literal becomes a tensor here: its memory is born with the output.
         is_literal = func is torch.ops.aten.lift_fresh.default
         reads = () if is_literal else self._indices(inputs, 0, "input")
-        out = _run(func, args, kwargs, inputs)
+        out = run_op(func, args, kwargs, inputs)
         made = self.tick()
         outputs = list(tensors_in((out,)))
         first_new = len(self.nbytes)
@@ -358,7 +319,7 @@ class Recorder(_compat.TorchDispatchMode):
                     (str(t.dtype)[6:] for t in outputs if t.is_floating_point()), ""
                 ),
                 shapes=tuple(tuple(t.shape) for t in outputs),
-                signature=_signature(func, args, kwargs) if costs else None,
+                signature=signature(func, args, kwargs) if costs else None,
             )
         )
         return out
@@ -445,72 +406,3 @@ class Recorder(_compat.TorchDispatchMode):
         outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
         call.outputs = self._indices(list(tensors_in(outputs)), 0, "input")
         call.exit = self.tick()
-
-
-def keeps_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the user's stays real: steps branch on such values."""
-    return (
-        not tensor.is_meta
-        and not tensor.is_floating_point()
-        and not tensor.is_complex()
-        and tensor.numel() <= _MOST_KNOWN_VALUES
-    )
-
-
-def _run(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
-    """Run an op on fakes, or for real if all it reads is real and small.
-
-    Masks, positions and lengths keep their values that way, so that the step takes
-    the branches that it takes on this input, and finds its data-dependent shapes.
-    """
-    if any(map(_compat.is_fake, inputs)):
-        return func(*args, **kwargs)
-    try:
-        out = func(*args, **kwargs)
-    except _compat.TRACE_ERRORS:
-        if not inputs:
-            raise
-    else:
-        large = any(t.numel() > _MOST_KNOWN_VALUES for t in tensors_in((out,)))
-        values = inputs or all(keeps_values(t) for t in tensors_in((out,)))
-        if large or not values or _compat.is_random(func):
-            return out
-    with _compat.no_modes():
-        return func(*args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A tensor argument of an op's signature."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """An op call without data: equal for calls that do the same work.
-
-    Attributes:
-        func: The operator.
-        args: Its positional arguments; tensors are `Layout`, lists are tuples.
-        kwargs: Its keyword arguments likewise, as sorted pairs.
-    """
-
-    func: Any
-    args: tuple[Hashable, ...]
-    kwargs: tuple[tuple[str, Hashable], ...]
-
-
-def _signature(func: Any, args: Any, kwargs: Any) -> Signature:
-    pairs = ((name, _freeze(value)) for name, value in sorted(kwargs.items()))
-    return Signature(func, tuple(_freeze(arg) for arg in args), tuple(pairs))
-
-
-def _freeze(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return Layout(tuple(value.shape), value.stride(), value.dtype)
-    if isinstance(value, (list, tuple)):
-        return tuple(_freeze(item) for item in value)
-    return value if isinstance(value, Hashable) else str(value)

@@ -25,9 +25,11 @@ from torch.overrides import TorchFunctionMode
 
 from autosac import _compat
 from autosac.errors import TraceError
-from autosac.recording import Recorder, keeps_values, tensors_in
+from autosac.pytrees import tensors_in
+from autosac.recording import Recorder
 from autosac.stepping import LossFn, training_step
 from autosac.tape import Tape
+from autosac.values import keeps_values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,49 @@
+"""Tensors and other values in nested arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested lists, tuples, mappings and objects with ``__dict__``."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def opaque_type(value: Any) -> str | None:
+    """Name of the first type in ``value`` that is neither tensor nor plain value."""
+    if isinstance(value, (torch.Tensor, *_PLAIN)):
+        return None
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        items = list(value)
+    else:
+        return type(value).__name__
+    return next((name for item in items if (name := opaque_type(item))), None)

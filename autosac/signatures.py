@@ -1,0 +1,47 @@
+"""Signatures: op calls without their data."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor argument of an op's signature."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """An op call without data: equal for calls that do the same work.
+
+    Attributes:
+        func: The operator.
+        args: Its positional arguments; tensors are `Layout`, lists are tuples.
+        kwargs: Its keyword arguments likewise, as sorted pairs.
+    """
+
+    func: Any
+    args: tuple[Hashable, ...]
+    kwargs: tuple[tuple[str, Hashable], ...]
+
+
+def signature(func: Any, args: Any, kwargs: Any) -> Signature:
+    """The signature of a call."""
+    pairs = ((name, _freeze(value)) for name, value in sorted(kwargs.items()))
+    return Signature(func, tuple(_freeze(arg) for arg in args), tuple(pairs))
+
+
+def _freeze(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return Layout(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item) for item in value)
+    return value if isinstance(value, Hashable) else str(value)
