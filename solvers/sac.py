@@ -319,10 +319,16 @@ def _cleaned(
 def _on_neighbours(unit: Unit, shares: Sequence[float]) -> list[float]:
     """Same freed bytes from two neighbours; no worse where the curve is convex."""
     total = sum(shares)
-    used = [k for k, share in enumerate(shares) if share > 1e-9 * total]
-    if used[-1] - used[0] <= 1 or not bends_upwards(unit):
-        kept = [share if k in used else 0.0 for k, share in enumerate(shares)]
-        return [share / sum(kept) for share in kept]
+    if not bends_upwards(unit):  # what lies outside the best pair is rounding
+        pairs = range(max(1, len(shares) - 1))
+        best = max(pairs, key=lambda k: sum(shares[k : k + 2]))
+        kept = sum(shares[best : best + 2])
+        return [
+            w / kept if best <= k <= best + 1 else 0.0 for k, w in enumerate(shares)
+        ]
+    used = [k for k, share in enumerate(shares) if share > 0.0]
+    if used[-1] - used[0] <= 1:
+        return [share / total for share in shares]
     freed = [point.freed_bytes for point in unit.points]
     wanted = sum(f * share for f, share in zip(freed, shares, strict=True)) / total
     wanted = min(max(wanted, freed[0]), freed[-1])
