@@ -283,6 +283,9 @@ class _Model:
     ) -> tuple[_pulp.Outcome, SaveSolution | None]:
         """Minimise; again with less capacity while (1) is broken in integers."""
         problem = self._problem
+        if not objective and self._saved:
+            # PuLP's dummy for an objective without terms breaks CBC's next run.
+            objective = _pulp.row([(next(iter(self._saved.values())), 0.0)])
         self._model.setObjective(objective.copy())
         if self._time_row is not None:
             limit = self._most if math.isinf(limit_ms) else limit_ms * self._scale

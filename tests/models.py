@@ -413,8 +413,7 @@ def random_choice(
     for unit in units:
         free = not any(_nests(unit.fqn, other.fqn) for other in chosen)
         if free and draw.random() < 0.8:
-            share = draw.random() if save_share is None else save_share
-            policy = _random_policy(unit, draw, share)
+            policy = random_policy(unit, draw.random(), save_share=save_share)
             if policy is not None:
                 chosen[unit] = policy
     return chosen
@@ -432,8 +431,12 @@ def _nests(one: str, other: str) -> bool:
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
-def _random_policy(unit: Unit, draw: random.Random, share: float) -> Policy | None:
+def random_policy(
+    unit: Unit, seed: float, *, save_share: float | None = None
+) -> Policy | None:
     """A policy, or None if something would have to be both saved and rerun."""
+    draw = random.Random(seed)
+    share = draw.random() if save_share is None else save_share
     problem = save_problem(unit)
     saved = [
         g not in problem.unsavable and draw.random() < share

@@ -7,21 +7,28 @@ from torch import nn
 
 from autosac import applying
 from autosac.measuring import capture_state, differences
-from autosac.profiling import profile
 from autosac.stepping import normalize_inputs, training_step
-from autosac.units import find_units
 from tests.models import (
     BATCH,
     CASES,
     WIDTH,
     Case,
-    Mlp,
     each_case,
     op_policies,
     random_choice,
+    random_policy,
 )
 
 NUM_PLANS = 5
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are faster on one thread, by much on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def random_policies(case, seed=0, **options):
@@ -171,10 +178,11 @@ def test_eval_mode_runs_plainly(name, no_checkpoint):
 def test_no_grad_runs_plainly(name, no_checkpoint):
     case = CASES[name]
     args, _ = normalize_inputs(case.inputs())
+    model = planned(case)
 
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(3)
-        found = planned(case)(*args)
+        found = model(*args)
         torch.manual_seed(3)
         expected = case.model()(*args)
 
@@ -221,9 +229,6 @@ class Branching(nn.Module):
             gate = torch.sin(gate) * torch.cos(hidden)
         elif self.branch == "wide" and x.shape[0] > BATCH:
             gate = gate.reshape(-1).exp().view_as(gate)
-        elif self.branch == "in place":
-            hidden.mul_(2)
-            gate.mul_(0.5)
         elif self.branch == "shorter":
             return gate
         return torch.exp(hidden * gate)
@@ -238,15 +243,19 @@ class Stack(nn.Module):
         return self.parts[1](self.parts[0](x)).square()
 
 
+def rows():
+    return torch.randn(BATCH, WIDTH)
+
+
 def branching(branch, seed, num_rows=BATCH):
     """A model planned for the usual branch that takes another one, and its twin."""
-    case = Case(
-        lambda: Stack(),
-        lambda: torch.randn(num_rows, WIDTH),
-    )
-    made = Case(Stack, lambda: torch.randn(BATCH, WIDTH)).profile()
-    shares = {0: 0.0, 1: 1.0}
-    chosen = random_choice(made, seed, save_share=shares.get(seed))
+    case = Case(Stack, lambda: torch.randn(num_rows, WIDTH))
+    made = Case(Stack, rows).profile()
+    chosen = {
+        unit: random_policy(unit, seed)
+        for unit in made.units.candidates
+        if unit.fqn in ("parts.0", "parts.1")
+    }
     model, plain = case.model(), case.model()
     applying.install(model, op_policies(made, chosen))
     for twin in (model, plain):
@@ -261,8 +270,6 @@ def branching(branch, seed, num_rows=BATCH):
 )
 def test_another_branch_warns_once_and_keeps_gradients_exact(branch, num_rows, seed):
     case, model, plain = branching(branch, seed, num_rows)
-    if "parts.0" not in applying.installed(model):
-        pytest.skip("the random plan leaves the branching module alone")
     expected = train(case, plain, steps=1)
 
     with pytest.warns(UserWarning, match=r"`parts\.0` ran aten") as caught:
@@ -270,18 +277,6 @@ def test_another_branch_warns_once_and_keeps_gradients_exact(branch, num_rows, s
 
     assert len(caught) == 1
     assert_equal(expected, found)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_another_branch_that_writes_in_place_keeps_gradients_exact(seed):
-    case, model, plain = branching("in place", seed)
-    if "parts.0" not in applying.installed(model):
-        pytest.skip("the random plan leaves the branching module alone")
-
-    with pytest.raises(RuntimeError, match="inplace operation"):
-        train(case, plain, steps=1)
-    with pytest.warns(UserWarning), pytest.raises(RuntimeError):
-        train(case, model, steps=1)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -296,9 +291,7 @@ def test_a_shorter_branch_keeps_gradients_exact(seed):
 def test_another_batch_size_keeps_gradients_exact(name, seed):
     case = CASES[name]
     args, _ = normalize_inputs(case.inputs())
-    larger = Case(
-        case.make_model, lambda: torch.cat([args[0], args[0]]), case.loss_fn
-    )
+    larger = Case(case.make_model, lambda: torch.cat([args[0], args[0]]), case.loss_fn)
     model = planned(case, seed)
 
     assert_equal(train(larger, larger.model()), train(larger, model))
@@ -321,26 +314,21 @@ class Overwriting(nn.Module):
         return gate * hidden
 
 
-def test_a_departure_that_overwrites_a_saved_result_is_exact_or_refused():
-    case = Case(lambda: nn.Sequential(Overwriting(), nn.Tanh()), Mlp_inputs)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_departure_that_overwrites_a_result_keeps_gradients_exact(seed):
+    case = Case(lambda: nn.Sequential(Overwriting(), nn.Tanh()), rows)
     made = case.profile()
-    plain = case.model()
-    plain[0].overwrites = True
+    (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
+    policies = op_policies(made, {unit: random_policy(unit, seed)})
+    plain, model = case.model(), case.model()
+    applying.install(model, policies)
+    plain[0].overwrites = model[0].overwrites = True
     expected = train(case, plain, steps=1)
-    for seed in range(20):
-        policies = op_policies(made, random_choice(made, seed))
-        model = case.model()
-        model[0].overwrites = True
-        applying.install(model, policies)
-        if not policies:
-            continue
-        with pytest.warns(UserWarning, match="ran aten"):
-            found = train(case, model, steps=1)
-        assert_equal(expected, found)
 
+    with pytest.warns(UserWarning, match="ran aten"):
+        found = train(case, model, steps=1)
 
-def Mlp_inputs():
-    return torch.randn(BATCH, WIDTH)
+    assert_equal(expected, found)
 
 
 # --- misuse -----------------------------------------------------------------------
@@ -356,12 +344,13 @@ def test_a_second_backward_says_what_to_do(share):
         loss.backward()
 
 
-def test_state_that_changes_between_forward_and_rerun_is_refused():
-    model = planned(CASES["mlp"], save_share=0.0)
-    loss = model(CASES["mlp"].inputs()).sum()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_state_that_changes_between_forward_and_rerun_is_refused(share):
+    case = Case(Stack, rows)
+    model = planned(case, save_share=share)
+    loss = model(case.inputs()).sum()
+    for part in model.parts:
+        part.branch = "longer"
 
     with pytest.raises(RuntimeError, match="Exclude it from the plan"):
         loss.backward()

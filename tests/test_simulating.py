@@ -6,7 +6,7 @@ from autosac.simulating import Simulator
 from autosac.tracing import dry_run
 from tests.models import each_case, op_policies, random_choice
 
-NUM_PLANS = 6
+NUM_PLANS = 5
 
 
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW], ids=["none", "adamw"])

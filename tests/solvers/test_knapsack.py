@@ -85,6 +85,16 @@ def test_an_infeasible_problem_is_an_outcome(backend, changes):
     assert solution.saved is solution.rerun is solution.recompute_ms is None
 
 
+@both
+def test_without_anything_to_rerun_what_is_needed_is_saved(backend):
+    problem = chain(needed=frozenset({0}), pinned=frozenset({0}))
+
+    solution = solve(problem, backend=backend)
+
+    assert solution.saved == (True, False, False, False)
+    assert solution.recompute_ms == 0.0
+
+
 def test_pinned_and_unsavable_groups_are_left_alone():
     # 3 is unsavable: rerun from 2. 0 is pinned: read 1, saved, instead.
     problem = chain(

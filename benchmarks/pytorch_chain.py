@@ -1,0 +1,349 @@
+"""PyTorch's own planner and autosac at the same budgets, against real memory.
+
+    python -m benchmarks.pytorch_chain [--shares 0.9,0.5] [--output DIR]
+
+PyTorch's chain is MemTracker, RuntimeEstimator, SACEstimator and `sac_milp`
+(`torch.distributed._tools`, torch 2.15). It has no applier: its op policies are
+applied here, op by op, with `create_selective_checkpoint_contexts`. Peaks are those
+of forward, loss and backward; neither side has an optimizer. The GPT has no dropout:
+policies that save an in-place random op crash in backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.ilp_utils import (
+    Graph,
+    aggregate_stats,
+    get_peak_memory_runtime_baseline,
+    parse_module_info,
+)
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.runtime_estimator import RuntimeEstimator
+from torch.distributed._tools.sac_estimator import (
+    OPS_TO_ALWAYS_SKIP,
+    SACEstimator,
+    SACStats,
+)
+from torch.distributed._tools.sac_ilp import (
+    get_optimal_checkpointing_policy_per_module,
+    sac_milp,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from autosac import demo, planning, profiling
+from autosac.errors import InfeasibleBudgetError
+from autosac.measuring import measure_peak, storage_bytes
+from benchmarks.budgets import MIB, environment
+
+_DATASHEET = "NVIDIA H100"  # of the roofline: there is no entry for CPUs
+_VOCABULARY, _BATCH, _LENGTH = 4096, 4, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One planner at one budget.
+
+    Attributes:
+        system: Which planner.
+        share: Budget over the baseline of PyTorch's chain.
+        budget_bytes: The cap.
+        predicted_bytes: Peak that the planner predicts; None if it finds no plan.
+        measured_bytes: Peak of a real forward, loss and backward.
+        identical: Gradients agree with the plain step's in every bit.
+        time_ratio: Measured time over the plain one's.
+        planning_s: Time to plan this budget, statistics not included.
+    """
+
+    system: str
+    share: float
+    budget_bytes: int
+    predicted_bytes: int | None
+    planning_s: float
+    measured_bytes: int | None = None
+    identical: bool | None = None
+    time_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a real forward, loss and backward showed."""
+
+    peak_bytes: int
+    step_ms: float
+    gradients: dict[str, torch.Tensor]
+
+
+def _make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return demo.GPT(
+        num_layers=8,
+        width=512,
+        num_heads=8,
+        vocabulary=_VOCABULARY,
+        length=_LENGTH,
+        dropout=0.0,
+    )
+
+
+def _make_tokens() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(_VOCABULARY, (_BATCH, _LENGTH), generator=generator)
+
+
+def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
+    demo.next_token_loss(tokens)(model(tokens)).backward()
+
+
+def run(apply: Callable[[nn.Module], object], rounds: int) -> Run:
+    """Measure the peak of a step with a plan applied, then time some more."""
+    model, tokens = _make_model(), _make_tokens()
+    apply(model)
+    _, peak_bytes = measure_peak(
+        lambda: _backward(model, tokens),
+        device="cpu",
+        persistent_bytes=storage_bytes([*model.parameters(), tokens]),
+    )
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    times_ms = []
+    for _ in range(rounds):
+        model.zero_grad()
+        started = time.perf_counter()
+        _backward(model, tokens)
+        times_ms.append((time.perf_counter() - started) * 1e3)
+    return Run(peak_bytes, statistics.median(times_ms), gradients)
+
+
+# --- PyTorch's chain ----------------------------------------------------------
+
+
+def pytorch_statistics() -> tuple[Graph, dict[str, SACStats]]:
+    """Statistics of the step, as PyTorch's trackers see it."""
+    with (
+        FakeTensorMode(),
+        # The roofline asserts an accelerator, though it needs only a datasheet.
+        mock.patch("torch.accelerator.is_available", return_value=True),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        model = _make_model()
+        tokens = torch.zeros(_BATCH, _LENGTH, dtype=torch.int64)
+        memory = MemTracker()
+        runtime = RuntimeEstimator(gpu_type=_DATASHEET)
+        sac = SACEstimator(gpu_type=_DATASHEET)
+        memory.track_external(model, tokens)
+        for tracker in (
+            memory,
+            runtime("operator-level-cost-model"),
+            sac("operator-level-cost-model"),
+        ):
+            with tracker:
+                _backward(model, tokens)
+            model.zero_grad()
+        info = aggregate_stats(model, memory, runtime, sac, torch.device("cpu"))
+    return parse_module_info(info), sac.sac_mod_stats
+
+
+def pytorch_cell(
+    graph: Graph, stats: dict[str, SACStats], share: float, plain: Run, rounds: int
+) -> Cell:
+    """Plan, apply and measure one budget with PyTorch's chain."""
+    baseline_bytes, _ = get_peak_memory_runtime_baseline(graph)
+    budget_bytes = int(share * baseline_bytes)
+    started = time.perf_counter()
+    ratios, _, predicted_bytes = sac_milp(graph, budget_bytes / 2**30)
+    root = graph.nodes[0]["fqn"]
+    saved = {
+        fqn.removeprefix(root).removeprefix("."): (
+            stats[fqn].func_names,
+            get_optimal_checkpointing_policy_per_module(stats[fqn], 1 - ratio),
+        )
+        for fqn, ratio in ratios.items()
+    }
+    cell = Cell(
+        system="sac_milp",
+        share=share,
+        budget_bytes=budget_bytes,
+        predicted_bytes=None if predicted_bytes < 0 else predicted_bytes,
+        planning_s=time.perf_counter() - started,
+    )
+    if predicted_bytes < 0:
+        return cell
+
+    def apply(model: nn.Module) -> None:
+        for fqn, (names, flags) in saved.items():
+            _checkpoint(model.get_submodule(fqn), names, flags)
+
+    return _measured(cell, run(apply, rounds), plain)
+
+
+def _checkpoint(module: nn.Module, names: list[str], flags: list[int]) -> None:
+    """Run a module under selective checkpointing, by the index of each op."""
+    forward = module.forward
+
+    def policy(
+        places: Iterator[int], context: Any, func: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        if func in OPS_TO_ALWAYS_SKIP:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        place = next(places)
+        assert func._overloadpacket.__name__ == names[place], "the trace was another"
+        if flags[place]:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> Any:
+        places = iter(range(len(names)))
+        return create_selective_checkpoint_contexts(functools.partial(policy, places))
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+        )
+
+    module.forward = checkpointed
+
+
+# --- autosac ------------------------------------------------------------------
+
+
+def autosac_profile() -> profiling.Profile:
+    """The same step, as autosac sees it."""
+    tokens = _make_tokens()
+    loss_fn = demo.next_token_loss(tokens)
+    return profiling.calibrate(
+        profiling.profile(_make_model(), tokens, loss_fn=loss_fn)
+    )
+
+
+def autosac_cell(
+    traced: profiling.Profile, share: float, budget_bytes: int, plain: Run, rounds: int
+) -> Cell:
+    """Plan, apply and measure one budget with autosac."""
+    started = time.perf_counter()
+    try:
+        plan = planning.make_plan(traced, budget_bytes)
+    except InfeasibleBudgetError:
+        plan = None
+    cell = Cell(
+        system="autosac",
+        share=share,
+        budget_bytes=budget_bytes,
+        predicted_bytes=plan and plan.peak_bytes,
+        planning_s=time.perf_counter() - started,
+    )
+    return _measured(cell, run(plan.apply, rounds), plain) if plan else cell
+
+
+def _measured(cell: Cell, found: Run, plain: Run) -> Cell:
+    identical = found.gradients.keys() == plain.gradients.keys() and all(
+        torch.equal(found.gradients[name], gradient)
+        for name, gradient in plain.gradients.items()
+    )
+    shown = {
+        "measured_bytes": found.peak_bytes,
+        "identical": identical,
+        "time_ratio": found.step_ms / plain.step_ms,
+    }
+    return Cell(**{**asdict(cell), **shown})
+
+
+# --- the table ----------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run both planners at all budgets and write the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pytorch_chain")
+    parser.add_argument("--shares", default="0.9,0.7,0.5,0.4,0.3")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps")
+    parser.add_argument("--threads", type=int, help="of PyTorch; default: its own")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    started = time.perf_counter()
+    graph, stats = pytorch_statistics()
+    middle = time.perf_counter()
+    traced = autosac_profile()
+    lines = [
+        "# PyTorch's sac_milp and autosac on one GPT\n",
+        ", ".join(f"{name} {value}" for name, value in environment().items()) + "\n",
+        f"Statistics: PyTorch {middle - started:.1f} s, autosac (calibration included)"
+        f" {time.perf_counter() - middle:.1f} s.",
+    ]
+    plain = run(lambda model: None, options.rounds)
+    baseline_bytes, _ = get_peak_memory_runtime_baseline(graph)
+    lines += _baselines(plain, baseline_bytes, traced)
+    print("\n".join(lines), flush=True)
+    cells = []
+    for share in map(float, options.shares.split(",")):
+        cells.append(pytorch_cell(graph, stats, share, plain, options.rounds))
+        budget_bytes = cells[-1].budget_bytes
+        cells.append(autosac_cell(traced, share, budget_bytes, plain, options.rounds))
+        for cell in cells[-2:]:
+            lines.append(_row(cell))
+            print(lines[-1], flush=True)
+    _write(lines, cells, options.output)
+
+
+def _baselines(
+    plain: Run, pytorch_bytes: int, traced: profiling.Profile
+) -> Iterator[str]:
+    own_bytes, floor_bytes = traced.baseline_peak_bytes, planning.floor(traced)
+    yield (
+        f"\nPlain forward and backward: real peak {plain.peak_bytes / MIB:.2f} MiB;"
+        f" PyTorch's chain says {pytorch_bytes / MIB:.2f}, autosac"
+        f" {own_bytes / MIB:.2f}. Floor of autosac: {floor_bytes / MIB:.2f} MiB.\n"
+    )
+    yield (
+        "| share | budget MiB | system | predicted MiB | real MiB | error | within |"
+        " identical | time | planning s |"
+    )
+    yield f"|{' ---: |' * 10}"
+
+
+def _row(cell: Cell) -> str:
+    head = f"| {cell.share} | {cell.budget_bytes / MIB:.1f} | {cell.system} |"
+    if cell.predicted_bytes is None or cell.measured_bytes is None:
+        return f"{head} infeasible | | | | | | {cell.planning_s:.1f} |"
+    error = cell.predicted_bytes / cell.measured_bytes - 1
+    within = "yes" if cell.measured_bytes <= cell.budget_bytes else "**NO**"
+    return (
+        f"{head} {cell.predicted_bytes / MIB:.1f} | {cell.measured_bytes / MIB:.1f} |"
+        f" {error:+.2%} | {within} | {'yes' if cell.identical else '**NO**'} |"
+        f" x{cell.time_ratio:.2f} | {cell.planning_s:.1f} |"
+    )
+
+
+def _write(lines: list[str], cells: list[Cell], folder: Path) -> None:
+    record = {"environment": environment(), "cells": [asdict(cell) for cell in cells]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pytorch_chain.md").write_text("\n".join(lines) + "\n")
+    (folder / "pytorch_chain.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
