@@ -177,6 +177,11 @@ class _RerunMode(_compat.TorchDispatchMode):
         self.run = run
         self.place = 0
 
+    def __enter__(self) -> _RerunMode:
+        self.place = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

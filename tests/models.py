@@ -390,7 +390,15 @@ CASES = {
     "bert": Case(_bert, _masked),
 }
 
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+_SLOW = ("resnet18",)  # its 11 M parameters
+
+each_case = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in _SLOW else [])
+        for name, case in CASES.items()
+    ],
+)
 
 
 # --- random plans -------------------------------------------------------------

@@ -1,0 +1,327 @@
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from tests.models import BATCH, CASES, WIDTH, Case, Mlp, gpt
+
+NAMES = ["mlp", "gpt", "convolutions", "list inputs", "noise", "dict outputs"]
+SHARES = (0.0, 0.1, 0.3, 0.6, 0.9, 1.0)  # of the way from the floor to the baseline
+
+
+def _batch():
+    return torch.randn(64 * BATCH, WIDTH)
+
+
+BIG_MLP = Case(lambda: nn.Sequential(*Mlp(), *Mlp()), _batch)  # activations dominate
+
+
+def profile_of(name):
+    case = BIG_MLP if name == "mlp" else CASES[name]
+    return case.profile(torch.optim.AdamW)
+
+
+def budgets(made):
+    lowest, baseline = autosac.floor(made), made.baseline_peak_bytes
+    return [round(lowest + share * (baseline - lowest)) for share in SHARES]
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return profile_of("mlp")
+
+
+@pytest.fixture(scope="module")
+def tight(mlp):
+    """A plan that has to recompute."""
+    return autosac.plan(mlp, memory_budget=autosac.floor(mlp))
+
+
+# --- budgets ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peaks_keep_budgets_and_more_budget_never_costs_more(name):
+    made = profile_of(name)
+    last_ms = float("inf")
+    for budget in budgets(made):
+        plan = autosac.plan(made, memory_budget=budget)
+
+        assert plan.peak_bytes <= budget == plan.budget_bytes
+        assert plan.baseline_peak_bytes == made.baseline_peak_bytes
+        assert sum(plan.composition.values()) == plan.peak_bytes
+        assert 0.0 <= plan.bound_ms <= plan.recompute_ms
+        assert 0.0 <= plan.optimality_gap <= 1.0
+        assert plan.recompute_ms <= last_ms
+        assert plan.step_ms == pytest.approx(made.baseline_ms + plan.recompute_ms)
+        assert all(0.0 <= ratio <= 1.0 for ratio in plan.policy.values())
+        last_ms = plan.recompute_ms
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_baselines_budget_recomputes_nothing(name):
+    made = profile_of(name)
+    baseline = made.baseline_peak_bytes
+    for budget in (baseline, baseline + 1, 2 * baseline):
+        plan = autosac.plan(made, memory_budget=budget)
+
+        assert plan.policy == {}
+        assert plan.recompute_ms == plan.bound_ms == plan.optimality_gap == 0.0
+        assert plan.peak_bytes == baseline
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_floor_is_the_least_feasible_budget(name):
+    made = profile_of(name)
+    lowest = autosac.floor(made)
+    assert lowest < made.baseline_peak_bytes
+
+    assert autosac.plan(made, memory_budget=lowest).peak_bytes <= lowest
+    with pytest.raises(autosac.InfeasibleBudgetError) as caught:
+        autosac.plan(made, memory_budget=lowest - 1)
+
+    error = caught.value
+    assert error.budget_bytes == lowest - 1
+    assert error.lowest_peak_bytes == lowest
+    assert sum(error.composition.values()) == lowest
+    assert f"{lowest} bytes" in str(error)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_trains_bit_identically_within_its_budget(name):
+    case = BIG_MLP if name == "mlp" else CASES[name]
+    made = autosac.calibrate(profile_of(name))
+    plan = autosac.plan(made, memory_budget=budgets(made)[2])
+
+    found = autosac.verify(
+        plan,
+        case.model,
+        case.inputs,
+        make_optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        loss_fn=case.loss_fn,
+        timing_rounds=1,
+    )
+
+    assert found.differences == ()
+    assert found.within_budget
+
+
+def test_budgets_are_read_as_text_too(mlp):
+    baseline = mlp.baseline_peak_bytes
+
+    assert autosac.plan(mlp, memory_budget="1GiB").budget_bytes == 2**30
+    assert autosac.plan(mlp, memory_budget=str(baseline) + "B").policy == {}
+    for text in ("lots", "-1GiB", "0GB", "101%"):
+        with pytest.raises(ValueError, match="memory_budget"):
+            autosac.plan(mlp, memory_budget=text)
+
+
+# --- the answer -------------------------------------------------------------------
+
+
+def test_the_policy_is_the_plans(mlp, tight):
+    assert tight.policy
+    assert autosac.policy(mlp, memory_budget=tight.budget_bytes) == tight.policy
+
+
+def test_op_policies_name_an_action_for_every_op(tight):
+    assert [entry.fqn for entry in tight.op_policies] == list(tight.policy)
+    for entry in tight.op_policies:
+        assert len(entry.actions) == len(entry.names) > 0
+        assert set(entry.actions) <= set("SR-VX")
+
+
+def test_units_do_not_nest():
+    made = profile_of("gpt")
+    for budget in budgets(made):
+        names = list(autosac.policy(made, memory_budget=budget))
+        assert not any(
+            a != b and f"{b}.".startswith(f"{a}.") for a in names for b in names
+        )
+
+
+@pytest.mark.parametrize("backend", ["highs", "cbc"])
+def test_every_backend_keeps_the_budget(mlp, backend):
+    for budget in budgets(mlp):
+        plan = autosac.plan(mlp, memory_budget=budget, backend=backend)
+        assert plan.peak_bytes <= budget
+
+
+def test_fitted_curves_keep_the_budget_and_the_bound(mlp):
+    for budget in budgets(mlp):
+        exact = autosac.plan(mlp, memory_budget=budget)
+        fitted = autosac.plan(mlp, memory_budget=budget, segments=3)
+
+        assert fitted.peak_bytes <= budget
+        assert fitted.recompute_ms >= exact.bound_ms
+
+
+def test_the_report_shows_budget_and_units(tight):
+    report = str(tight)
+
+    assert "budget" in report
+    assert all(fqn in report for fqn in tight.policy)
+
+
+# --- saving -----------------------------------------------------------------------
+
+
+def test_a_saved_plan_loads_as_it_was(tight, tmp_path):
+    path = tmp_path / "plan.json"
+
+    tight.save(path)
+    loaded = autosac.Plan.load(path)
+
+    assert loaded == tight
+    assert loaded.optimality_gap == tight.optimality_gap
+    assert autosac.Plan.load(str(path)) == tight
+    loaded.apply(BIG_MLP.model())
+
+
+def _without(plan_text, key):
+    record = json.loads(plan_text)
+    del record[key]
+    return json.dumps(record)
+
+
+def _with(plan_text, key, value):
+    return json.dumps({**json.loads(plan_text), key: value})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: "not json",
+        lambda text: "[1, 2]",
+        lambda text: "3",
+        lambda text: "{}",
+        lambda text: '{"format": 1}',
+        lambda text: text[: len(text) // 2],
+        lambda text: _with(text, "format", 999),
+        lambda text: _without(text, "format"),
+        lambda text: _without(text, "policy"),
+        lambda text: _without(text, "op_policies"),
+        lambda text: _without(text, "peak_bytes"),
+        lambda text: _with(text, "op_policies", [1]),
+        lambda text: _with(text, "op_policies", [{"fqn": "0"}]),
+        lambda text: _with(text, "model", [["0"]]),
+        lambda text: _with(text, "surplus", 1),
+    ],
+    ids=[
+        "empty",
+        "text",
+        "list",
+        "number",
+        "empty object",
+        "only a format",
+        "cut off",
+        "other format",
+        "no format",
+        "no policy",
+        "no op policies",
+        "no peak",
+        "numbers as op policies",
+        "half an op policy",
+        "half a model",
+        "surplus key",
+    ],
+)
+def test_what_is_no_plan_does_not_load(damage, tight, tmp_path):
+    path = tmp_path / "plan.json"
+    tight.save(path)
+    path.write_text(damage(path.read_text()))
+
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        autosac.Plan.load(path)
+
+
+# --- applying ---------------------------------------------------------------------
+
+
+def test_another_model_is_refused_with_the_first_difference(tight):
+    model = BIG_MLP.model()
+    model[4][0] = nn.Linear(WIDTH, 3 * WIDTH)
+
+    with pytest.raises(autosac.PlanMismatchError, match=r"`4\.0` to be a Linear") as e:
+        tight.apply(model)
+
+    assert f"({3 * WIDTH}, {WIDTH})" in str(e.value)
+    assert autosac.plans.applying.installed(model) == ()
+
+
+@pytest.mark.parametrize("change", ["class", "fewer", "more"])
+def test_another_structure_is_refused(tight, change):
+    model = BIG_MLP.model()
+    if change == "class":
+        model[5][4] = nn.ReLU()
+    elif change == "fewer":
+        del model[5]
+    else:
+        model.append(nn.Tanh())
+
+    with pytest.raises(autosac.PlanMismatchError, match="another model|modules"):
+        tight.apply(model)
+
+
+def test_a_second_plan_is_refused_until_the_first_is_undone(tight):
+    model = BIG_MLP.model()
+    assert tight.apply(model) is model
+
+    with pytest.raises(ValueError, match="unapply"):
+        tight.apply(model)
+
+    assert tight.unapply(model) is model
+    tight.apply(model)
+
+
+# --- wrong arguments ----------------------------------------------------------------
+
+
+def test_a_profile_takes_no_inputs_and_options(mlp):
+    for options in ({"inputs": _batch()}, {"optimizer": torch.optim.SGD}):
+        with pytest.raises(TypeError, match="profile"):
+            autosac.plan(mlp, memory_budget=2**30, **options)
+
+
+def test_a_model_needs_inputs():
+    with pytest.raises(TypeError, match="inputs"):
+        autosac.plan(Mlp(), memory_budget=2**30)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"autocast": torch.bfloat16}, NotImplementedError, "autocast"),
+        ({"accumulate": 2}, NotImplementedError, "accumulate"),
+        ({"exclude": ("nothing",)}, ValueError, "nothing"),
+        ({"device": "abacus"}, ValueError, "abacus"),
+        ({"surplus": 1}, TypeError, "surplus"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        autosac.plan(Mlp(), _batch(), memory_budget=2**30, **options)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="nn.Module"):
+        autosac.plan(torch.tanh, _batch(), memory_budget=2**30)
+
+
+@pytest.mark.parametrize("inputs", ["text", 3])
+def test_wrong_inputs_are_refused(inputs):
+    with pytest.raises(TypeError, match="inputs"):
+        autosac.plan(Mlp(), inputs, memory_budget=2**30)
+
+
+def test_a_plan_for_a_model_is_calibrated_where_it_lies():
+    plan = autosac.plan(Mlp(), _batch(), memory_budget=2**30)
+    assert plan.calibrated
+
+    with torch.device("meta"):
+        plan = autosac.plan(gpt(), CASES["gpt"].inputs(), memory_budget=2**30)
+    assert not plan.calibrated

@@ -1,0 +1,294 @@
+import inspect
+import random
+import weakref
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autosac.demo import GPT
+from autosac.errors import TraceError
+from autosac.measuring import (
+    capture_state,
+    differences,
+    measure_peak,
+    optimizer_tensors,
+    storage_bytes,
+)
+from autosac.profiling import calibrate, profile
+from autosac.simulating import Simulator
+from autosac.stepping import normalize_inputs, training_step
+from autosac.tracing import dry_run
+from tests.models import CASES, WIDTH, ResidualBlock, each_case
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are faster on one thread, by much on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+each_optimizer = pytest.mark.parametrize(
+    "optimizer", [None, torch.optim.AdamW], ids=["none", "adamw"]
+)
+
+
+# --- nothing is changed ---------------------------------------------------------
+
+
+def _outside(model):
+    """What a state dict does not show of a model."""
+    return [
+        (name, module.training, list(module.__dict__), *_hooks(module))
+        for name, module in model.named_modules()
+    ]
+
+
+def _hooks(module):
+    entries = module.__dict__.items()
+    return [(key, list(value)) for key, value in entries if key.endswith("_hooks")]
+
+
+def _addresses(model):
+    found = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found[name] = tensor.data_ptr()
+        if tensor.grad is not None:
+            found[f"gradient of {name}"] = tensor.grad.data_ptr()
+    return found
+
+
+@each_case
+def test_tracing_changes_nothing(case):
+    model, inputs = case.model(), case.inputs()
+    args, kwargs = normalize_inputs(inputs)
+    optimizer = torch.optim.AdamW(model.parameters())
+    training_step(model, args, kwargs, loss_fn=case.loss_fn, optimizer=optimizer)
+    next(model.children()).eval()
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    zero = torch.zeros(())
+    before = capture_state(model, optimizer, zero)
+    outside, addresses = _outside(model), _addresses(model)
+    given = [t.clone() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    versions = [p._version for p in model.parameters()]
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+
+    profile(model, inputs, optimizer=optimizer, loss_fn=case.loss_fn)
+
+    assert differences(before, capture_state(model, optimizer, zero)) == ()
+    assert _outside(model) == outside
+    assert _addresses(model) == addresses
+    assert [p._version for p in model.parameters()] == versions
+    assert random.getstate() == python_state
+    assert all(
+        numpy.array_equal(a, b)
+        for a, b in zip(numpy_state, numpy.random.get_state(), strict=True)
+    )
+    left = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    assert all(torch.equal(a, b) for a, b in zip(given, left, strict=True))
+
+
+@each_case
+def test_a_meta_model_gives_the_same_tape(case):
+    on_cpu = case.profile(torch.optim.AdamW).tape
+    with torch.device("meta"):
+        model = case.model()
+
+    on_meta = profile(
+        model, case.inputs(), optimizer=torch.optim.AdamW, loss_fn=case.loss_fn
+    ).tape
+
+    assert all(tensor.is_meta for tensor in model.parameters())
+    assert [op.name for op in on_meta.ops] == [op.name for op in on_cpu.ops]
+    assert on_meta.storages == on_cpu.storages
+
+
+# --- peaks ------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages of a real step: the peak as an onlooker sees it."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.known = set()
+        self.live = self.peak = 0
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.forget, key, nbytes)
+
+    def forget(self, key, nbytes):
+        self.known.discard(key)
+        self.live -= nbytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return out
+
+
+def _persistent(model, args, kwargs, optimizer):
+    tensors = [*model.parameters(), *model.buffers(), *optimizer_tensors(optimizer)]
+    return tensors + [
+        leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+    ]
+
+
+@each_optimizer
+@each_case
+def test_the_baseline_peak_is_that_of_the_storages_of_a_real_step(case, optimizer):
+    expected = case.profile(optimizer).simulator.peak_bytes({}, workspaces=False)
+    model = case.model()
+    args, kwargs = normalize_inputs(case.inputs())
+    made = None if optimizer is None else optimizer(model.parameters())
+    options = {"loss_fn": case.loss_fn, "optimizer": made}
+    training_step(model, args, kwargs, **options)  # the optimizer state is there now
+    model.zero_grad()
+
+    counter = LiveBytes(_persistent(model, args, kwargs, made))
+    with counter:
+        training_step(model, args, kwargs, **options)
+
+    assert expected == counter.peak
+
+
+@each_optimizer
+@each_case
+def test_the_baseline_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
+    made = case.profile(optimizer)
+
+    dry = dry_run(made.step, lambda model: None)
+
+    expected = Simulator(dry).baseline.peak_bytes
+    assert made.simulator.peak_bytes({}, workspaces=False) == expected
+
+
+def _gpt():
+    return GPT(num_layers=2, width=64, num_heads=4, vocabulary=256, length=64)
+
+
+def _convolutions():
+    return nn.Sequential(
+        nn.Conv2d(3, WIDTH, 3), *(ResidualBlock() for _ in range(3)), nn.Flatten()
+    )
+
+
+REAL = {
+    "gpt": (_gpt, lambda: torch.randint(256, (8, 64))),
+    "convolutions": (_convolutions, lambda: torch.randn(4, 3, 34, 34)),
+    "resnet18": (CASES["resnet18"].make_model, lambda: torch.randn(4, 3, 32, 32)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("gpt", torch.optim.AdamW),
+        ("convolutions", None),
+        ("convolutions", torch.optim.AdamW),
+        pytest.param("resnet18", None, marks=pytest.mark.slow),
+    ],
+)
+def test_the_calibrated_peak_is_the_allocators(name, optimizer):
+    make_model, make_inputs = REAL[name]
+    model, inputs = make_model(), make_inputs()
+    made = None if optimizer is None else optimizer(model.parameters())
+    predicted = calibrate(profile(model, inputs, optimizer=made)).baseline_peak_bytes
+
+    def step():
+        training_step(model, (inputs,), {}, loss_fn=None, optimizer=made)
+
+    def warm_up():
+        step()
+        model.zero_grad()
+
+    _, measured = measure_peak(
+        step,
+        device="cpu",
+        warm_up=warm_up,
+        persistent_bytes=lambda: storage_bytes(_persistent(model, (inputs,), {}, made)),
+    )
+
+    assert predicted == pytest.approx(measured, rel=1e-3)
+
+
+# --- steps that depend on values ----------------------------------------------------
+
+
+class Peeking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        out = self.linear(x)
+        if out.sum().item() > 0:
+            out = out * 2
+        return out
+
+
+def test_a_step_that_reads_a_number_names_module_and_line():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Peeking()))
+    source, first = inspect.getsourcelines(Peeking.forward)
+    line = first + next(i for i, text in enumerate(source) if ".item()" in text)
+
+    with pytest.raises(TraceError) as caught:
+        profile(model, torch.randn(2, WIDTH))
+
+    assert "`1.0`" in str(caught.value)
+    assert f"{__file__}:{line}" in str(caught.value)
+
+
+class Masking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        out = self.linear(x)
+        if mask.all():
+            return torch.tanh(out)
+        longest = int(mask.sum(1).max())
+        return torch.sigmoid(out[:, :longest])
+
+
+def test_a_branch_on_integers_is_traced_as_it_runs():
+    model, x = Masking(), torch.randn(2, 5, WIDTH)
+    full = torch.ones(2, 5, dtype=torch.long)
+    part = full.clone()
+    part[:, 3:] = 0
+
+    def forward_ops(mask):
+        ops = profile(model, (x, mask)).tape.ops
+        return {op.name: op.shapes for op in ops if op.phase == "forward"}
+
+    found = forward_ops(full)
+    assert "aten.sigmoid.default" not in found
+    assert found["aten.tanh.default"] == ((2, 5, WIDTH),)
+    found = forward_ops(part)
+    assert "aten.tanh.default" not in found
+    assert found["aten.sigmoid.default"] == ((2, 3, WIDTH),)
+
+
+def test_a_step_without_gradients_is_refused():
+    model = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    with pytest.raises((TraceError, TypeError), match="gradient"):
+        profile(model, torch.randn(2, WIDTH))

@@ -1,0 +1,312 @@
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from autosac.profiling import profile
+from autosac.tape import Tape
+from tests.models import BATCH, CASES, WIDTH, ConvNet, each_case, gpt, tokens
+
+
+def find(model, inputs=None, **options):
+    if inputs is None:
+        inputs = torch.randn(BATCH, WIDTH)
+    return profile(model, inputs, **options)
+
+
+def by_name(made):
+    return {unit.fqn: unit for unit in made.units.candidates}
+
+
+# --- refusals ---------------------------------------------------------------------
+
+
+def test_a_module_called_twice_is_refused():
+    made = CASES["called twice"].profile()
+
+    assert made.units.refused["shared"] == "it is called 2 times in a step"
+    assert "shared" not in by_name(made)
+    assert {"first", "outer.last"} <= by_name(made).keys()
+
+
+def test_an_excluded_module_is_refused_and_what_is_inside_it_is_not():
+    case = CASES["mlp"]
+
+    made = find(case.model(), case.inputs(), exclude=("0",))
+
+    assert made.units.refused == {"0": "it was excluded"}
+    assert {"0.2", "1", "2"} <= by_name(made).keys()
+
+
+class Cache:
+    def __init__(self):
+        self.seen = []
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, cache):
+        cache.seen.append(x.shape)
+        return torch.tanh(self.linear(x))
+
+
+class PassesAnObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Remembering()
+
+    def forward(self, x):
+        return self.inner(x, Cache()).exp()
+
+
+def test_a_module_that_is_given_an_object_is_refused():
+    made = find(nn.Sequential(PassesAnObject(), nn.Tanh()))
+
+    assert "`" not in made.units.refused["0.inner"]
+    assert "its input holds a Cache" in made.units.refused["0.inner"]
+    assert "0" in by_name(made)  # makes the object anew each time
+
+
+class Appending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, features):
+        features.append(torch.tanh(self.linear(features[-1])))
+        return features[-1].exp()
+
+
+class PassesAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Appending()
+
+    def forward(self, x):
+        features = [x]
+        out = self.inner(features)
+        return torch.cat([out, *features])
+
+
+def test_a_module_that_changes_the_list_it_was_given_is_refused():
+    made = find(nn.Sequential(PassesAList(), nn.Tanh()))
+
+    assert "container that the module changes" in made.units.refused["0.inner"]
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, total):
+        out = torch.sigmoid(self.linear(x))
+        total.add_(out)  # the caller sees this
+        return out.exp()
+
+
+class Accumulates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = AddsInPlace()
+
+    def forward(self, x):
+        total = torch.zeros_like(x)
+        return self.inner(x, total) + total
+
+
+def _never_runs_twice(unit, tape, name):
+    """Every group with the op is pinned, or none of the groups holds it."""
+    return all(
+        group.pinned
+        for group in unit.groups
+        if any(tape.ops[unit.ops[i]].name == name for i in group.ops)
+    )
+
+
+def test_a_change_of_a_tensor_from_outside_is_not_made_twice():
+    made = find(nn.Sequential(Accumulates(), nn.Tanh()))
+
+    inner = by_name(made).get("0.inner")
+
+    assert inner is None or _never_runs_twice(inner, made.tape, "aten.add_.Tensor")
+    assert "0" in by_name(made)
+
+
+class Borrowing(nn.Module):
+    def __init__(self, lender):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.lend = lender.__dict__.get
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * self.lend("loan")
+
+
+class Lending(nn.Module):
+    """Its inner module reads a tensor that is gone after forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Borrowing(self)
+
+    def forward(self, x):
+        self.__dict__["loan"] = torch.cos(x.detach())
+        out = self.inner(x)
+        del self.__dict__["loan"]
+        return out.exp()
+
+
+def test_a_module_that_reads_what_is_gone_in_backward_is_refused():
+    model = Lending()
+    model.inner.__dict__["lend"] = _Loan(model)
+
+    made = find(nn.Sequential(model, nn.Tanh()))
+
+    assert "neither an argument nor kept" in made.units.refused["0.inner"]
+
+
+class _Loan:
+    def __init__(self, lender):
+        self.lender = lender
+
+    def __call__(self, name):
+        return self.lender.__dict__[name]
+
+
+# --- keys -------------------------------------------------------------------------
+
+
+def test_identical_blocks_have_equal_keys():
+    units = by_name(find(gpt(3), tokens()))
+
+    keys = [units[f"blocks.{i}"].key for i in range(3)]
+    assert keys[1] == keys[0]
+    assert keys[2] == keys[0]
+    assert units["blocks.0.mlp"].key == units["blocks.1.mlp"].key
+
+
+def test_different_blocks_have_different_keys():
+    model = gpt(4)
+    model.blocks[1].mlp[1] = nn.SiLU()
+    model.blocks[2].mlp[3].p = 0.0
+    model.blocks[3].mlp[0] = nn.Linear(16, 24)
+    model.blocks[3].mlp[2] = nn.Linear(24, 16)
+
+    units = by_name(find(model, tokens()))
+
+    keys = [units[f"blocks.{i}"].key for i in range(4)]
+    assert all(a != b for a, b in itertools.combinations(keys, 2))
+
+
+def test_units_with_equal_keys_have_equal_groups_and_sizes():
+    made = CASES["bert"].profile()
+    for one, other in itertools.combinations(made.units.candidates, 2):
+        if one.key == other.key:
+            assert one.activation_bytes == other.activation_bytes
+            for a, b in zip(one.groups, other.groups, strict=True):
+                assert (a.ops, a.inputs, a.saved_bytes) == (
+                    b.ops,
+                    b.inputs,
+                    b.saved_bytes,
+                )
+
+
+# --- groups -----------------------------------------------------------------------
+
+
+def _names(tape: Tape, unit, group):
+    return [tape.ops[unit.ops[i]].name for i in group.ops]
+
+
+def test_an_in_place_chain_is_one_group():
+    case = CASES["convolutions"]
+    made = case.profile()
+    unit = by_name(made)["blocks.1"]
+
+    (group,) = (
+        g for g in unit.groups if "aten.add_.Tensor" in _names(made.tape, unit, g)
+    )
+    names = _names(made.tape, unit, group)
+
+    # `out += identity` and the ReLU change what the second batch norm made.
+    assert names[-2:] == ["aten.add_.Tensor", "aten.relu_.default"]
+    assert "batch_norm" in names[0]
+    relus = sum("aten.relu_.default" in _names(made.tape, unit, g) for g in unit.groups)
+    assert relus == 2
+
+
+@each_case
+def test_every_op_is_in_one_group_at_most_and_groups_read_earlier_ones(case):
+    made = case.profile()
+    for unit in made.units.candidates:
+        positions = [i for group in unit.groups for i in group.ops]
+        assert len(positions) == len(set(positions))
+        storages = [s for group in unit.groups for s in group.storages]
+        assert len(storages) == len(set(storages))
+        for g, group in enumerate(unit.groups):
+            assert all(h < g for h in group.inputs)
+            assert all(i < len(unit.ops) for i in group.ops)
+
+
+@each_case
+def test_a_group_lists_every_group_whose_storages_it_reads(case):
+    made = case.profile()
+    for unit in made.units.candidates:
+        maker = {s: g for g, group in enumerate(unit.groups) for s in group.storages}
+        for g, group in enumerate(unit.groups):
+            read = {
+                maker[s]
+                for i in group.ops
+                for s in made.tape.ops[unit.ops[i]].reads
+                if s in maker
+            }
+            assert read - {g} == set(group.inputs)
+
+
+def test_a_value_read_before_it_is_overwritten_moves_with_the_writer():
+    class Stale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            hidden = self.linear(x)
+            level = hidden.floor()
+            hidden.mul_(2)
+            return torch.tanh(hidden + level)
+
+    made = find(nn.Sequential(Stale(), nn.Tanh()))
+    unit = by_name(made)["0"]
+    groups = [_names(made.tape, unit, g) for g in unit.groups]
+
+    (group,) = (names for names in groups if "aten.mul_.Tensor" in names)
+    assert "aten.floor.default" in group
+
+
+def test_what_nobody_can_save_is_marked():
+    made = find(ConvNet(), torch.randn(2, 3, 10, 10))
+    unit = by_name(made)["blocks.1.norm2"]
+
+    # `out += identity` changes its result after it is done.
+    assert unit.groups[-1].unsavable
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "convolutions"])
+def test_activation_bytes_are_what_forward_saves_less_in_and_output(name):
+    made = CASES[name].profile()
+    for unit in made.units.candidates:
+        boundary = {*unit.call.inputs, *unit.call.outputs}
+        kept = {
+            made.tape.saved[i].storage
+            for i in unit.saved
+            if unit.call.enter
+            < made.tape.storages[made.tape.saved[i].storage].born
+            < unit.call.exit
+        }
+        sizes = [made.tape.storages[s].nbytes for s in kept - boundary]
+        assert unit.activation_bytes == sum(sizes)
