@@ -185,7 +185,7 @@ def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> int:
 
 def is_random(func: Any) -> bool:
     """Whether an operator draws from a random generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

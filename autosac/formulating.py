@@ -9,7 +9,6 @@ what it changes at the positions of its own forward, rerun and backward.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -194,39 +193,72 @@ def _solver_unit(
     made: UnitCurve,
     parent: int | None,
 ) -> sac.Unit:
-    cut = edges.tolist()
-    forward = (bisect_left(cut, unit.call.enter), bisect_left(cut, unit.call.exit + 1))
-    backward = (bisect_left(cut, unit.trigger - 1), bisect_left(cut, unit.last_use + 1))
-    freed = []
-    extras = []
-    for policy in made.policies:
-        keys, deltas = _changes(simulator, holders, unit, policy)
-        level = np.cumsum(deltas)
-        span = simulator.span
-        between = np.searchsorted(keys, (unit.trigger - 1) * span, side="right")
-        freed.append(-int(level[between - 1]) if between else 0)
-        extras.append(
-            [
-                _peak(live, edges, q, keys, level, span) - int(base[q])
-                for q in (*range(*forward), *range(*backward))
-            ]
-        )
-    positions = (*range(*forward), *range(*backward))
+    first, freed_from, freed_until, last = np.searchsorted(
+        edges,
+        [unit.call.enter, unit.call.exit + 1, unit.trigger - 1, unit.last_use + 1],
+    ).tolist()
+    freed_until = max(freed_from, freed_until)
+    changes = np.stack(
+        [
+            _by_position(
+                live,
+                edges,
+                base,
+                range(first, last),
+                *_changes(simulator, holders, unit, policy),
+                simulator.span,
+            )
+            for policy in made.policies
+        ],
+        axis=1,
+    )
+    # What a unit frees is what it frees at most positions between its forward and
+    # its backward; it works at those where it changes anything else.
+    between = changes[freed_from - first : freed_until - first]
+    freed = np.array([-_most_frequent(column) for column in between.T])
+    between += freed
+    working = np.flatnonzero(changes.any(axis=1))
     return sac.Unit(
         fqn=unit.fqn,
         parent=parent,
         points=tuple(
             sac.Breakpoint(ratio=ratio, freed_bytes=nbytes, recompute_ms=ms)
             for ratio, nbytes, ms in zip(
-                made.ratios, freed, made.points.recompute_ms, strict=True
+                made.ratios, freed.tolist(), made.points.recompute_ms, strict=True
             )
         ),
-        freed_from=forward[1],
-        freed_until=max(forward[1], backward[0]),
-        working=tuple(
-            (q, tuple(extra[k] for extra in extras)) for k, q in enumerate(positions)
-        ),
+        freed_from=freed_from,
+        freed_until=freed_until,
+        working=tuple((first + int(q), tuple(changes[q].tolist())) for q in working),
     )
+
+
+def _most_frequent(values: IntArray) -> int:
+    if not len(values):
+        return 0
+    found, counts = np.unique(values, return_counts=True)
+    return int(found[counts.argmax()])
+
+
+def _by_position(
+    live: IntArray,
+    edges: IntArray,
+    base: IntArray,
+    positions: range,
+    keys: IntArray,
+    deltas: IntArray,
+    span: int,
+) -> IntArray:
+    """Change of the most bytes alive at each position, given all changes in time."""
+    level = np.concatenate([[0], np.cumsum(deltas)])
+    stops = np.append(edges, len(live))[positions.start : positions.stop + 1]
+    before = np.searchsorted(keys, stops[:-1] * span, side="right")
+    after = np.searchsorted(keys, stops[1:] * span, side="left")
+    change: IntArray = level[before]
+    for i in np.flatnonzero(before != after):
+        q = positions[i]
+        change[i] = _peak(live, edges, q, keys, level[1:], span) - int(base[q])
+    return change
 
 
 def _peak(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -131,12 +132,20 @@ def beats_rival(subject: Subject, cell: Cell) -> bool | None:
     return cell.recompute_ms <= subject.rival.recompute_ms
 
 
+def at_the_floor(subject: Subject, cell: Cell) -> bool | None:
+    """The floor is not above what the rival reaches; None above the floor."""
+    if cell.budget_bytes > subject.floor_bytes:
+        return None
+    return subject.floor_bytes <= subject.rival.peak_bytes
+
+
 PROMISES: Mapping[str, Callable[[Subject, Cell], bool | None]] = {
     "real peak within budget": within_budget,
     f"prediction within {LARGEST_ERROR:.0%}": exactly_predicted,
     "bit-identical": identical,
     f"at least {LEAST_USE:.0%} of a binding budget used": used,
     "no slower than every block checkpointed": beats_rival,
+    "floor not above every block checkpointed": at_the_floor,
 }
 
 
@@ -374,6 +383,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
         "threads": torch.get_num_threads(),
+        "load average": round(os.getloadavg()[0], 1),  # of others as well
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "torchvision": torchvision.__version__,

@@ -45,6 +45,7 @@ from torch.distributed._tools.sac_ilp import (
     get_optimal_checkpointing_policy_per_module,
     sac_milp,
 )
+from torch.nn import functional
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -94,35 +95,45 @@ class Run:
     gradients: dict[str, torch.Tensor]
 
 
+class GPTWithLoss(nn.Module):
+    """The loss inside the model: PyTorch's statistics are those of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = demo.GPT(
+            num_layers=8,
+            width=512,
+            num_heads=8,
+            vocabulary=_VOCABULARY,
+            length=_LENGTH,
+            dropout=0.0,
+        )
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.gpt(tokens)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def _make_model() -> nn.Module:
     torch.manual_seed(0)
-    return demo.GPT(
-        num_layers=8,
-        width=512,
-        num_heads=8,
-        vocabulary=_VOCABULARY,
-        length=_LENGTH,
-        dropout=0.0,
-    )
+    return GPTWithLoss()
 
 
-def _make_tokens() -> torch.Tensor:
+def _make_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(_VOCABULARY, (_BATCH, _LENGTH), generator=generator)
-
-
-def _backward(model: nn.Module, tokens: torch.Tensor) -> None:
-    demo.next_token_loss(tokens)(model(tokens)).backward()
+    size = (_BATCH, _LENGTH + 1)
+    tokens = torch.randint(_VOCABULARY, size, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def run(apply: Callable[[nn.Module], object], rounds: int) -> Run:
     """Measure the peak of a step with a plan applied, then time some more."""
-    model, tokens = _make_model(), _make_tokens()
+    model, inputs = _make_model(), _make_inputs()
     apply(model)
     _, peak_bytes = measure_peak(
-        lambda: _backward(model, tokens),
+        lambda: model(*inputs).backward(),
         device="cpu",
-        persistent_bytes=storage_bytes([*model.parameters(), tokens]),
+        persistent_bytes=storage_bytes([*model.parameters(), *inputs]),
     )
     gradients = {
         name: parameter.grad
@@ -133,7 +144,7 @@ def run(apply: Callable[[nn.Module], object], rounds: int) -> Run:
     for _ in range(rounds):
         model.zero_grad()
         started = time.perf_counter()
-        _backward(model, tokens)
+        model(*inputs).backward()
         times_ms.append((time.perf_counter() - started) * 1e3)
     return Run(peak_bytes, statistics.median(times_ms), gradients)
 
@@ -150,18 +161,18 @@ def pytorch_statistics() -> tuple[Graph, dict[str, SACStats]]:
         contextlib.redirect_stdout(io.StringIO()),
     ):
         model = _make_model()
-        tokens = torch.zeros(_BATCH, _LENGTH, dtype=torch.int64)
+        inputs = [torch.zeros(_BATCH, _LENGTH, dtype=torch.int64) for _ in range(2)]
         memory = MemTracker()
         runtime = RuntimeEstimator(gpu_type=_DATASHEET)
         sac = SACEstimator(gpu_type=_DATASHEET)
-        memory.track_external(model, tokens)
+        memory.track_external(model, *inputs)
         for tracker in (
             memory,
             runtime("operator-level-cost-model"),
             sac("operator-level-cost-model"),
         ):
             with tracker:
-                _backward(model, tokens)
+                model(*inputs).backward()
             model.zero_grad()
         info = aggregate_stats(model, memory, runtime, sac, torch.device("cpu"))
     return parse_module_info(info), sac.sac_mod_stats
@@ -232,11 +243,8 @@ def _checkpoint(module: nn.Module, names: list[str], flags: list[int]) -> None:
 
 def autosac_profile() -> profiling.Profile:
     """The same step, as autosac sees it."""
-    tokens = _make_tokens()
-    loss_fn = demo.next_token_loss(tokens)
-    return profiling.calibrate(
-        profiling.profile(_make_model(), tokens, loss_fn=loss_fn)
-    )
+    traced = profiling.profile(_make_model(), _make_inputs(), loss_fn=lambda loss: loss)
+    return profiling.calibrate(traced)
 
 
 def autosac_cell(

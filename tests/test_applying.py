@@ -208,6 +208,44 @@ def test_a_saved_in_place_random_op_trains():
     assert_equal(train(case, case.model()), train(case, model))
 
 
+class AddsInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, total):
+        out = torch.sigmoid(self.linear(x))
+        total.add_(out)
+        return out.exp()
+
+
+class Accumulates(nn.Module):
+    """Its inner modules change a tensor that the caller goes on with."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([AddsInPlace(), AddsInPlace()])
+
+    def forward(self, x):
+        total = torch.zeros_like(x)
+        for part in self.inner:
+            x = part(x, total)
+        return x * total
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_change_of_the_callers_tensor_is_made_once(seed):
+    case = Case(Accumulates, rows)
+    made = case.profile()
+    units = [unit for unit in made.units.candidates if unit.fqn.count(".") == 1]
+    assert [unit.fqn for unit in units] == ["inner.0", "inner.1"]
+    chosen = {unit: random_policy(unit, seed) for unit in units}
+    model = case.model()
+    applying.install(model, op_policies(made, chosen))
+
+    assert_equal(train(case, case.model()), train(case, model))
+
+
 # --- departures from the trace --------------------------------------------------
 
 
