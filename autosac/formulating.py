@@ -23,7 +23,7 @@ from autosac.units import Unit
 from solvers import curve, sac
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Formulation:
     """Candidate units in numbers.
 
