@@ -1,4 +1,4 @@
-"""Exact trade-off curves against pwlf fits in the MILP: `python -m benchmarks.fitted_curves`.
+"""Exact trade-off curves against pwlf fits: `python -m benchmarks.fitted_curves`.
 
 A GPT on the meta device, planned at three budgets with the exact points of every curve
 and with fits of few segments: predicted recompute time, its bound, planning time.

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import autosac
-from tests.models import BATCH, CASES, WIDTH, Case, Mlp, gpt
+from autosac.curves import trade_off
+from tests.models import BATCH, CASES, WIDTH, Case, Mlp, each_case, gpt, random_choice
 
 NAMES = ["mlp", "gpt", "convolutions", "list inputs", "noise", "dict outputs"]
 SHARES = (0.0, 0.1, 0.3, 0.6, 0.9, 1.0)  # of the way from the floor to the baseline
@@ -116,6 +117,60 @@ def test_a_plan_trains_bit_identically_within_its_budget(name):
 
     assert found.differences == ()
     assert found.within_budget
+
+
+@each_case
+def test_no_random_plan_peaks_below_the_floor(case):
+    made = case.profile()
+    lowest = autosac.floor(made)
+    for seed in range(20):
+        chosen = random_choice(made, seed, save_share=0.0 if seed < 15 else None)
+        assert made.simulator.peak_bytes(chosen) >= lowest
+
+
+class Shifted(nn.Module):
+    """Reads a tensor that the caller changes later, so that one op is pinned."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, shift):
+        return x + torch.tanh(torch.sin(torch.sigmoid(self.linear(x))) + shift)
+
+
+class Shifting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Shifted() for _ in range(8))
+
+    def forward(self, x):
+        shift = torch.zeros_like(x)
+        for part in self.parts:
+            x = part(x, shift)
+            shift.add_(1)
+        return x
+
+
+def test_the_floor_counts_an_argument_that_units_share_once():
+    made = Case(Shifting, _batch).profile()
+    units = [u for u in made.units.candidates if u.fqn.count(".") == 1]
+    policies = trade_off(units[0]).policies  # the units are alike but for the last
+
+    alike = [dict.fromkeys(units, policy) for policy in policies]
+
+    lowest = min(made.simulator.peak_bytes(chosen) for chosen in alike)
+    assert autosac.floor(made) <= lowest
+
+
+def test_a_plan_for_arguments_that_change_later_trains():
+    case = Case(Shifting, _batch)
+    made = autosac.calibrate(case.profile())
+
+    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    found = autosac.verify(plan, case.model, case.inputs, timing_rounds=1)
+
+    assert found.differences == ()
 
 
 def test_budgets_are_read_as_text_too(mlp):
