@@ -81,7 +81,7 @@ def formulate(
         }
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
-    holders = _Holders(simulator)
+    holders = _Holders(simulator, units)
     parents = _parents(units)
     records = [
         _solver_unit(simulator, holders, live, edges, base, unit, made, parent)
@@ -133,10 +133,24 @@ def _parents(units: Sequence[Unit]) -> list[int | None]:
 
 
 class _Holders:
-    """Who keeps a storage alive, besides one unit."""
+    """Who keeps a storage alive, besides one unit.
 
-    def __init__(self, simulator: Simulator) -> None:
+    Attributes:
+        shared: Arguments of several units that can be chosen together. All of them
+            hold such a storage, yet it is there but once: no unit alone is charged
+            for it, and the simulation of the whole plan counts it.
+    """
+
+    def __init__(self, simulator: Simulator, units: Sequence[Unit]) -> None:
         tape = simulator.tape
+        self.shared: set[int] = set()
+        first_exit: dict[int, int] = {}
+        for unit in units:  # in the order of entering
+            for storage in unit.call.inputs:
+                ended = first_exit.get(storage, unit.call.exit)
+                if ended < unit.call.enter:
+                    self.shared.add(storage)
+                first_exit[storage] = min(ended, unit.call.exit)
         self.saves: dict[int, list[int]] = defaultdict(list)
         for i, saved in enumerate(tape.saved):
             self.saves[saved.storage].append(i)
@@ -157,6 +171,7 @@ def _changes(
     effect = simulator.effect(unit, policy)
     held = dict(zip(effect.held.tolist(), effect.held_until.tolist(), strict=True))
     affected = set(held) | {tape.saved[i].storage for i in unit.saved}
+    affected -= holders.shared.intersection(unit.call.inputs)
     keys: list[int] = []
     deltas: list[int] = []
     for storage in affected:

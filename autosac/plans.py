@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -124,22 +125,26 @@ class Plan:
         try:
             record = json.loads(Path(path).read_text())
             version = record.pop("format")
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} is not a plan saved by autosac.") from error
         if version != _FORMAT_VERSION:
             raise ValueError(
                 f"{path} has plan format {version}; this autosac reads format"
                 f" {_FORMAT_VERSION}. Plan again, or use the autosac it was made with."
             )
-        record["op_policies"] = tuple(
-            OpPolicy(**{**policy, "names": tuple(policy["names"])})
-            for policy in record["op_policies"]
-        )
-        record["model"] = tuple(
-            (fqn, class_name, tuple(parameters))
-            for fqn, class_name, parameters in record["model"]
-        )
-        return cls(**record)
+        try:
+            return cls(
+                **{
+                    **record,
+                    "op_policies": tuple(map(_op_policy, record["op_policies"])),
+                    "model": tuple(
+                        (fqn, class_name, tuple(parameters))
+                        for fqn, class_name, parameters in record["model"]
+                    ),
+                }
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error}. Plan again.") from error
 
     def report(self) -> str:
         """The plan as a table for people."""
@@ -174,3 +179,7 @@ class Plan:
                 f"The plan was made for a model of {len(self.model)} modules, this one"
                 f" has {len(found)}. Plan again."
             )
+
+
+def _op_policy(record: dict[str, Any]) -> OpPolicy:
+    return OpPolicy(**{**record, "names": tuple(record["names"])})

@@ -21,9 +21,14 @@ from functools import cached_property
 
 import numpy as np
 
+from autosac.groups import Group
 from autosac.policies import RERUN, SAVE, SKIP, Policy
 from autosac.tape import CATEGORIES, IntArray, Tape
 from autosac.units import Unit
+
+# Of `torch.get_rng_state()`: the generator's legacy state of the Mersenne twister
+# (aten/src/ATen/CPUGeneratorImpl.cpp).
+_RANDOM_STATE_BYTES = 5056
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +193,8 @@ class Simulator:
             if storage not in own:
                 held[storage] = max(held.get(storage, 0), tick * span)
         for group, choice in zip(unit.groups, policy.choices, strict=True):
+            if choice != SAVE:
+                works += self._random_states(unit, group, choice, begin)
             if choice == SKIP:
                 continue
             for storage in group.storages:
@@ -219,6 +226,22 @@ class Simulator:
             work_end=worked[:, 1],
             work_bytes=worked[:, 2],
         )
+
+    def _random_states(
+        self, unit: Unit, group: Group, choice: str, begin: int
+    ) -> list[tuple[int, int, int]]:
+        """Random states that are copied before a random op, and held in its rerun."""
+        if self.tape.device_type != "cpu":
+            return []  # they lie on the CPU
+        held = []
+        for op in (self.tape.ops[unit.ops[i]] for i in group.ops):
+            if op.random:
+                copied = (op.start * self.span, op.made * self.span)
+                held.append((*copied, _RANDOM_STATE_BYTES))
+                if choice == RERUN:
+                    rerun = (begin + op.made, begin + op.end)
+                    held.append((*rerun, _RANDOM_STATE_BYTES))
+        return held
 
     def _saved_until(self, unit: Unit) -> dict[int, int]:
         """Storages that autograd saves in a unit -> tick until when it keeps them."""

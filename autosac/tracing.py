@@ -100,7 +100,7 @@ def _run(
             recorder.mark(phase)
 
         try:
-            with mode, recorder.recording():
+            with mode, torch.enable_grad(), recorder.recording():
                 training_step(
                     model,
                     args,

@@ -98,6 +98,8 @@ def _make_unit(
         return ""
     if call.opaque_input is not None:
         return f"its input holds a {call.opaque_input}, so it may not be called twice"
+    if any(index.written_between(s, call.enter, trigger) for s in call.inputs):
+        return "one of its arguments is changed in place before backward"
     outside = _unreachable_reads(tape, call, ops, own, trigger)
     if outside is not None:
         return outside

@@ -129,7 +129,7 @@ def test_no_random_plan_peaks_below_the_floor(case):
 
 
 class Shifted(nn.Module):
-    """Reads a tensor that the caller changes later, so that one op is pinned."""
+    """Reads an argument that backward does not need."""
 
     def __init__(self):
         super().__init__()
@@ -140,37 +140,52 @@ class Shifted(nn.Module):
 
 
 class Shifting(nn.Module):
-    def __init__(self):
+    """All parts share an argument, which the caller may change in between."""
+
+    def __init__(self, step):
         super().__init__()
         self.parts = nn.ModuleList(Shifted() for _ in range(8))
+        self.step = step
 
     def forward(self, x):
         shift = torch.zeros_like(x)
         for part in self.parts:
             x = part(x, shift)
-            shift.add_(1)
+            if self.step:
+                shift.add_(self.step)
         return x
 
 
 def test_the_floor_counts_an_argument_that_units_share_once():
-    made = Case(Shifting, _batch).profile()
+    made = Case(lambda: Shifting(0), _batch).profile()
     units = [u for u in made.units.candidates if u.fqn.count(".") == 1]
-    policies = trade_off(units[0]).policies  # the units are alike but for the last
+    policies = trade_off(units[0]).policies  # the units are alike
 
     alike = [dict.fromkeys(units, policy) for policy in policies]
 
     lowest = min(made.simulator.peak_bytes(chosen) for chosen in alike)
+    assert lowest < made.baseline_peak_bytes
     assert autosac.floor(made) <= lowest
 
 
-def test_a_plan_for_arguments_that_change_later_trains():
-    case = Case(Shifting, _batch)
+def test_a_plan_for_a_shared_argument_trains():
+    case = Case(lambda: Shifting(0), _batch)
     made = autosac.calibrate(case.profile())
 
     plan = autosac.plan(made, memory_budget=autosac.floor(made))
     found = autosac.verify(plan, case.model, case.inputs, timing_rounds=1)
 
+    assert plan.policy
     assert found.differences == ()
+    assert found.within_budget
+
+
+def test_a_unit_whose_argument_changes_before_backward_is_refused():
+    made = Case(lambda: Shifting(1), _batch).profile()
+
+    assert made.units.refused["parts.0"] == (
+        "one of its arguments is changed in place before backward"
+    )
 
 
 def test_budgets_are_read_as_text_too(mlp):
