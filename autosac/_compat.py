@@ -136,6 +136,20 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
     return tuple(None if i in positions else arg for i, arg in enumerate(args))
 
 
+def with_real_types(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """A fake result with the types that the kernel gives it.
+
+    On the CPU batch norm of a bfloat16 input with float32 weights keeps its statistics
+    in float32 (aten/src/ATen/native/Normalization.cpp); its fake kernel says bfloat16.
+    """
+    if str(func) != "aten.native_batch_norm.default":
+        return out
+    weight = args[1]
+    if weight is None or weight.device.type != "cpu" or weight.dtype == out[1].dtype:
+        return out
+    return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
+
+
 def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """A tensor subclass instance without memory."""
     return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)

@@ -26,7 +26,7 @@ from solvers._pulp import Backend
 Choice = Mapping[Unit, Policy]
 
 _ATTEMPTS = 6  # to correct the MILP's memory model by simulation
-_GAP = 5e-3  # the MILP stops this close to its bound; slack is spent afterwards
+_GAP = 1e-3  # the MILP stops this close to its bound; slack is spent afterwards
 _TIME_LIMIT_S = 10.0
 
 

@@ -106,16 +106,17 @@ def profile(
             sum of all outputs that require gradients.
         device: ``"cpu"``, ``"cuda"``, or a `DeviceSpec` for these; None for the
             device of the model (the CPU if that is the meta device).
-        autocast: Not supported yet, must be None.
-        accumulate: Not supported yet, must be 1.
+        autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``.
+        accumulate: Micro-steps (forward, loss, backward) per optimizer step.
         exclude: FQNs of modules that must not be AC units.
 
     Raises:
         TraceError: The step cannot be traced; names the module and the line.
-        ValueError: `exclude` or `device` names something unknown.
-        NotImplementedError: An option is not supported yet.
+        ValueError: `exclude` or `device` names something unknown, or `accumulate` is
+            less than 1.
+        NotImplementedError: The device is of another type than the model's.
     """
-    _check(model, autocast, accumulate, exclude)
+    _check(model, accumulate, exclude)
     args, kwargs = normalize_inputs(inputs)
     spec = _device(model, device)
     step = Step(
@@ -126,6 +127,8 @@ def profile(
         optimizer=optimizer,
         device_type=spec.type,
         granularity_bytes=spec.allocation_granularity_bytes,
+        autocast=autocast,
+        accumulate=accumulate,
     )
     tape = trace(step)
     if not any(op.phase == "backward" for op in tape.ops):
@@ -176,7 +179,6 @@ def calibrate(profile: Profile) -> Profile:
 
 def _check(
     model: torch.nn.Module,
-    autocast: torch.dtype | None,
     accumulate: int,
     exclude: tuple[str, ...],
 ) -> None:
@@ -184,14 +186,8 @@ def _check(
         raise TypeError(
             f"`model` must be a torch.nn.Module, got {type(model).__name__}."
         )
-    if autocast is not None:
-        raise NotImplementedError(
-            f"`autocast`={autocast} is not supported yet; cast the model instead."
-        )
-    if accumulate != 1:
-        raise NotImplementedError(
-            f"`accumulate`={accumulate} is not supported yet; it must be 1."
-        )
+    if accumulate < 1:
+        raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
     names = {name for name, _ in model.named_modules()}
     for fqn in exclude:
         if fqn not in names:

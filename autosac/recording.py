@@ -223,6 +223,10 @@ class Recorder(_compat.TorchDispatchMode):
         for tensor in tensors:
             self._index(tensor, 0, category)
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Take a registered tensor out of the account again."""
+        self.nbytes[self._index(tensor, 0, "temporary")] = 0
+
     def rename(self, tensor: torch.Tensor | None, category: str) -> None:
         """Change the category of a tensor's storage."""
         if tensor is not None and self._counts(tensor):

@@ -2,7 +2,9 @@
 
 The order is forward, loss, backward, ``optimizer.step()``, ``zero_grad()``. The
 output stays referenced until the backward pass is done, as in most training
-loops, and is released before the optimizer step.
+loops, and is released before the optimizer step. Forward and loss run under
+autocast if that is asked for. With gradient accumulation they and backward repeat
+before the optimizer steps.
 """
 
 from __future__ import annotations
@@ -76,29 +78,66 @@ def training_step(
     *,
     loss_fn: LossFn | None,
     optimizer: torch.optim.Optimizer | None,
-    mark: Marker = lambda phase: None,
+    autocast: torch.dtype | None = None,
+    accumulate: int = 1,
 ) -> torch.Tensor:
-    """Run one training step and return the detached loss.
+    """Run one training step and return the detached loss of its last micro-step.
 
     Gradients are left on the parameters; the caller clears them.
 
     Args:
         model: The model, in the mode it trains in.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
+        args: Positional inputs, of every micro-step.
+        kwargs: Keyword inputs, likewise.
         loss_fn: Maps the output to a scalar; None means `default_loss`.
         optimizer: Stepped after backward, unless None.
-        mark: Called with the name of each phase as it begins.
+        autocast: Type that forward and loss autocast to, or None.
+        accumulate: Micro-steps (forward, loss, backward) per optimizer step; the
+            loss of each is divided by it.
     """
-    mark("forward")
-    output = model(*args, **kwargs)
-    mark("loss")
-    loss = (loss_fn or default_loss)(output)
-    mark("backward")
-    loss.backward()
-    loss = loss.detach()
-    del output
-    mark("optimizer")
+    for _ in range(accumulate):
+        loss = micro_step(
+            model,
+            args,
+            kwargs,
+            loss_fn=loss_fn,
+            autocast=autocast,
+            accumulate=accumulate,
+        )
     if optimizer is not None:
         optimizer.step()
     return loss
+
+
+def micro_step(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss_fn: LossFn | None,
+    autocast: torch.dtype | None,
+    accumulate: int,
+    mark: Marker = lambda phase: None,
+) -> torch.Tensor:
+    """Run forward, loss and backward once and return the detached loss.
+
+    Args:
+        model: As in `training_step`, like what is not named here.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        loss_fn: Maps the output to a scalar.
+        autocast: Type to autocast to.
+        accumulate: What the loss is divided by.
+        mark: Called with the name of each phase as it begins.
+    """
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+        mark("forward")
+        output = model(*args, **kwargs)
+        mark("loss")
+        loss = (loss_fn or default_loss)(output)
+        if accumulate > 1:
+            loss = loss / accumulate
+    mark("backward")
+    loss.backward()
+    return loss.detach()

@@ -27,7 +27,7 @@ from autosac import _compat
 from autosac.errors import TraceError
 from autosac.pytrees import tensors_in
 from autosac.recording import Recorder
-from autosac.stepping import LossFn, training_step
+from autosac.stepping import LossFn, micro_step
 from autosac.tape import Tape
 from autosac.values import keeps_values
 
@@ -44,6 +44,9 @@ class Step:
         optimizer: Instance, or callable on the parameters, or None.
         device_type: ``cpu`` or ``cuda``.
         granularity_bytes: Allocations are rounded up to a multiple of this.
+        autocast: Type that forward and loss autocast to, or None.
+        accumulate: Micro-steps per optimizer step. One of them is traced, with the
+            gradients that the earlier ones left.
     """
 
     model: torch.nn.Module
@@ -53,6 +56,8 @@ class Step:
     optimizer: Any
     device_type: str
     granularity_bytes: int
+    autocast: torch.dtype | None
+    accumulate: int
 
 
 def trace(step: Step) -> Tape:
@@ -94,33 +99,51 @@ def _run(
         recorder.register(model.buffers(), "buffer")
         recorder.register(tensors_in((args, kwargs)), "input")
 
-        def mark(phase: str) -> None:
-            if phase == "optimizer":
-                _enter_steady_state(recorder, model, optimizer)
-            recorder.mark(phase)
-
+        if step.accumulate > 1:
+            _make_gradients(recorder, model)
         try:
             with mode, torch.enable_grad(), recorder.recording():
-                training_step(
+                micro_step(
                     model,
                     args,
                     kwargs,
                     loss_fn=step.loss_fn,
-                    optimizer=optimizer,
-                    mark=mark,
+                    autocast=step.autocast,
+                    accumulate=step.accumulate,
+                    mark=recorder.mark,
                 )
+                _enter_steady_state(recorder, model, optimizer, step.accumulate)
+                recorder.mark("optimizer")
+                if optimizer is not None:
+                    optimizer.step()
         except _compat.TRACE_ERRORS as error:
             raise TraceError(_explanation(recorder, error)) from error
         return recorder.tape()
+
+
+def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
+    """Give the parameters the gradients of earlier micro-steps."""
+    with torch.no_grad(), _compat.no_modes():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+    recorder.register(
+        (p.grad for p in model.parameters() if p.grad is not None), "gradient"
+    )
 
 
 def _enter_steady_state(
     recorder: Recorder,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
+    accumulate: int,
 ) -> None:
     """Name the gradients, and give the optimizer the state it keeps over steps."""
     for parameter in model.parameters():
+        grad = parameter.grad
+        if grad is not None and accumulate > 1 and grad._version == 0:
+            recorder.forget(grad)  # made in advance, but backward never came here
+            parameter.grad = None
         recorder.rename(parameter.grad, "gradient")
     if optimizer is None:
         return

@@ -107,6 +107,8 @@ def verify(
     seed: int = 0,
     timing_rounds: int = 3,
     extra_bytes: int = 0,
+    autocast: torch.dtype | None = None,
+    accumulate: int = 1,
 ) -> Verification:
     """Train a model without and with the plan, and compare.
 
@@ -125,6 +127,8 @@ def verify(
         timing_rounds: Timed steps of each kind, taken in turn.
         extra_bytes: Device memory held by ``loss_fn`` alone, such as targets.
             Not needed on a GPU, where the measured peak holds everything.
+        autocast: As in `profile`.
+        accumulate: As in `profile`.
 
     Raises:
         ValueError: ``steps`` or ``timing_rounds`` is less than one.
@@ -132,7 +136,9 @@ def verify(
     for name, value in (("steps", steps), ("timing_rounds", timing_rounds)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
-    recipe = _Recipe(make_model, make_inputs, make_optimizer, loss_fn, seed)
+    recipe = _Recipe(
+        make_model, make_inputs, make_optimizer, loss_fn, seed, autocast, accumulate
+    )
     with _random_state_kept():
         baseline = _measure(recipe, None, steps, extra_bytes)
         planned = _measure(recipe, plan, steps, extra_bytes)
@@ -157,6 +163,8 @@ class _Recipe:
     make_optimizer: MakeOptimizer | None
     loss_fn: LossFn | None
     seed: int
+    autocast: torch.dtype | None
+    accumulate: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +188,7 @@ class _Run:
         )
         torch.manual_seed(recipe.seed)
         self.args, self.kwargs = normalize_inputs(recipe.make_inputs())
-        self.loss_fn = recipe.loss_fn
+        self.recipe = recipe
         self.device = self._find_device()
         torch.manual_seed(recipe.seed)
 
@@ -193,8 +201,10 @@ class _Run:
             self.model,
             self.args,
             self.kwargs,
-            loss_fn=self.loss_fn,
+            loss_fn=self.recipe.loss_fn,
             optimizer=self.optimizer,
+            autocast=self.recipe.autocast,
+            accumulate=self.recipe.accumulate,
         )
 
     def timed_step_ms(self) -> float:
