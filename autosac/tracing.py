@@ -56,8 +56,8 @@ class Step:
     optimizer: Any
     device_type: str
     granularity_bytes: int
-    autocast: torch.dtype | None
-    accumulate: int
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
 
 
 def trace(step: Step) -> Tape:
@@ -103,7 +103,7 @@ def _run(
             _make_gradients(recorder, model)
         try:
             with mode, torch.enable_grad(), recorder.recording():
-                micro_step(
+                loss = micro_step(
                     model,
                     args,
                     kwargs,
@@ -116,6 +116,7 @@ def _run(
                 recorder.mark("optimizer")
                 if optimizer is not None:
                     optimizer.step()
+                del loss  # alive until here, as in `training_step`
         except _compat.TRACE_ERRORS as error:
             raise TraceError(_explanation(recorder, error)) from error
         return recorder.tape()
