@@ -206,9 +206,7 @@ def lowest(made: Profile, backend: Backend = "highs") -> Choice:
 
 
 @lru_cache(maxsize=1)
-def lowest_in_milp(
-    formulation: Formulation, backend: Backend
-) -> tuple[int, Choice]:
+def lowest_in_milp(formulation: Formulation, backend: Backend) -> tuple[int, Choice]:
     """Least peak in the MILP's memory model, and the choice that reaches it."""
     if not formulation.units:
         return 0, {}
