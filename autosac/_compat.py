@@ -226,6 +226,12 @@ def current_node_variable() -> torch.Tensor | None:
     return getattr(torch._C._current_autograd_node(), "variable", None)
 
 
+def has_hooks(parameter: torch.nn.Parameter) -> bool:
+    """Whether hooks are registered on a parameter, of either kind."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, kind, None) for kind in kinds)
+
+
 def fake_like(
     mode: FakeTensorMode, tensor: torch.Tensor, meta_device: torch.device
 ) -> torch.Tensor:

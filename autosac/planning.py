@@ -106,15 +106,28 @@ def make_plan(
         InfeasibleBudgetError: No plan fits.
         SolverError: The applied model's dry run does not confirm the plan.
     """
-    simulator = made.simulator
-    chosen: Choice = {}
-    bound_ms = 0.0
-    if simulator.baseline.peak_bytes > budget_bytes:
-        chosen, bound_ms = _solve(made, budget_bytes, segments, backend)
-        chosen = spend_slack(simulator, chosen, budget_bytes)
+    chosen, bound_ms = choose(made, budget_bytes, segments=segments, backend=backend)
     policies = _op_policies(made, chosen)
     _confirm(made, chosen, policies)
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
+
+
+def choose(
+    made: Profile,
+    budget_bytes: int,
+    *,
+    segments: int | None = None,
+    backend: Backend = "highs",
+) -> tuple[Choice, float]:
+    """The units of a plan with their policies, and the bound on recompute time.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits.
+    """
+    if made.simulator.baseline.peak_bytes <= budget_bytes:
+        return {}, 0.0
+    chosen, bound_ms = _solve(made, budget_bytes, segments, backend)
+    return spend_slack(made.simulator, chosen, budget_bytes), bound_ms
 
 
 def _solve(

@@ -69,3 +69,10 @@ def op_policy(tape: Tape, unit: Unit, policy: Policy, *, training: bool) -> OpPo
         call_index=unit.call_index,
         num_calls=unit.num_calls,
     )
+
+
+def group_policy(tape: Tape, unit: Unit, spelled: OpPolicy) -> Policy:
+    """The policy that `op_policy` spelled out; the inverse of it."""
+    kept = [i for i, op in enumerate(unit.ops) if tape.ops[op].name != _IGNORED_NAME]
+    actions = dict(zip(kept, spelled.actions, strict=True))
+    return Policy("".join(actions[group.ops[0]] for group in unit.groups))

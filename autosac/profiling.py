@@ -94,6 +94,7 @@ def profile(
     device: str | DeviceSpec | None = None,
     autocast: torch.dtype | None = None,
     accumulate: int = 1,
+    clip_grad_norm: float | None = None,
     exclude: tuple[str, ...] = (),
 ) -> Profile:
     """Trace one training step of a model; nothing is run, nothing is changed.
@@ -101,13 +102,16 @@ def profile(
     Args:
         model: On the CPU, a GPU or the meta device, in the mode it trains in.
         inputs: A tensor, a tuple (args), a dict (kwargs) or ``(args, kwargs)``.
-        optimizer: A ``torch.optim`` instance, a callable on the parameters, or None.
+        optimizer: A ``torch.optim`` instance, an `OptimizerInBackward`, a callable on
+            the parameters that returns one of these, or None.
         loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
             sum of all outputs that require gradients.
         device: ``"cpu"``, ``"cuda"``, or a `DeviceSpec` for these; None for the
             device of the model (the CPU if that is the meta device).
         autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``.
         accumulate: Micro-steps (forward, loss, backward) per optimizer step.
+        clip_grad_norm: Largest norm of all gradients together
+            (``torch.nn.utils.clip_grad_norm_`` before the optimizer steps), or None.
         exclude: FQNs of modules that must not be AC units.
 
     Raises:
@@ -116,7 +120,7 @@ def profile(
             less than 1.
         NotImplementedError: The device is of another type than the model's.
     """
-    _check(model, accumulate, exclude)
+    _check(model, accumulate, clip_grad_norm, exclude)
     args, kwargs = normalize_inputs(inputs)
     spec = _device(model, device)
     step = Step(
@@ -129,6 +133,7 @@ def profile(
         granularity_bytes=spec.allocation_granularity_bytes,
         autocast=autocast,
         accumulate=accumulate,
+        clip_grad_norm=clip_grad_norm,
     )
     tape = trace(step)
     if not any(op.phase == "backward" for op in tape.ops):
@@ -180,6 +185,7 @@ def calibrate(profile: Profile) -> Profile:
 def _check(
     model: torch.nn.Module,
     accumulate: int,
+    clip_grad_norm: float | None,
     exclude: tuple[str, ...],
 ) -> None:
     if not isinstance(model, torch.nn.Module):
@@ -188,6 +194,8 @@ def _check(
         )
     if accumulate < 1:
         raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
     names = {name for name, _ in model.named_modules()}
     for fqn in exclude:
         if fqn not in names:
