@@ -17,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +96,9 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def _precision() -> str:
     """How matrix products of float32 may be rounded."""
-    backends = torch.backends
-    parts = (
-        backends.cuda.matmul,
-        backends.cudnn.conv,
-        backends.cudnn.rnn,
-        backends.mkldnn.matmul,
-        backends.mkldnn.conv,
-        backends.mkldnn.rnn,
-    )
-    return " ".join(str(getattr(part, "fp32_precision", "")) for part in parts)
+    names = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv")
+    paths = [f"{name}.fp32_precision".split(".") for name in (*names, "mkldnn.rnn")]
+    return " ".join(str(reduce(getattr, path, torch.backends)) for path in paths)
 
 
 def _processor() -> str:

@@ -8,6 +8,7 @@ thousand times takes another time than one that adds to a thousand rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -106,21 +107,19 @@ def _visits_twice(tensor: torch.Tensor) -> bool:
 
 def _spread_list(args: list[Any]) -> None:
     """Indices of ``self[indices]``: each has a dimension of its own."""
-    own, indices = args[0], args[1]
-    if any(isinstance(i, torch.Tensor) and i.dtype not in _INDEX_TYPES for i in indices):
-        _fit_mask(args)
+    indices = [index for index in args[1] if index is not None]
+    if any(index.dtype not in _INDEX_TYPES for index in indices):
+        _fit_mask(indices, args[2] if len(args) > 2 else None)
         return
-    for dim, index in enumerate(indices):
-        if index is not None:
-            _spread(index, own.shape[dim])
+    for index, size in zip(args[1], args[0].shape, strict=False):
+        _spread(index, size)
 
 
-def _fit_mask(args: list[Any]) -> None:
+def _fit_mask(masks: list[torch.Tensor], values: torch.Tensor | None) -> None:
     """As many true elements in a single mask as there are values to put there."""
-    masks = [index for index in args[1] if index is not None]
-    if len(args) < 3 or len(masks) != 1 or args[2].dim() == 0 or _visits_twice(masks[0]):
+    if values is None or len(masks) != 1 or _visits_twice(masks[0]):
         return
-    count = args[2].shape[0]
+    count = values.shape[0] if values.dim() else 1
     if 1 < count < masks[0].numel():
         masks[0].view(-1)[count:] = False
 
@@ -132,6 +131,13 @@ def _fit_source(args: list[Any]) -> None:
         mask.view(-1)[source.numel() :] = False
     elif mask.numel() > source.numel():
         mask.zero_()
+
+
+def _fit_sizes(args: list[Any]) -> None:
+    """The backward of ``masked_scatter`` gives back a source of the size it had."""
+    mask, sizes = args[1], args[2]
+    if not _visits_twice(mask):
+        mask.view(-1)[math.prod(sizes) :] = False
 
 
 def _offsets(args: list[Any]) -> None:
@@ -154,6 +160,11 @@ def _bags(args: list[Any]) -> None:
     bag_size.fill_(each)
 
 
+def _pivots(args: list[Any]) -> None:
+    """Rows that stay where they are, counted from 1."""
+    args[1].fill_(1)
+
+
 def _lengths(args: list[Any]) -> None:
     """Sequences of full length."""
     args[1].fill_(args[0].shape[1 if args[2] else 0])
@@ -163,20 +174,22 @@ def _onednn_rnn(args: list[Any]) -> None:
     """Run the forward kernel, whose bytes (the last argument) the backward reads."""
     reverse, mode, hidden_size, num_layers, has_biases = args[13:18]
     bidirectional, batch_sizes, batch_first = args[19:22]
-    made = torch.ops.aten.mkldnn_rnn_layer.default(
-        *args[:7],
-        reverse,
-        batch_sizes,
-        mode,
-        hidden_size,
-        num_layers,
-        has_biases,
-        bidirectional,
-        batch_first,
-        True,
-    )
-    args[7:10] = made[:3]
-    args[-1] = made[3]
+    with torch.enable_grad():  # it makes the bytes only if there will be a backward
+        made = torch.ops.aten.mkldnn_rnn_layer.default(
+            *(arg.requires_grad_() for arg in args[:7]),
+            reverse,
+            batch_sizes,
+            mode,
+            hidden_size,
+            num_layers,
+            has_biases,
+            bidirectional,
+            batch_first,
+            True,
+        )
+    args[:7] = [arg.detach() for arg in args[:7]]
+    args[7:10] = [tensor.detach() for tensor in made[:3]]
+    args[-1] = made[3].detach()
 
 
 def _along(position: int) -> Callable[[list[Any]], int]:
@@ -226,6 +239,8 @@ _FITTED: dict[str, Callable[[list[Any]], None]] = {
     "aten._embedding_bag_forward_only": _offsets,
     "aten._embedding_bag_dense_backward": _bags,
     "aten.masked_scatter": _fit_source,
+    "aten.linalg_lu_solve": _pivots,
+    "aten.masked_scatter_backward": _fit_sizes,
     "aten._pack_padded_sequence": _lengths,
     "aten.mkldnn_rnn_layer_backward": _onednn_rnn,
 }

@@ -344,6 +344,7 @@ def _as_plan(
         calibrated=made.calibrated,
         model=made.model,
         torch_version=torch.__version__,
+        measured_fraction=made.calibration.measured_fraction,
     )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,16 @@ from autosac.signatures import Signature
 
 _REPEATS = 5  # noise only adds: the least of so many times is taken,
 _ENOUGH_MS = 200.0  # or of as many as fit into this time
+_SHORT_MS = 1.0  # an op so short is slowed down by being recorded
 _SHOW_AFTER_S = 1.0  # no progress bar for what is done by then
 _MEMORY_SHARE = 0.8  # of what is free, that one op may take: a heuristic
 _MARK = "autosac::calibrated_op "
 # What ops say of arguments they do not like; the last three are Python kernels'.
-_REFUSALS = (RuntimeError, ValueError, IndexError, TypeError) + (
+_REFUSALS = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
     AssertionError,
     AttributeError,
     KeyError,
@@ -88,9 +94,9 @@ def measure_ops(
     first_runs = _first_runs_on_gpu if device.type == "cuda" else _first_runs_on_cpu
     with torch.random.fork_rng(), torch.no_grad():
         costs, failed = first_runs(allowed, device, progress)
-        for signature in _watched(list(costs), "times", progress):
-            if costs[signature].runtime_ms < _ENOUGH_MS:
-                costs[signature] = _repeated(signature, costs[signature], device)
+        short = [s for s, cost in costs.items() if cost.runtime_ms < _SHORT_MS]
+        for signature in _watched(short, "times", progress):
+            costs[signature] = _without_recording(signature, costs[signature], device)
     return Measurements(costs, failures | failed)
 
 
@@ -100,8 +106,8 @@ _FirstRuns = tuple[dict[Signature, OpMeasurement], dict[Signature, str]]
 def _first_runs_on_cpu(
     signatures: list[Signature], device: torch.device, progress: bool | None
 ) -> _FirstRuns:
-    """Workspaces and rough times, and why some ops do not run."""
-    ran: dict[Signature, tuple[float, int]] = {}  # ms, bytes returned
+    """Workspaces and times, rough ones of short ops; why other ops do not run."""
+    ran: dict[str, tuple[float, int]] = {}
     failures = {}
     names = {f"{_MARK}{i}": signature for i, signature in enumerate(signatures)}
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as in `measuring`
@@ -110,73 +116,97 @@ def _first_runs_on_cpu(
     ) as recording:
         for name, signature in _watched(names.items(), "workspaces", progress):
             try:
-                args, kwargs = inventing.arguments(signature, device)
-                begin = time.perf_counter()
-                with record_function(name):
-                    out = signature.func(*args, **kwargs)
-                elapsed_ms = (time.perf_counter() - begin) * 1e3
+                ran[name] = _first_run_on_cpu(name, signature, device)
             except _REFUSALS as error:
                 failures[signature] = _summary(error)
-            else:
-                ran[signature] = (elapsed_ms, _returned_bytes(out, args, kwargs))
-            args = kwargs = out = None  # freed before the next op's are made
     costs = {}
     for event in recorded_events(recording):
-        if (signature := names.get(event.name)) in ran:
-            runtime_ms, returned_bytes = ran[signature]
+        if event.name in ran:
+            runtime_ms, returned_bytes = ran[event.name]
             workspace_bytes = max(0, _peak_bytes(event) - returned_bytes)
-            costs[signature] = OpMeasurement(
+            costs[names[event.name]] = OpMeasurement(
                 runtime_ms=runtime_ms, workspace_bytes=workspace_bytes
             )
     return costs, failures
 
 
+def _first_run_on_cpu(
+    name: str, signature: Signature, device: torch.device
+) -> tuple[float, int]:
+    """Time of an op that is recorded under a name, and the bytes it returns."""
+    args, kwargs = inventing.arguments(signature, device)
+    call = partial(signature.func, *args, **kwargs)
+    begin = time.perf_counter()
+    with record_function(name):
+        out = call()
+    elapsed_ms = (time.perf_counter() - begin) * 1e3
+    returned_bytes = _returned_bytes(out, args, kwargs)
+    del out  # before it runs again
+    if elapsed_ms >= _SHORT_MS:
+        elapsed_ms = _least_ms(call, device, elapsed_ms)
+    return elapsed_ms, returned_bytes
+
+
 def _first_runs_on_gpu(
     signatures: list[Signature], device: torch.device, progress: bool | None
 ) -> _FirstRuns:
-    """Workspaces and rough times, and why some ops do not run."""
+    """Workspaces and times, rough ones of short ops; why other ops do not run."""
     costs, failures = {}, {}
     for signature in _watched(signatures, "workspaces", progress):
         try:
-            args, kwargs = inventing.arguments(signature, device)
-            signature.func(*args, **kwargs)  # libraries allocate at their first call
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            begin = time.perf_counter()
-            out = signature.func(*args, **kwargs)
-            torch.cuda.synchronize(device)
-            elapsed_ms = (time.perf_counter() - begin) * 1e3
+            costs[signature] = _first_run_on_gpu(signature, device)
         except _REFUSALS as error:
             failures[signature] = _summary(error)
-        else:
-            held = max(before, torch.cuda.memory_allocated(device))
-            workspace_bytes = torch.cuda.max_memory_allocated(device) - held
-            costs[signature] = OpMeasurement(
-                runtime_ms=elapsed_ms, workspace_bytes=max(0, workspace_bytes)
-            )
-        args = kwargs = out = None  # freed before the next op's are made
     return costs, failures
 
 
-def _repeated(
+def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasurement:
+    args, kwargs = inventing.arguments(signature, device)
+    call = partial(signature.func, *args, **kwargs)
+    elapsed_ms = _run_ms(call, device)  # libraries allocate at their first call
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    out = call()
+    torch.cuda.synchronize(device)
+    held = max(before, torch.cuda.memory_allocated(device))
+    workspace_bytes = max(0, torch.cuda.max_memory_allocated(device) - held)
+    del out  # before it runs again
+    if elapsed_ms >= _SHORT_MS:
+        elapsed_ms = _least_ms(call, device, elapsed_ms)
+    return OpMeasurement(runtime_ms=elapsed_ms, workspace_bytes=workspace_bytes)
+
+
+def _without_recording(
     signature: Signature, first: OpMeasurement, device: torch.device
 ) -> OpMeasurement:
-    """The measurement of an op that has run once, with the least of a few times."""
-    times = []
+    """A measurement with a better time."""
+    args, kwargs = inventing.arguments(signature, device)
+    call = partial(signature.func, *args, **kwargs)
     try:
-        args, kwargs = inventing.arguments(signature, device)
-        for _ in range(_REPEATS + 1):  # the first one warms up the caches
-            begin = time.perf_counter()
-            signature.func(*args, **kwargs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append((time.perf_counter() - begin) * 1e3)
-            if sum(times) > _ENOUGH_MS:
-                break
-    except _REFUSALS:  # memory may have run short since
-        pass
-    return replace(first, runtime_ms=min([first.runtime_ms, *times]))
+        least_ms = _least_ms(call, device, first.runtime_ms)
+    except _REFUSALS:  # it ran before; memory may have run short since
+        return first
+    return replace(first, runtime_ms=least_ms)
+
+
+def _least_ms(call: Callable[[], Any], device: torch.device, first_ms: float) -> float:
+    """Least time of an op that took ``first_ms`` and runs a few times more."""
+    least_ms = spent_ms = first_ms
+    for _ in range(_REPEATS):
+        if spent_ms > _ENOUGH_MS:
+            break
+        elapsed_ms = _run_ms(call, device)
+        spent_ms += elapsed_ms
+        least_ms = min(least_ms, elapsed_ms)
+    return least_ms
+
+
+def _run_ms(call: Callable[[], Any], device: torch.device) -> float:
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) * 1e3
 
 
 def _summary(error: Exception) -> str:
@@ -220,7 +250,9 @@ def _too_large(num_bytes: int, device: torch.device) -> str | None:
 def available_bytes(device: torch.device) -> int | None:
     """Memory that can be allocated; None where that cannot be known."""
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     try:  # as `free` does (proc_meminfo(5)); Linux only
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -25,14 +25,7 @@ from autosac.tracing import dry_run
 from tests.models import CASES, WIDTH, ResidualBlock, each_case
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are faster on one thread, by much on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 each_optimizer = pytest.mark.parametrize(
     "optimizer", [None, torch.optim.AdamW], ids=["none", "adamw"]
