@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autosac.errors import AutosacError
 from autosac.tape import IntArray
 
 _MIN_BLOCK_BYTES = 512  # kMinBlockSize
@@ -50,7 +51,7 @@ class _Block:
     after: _Block | None = None
 
 
-class OutOfMemory(Exception):
+class OutOfMemory(AutosacError):
     """The allocator would raise ``torch.OutOfMemoryError``."""
 
 
@@ -60,7 +61,9 @@ class CachingAllocator:
 
     Attributes:
         capacity_bytes: Most that can be reserved; None for no limit.
-        allocated_bytes: Size of the blocks in use.
+        allocated_bytes: Size of the blocks in use, which may be larger than what was
+            asked for by what was not worth splitting off, as in
+            ``torch.cuda.memory_allocated``.
         reserved_bytes: Size of all segments.
         peak_allocated_bytes: The most that was in use at once.
         peak_reserved_bytes: The most that was reserved at once.
@@ -216,10 +219,10 @@ class Allocations:
     end: int
 
 
-def reserved_peak_bytes(
+def replay(
     step: Allocations, *, num_steps: int = 2, capacity_bytes: int | None = None
-) -> int:
-    """Most bytes that the allocator reserves in a few equal steps.
+) -> CachingAllocator:
+    """What the allocator does in a few equal steps.
 
     What is there before the first step is allocated first. A step begins with what
     the one before left, holes included; after two of them little changes.
@@ -228,6 +231,9 @@ def reserved_peak_bytes(
         step: Its allocations.
         num_steps: How many there are.
         capacity_bytes: Most that can be reserved; None for no limit.
+
+    Returns:
+        The allocator after the last step.
 
     Raises:
         OutOfMemory: The steps do not fit the capacity.
@@ -250,7 +256,7 @@ def reserved_peak_bytes(
                 addresses[index] = allocator.allocate(nbytes[index])
         for index in [i for i in addresses if step.born[i] > 0]:
             allocator.free(addresses.pop(index))
-    return allocator.peak_reserved_bytes
+    return allocator
 
 
 def _events(step: Allocations, real: IntArray) -> list[tuple[int, bool]]:

@@ -24,7 +24,6 @@ from autosac.stepping import normalize_inputs, training_step
 from autosac.tracing import dry_run
 from tests.models import CASES, WIDTH, ResidualBlock, each_case
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 each_optimizer = pytest.mark.parametrize(
