@@ -148,11 +148,10 @@ def read(path: Path) -> Table:
     """The measurements in a file; none, with a warning, if it is damaged."""
     try:
         text = path.read_text()
-    except FileNotFoundError:
+    except OSError:  # not there, or `add` will say that it cannot be written either
         return {}
-    except (OSError, UnicodeDecodeError) as error:
-        _warn(path, "cannot be read", error)
-        return {}
+    except UnicodeDecodeError:
+        text = ""
     try:
         record = json.loads(text)
         if record["format"] != _FORMAT_VERSION:

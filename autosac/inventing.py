@@ -83,10 +83,12 @@ def _thaw(value: Any, device: torch.device) -> Any:
 
 def _random(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Random numbers in 0..1; drawing every one of them takes longer than most ops."""
-    flat = torch.empty(size, dtype=dtype, device=device)
     tile = torch.rand(min(size, _TILE), device=device).to(dtype)
-    whole = size - size % max(1, len(tile))
-    flat[:whole].view(-1, max(1, len(tile))).copy_(tile)
+    if size <= _TILE:
+        return tile
+    flat = torch.empty(size, dtype=dtype, device=device)
+    whole = size - size % _TILE
+    flat[:whole].view(-1, _TILE).copy_(tile)
     flat[whole:] = tile[: size - whole]
     return flat
 
@@ -109,35 +111,37 @@ def _spread_list(args: list[Any]) -> None:
     """Indices of ``self[indices]``: each has a dimension of its own."""
     indices = [index for index in args[1] if index is not None]
     if any(index.dtype not in _INDEX_TYPES for index in indices):
-        _fit_mask(indices, args[2] if len(args) > 2 else None)
+        _fit_mask(args)
         return
     for index, size in zip(args[1], args[0].shape, strict=False):
         _spread(index, size)
 
 
-def _fit_mask(masks: list[torch.Tensor], values: torch.Tensor | None) -> None:
+def _fit_mask(args: list[Any]) -> None:
     """As many true elements in a single mask as there are values to put there."""
-    if values is None or len(masks) != 1 or _visits_twice(masks[0]):
-        return
-    count = values.shape[0] if values.dim() else 1
-    if 1 < count < masks[0].numel():
-        masks[0].view(-1)[count:] = False
+    places = [i for i, index in enumerate(args[1]) if index is not None]
+    if len(args) > 2 and len(places) == 1 and args[2].dim():
+        count = args[2].shape[0]
+        if count > 1:
+            args[1][places[0]] = _with_true(args[1][places[0]], count)
 
 
 def _fit_source(args: list[Any]) -> None:
     """``masked_scatter`` needs a source element for every true one."""
-    mask, source = args[1], args[2]
-    if mask.numel() > source.numel() and not _visits_twice(mask):
-        mask.view(-1)[source.numel() :] = False
-    elif mask.numel() > source.numel():
-        mask.zero_()
+    args[1] = _with_true(args[1], args[2].numel())
 
 
 def _fit_sizes(args: list[Any]) -> None:
     """The backward of ``masked_scatter`` gives back a source of the size it had."""
-    mask, sizes = args[1], args[2]
-    if not _visits_twice(mask):
-        mask.view(-1)[math.prod(sizes) :] = False
+    args[1] = _with_true(args[1], math.prod(args[2]))
+
+
+def _with_true(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """A mask of which only so many elements are true, at its beginning."""
+    if _visits_twice(mask) or not mask.is_contiguous():
+        mask = mask.clone(memory_format=torch.contiguous_format)
+    mask.view(-1)[count:] = False
+    return mask
 
 
 def _offsets(args: list[Any]) -> None:

@@ -269,7 +269,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 def _watched(items: Collection[Any], what: str, progress: bool | None) -> Iterator[Any]:
     """The items, with a progress bar on the standard error stream."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, force_terminal=True if progress else None)
     if progress is False or (progress is None and not console.is_terminal):
         yield from items
         return
