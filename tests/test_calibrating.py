@@ -134,15 +134,23 @@ def test_memory_that_is_free_is_known_here():
     assert free is None or 2**20 < free < 2**50
 
 
-def test_workspaces_are_what_kernels_allocate():
-    # A kernel that sorts along a strided dimension needs no workspace to neg.
-    x = torch.ones(100, 100)
+@torch.library.custom_op("autosac_tests::roomy", mutates_args=())
+def roomy(x: torch.Tensor) -> torch.Tensor:
+    torch.ones(1000)
+    return x.clone()
+
+
+def test_a_workspace_is_what_a_kernel_allocates_and_frees():
+    x = torch.ones(100)
     neg = signature(aten.neg.default, [x], {})
+    wide = signature(torch.ops.autosac_tests.roomy.default, [x], {})
 
-    found = measure_ops({neg: 80_000}, device=CPU).costs[neg]
+    found = measure_ops({neg: 800, wide: 800}, device=CPU).costs
 
-    assert found.workspace_bytes == 0
-    assert found.runtime_ms > 0.0
+    # 4000 bytes are gone before 400 are returned.
+    assert found[neg].workspace_bytes == 0
+    assert found[wide].workspace_bytes == 4000 - 400
+    assert found[neg].runtime_ms > 0.0
 
 
 # --- made-up data ---------------------------------------------------------------------
