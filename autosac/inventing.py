@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autosac import _compat
 from autosac.signatures import Layout, Signature
 
 _TILE = 65_521  # random numbers that are drawn; more elements repeat them
@@ -177,21 +178,10 @@ def _lengths(args: list[Any]) -> None:
 def _onednn_rnn(args: list[Any]) -> None:
     """Run the forward kernel, whose bytes (the last argument) the backward reads."""
     reverse, mode, hidden_size, num_layers, has_biases = args[13:18]
-    bidirectional, batch_sizes, batch_first = args[19:22]
-    with torch.enable_grad():  # it makes the bytes only if there will be a backward
-        made = torch.ops.aten.mkldnn_rnn_layer.default(
-            *(arg.requires_grad_() for arg in args[:7]),
-            reverse,
-            batch_sizes,
-            mode,
-            hidden_size,
-            num_layers,
-            has_biases,
-            bidirectional,
-            batch_first,
-            True,
-        )
-    args[:7] = [arg.detach() for arg in args[:7]]
+    train, bidirectional, batch_sizes, batch_first = args[18:22]
+    sizes = (hidden_size, num_layers, has_biases, bidirectional, batch_first, train)
+    inputs = [tensor.detach() for tensor in args[:7]]
+    made = _compat.onednn_rnn(inputs, (reverse, batch_sizes, mode, *sizes))
     args[7:10] = [tensor.detach() for tensor in made[:3]]
     args[-1] = made[3].detach()
 

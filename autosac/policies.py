@@ -38,12 +38,16 @@ class OpPolicy:
         actions: One of `SAVE`, `RERUN`, `SKIP`, `VIEW`, `DETACHED` per op.
         training: Mode that the module was traced in; in the other one the plan
             is not in force.
+        call_index: Which call of the module in a step it is for, from 0,
+        num_calls: and how often the step calls the module.
     """
 
     fqn: str
     names: tuple[str, ...]
     actions: str
     training: bool
+    call_index: int = 0
+    num_calls: int = 1
 
 
 def op_policy(tape: Tape, unit: Unit, policy: Policy, *, training: bool) -> OpPolicy:
@@ -62,4 +66,6 @@ def op_policy(tape: Tape, unit: Unit, policy: Policy, *, training: bool) -> OpPo
         names=tuple(ops[i].name for i in kept),
         actions="".join(actions[i] for i in kept),
         training=training,
+        call_index=unit.call_index,
+        num_calls=unit.num_calls,
     )

@@ -90,7 +90,7 @@ class Simulator:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.span = tape.num_ticks + 2
-        self._effects: dict[tuple[str, Policy], Effect] = {}
+        self._effects: dict[tuple[Unit, Policy], Effect] = {}
         used = [op for op in tape.ops if op.workspace_bytes]
         self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
         self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
@@ -173,7 +173,7 @@ class Simulator:
 
     def effect(self, unit: Unit, policy: Policy) -> Effect:
         """How one unit under one policy changes lifetimes (cached)."""
-        key = (unit.fqn, policy)
+        key = (unit, policy)
         if key not in self._effects:
             self._effects[key] = self._make_effect(unit, policy)
         return self._effects[key]

@@ -17,6 +17,7 @@ from autosac.demo import GPT
 from autosac.policies import OpPolicy, Policy, op_policy
 from autosac.profiling import Profile, profile
 from autosac.stepping import LossFn
+from autosac.tape import ModuleCall
 from autosac.units import Unit
 from solvers.knapsack import rerun_closure
 
@@ -419,7 +420,7 @@ def random_choice(
     units = list(made.units.candidates)
     draw.shuffle(units)
     for unit in units:
-        free = not any(_nests(unit.fqn, other.fqn) for other in chosen)
+        free = not any(_nest(unit.call, other.call) for other in chosen)
         if free and draw.random() < 0.8:
             policy = random_policy(unit, draw.random(), save_share=save_share)
             if policy is not None:
@@ -435,8 +436,8 @@ def op_policies(made: Profile, chosen: dict[Unit, Policy]) -> tuple[OpPolicy, ..
     )
 
 
-def _nests(one: str, other: str) -> bool:
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+def _nest(one: ModuleCall, other: ModuleCall) -> bool:
+    return one.enter < other.exit and other.enter < one.exit
 
 
 def random_policy(
