@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -116,6 +117,8 @@ def test_the_report_of_a_plan_says_how_much_was_measured(gpt):
     assert "measured  100.0% of the step's time" in str(measured)
     assert measured.reserved_bytes is None
     assert "reserved" not in str(measured)
+    on_gpu = dataclasses.replace(measured, reserved_bytes=3 * 2**20)
+    assert "reserved  3.0 MiB predicted" in str(on_gpu)
 
 
 def test_an_op_larger_than_memory_is_not_run(monkeypatch):

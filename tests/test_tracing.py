@@ -185,6 +185,7 @@ def _convolutions():
 REAL = {
     "gpt": (_gpt, lambda: torch.randint(256, (8, 64))),
     "convolutions": (_convolutions, lambda: torch.randn(4, 3, 34, 34)),
+    "lstm": (CASES["lstm"].make_model, lambda: torch.randint(16, (64, 64))),
     "resnet18": (CASES["resnet18"].make_model, lambda: torch.randn(4, 3, 32, 32)),
 }
 
@@ -195,6 +196,7 @@ REAL = {
         ("gpt", torch.optim.AdamW),
         ("convolutions", None),
         ("convolutions", torch.optim.AdamW),
+        ("lstm", torch.optim.AdamW),
         pytest.param("resnet18", None, marks=pytest.mark.slow),
     ],
 )
