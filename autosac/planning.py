@@ -363,7 +363,15 @@ def _as_plan(
         calibrated=made.calibrated,
         model=made.model,
         torch_version=torch.__version__,
+        measured_fraction=made.calibration.measured_fraction,
+        reserved_bytes=_reserved_bytes(made, chosen),
     )
+
+
+def _reserved_bytes(made: Profile, chosen: Choice) -> int | None:
+    if made.device.type != "cuda":
+        return None
+    return made.simulator.reserved_peak_bytes(chosen)
 
 
 def _ratios(made: Profile, chosen: Choice) -> dict[str, float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ from autosac.errors import TraceError
 from autosac.formulating import Formulation, formulate
 from autosac.plans import Fingerprint, fingerprint
 from autosac.simulating import Simulator
+from autosac.sources import Calibration, Source, calibration, modelled
 from autosac.statistics import Statistics, module_statistics
 from autosac.stepping import LossFn, normalize_inputs
 from autosac.tape import Tape
@@ -35,6 +37,9 @@ class Profile:
         training: Whether the model was traced in training mode.
         model: Fingerprint of the model.
         calibrated: Times and workspaces were measured, not modelled.
+        op_sources: Where time and workspace of every op come from; empty if all are
+            modelled.
+        failures: Name of an op that could not be measured -> why.
     """
 
     step: Step
@@ -45,6 +50,15 @@ class Profile:
     training: bool
     model: Fingerprint
     calibrated: bool
+    op_sources: tuple[Source, ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """How far times and workspaces are measured."""
+        ops = self.tape.ops
+        sources = self.op_sources or tuple(map(modelled, ops))
+        return calibration(ops, self.op_ms, sources, self.failures)
 
     @cached_property
     def simulator(self) -> Simulator:
@@ -150,35 +164,54 @@ def profile(
     )
 
 
-def calibrate(profile: Profile) -> Profile:
+def calibrate(
+    profile: Profile,
+    *,
+    cache: bool = True,
+    refresh: bool = False,
+    progress: bool | None = None,
+) -> Profile:
     """Measure time and workspace of every distinct op on the present device.
+
+    Each is measured once on a device, PyTorch version and number of threads: the
+    user's cache directory keeps the figures (``$AUTOSAC_CACHE_DIR``, or ``autosac``
+    in ``$XDG_CACHE_HOME`` or ``~/.cache``).
+
+    Args:
+        profile: The traced step.
+        cache: Read and write that table.
+        refresh: Measure again what is in it.
+        progress: Show a progress bar; None for only on a terminal.
 
     Returns:
         The profile with measured figures; ops that do not run on made-up data keep
-        their modelled ones.
+        their modelled ones. Its `calibration` says which.
 
     Raises:
         ValueError: The profile is for a device that is not present.
     """
-    from autosac.calibrating import measure_ops  # runs kernels: only when asked for
+    from autosac.calibrating import calibrated  # runs kernels: only when asked for
 
     if profile.step.device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"The profile is for {profile.device.name}, and this machine has no GPU;"
             " calibrate where the device is."
         )
-    measured = measure_ops(profile.tape, device=torch.device(profile.step.device_type))
-    ops, op_ms = [], []
-    for op, modelled_ms in zip(profile.tape.ops, profile.op_ms, strict=True):
-        found = None if op.is_view else measured.get(op.signature)  # type: ignore[call-overload]
-        op_ms.append(modelled_ms if found is None else found.runtime_ms)
-        work = op.workspace_bytes if found is None else found.workspace_bytes
-        ops.append(replace(op, workspace_bytes=work))
+    found = calibrated(
+        profile.tape,
+        profile.op_ms,
+        device=torch.device(profile.step.device_type),
+        cache=cache,
+        refresh=refresh,
+        progress=progress,
+    )
     return replace(
         profile,
-        tape=replace(profile.tape, ops=tuple(ops)),
-        op_ms=tuple(op_ms),
+        tape=replace(profile.tape, ops=found.ops),
+        op_ms=found.op_ms,
         calibrated=True,
+        op_sources=found.sources,
+        failures=found.failures,
     )
 
 

@@ -29,7 +29,7 @@ def run_op(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any
     the branches that it takes on this input, and finds its data-dependent shapes.
     """
     if any(map(_compat.is_fake, inputs)):
-        return _compat.with_real_types(func, args, func(*args, **kwargs))
+        return _compat.with_real_layouts(func, args, func(*args, **kwargs))
     try:
         out = func(*args, **kwargs)
     except _compat.TRACE_ERRORS:

@@ -183,6 +183,24 @@ class Fork(nn.Module):
         return {"both": (left, right), "product": left * right, "note": "text"}
 
 
+class Recurrent(nn.Module):
+    """Reads tokens one after the other; each layer returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.head(x)
+
+
 class ForkingOutputs(nn.Module):
     """Units return dicts and tuples; so does the model."""
 
@@ -385,6 +403,7 @@ CASES = {
     "nested inputs": Case(NestedInputs, _nested),
     "custom function": Case(lambda: nn.Sequential(Cube(), Cube()), _rows),
     "noise": Case(lambda: nn.Sequential(Noisy(), Noisy()), _rows),
+    "lstm": Case(Recurrent, lambda: torch.randint(16, (4, 6))),
     "resnet18": Case(_resnet, lambda: torch.randn(2, 3, 32, 32)),
     "gpt2": Case(_gpt2, _labelled),
     "llama": Case(_llama, _labelled),
