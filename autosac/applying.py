@@ -6,7 +6,8 @@ name. What they do beyond `create_selective_checkpoint_contexts` of torch 2.15:
     - an op whose result nobody needs is not rerun: a shell without memory stands in;
     - in-place ops on a saved result are not repeated, on a rerun one they are;
     - every random op that is rerun gets its own random state back;
-    - a rerun never touches what lies outside the unit, such as running statistics;
+    - a rerun never touches what lies outside the unit, such as running statistics, and
+      finds and leaves the attributes of its modules as forward did;
     - a forward pass that departs from the trace saves everything from there on.
 """
 
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from autosac import _compat
+from autosac.attributes import Attributes
 from autosac.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
 from autosac.pytrees import tensors_in
 
@@ -92,7 +94,7 @@ class CheckpointedForward(_StandIn):
             return forward(*inputs, **kwargs)
 
         def contexts() -> tuple[_ForwardMode, _RerunMode]:
-            record = _Run(policy)
+            record = _Run(policy, Attributes(self.module))
             return _ForwardMode(record), _RerunMode(record)
 
         return checkpoint(
@@ -191,6 +193,7 @@ class _Run:
     """One forward pass of a unit."""
 
     policy: OpPolicy
+    attributes: Attributes
     entries: list[_Entry] = field(default_factory=list)
     departed: bool = False
 
@@ -250,11 +253,16 @@ class _RerunMode(_compat.TorchDispatchMode):
         self.place = 0
         self.rerunning = _rerunning.now
         _rerunning.now = True
+        self.present = self.run.attributes.resume()
+        # If backward runs under autocast, casts of the forward pass are still cached.
+        torch.clear_autocast_cache()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         _rerunning.now = self.rerunning
+        self.present.restore()
+        torch.clear_autocast_cache()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(

@@ -23,11 +23,29 @@ BATCH_NORM_OPS = frozenset(
     }
 )
 
-# Ops that choose among near-equal values: rerunning them must never choose again.
-NEVER_RERUN_OPS = frozenset(
-    f"aten.{name}.default"
-    for name in ("topk", "sort", "argsort", "kthvalue", "mode", "multinomial")
-) | frozenset({"aten.sort.stable", "aten.mode.default", "aten.kthvalue.default"})
+# Ops that choose among near-equal values or decide a shape: never made twice. Names of
+# the overload packets.
+_NEVER_RERUN = frozenset(
+    {
+        "aten.topk",
+        "aten.sort",
+        "aten.argsort",
+        "aten.kthvalue",
+        "aten.mode",
+        "aten.multinomial",
+        "aten.median",
+        "aten.nanmedian",
+        "aten.nonzero",
+        "aten.nonzero_static",
+        "aten.unique_dim",
+        "aten._unique",
+        "aten._unique2",
+        "aten.unique_consecutive",
+        "aten.unique_dim_consecutive",
+        "aten.masked_select",
+        "aten.bincount",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +160,7 @@ def make_groups(
                 saved_bytes=sum(tape.storages[s].nbytes for s in kept),
                 runtime_ms=sum(op_ms[i] for i in its_ops),
                 needed=not needed.isdisjoint(made),
-                pinned=any(
-                    i in changed or tape.ops[i].name in NEVER_RERUN_OPS for i in its_ops
-                ),
+                pinned=any(i in changed or _never_rerun(tape.ops[i]) for i in its_ops),
                 unsavable=any(
                     index.written_between(s, last_pack, tape.num_ticks) for s in made
                 ),
@@ -153,6 +169,10 @@ def make_groups(
     if any(group.needed and group.pinned and group.unsavable for group in groups):
         return "a tensor that it must save is changed in place later"
     return tuple(groups)
+
+
+def _never_rerun(op: Op) -> bool:
+    return op.name.rpartition(".")[0] in _NEVER_RERUN
 
 
 def _makes(op: Op, own: set[int]) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -38,6 +40,12 @@ def module_tree(model: torch.nn.Module) -> ModuleTree:
             )
         )
     return ModuleTree(tuple(nodes))
+
+
+def _random_numbers() -> int:
+    """Changes when Python's or NumPy's global generator is drawn from."""
+    _, numpy_keys, numpy_place, *_ = sys.modules["numpy"].random.get_state()
+    return hash((random.getstate(), numpy_keys.tobytes(), numpy_place))
 
 
 class _Holder:
@@ -93,7 +101,16 @@ class _Saved:
 class _Call:
     """A `ModuleCall` that is still being written."""
 
-    __slots__ = ("enter", "exit", "inputs", "module", "opaque", "outputs", "phase")
+    __slots__ = (
+        "enter",
+        "exit",
+        "inputs",
+        "module",
+        "once",
+        "outputs",
+        "phase",
+        "random",
+    )
 
     def __init__(self, module: int, phase: str, enter: int) -> None:
         self.module = module
@@ -102,7 +119,8 @@ class _Call:
         self.exit = enter
         self.inputs: tuple[torch.Tensor | int, ...] = ()
         self.outputs: tuple[int, ...] = ()
-        self.opaque: str | None = None
+        self.once: str | None = None
+        self.random = _random_numbers()
 
 
 class Recorder(_compat.TorchDispatchMode):
@@ -196,7 +214,7 @@ class Recorder(_compat.TorchDispatchMode):
                     exit=call.exit,
                     inputs=tuple(i for i in call.inputs if isinstance(i, int)),
                     outputs=call.outputs,
-                    opaque_input=call.opaque,
+                    once=call.once,
                 )
                 for call in self.calls
             ),
@@ -396,7 +414,8 @@ class Recorder(_compat.TorchDispatchMode):
         call = _Call(module, self.phase, self.tick())
         tensors = list(tensors_in((args, kwargs)))
         call.inputs = self._indices(tensors, 0, "input")
-        call.opaque = opaque_type((args, kwargs))
+        if opaque := opaque_type((args, kwargs)):
+            call.once = f"its input holds a {opaque}, so it may not be called twice"
         self.calls.append(call)
         self.stack.append(module)
         return call
@@ -406,7 +425,9 @@ class Recorder(_compat.TorchDispatchMode):
         self.stack.pop()
         inputs = list(tensors_in((args, kwargs)))
         if self._indices(inputs, 0, "input") != call.inputs:
-            call.opaque = call.opaque or "container that the module changes"
+            call.once = call.once or "it changes a container that it is given"
+        if call.random != _random_numbers():
+            call.once = "it draws from Python's or NumPy's random numbers"
         outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
         call.outputs = self._indices(list(tensors_in(outputs)), 0, "input")
         call.exit = self.tick()

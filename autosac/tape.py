@@ -129,8 +129,7 @@ class ModuleCall:
         exit: Tick at its end.
         inputs: Storages of the tensors in its arguments.
         outputs: Storages of the tensors in its output.
-        opaque_input: Type of an argument that is neither a tensor nor a plain
-            value, so that calling again with it is not known to be harmless.
+        once: Why it must not be called again with the same arguments, if known.
     """
 
     module: int
@@ -139,7 +138,7 @@ class ModuleCall:
     exit: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    opaque_input: str | None
+    once: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

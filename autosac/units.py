@@ -104,8 +104,8 @@ def _make_unit(
     own = {s for i in ops for s in tape.ops[i].creates}
     if not any(tape.saved[i].storage in own for i in saved):
         return ""
-    if call.opaque_input is not None:
-        return f"its input holds a {call.opaque_input}, so it may not be called twice"
+    if call.once is not None:
+        return call.once
     if any(index.written_between(s, call.enter, trigger) for s in call.inputs):
         return "one of its arguments is changed in place before backward"
     outside = _unreachable_reads(tape, call, ops, own, trigger)
@@ -144,7 +144,7 @@ def _unreachable_reads(
     for i in ops:
         for storage in tape.ops[i].reads:
             record = tape.storages[storage]
-            if storage not in reachable and record.born and record.died < trigger:
+            if storage not in reachable and record.died < trigger:
                 return (
                     f"its op {tape.ops[i].name} reads a tensor that is neither an"
                     " argument nor kept by the model until backward"

@@ -26,7 +26,8 @@ def run_op(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any
     """Run an op on fakes, or for real if all it reads is real and small.
 
     Masks, positions and lengths keep their values that way, so that the step takes
-    the branches that it takes on this input, and finds its data-dependent shapes.
+    the branches that it takes on this input, and finds its data-dependent shapes. So
+    does a random number that reads nothing, such as `torch.rand([])` for layer drop.
     """
     if any(map(_compat.is_fake, inputs)):
         return _compat.with_real_layouts(func, args, func(*args, **kwargs))
@@ -36,6 +37,9 @@ def run_op(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any
         if not inputs:
             raise
     else:
+        if not inputs and _compat.is_random(func) and out.ndim == 0:
+            with _compat.no_modes():
+                return func(*args, **kwargs)
         large = any(t.numel() > _MOST_KNOWN_VALUES for t in tensors_in((out,)))
         values = inputs or all(keeps_values(t) for t in tensors_in((out,)))
         if large or not values or _compat.is_random(func):

@@ -1,0 +1,92 @@
+"""Every awkward habit: simulation equals dry run, three steps are bit-identical."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from autosac import applying
+from autosac.measuring import capture_state, differences
+from autosac.simulating import Simulator
+from autosac.stepping import normalize_inputs, training_step
+from autosac.tracing import dry_run
+from tests.awkward import AWKWARD
+from tests.models import op_policies, random_choice
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+each_habit = pytest.mark.parametrize("name", AWKWARD)
+SHARES = (0.0, 1.0, None, None)  # of groups that are saved
+
+
+def choices(made):
+    return [
+        random_choice(made, seed, save_share=share) for seed, share in enumerate(SHARES)
+    ]
+
+
+def attributes(model):
+    """Plain attributes of all modules, and what their containers hold."""
+    plain = (int, float, str, list, dict)
+    return [
+        {k: repr(v) for k, v in vars(m).items() if isinstance(v, plain) and k[0] != "_"}
+        for m in model.modules()
+    ]
+
+
+def train(case, policies):
+    model = case.model()
+    applying.install(model, policies)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    args, kwargs = normalize_inputs(case.inputs())
+    states = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)
+        for _ in range(3):
+            model.zero_grad()
+            loss = training_step(
+                model, args, kwargs, loss_fn=case.loss_fn, optimizer=optimizer
+            )
+            states.append(capture_state(model, optimizer, loss))
+    applying.remove(model)
+    return states, attributes(model)
+
+
+@each_habit
+def test_the_simulated_peak_is_the_dry_runs_byte_for_byte(name):
+    made = AWKWARD[name].profile(torch.optim.AdamW)
+    for chosen in choices(made):
+        policies = op_policies(made, chosen)
+
+        dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
+
+        expected = Simulator(dry).baseline.peak_bytes
+        assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
+
+
+@each_habit
+def test_three_steps_are_bit_identical(name):
+    case = AWKWARD[name]
+    made = case.profile()
+    plain, plain_attributes = train(case, ())
+    for chosen in choices(made):
+        planned, planned_attributes = train(case, op_policies(made, chosen))
+
+        for before, after in zip(plain, planned, strict=True):
+            assert differences(before, after) == ()
+        assert planned_attributes == plain_attributes
+
+
+@pytest.mark.parametrize("name", set(AWKWARD) - {"draws in Python"})
+def test_a_habit_does_not_keep_modules_from_being_units(name):
+    assert AWKWARD[name].profile().units.candidates
+
+
+def test_a_module_that_draws_in_python_is_refused():
+    made = AWKWARD["draws in Python"].profile()
+
+    refused = made.units.refused
+    assert refused["0"] == "it draws from Python's or NumPy's random numbers"
+    assert {unit.fqn for unit in made.units.candidates} >= {"0.inner", "1.inner"}
