@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,9 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
+    "DEFAULT_SDP_ORDER",
     "IGNORED_OPS",
     "ITEM",
     "METADATA_OPS",
+    "TORCH_VERSION",
     "TRACE_ERRORS",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -150,6 +155,29 @@ def with_real_types(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
 
 
+def with_gpu_types(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """A result of fake CPU tensors with the types that a GPU's kernel gives it.
+
+    Norms keep statistics in float32 for half inputs (`acc_type` in Normalization.cu,
+    layer_norm_kernel.cu and group_norm_kernel.cu, aten/src/ATen/native/cuda).
+    """
+    if str(func) not in _NORMS_OF_GPUS or args[0].dtype not in _HALF_TYPES:
+        return out
+    return (
+        out[0],
+        *(t.float() if t.dtype in _HALF_TYPES else t for t in out[1:]),
+    )
+
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+_NORMS_OF_GPUS = (
+    "aten.native_batch_norm.default",
+    "aten.native_layer_norm.default",
+    "aten.native_group_norm.default",
+    "aten._fused_rms_norm.default",
+)
+
+
 def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """A tensor subclass instance without memory."""
     return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)
@@ -240,3 +268,103 @@ def fake_like(
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+# --- fake CPU tensors that dispatch as a GPU's ----------------------------------
+
+TORCH_VERSION = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+
+# `sDPPriorityOrder` of aten/src/ATen/Context.h, until somebody changes it.
+DEFAULT_SDP_ORDER = (1, 2, 0, 3, 4)
+
+
+def sdp_priority_order() -> tuple[int, ...]:
+    """Attention kernels in the order in which they are tried."""
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+def autocast_ops() -> frozenset[str]:
+    """Ops, without namespace, that have a kernel for autocast on a GPU."""
+    return frozenset(
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+        and not re.search(r"[Dd]im_?[Dd]?name|names_|DimnameList", name)
+    )
+
+
+def below_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Dispatch past the autocast kernels of a GPU."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(
+        keys
+    )
+    return guard
+
+
+@contextlib.contextmanager
+def gpu_kernel(name: str, key: str, kernel: Callable[..., Any]) -> Iterator[None]:
+    """Run a Python function for an op of ATen under a dispatch key."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl(name, kernel, key, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
+def gpu_dispatch(mode: FakeTensorMode) -> Iterator[None]:
+    """Give the mode's fake CPU tensors the dispatch keys of a GPU's.
+
+    They say that they lie on the CPU, so that autograd asks for no GPU; the dispatcher
+    takes them for CUDA tensors. (Fake tensors that say "cuda" cannot go backward
+    without a GPU: the engine asks for its context.)
+    """
+    original = FakeTensor.__new__
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = (args and args[0] is mode) or kwargs.get("fake_mode") is mode
+        if not ours or len(args) < 3 or torch.device(args[2]).type != "cpu":
+            return original(cls, *args, **kwargs)
+        fake: Any = original(cls, *args[:2], gpu, *args[3:], **kwargs)
+        fake.fake_device = cpu
+        return fake
+
+    FakeTensor.__new__ = staticmethod(new)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        FakeTensor.__new__ = staticmethod(original)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def gpu_foreach() -> Iterator[None]:
+    """Let optimizers and `clip_grad_norm_` choose foreach kernels as on a GPU.
+
+    The rules are `_default_to_fused_or_foreach` in torch/optim/optimizer.py and
+    `_has_foreach_support` in torch/utils/_foreach_utils.py; neither knows fake tensors.
+    """
+    places: list[Any] = [
+        importlib.import_module(name)
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
+    ]
+    devices = [place._get_foreach_kernels_supported_devices for place in places]
+    types = [list(place._foreach_supported_types) for place in places]
+    supported = [*devices[0](), "cpu"]
+    try:
+        for place in places:
+            place._get_foreach_kernels_supported_devices = supported.copy
+            place._foreach_supported_types.append(FakeTensor)
+        yield
+    finally:
+        for place, function, kinds in zip(places, devices, types, strict=True):
+            place._get_foreach_kernels_supported_devices = function
+            place._foreach_supported_types[:] = kinds
+
+
+def is_channels_last(tensor: torch.Tensor, wished: torch.memory_format) -> bool:
+    """Whether ATen's `suggest_memory_format` gives a channels-last format."""
+    return torch._prims_common.suggest_memory_format(tensor) == wished

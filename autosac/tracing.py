@@ -24,7 +24,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autosac import _compat
+from autosac.devices import DeviceSpec
 from autosac.errors import TraceError
+from autosac.lens import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.recording import Recorder
 from autosac.stepping import LossFn, micro_step
@@ -47,6 +49,7 @@ class Step:
         autocast: Type that forward and loss autocast to, or None.
         accumulate: Micro-steps per optimizer step. One of them is traced, with the
             gradients that the earlier ones left.
+        lens: The GPU whose kernels are traced though the model is not there.
     """
 
     model: torch.nn.Module
@@ -58,6 +61,12 @@ class Step:
     granularity_bytes: int
     autocast: torch.dtype | None = None
     accumulate: int = 1
+    lens: DeviceSpec | None = None
+
+    @property
+    def traced_type(self) -> str:
+        """Type of device that the traced tensors say they are on."""
+        return self.device_type if self.lens is None else "cpu"
 
 
 def trace(step: Step) -> Tape:
@@ -86,14 +95,15 @@ def _run(
     step: Step, prepare: Callable[[torch.nn.Module], Any], *, only_storages: bool
 ) -> Tape:
     mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
-    with _preserved_state():
+    with _preserved_state(), lens(mode, step.lens):
         model, optimizer, args, kwargs = _fake_copy(step, mode)
         prepare(model)
         recorder = Recorder(
             model,
-            device_type=step.device_type,
+            device_type=step.traced_type,
             granularity_bytes=step.granularity_bytes,
             only_storages=only_storages,
+            target=step.lens,
         )
         recorder.register(model.parameters(), "parameter")
         recorder.register(model.buffers(), "buffer")
@@ -159,6 +169,8 @@ def _enter_steady_state(
         recorder.muted = True
         optimizer.step()
         recorder.muted = False
+    if recorder.target is not None:
+        recorder.exempt(host_state(optimizer))
     recorder.register(tensors_in(optimizer.state), "optimizer")
 
 
@@ -182,7 +194,7 @@ class _FakeCopies(TorchFunctionMode):
 
 def _fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
     """Copies of model, optimizer, args and kwargs that hold fake tensors."""
-    device = torch.device(step.device_type)
+    device = torch.device(step.traced_type)
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if keeps_values(tensor):

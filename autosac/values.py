@@ -22,14 +22,22 @@ def keeps_values(tensor: torch.Tensor) -> bool:
     )
 
 
-def run_op(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+def run_op(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    inputs: list[torch.Tensor],
+    *,
+    on_gpu: bool = False,
+) -> Any:
     """Run an op on fakes, or for real if all it reads is real and small.
 
     Masks, positions and lengths keep their values that way, so that the step takes
     the branches that it takes on this input, and finds its data-dependent shapes.
     """
     if any(map(_compat.is_fake, inputs)):
-        return _compat.with_real_types(func, args, func(*args, **kwargs))
+        types = _compat.with_gpu_types if on_gpu else _compat.with_real_types
+        return types(func, args, func(*args, **kwargs))
     try:
         out = func(*args, **kwargs)
     except _compat.TRACE_ERRORS:
