@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -155,29 +157,6 @@ def with_real_types(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
 
 
-def with_gpu_types(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """A result of fake CPU tensors with the types that a GPU's kernel gives it.
-
-    Norms keep statistics in float32 for half inputs (`acc_type` in Normalization.cu,
-    layer_norm_kernel.cu and group_norm_kernel.cu, aten/src/ATen/native/cuda).
-    """
-    if str(func) not in _NORMS_OF_GPUS or args[0].dtype not in _HALF_TYPES:
-        return out
-    return (
-        out[0],
-        *(t.float() if t.dtype in _HALF_TYPES else t for t in out[1:]),
-    )
-
-
-_HALF_TYPES = (torch.float16, torch.bfloat16)
-_NORMS_OF_GPUS = (
-    "aten.native_batch_norm.default",
-    "aten.native_layer_norm.default",
-    "aten.native_group_norm.default",
-    "aten._fused_rms_norm.default",
-)
-
-
 def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """A tensor subclass instance without memory."""
     return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)
@@ -308,7 +287,10 @@ def gpu_kernel(name: str, key: str, kernel: Callable[..., Any]) -> Iterator[None
     """Run a Python function for an op of ATen under a dispatch key."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        library.impl(name, kernel, key, allow_override=True)
+        with warnings.catch_warnings():
+            # That it takes the place of another is meant.
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            library.impl(name, kernel, key, allow_override=True)
         yield
     finally:
         library._destroy()
@@ -368,3 +350,50 @@ def gpu_foreach() -> Iterator[None]:
 def is_channels_last(tensor: torch.Tensor, wished: torch.memory_format) -> bool:
     """Whether ATen's `suggest_memory_format` gives a channels-last format."""
     return torch._prims_common.suggest_memory_format(tensor) == wished
+
+
+Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+
+def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function on fake GPU tensors in place of its tensors; no backward.
+
+    Fake tensors that say "cuda" run forward without a GPU, and some fake kernels give
+    their results another layout or type than on the CPU.
+    """
+    gpu = torch.device("cuda", 0)
+    with no_modes(), torch.no_grad():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, torch.device):
+                return gpu
+            if not isinstance(value, torch.Tensor):
+                return value
+            meta = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+            return FakeTensor(mode, meta, gpu)
+
+        with mode:
+            return func(*tree_map(moved, args), **tree_map(moved, kwargs))
+
+
+def gpu_layouts(func: Any, args: Any, kwargs: Any) -> Layouts | None:
+    """Size, stride and type of an op's results on a GPU; None if nobody knows."""
+    try:
+        out = on_fake_gpu(func, args, kwargs)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return None  # it asks for properties of a GPU
+    return tuple(
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        for leaf in tree_leaves(out)
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def makes_all_results(func: Any) -> bool:
+    """Whether an op returns new tensors only, by its schema."""
+    schema = getattr(func, "_schema", None)
+    returns = () if schema is None else schema.returns
+    return bool(returns) and all(result.alias_info is None for result in returns)

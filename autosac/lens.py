@@ -6,6 +6,7 @@ of CUDA's autocast. Where ATen asks a tensor for its device instead, this module
 the answer in its place, with temporary kernels for the composite ops that ask:
 
     dropout                 native_dropout while training       Dropout.cpp
+    group_norm              contiguous input, in old versions   group_norm.cpp
     batch_norm              cuDNN, MIOpen or ATen's own         Normalization.cpp
     softmax, log_softmax    half in, float32 out in one kernel  SoftMax.cpp
     attention               see lens_attention.py               attention.cpp
@@ -105,6 +106,7 @@ def _kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
         "softmax.int": functools.partial(_softmax, "softmax"),
         "log_softmax.int": functools.partial(_softmax, "log_softmax"),
         "grid_sampler": _grid_sampler,
+        "group_norm": _group_norm,
         "_batch_norm_impl_index": functools.partial(_batch_norm, device),
         "scaled_dot_product_attention": functools.partial(
             lens_attention.attend, device
@@ -155,6 +157,25 @@ def _softmax(
         return fused
     out: torch.Tensor = getattr(aten, name).int.decompose(input, dim, dtype)
     return out
+
+
+def _group_norm(input: torch.Tensor, *args: Any) -> torch.Tensor:
+    """The CPU keeps channels last; it depends on the version whether a GPU does."""
+    if _memory_format(input) != torch.contiguous_format and not _keeps_channels_last():
+        input = input.contiguous()
+    out: torch.Tensor = torch.ops.aten.group_norm.default.decompose(input, *args)
+    return out
+
+
+@functools.cache
+def _keeps_channels_last() -> bool:
+    """Whether a GPU's group norm works on channels-last tensors as they are."""
+    with _compat.no_modes():
+        probe = torch.empty(
+            2, 2, 2, 2, device="meta", memory_format=torch.channels_last
+        )
+        out = _compat.on_fake_gpu(torch.nn.functional.group_norm, (probe, 1), {})
+    return _memory_format(out) == torch.channels_last
 
 
 def _grid_sampler(

@@ -120,9 +120,19 @@ class Autocast:
     def _call(self, op: Any, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Any:
         with _compat.below_autocast():
             if dtype is not None:
-                cast = functools.partial(self._cast, dtype=dtype)
-                args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
+                args, kwargs = self._cast_all(op, args, kwargs, dtype)
             return op(*args, **kwargs)
+
+    def _cast_all(
+        self, op: Any, args: Any, kwargs: Any, dtype: torch.dtype
+    ) -> tuple[Any, Any]:
+        """Cast the last argument first: GCC, which builds the wheels, does so."""
+        cast = functools.partial(self._cast, dtype=dtype)
+        names = [argument.name for argument in op._schema.arguments]
+        order = sorted(kwargs, key=names.index, reverse=True)
+        named = {name: tree_map(cast, kwargs[name]) for name in order}
+        placed = [tree_map(cast, value) for value in reversed(args)]
+        return placed[::-1], named
 
     def _cast(self, value: Any, *, dtype: torch.dtype) -> Any:
         if not _eligible(value) or value.dtype == dtype:
