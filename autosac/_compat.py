@@ -304,7 +304,8 @@ def gpu_dispatch(mode: FakeTensorMode) -> Iterator[None]:
     takes them for CUDA tensors. (Fake tensors that say "cuda" cannot go backward
     without a GPU: the engine asks for its context.)
     """
-    original = FakeTensor.__new__
+    fakes: Any = FakeTensor
+    original: Any = fakes.__new__
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -315,11 +316,11 @@ def gpu_dispatch(mode: FakeTensorMode) -> Iterator[None]:
         fake.fake_device = cpu
         return fake
 
-    FakeTensor.__new__ = staticmethod(new)  # type: ignore[assignment]
+    fakes.__new__ = staticmethod(new)
     try:
         yield
     finally:
-        FakeTensor.__new__ = staticmethod(original)  # type: ignore[assignment]
+        fakes.__new__ = staticmethod(original)
 
 
 @contextlib.contextmanager

@@ -321,7 +321,7 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     if mask is None or mask.dtype != torch.bool:
         return mask
     zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
-    return torch.where(mask.logical_not(), -math.inf, zero)
+    return torch.where(mask, zero, -math.inf)
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:

@@ -185,7 +185,7 @@ def gpu_autocast() -> Iterator[None]:
     A region for the CPU is one for the GPU here, as tensors say that they are on the
     CPU; both states are set alike, so that `torch.utils.checkpoint` restores them.
     """
-    autocast = torch.autocast
+    autocast: Any = torch.autocast
     originals = autocast.__init__, autocast.__enter__, autocast.__exit__
     installed = contextlib.ExitStack()
     casts = Autocast()
