@@ -236,7 +236,8 @@ class Recorder(_compat.TorchDispatchMode):
     def register(self, tensors: Iterator[torch.Tensor], category: str) -> None:
         """Count tensors that exist before the step."""
         for tensor in tensors:
-            self._index(tensor, 0, category)
+            if self._counts(tensor):
+                self._index(tensor, 0, category)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Take a registered tensor out of the account again."""
