@@ -212,7 +212,25 @@ def is_random(func: Any) -> bool:
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating point operations of a call, 0 for ops without a formula."""
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    if formula is None:
+        return 0
+    return int(formula(*_with_all_heads(func, args), **kwargs, out_val=out))
+
+
+def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Attention with a key head for each query head, for the formulas of torch 2.10."""
+    if "_scaled_dot_product" not in str(func):
+        return args
+    names = [argument.name for argument in func._schema.arguments]
+    batch, heads = args[names.index("query")].shape[:2]
+    places = {names.index("key"), names.index("value")}
+    with no_modes():
+        return tuple(
+            torch.empty(batch, heads, *arg.shape[2:], device="meta")
+            if i in places
+            else arg
+            for i, arg in enumerate(args)
+        )
 
 
 def next_sequence_nr() -> int:
@@ -280,6 +298,12 @@ def below_autocast() -> contextlib.AbstractContextManager[Any]:
         keys
     )
     return guard
+
+
+def composite(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the C++ composite kernel of an op; its `decompose` may be a Python one."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return op._op_dk(key, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -378,6 +402,32 @@ def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
 
         with mode:
             return func(*tree_map(moved, args), **tree_map(moved, kwargs))
+
+
+class _Names(TorchDispatchMode):
+    """Lists the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def ops_on_fake_gpu(func: Any, args: Any) -> tuple[str, ...]:
+    """Names of the ops of a call on fake GPU tensors."""
+    seen = _Names()
+
+    def call(*moved: Any) -> Any:
+        with seen:
+            return func(*moved)
+
+    on_fake_gpu(call, args, {})
+    return tuple(seen.names)
 
 
 def gpu_layouts(func: Any, args: Any, kwargs: Any) -> Layouts | None:

@@ -9,7 +9,7 @@ the answer in its place, with temporary kernels for the composite ops that ask:
     group_norm              contiguous input, in old versions   group_norm.cpp
     batch_norm              cuDNN, MIOpen or ATen's own         Normalization.cpp
     softmax, log_softmax    half in, float32 out in one kernel  SoftMax.cpp
-    attention               see lens_attention.py               attention.cpp
+    attention               see lens_attention.py, lens_choice.py   attention.cpp
     autocast                see lens_autocast.py                autocast_mode.h
     foreach optimizers      `_compat.gpu_foreach`               torch/optim/optimizer.py
 
@@ -126,7 +126,7 @@ def _for_fakes(mode: Any, op: Any, kernel: Any, *args: Any, **kwargs: Any) -> An
     """Keep the kernels away from tensors that other code has on a real GPU."""
     if _compat.fake_mode_of(args[0]) is mode:
         return kernel(*args, **kwargs)
-    return op.decompose(*args, **kwargs)
+    return _compat.composite(op, *args, **kwargs)
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> Any:
@@ -144,7 +144,9 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if train and 0 < p < 1 and input.numel():
         return torch.native_dropout(input, p, train)[0]
-    out: torch.Tensor = torch.ops.aten.dropout.default.decompose(input, p, train)
+    out: torch.Tensor = _compat.composite(
+        torch.ops.aten.dropout.default, input, p, train
+    )
     return out
 
 
@@ -155,7 +157,7 @@ def _softmax(
     if input.dtype == torch.float16 and dtype == torch.float32:
         fused: torch.Tensor = getattr(aten, f"_{name}").default(input, dim, True)
         return fused
-    out: torch.Tensor = getattr(aten, name).int.decompose(input, dim, dtype)
+    out: torch.Tensor = _compat.composite(getattr(aten, name).int, input, dim, dtype)
     return out
 
 
@@ -163,7 +165,9 @@ def _group_norm(input: torch.Tensor, *args: Any) -> torch.Tensor:
     """The CPU keeps channels last; it depends on the version whether a GPU does."""
     if _memory_format(input) != torch.contiguous_format and not _keeps_channels_last():
         input = input.contiguous()
-    out: torch.Tensor = torch.ops.aten.group_norm.default.decompose(input, *args)
+    out: torch.Tensor = _compat.composite(
+        torch.ops.aten.group_norm.default, input, *args
+    )
     return out
 
 
@@ -189,8 +193,13 @@ def _grid_sampler(
     bilinear, zeros = interpolation_mode == 0, padding_mode == 0
     if bilinear and zeros and align_corners and input.dim() == 4:
         _refuse("grid_sampler")
-    out: torch.Tensor = torch.ops.aten.grid_sampler.default.decompose(
-        input, grid, interpolation_mode, padding_mode, align_corners
+    out: torch.Tensor = _compat.composite(
+        torch.ops.aten.grid_sampler.default,
+        input,
+        grid,
+        interpolation_mode,
+        padding_mode,
+        align_corners,
     )
     return out
 
@@ -231,7 +240,8 @@ def _batch_norm(
         if device.vendor == "amd" and _miopen_norms(input, weight):
             out = aten.miopen_batch_norm(input.contiguous(), *affines, *rest)
             return (*out, input.new_empty(0, dtype=torch.uint8), 2)
-    return aten._batch_norm_impl_index.default.decompose(  # type: ignore[no-any-return]
+    return _compat.composite(  # type: ignore[no-any-return]
+        aten._batch_norm_impl_index.default,
         input,
         weight,
         bias,

@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autosac
-from autosac import _compat, lens_attention
+from autosac import _compat, lens_choice
 from autosac.demo import GPT, next_token_loss
 from autosac.devices import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
@@ -36,7 +36,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def old_cudnn(monkeypatch):
     """Flash attention comes first on every GPU unless a test says otherwise."""
-    monkeypatch.setattr(lens_attention, "cudnn_version", lambda: 91002)
+    monkeypatch.setattr(lens_choice, "cudnn_version", lambda: 91002)
 
 
 def names(made, *phases):
@@ -89,6 +89,7 @@ class Vision(nn.Module):
         return self.head(x.flatten(1))
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("autocast", [None, BFLOAT16, HALF], ids=str)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, HALF], ids=str)
 @pytest.mark.parametrize("kind", [Language, Vision])
@@ -230,7 +231,7 @@ def test_falls_back_to_math(options):
     ids=str,
 )
 def test_prefers_cudnn_where_the_gpu_does(monkeypatch, version, options, kernel):
-    monkeypatch.setattr(lens_attention, "cudnn_version", lambda: version)
+    monkeypatch.setattr(lens_choice, "cudnn_version", lambda: version)
 
     assert attention(**options)[-1] == kernel
 
