@@ -348,11 +348,14 @@ def gpu_dispatch(mode: FakeTensorMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gpu_foreach() -> Iterator[None]:
-    """Let optimizers and `clip_grad_norm_` choose foreach kernels as on a GPU.
+def real_foreach(*, on_gpu: bool) -> Iterator[None]:
+    """Let optimizers and `clip_grad_norm_` choose foreach kernels as for real tensors.
 
     The rules are `_default_to_fused_or_foreach` in torch/optim/optimizer.py and
     `_has_foreach_support` in torch/utils/_foreach_utils.py; neither knows fake tensors.
+
+    Args:
+        on_gpu: Choose for fake CPU tensors as for a GPU's.
     """
     places: list[Any] = [
         importlib.import_module(name)
@@ -360,7 +363,7 @@ def gpu_foreach() -> Iterator[None]:
     ]
     devices = [place._get_foreach_kernels_supported_devices for place in places]
     types = [list(place._foreach_supported_types) for place in places]
-    supported = [*devices[0](), "cpu"]
+    supported = [*devices[0](), *(["cpu"] if on_gpu else [])]
     try:
         for place in places:
             place._get_foreach_kernels_supported_devices = supported.copy

@@ -174,6 +174,14 @@ _SPECS = (
         gb_per_s=900,
         tflops={"float64": 7.8, "float32": 15.7, "float16": 125},
     ),
+    # NVIDIA T4 data sheet; float64 is 1/32 of float32 (Turing whitepaper, TU104).
+    _gpu(
+        "t4",
+        capability=(7, 5),
+        memory_gb=16,
+        gb_per_s=320,
+        tflops={"float64": 0.253, "float32": 8.1, "float16": 65},
+    ),
     # NVIDIA GA102 GPU architecture whitepaper, GeForce RTX 3090.
     _gpu(
         "rtx3090",

@@ -11,7 +11,7 @@ the answer in its place, with temporary kernels for the composite ops that ask:
     softmax, log_softmax    half in, float32 out in one kernel  SoftMax.cpp
     attention               see lens_attention.py, lens_choice.py   attention.cpp
     autocast                see lens_autocast.py                autocast_mode.h
-    foreach optimizers      `_compat.gpu_foreach`               torch/optim/optimizer.py
+    foreach optimizers      `_compat.real_foreach`              torch/optim/optimizer.py
 
 (all .cpp files in aten/src/ATen/native). What cannot be known without the GPU is
 refused: recurrent layers (the size of cuDNN's reserve), ctc_loss, and grid_sample
@@ -63,13 +63,14 @@ def lens(mode: Any, device: DeviceSpec | None) -> Iterator[None]:
 
     Args:
         mode: The fake tensor mode.
-        device: The GPU, or None to change nothing.
+        device: The GPU, or None if the tensors are where they say they are.
 
     Raises:
         ValueError: The device lacks a compute capability.
     """
     if device is None:
-        yield
+        with _compat.real_foreach(on_gpu=False):
+            yield
         return
     if device.vendor == "nvidia" and device.compute_capability is None:
         raise ValueError(
@@ -78,7 +79,7 @@ def lens(mode: Any, device: DeviceSpec | None) -> Iterator[None]:
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compat.gpu_dispatch(mode))
-        stack.enter_context(_compat.gpu_foreach())
+        stack.enter_context(_compat.real_foreach(on_gpu=True))
         stack.enter_context(gpu_autocast())
         for name, kernel in _kernels(device).items():
             guarded = functools.partial(_for_fakes, mode, _overload(name), kernel)

@@ -163,7 +163,7 @@ def _eligible(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and value.dtype != torch.float64
-        and _compat.is_fake(value)
+        and (value.is_cuda or _compat.is_fake(value))
     )
 
 
