@@ -74,7 +74,8 @@ def _flash_backward(given: dict[str, Any]) -> list[int]:
 
     float32 accumulator of the queries' gradient and the row sums of ``dP * P``, with
     sequences in multiples of 128 and heads of 32 (256 above 192); with fewer key heads
-    also their gradients expanded.
+    also their gradients expanded. `_flash_attention_backward` in attention_backward.cu
+    copies an output or its gradient that is not contiguous as (batch, length, head).
     """
     query, key = given["query"], given["key"]
     batch, heads, length, width = query.shape
@@ -84,7 +85,20 @@ def _flash_backward(given: dict[str, Any]) -> list[int]:
     if key.shape[1] != heads:
         expanded = batch * heads * key.shape[2] * width * key.element_size()
         sizes += [expanded, expanded]
+    for tensor in (given["grad_out"], given["out"]):
+        if not _is_length_major(tensor):
+            sizes.append(tensor.numel() * tensor.element_size())
     return sizes
+
+
+def _is_length_major(tensor: torch.Tensor) -> bool:
+    """Whether (batch, head, length, width) lies as (batch, length, head, width)."""
+    step = 1
+    for dim in (3, 1, 2, 0):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) != step:
+            return False
+        step *= tensor.shape[dim]
+    return True
 
 
 def _efficient_backward(given: dict[str, Any]) -> list[int]:
@@ -107,8 +121,9 @@ def _efficient_backward(given: dict[str, Any]) -> list[int]:
 def _embedding_backward(given: dict[str, Any]) -> list[int]:
     """`embedding_dense_backward_cuda`: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
 
-    Up to 3072 indices run without temporaries. More are sorted (both orders, 8 bytes an
-    index, and as much for CUB to sort in), and summed in segments of up to 10 rows.
+    Up to 3072 indices run without temporaries. More are sorted: the result takes two
+    arrays of 8 bytes an index, sorting three more (CUB's share is an estimate). When
+    these are gone, rows are summed in segments of up to 10.
     """
     grad, indices = given["grad_output"], given["indices"]
     number = indices.numel()
@@ -117,14 +132,9 @@ def _embedding_backward(given: dict[str, Any]) -> list[int]:
     segments = min(number, given["num_weights"])
     partial = number // 10 + segments
     itemsize = 4 if grad.dtype in _HALF else grad.element_size()
-    return (
-        [8 * number] * 4
-        + [8 * segments] * 3
-        + [
-            8 * partial,
-            partial * grad.shape[-1] * itemsize,
-        ]
-    )
+    rows = partial * grad.shape[-1] * itemsize
+    summing = [8 * number, 8 * segments, 8 * segments, 8 * partial, rows]
+    return [8 * number] * 2 + max([8 * number] * 3, summing, key=sum)
 
 
 def _foreach_norm(given: dict[str, Any]) -> list[int]:

@@ -503,13 +503,14 @@ def test_counts_what_backward_kernels_allocate():
     work = {op.name: op.workspace_bytes for op in made.tape.ops if op.workspace_bytes}
 
     # Flash attention, 2 x 4 heads of 2048 rows and 16 columns that become 32: their
-    # gradient and the sums of their rows, in float32.
-    flash = 4 * 2 * 4 * 2048 * 32 + 4 * 2 * 4 * 2048
-    # Embedding, 4096 indices: four times the indices, then at most 1000 segments, and
+    # gradient and the sums of their rows, in float32; the gradient of a sum is expanded
+    # from one number, so that it is copied.
+    flash = 4 * 2 * 4 * 2048 * 32 + 4 * 2 * 4 * 2048 + 2 * 2 * 4 * 2048 * 16
+    # Embedding, 4096 indices: three times the indices, at most 1000 segments twice, and
     # 409 more partial ones, with 64 float32 numbers each. In blocks of 512 bytes.
     rows = 4096 // 10 + 1000
-    embedding = 4 * 8 * 4096 + 3 * 8192 + -(-8 * rows // 512) * 512 + rows * 64 * 4
-    embedding = -(-embedding // 512) * 512
+    embedding = 3 * 8 * 4096 + 2 * 8192 + -(-8 * rows // 512) * 512
+    embedding += -(-rows * 64 * 4 // 512) * 512
     assert work == {
         "aten._scaled_dot_product_flash_attention_backward.default": flash,
         "aten.embedding_dense_backward.default": embedding,
