@@ -11,12 +11,14 @@ from autosac.errors import (
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
 from autosac.profiling import Profile, calibrate, profile
+from autosac.stepping import OptimizerInBackward
 from autosac.verifying import Verification, verify
 
 __all__ = [
     "AutosacError",
     "DeviceSpec",
     "InfeasibleBudgetError",
+    "OptimizerInBackward",
     "Plan",
     "PlanMismatchError",
     "Profile",

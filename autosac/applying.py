@@ -13,7 +13,9 @@ name. What they do beyond `create_selective_checkpoint_contexts` of torch 2.15:
 from __future__ import annotations
 
 import ctypes
+import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,17 +29,24 @@ from autosac.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
 from autosac.pytrees import tensors_in
 
 
-class CheckpointedForward:
-    """Stands in for a module's ``forward`` and runs it as an AC unit.
+class _Rerunning(threading.local):
+    """Whether this thread reruns a unit: modules in it run plainly then."""
+
+    now = False
+
+
+_rerunning = _Rerunning()
+
+
+class _StandIn:
+    """Stands in for a module's ``forward``.
 
     Args:
         module: The module.
-        policy: What to do with its ops.
     """
 
-    def __init__(self, module: torch.nn.Module, policy: OpPolicy) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.policy = policy
         self.own_forward = module.__dict__.get("forward")
 
     @property
@@ -48,9 +57,33 @@ class CheckpointedForward:
         forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return forward
 
+
+class CheckpointedForward(_StandIn):
+    """Stands in for a module's ``forward`` and runs it as an AC unit.
+
+    Args:
+        module: The module.
+        policies: What to do with its ops, for each call of a step that is planned.
+        counts: How often modules were called in this step.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        policies: tuple[OpPolicy, ...],
+        counts: Counter[str],
+    ) -> None:
+        super().__init__(module)
+        self.fqn = policies[0].fqn
+        self.training = policies[0].training
+        self.num_calls = policies[0].num_calls
+        self.policies = {policy.call_index: policy for policy in policies}
+        self.counts = counts
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
-        if not torch.is_grad_enabled() or self.module.training != self.policy.training:
+        policy = None if _rerunning.now else self._policy()
+        if policy is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
 
         args, kwargs = _own_containers(args), _own_containers(kwargs)
@@ -59,7 +92,7 @@ class CheckpointedForward:
             return forward(*inputs, **kwargs)
 
         def contexts() -> tuple[_ForwardMode, _RerunMode]:
-            record = _Run(self.policy)
+            record = _Run(policy)
             return _ForwardMode(record), _RerunMode(record)
 
         return checkpoint(
@@ -69,6 +102,36 @@ class CheckpointedForward:
             preserve_rng_state=False,  # random ops are given theirs one by one
             context_fn=contexts,
         )
+
+    def _policy(self) -> OpPolicy | None:
+        """The policy of this call."""
+        if self.module.training != self.training:
+            return None
+        if self.num_calls == 1:
+            return self.policies[0]
+        index = self.counts[self.fqn]
+        self.counts[self.fqn] += 1
+        if index == self.num_calls:
+            warnings.warn(
+                f"AC unit `{self.fqn}` is called more often than the {self.num_calls}"
+                " times its plan knows; what follows is saved, not recomputed, and the"
+                " planned peak no longer holds. Plan again with inputs like these.",
+                stacklevel=2,
+            )
+        return self.policies.get(index)
+
+
+class _CountedForward(_StandIn):
+    """Stands in for the whole model's ``forward``; every call begins a new count."""
+
+    def __init__(self, module: torch.nn.Module, counts: Counter[str]) -> None:
+        super().__init__(module)
+        self.counts = counts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _rerunning.now:
+            self.counts.clear()
+        return self.__wrapped__(*args, **kwargs)
 
 
 def _own_containers(value: Any) -> Any:
@@ -82,9 +145,15 @@ def _own_containers(value: Any) -> Any:
 
 def install(model: torch.nn.Module, policies: tuple[OpPolicy, ...]) -> None:
     """Make modules of a model AC units; names and state dict stay as they are."""
+    counts: Counter[str] = Counter()
+    by_fqn: dict[str, list[OpPolicy]] = {}
     for policy in policies:
-        module = model.get_submodule(policy.fqn)
-        module.forward = CheckpointedForward(module, policy)
+        by_fqn.setdefault(policy.fqn, []).append(policy)
+    for fqn, of_module in by_fqn.items():
+        module = model.get_submodule(fqn)
+        module.forward = CheckpointedForward(module, tuple(of_module), counts)
+    if any(policy.num_calls > 1 for policy in policies):
+        model.forward = _CountedForward(model, counts)
 
 
 def installed(model: torch.nn.Module) -> tuple[str, ...]:
@@ -98,12 +167,12 @@ def installed(model: torch.nn.Module) -> tuple[str, ...]:
 
 def remove(model: torch.nn.Module) -> None:
     """Undo `install`."""
-    for fqn in installed(model):
-        module = model.get_submodule(fqn)
-        own_forward = module.__dict__["forward"].own_forward
-        del module.forward
-        if own_forward is not None:
-            module.forward = own_forward
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, _StandIn):
+            del module.forward
+            if forward.own_forward is not None:
+                module.forward = forward.own_forward
 
 
 @dataclass(slots=True)
@@ -179,8 +248,14 @@ class _RerunMode(_compat.TorchDispatchMode):
 
     def __enter__(self) -> _RerunMode:
         self.place = 0
+        self.rerunning = _rerunning.now
+        _rerunning.now = True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        _rerunning.now = self.rerunning
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -203,7 +278,7 @@ class _RerunMode(_compat.TorchDispatchMode):
             outputs, entry.outputs = entry.outputs, None
             return outputs
         if any(_is_shell(t) for t in tensors_in((args, kwargs))):
-            return _view_of_shell(func, args, kwargs)
+            return _view_of_shell(func, args, kwargs, known=action == VIEW)
         args = _compat.without_running_statistics(func, args)
         if entry.random_state is None:
             return func(*args, **kwargs)
@@ -303,9 +378,12 @@ def _on_meta(layout: _Layout) -> torch.Tensor:
     return whole.as_strided(layout.size, layout.stride, layout.offset)
 
 
-def _view_of_shell(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view of a shell, found on the meta device."""
-    if not _compat.is_view(func):
+def _view_of_shell(func: Any, args: Any, kwargs: Any, *, known: bool = False) -> Any:
+    """A view of a shell, found on the meta device.
+
+    Some views (`unsafe_split`) do not say so in their schema, but the tape knows.
+    """
+    if not known and not _compat.is_view(func):
         raise RuntimeError(f"{func} reads a result that the plan did not recompute.")
     shell = next(t for t in tensors_in((args, kwargs)) if _is_shell(t))
 

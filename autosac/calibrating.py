@@ -1,166 +1,106 @@
-"""Measure time and workspace of every distinct op of a tape on the present device.
-
-An op runs alone on made-up data of the recorded layouts: random numbers, zeros for
-integers, so that every index is valid. Its *workspace* is what its kernel allocates
-and frees inside itself, which fake tensors cannot see.
-"""
+"""Replace modelled times and workspaces of a tape by measured ones."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
-from autosac.measuring import recorded_events, storage_bytes
-from autosac.pytrees import tensors_in
-from autosac.signatures import Layout, Signature
-from autosac.tape import Tape
-
-_REPEATS = 5
-_MARK = "autosac::calibrated_op"
+from autosac import caching
+from autosac.signatures import Signature
+from autosac.sources import Source, modelled
+from autosac.tape import Op, Tape
+from autosac.timing import OpMeasurement, measure_ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpMeasurement:
-    """What one op call costs.
+class Calibrated:
+    """What is known of a tape's ops.
 
     Attributes:
-        runtime_ms: Least of a few times: noise only adds.
-        workspace_bytes: Most bytes alive while it ran, less what it returned.
+        ops: They, with their workspaces.
+        op_ms: The time of each.
+        sources: Where the figures of each come from.
+        failures: Name of an op that was not run -> why.
     """
 
-    runtime_ms: float
-    workspace_bytes: int
+    ops: tuple[Op, ...]
+    op_ms: tuple[float, ...]
+    sources: tuple[Source, ...]
+    failures: dict[str, str]
 
 
-def measure_ops(tape: Tape, *, device: torch.device) -> dict[Signature, OpMeasurement]:
-    """Run every distinct op of a tape that does some work.
+def calibrated(
+    tape: Tape,
+    op_ms: tuple[float, ...],
+    *,
+    device: torch.device,
+    cache: bool,
+    refresh: bool,
+    progress: bool | None,
+) -> Calibrated:
+    """Look up or measure every distinct op of a tape that does some work.
 
-    Ops that do not run on made-up data are left out of the result.
+    Args:
+        tape: The step.
+        op_ms: Modelled times, for ops that cannot be measured.
+        device: Where to measure.
+        cache: Use the table on disk, and add to it.
+        refresh: Measure what the table knows, too.
+        progress: As in `measure_ops`.
     """
-    signatures = {op.signature for op in tape.ops if not op.is_view}
-    calls = [_Call(s, device) for s in signatures if isinstance(s, Signature)]
-    with torch.random.fork_rng(), torch.no_grad():
-        runtimes = {call.signature: ms for call in calls if (ms := _runtime_ms(call))}
-        calls = [call for call in calls if call.signature in runtimes]
-        workspaces = _workspaces(calls, device)
-    return {
-        call.signature: OpMeasurement(
-            runtime_ms=runtimes[call.signature], workspace_bytes=workspace_bytes
-        )
-        for call, workspace_bytes in zip(calls, workspaces, strict=True)
-    }
+    needed = _needed_bytes(tape)
+    texts = {s: text for s in needed if (text := caching.text_of(s))} if cache else {}
+    found: dict[Signature, tuple[OpMeasurement, Source]] = {}
+    if cache:
+        environment = caching.environment(device)
+        path = caching.path_of(environment)
+        table = {} if refresh else caching.read(path)
+        for signature, text in texts.items():
+            if text in table:
+                found[signature] = (table[text], "cached")
+    missing = {s: num_bytes for s, num_bytes in needed.items() if s not in found}
+    made = measure_ops(missing, device=device, progress=progress)
+    if cache:
+        known = {texts[s]: cost for s, cost in made.costs.items() if s in texts}
+        caching.add(path, environment, known)
+    for signature, cost in made.costs.items():
+        found[signature] = (cost, "measured")
+    return _replaced(tape, op_ms, found, made.failures)
 
 
-class _Call:
-    """An op on made-up data."""
-
-    def __init__(self, signature: Signature, device: torch.device) -> None:
-        self.signature = signature
-        self.device = device
-
-    def prepare(self) -> tuple[list[Any], dict[str, Any]]:
-        args = [_thaw(value, self.device) for value in self.signature.args]
-        pairs = self.signature.kwargs
-        return args, {name: _thaw(value, self.device) for name, value in pairs}
+def _needed_bytes(tape: Tape) -> dict[Signature, int]:
+    """Distinct ops that do some work -> size of what each reads and writes."""
+    needed: dict[Signature, int] = {}
+    for op in tape.ops:
+        if isinstance(op.signature, Signature) and not op.is_view:
+            needed[op.signature] = op.moved_bytes
+    return needed
 
 
-def _runtime_ms(call: _Call) -> float | None:
-    """Least time of an op; None if it does not run on made-up data."""
-    func = call.signature.func
-    times = []
-    try:
-        args, kwargs = call.prepare()
-        func(*args, **kwargs)
-        _synchronize(call.device)
-        for _ in range(_REPEATS):
-            begin = time.perf_counter()
-            func(*args, **kwargs)
-            _synchronize(call.device)
-            times.append((time.perf_counter() - begin) * 1e3)
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        return None
-    return min(times)
-
-
-def _workspaces(calls: list[_Call], device: torch.device) -> list[int]:
-    """Workspace of each op in bytes."""
-    if device.type == "cuda":
-        return [_cuda_workspace(call) for call in calls]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as in `measuring`
-    kept: list[int] = []
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as recording:
-        for call in calls:
-            args, kwargs = call.prepare()
-            with record_function(_MARK):
-                out = call.signature.func(*args, **kwargs)
-            kept.append(_kept_bytes(out, args, kwargs))
-            del out, args, kwargs
-    peaks = [_peak_bytes(event) for event in _marks(recording)]
-    return [max(0, p - k) for p, k in zip(peaks, kept, strict=True)]
-
-
-def _cuda_workspace(call: _Call) -> int:
-    args, kwargs = call.prepare()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = call.signature.func(*args, **kwargs)
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_allocated()
-    del out
-    return max(0, torch.cuda.max_memory_allocated() - max(before, after))
-
-
-def _kept_bytes(out: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that an op returned and did not get."""
-    given = list(tensors_in((args, kwargs)))
-    return storage_bytes([*given, *tensors_in((out,))]) - storage_bytes(given)
-
-
-def _marks(recording: profile) -> Iterator[Any]:
-    return (event for event in recorded_events(recording) if event.name == _MARK)
-
-
-def _peak_bytes(mark: Any) -> int:
-    """Most bytes allocated inside a marked range."""
-    pending, sizes = list(mark.children), []
-    while pending:
-        event = pending.pop()
-        kind, fields = event.typed
-        if kind.name == "Allocation" and fields.device.type == "cpu":
-            sizes.append((event.start_time_ns, fields.alloc_size))
-        pending.extend(event.children)
-    live = peak = 0
-    for _, size in sorted(sizes, key=lambda item: item[0]):
-        live += size
-        peak = max(peak, live)
-    return peak
-
-
-def _thaw(value: Any, device: torch.device) -> Any:
-    """Made-up data for a frozen argument."""
-    if isinstance(value, tuple):
-        return [_thaw(item, device) for item in value]
-    if not isinstance(value, Layout):
-        return value
-    reach = 1 + sum(
-        (size - 1) * step for size, step in zip(value.size, value.stride, strict=True)
+def _replaced(
+    tape: Tape,
+    op_ms: tuple[float, ...],
+    found: dict[Signature, tuple[OpMeasurement, Source]],
+    failed: dict[Signature, str],
+) -> Calibrated:
+    ops, times, sources = [], [], []
+    for op, modelled_ms in zip(tape.ops, op_ms, strict=True):
+        known = None
+        if isinstance(op.signature, Signature) and not op.is_view:
+            known = found.get(op.signature)
+        if known is None:
+            ops.append(op)
+            times.append(modelled_ms)
+            source = modelled(op)
+        else:
+            cost, source = known
+            ops.append(replace(op, workspace_bytes=cost.workspace_bytes))
+            times.append(cost.runtime_ms)
+        sources.append(source)
+    return Calibrated(
+        ops=tuple(ops),
+        op_ms=tuple(times),
+        sources=tuple(sources),
+        failures={str(signature.func): reason for signature, reason in failed.items()},
     )
-    # The memory first: a layout may visit an element twice (`expand`).
-    flat = torch.zeros(max(reach, 0), dtype=value.dtype, device=device)
-    if value.dtype.is_floating_point:
-        flat.uniform_()
-    return flat.as_strided(value.size, value.stride)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

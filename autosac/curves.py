@@ -8,8 +8,6 @@ from autosac.policies import RERUN, SAVE, SKIP, Policy
 from autosac.units import Unit
 from solvers import curve, knapsack
 
-_MOST_GROUPS = 250  # of a unit whose whole curve is worth its solving time
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCurve:
@@ -49,14 +47,8 @@ def save_problem(
 
 
 def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
-    """Solve for the Pareto points of a unit; None if it frees nothing.
-
-    A unit with very many ops gets two points only: all recomputed, or what has to
-    be saved (a heuristic; units inside it have their whole curves).
-    """
+    """Solve for the Pareto points of a unit; None if it frees nothing."""
     problem = save_problem(unit)
-    if len(unit.groups) > _MOST_GROUPS:
-        num_points = 1
     solutions = knapsack.trade_off(problem, num_points=num_points)
     most = max(unit.activation_bytes, 1)
     freed: dict[int, tuple[float, Policy]] = {}

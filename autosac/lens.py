@@ -34,6 +34,7 @@ import torch
 from autosac import _compat, lens_attention
 from autosac.devices import DeviceSpec
 from autosac.lens_autocast import gpu_autocast
+from autosac.stepping import AnyOptimizer
 
 # Composite ops that would choose a kernel whose memory is not known here.
 _RECURRENT = (
@@ -88,7 +89,7 @@ def lens(mode: Any, device: DeviceSpec | None) -> Iterator[None]:
         yield
 
 
-def host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def host_state(optimizer: AnyOptimizer) -> list[torch.Tensor]:
     """State that an optimizer keeps on the CPU though its parameters are on a GPU."""
     return [
         value

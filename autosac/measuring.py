@@ -26,6 +26,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from autosac.stepping import AnyOptimizer
+
 T = TypeVar("T")
 State = dict[str, torch.Tensor]
 _MARK = "autosac::measured_run"
@@ -166,7 +168,7 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def capture_state(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: AnyOptimizer | None,
     loss: torch.Tensor,
 ) -> State:
     """Copy to the CPU all that a training step may change, by readable name.
@@ -193,13 +195,13 @@ def capture_state(
     }
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def optimizer_tensors(optimizer: AnyOptimizer | None) -> list[torch.Tensor]:
     """Tensors in the optimizer's state, at any depth."""
     leaves = [] if optimizer is None else _state_leaves(optimizer)
     return [leaf for _, _, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _state_leaves(optimizer: torch.optim.Optimizer) -> list[tuple[Any, str, Any]]:
+def _state_leaves(optimizer: AnyOptimizer) -> list[tuple[Any, str, Any]]:
     return [
         (parameter, keystr(path), leaf)
         for parameter, state in optimizer.state.items()
@@ -208,7 +210,7 @@ def _state_leaves(optimizer: torch.optim.Optimizer) -> list[tuple[Any, str, Any]
 
 
 def _optimizer_entries(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    model: torch.nn.Module, optimizer: AnyOptimizer
 ) -> list[tuple[str, torch.Tensor]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     entries = []

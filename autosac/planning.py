@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -107,15 +108,28 @@ def make_plan(
         InfeasibleBudgetError: No plan fits.
         SolverError: The applied model's dry run does not confirm the plan.
     """
-    simulator = made.simulator
-    chosen: Choice = {}
-    bound_ms = 0.0
-    if simulator.baseline.peak_bytes > budget_bytes:
-        chosen, bound_ms = _solve(made, budget_bytes, segments, backend)
-        chosen = spend_slack(simulator, chosen, budget_bytes)
+    chosen, bound_ms = choose(made, budget_bytes, segments=segments, backend=backend)
     policies = _op_policies(made, chosen)
     _confirm(made, chosen, policies)
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
+
+
+def choose(
+    made: Profile,
+    budget_bytes: int,
+    *,
+    segments: int | None = None,
+    backend: Backend = "highs",
+) -> tuple[Choice, float]:
+    """The units of a plan with their policies, and the bound on recompute time.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits.
+    """
+    if made.simulator.baseline.peak_bytes <= budget_bytes:
+        return {}, 0.0
+    chosen, bound_ms = _solve(made, budget_bytes, segments, backend)
+    return spend_slack(made.simulator, chosen, budget_bytes), bound_ms
 
 
 def _solve(
@@ -125,13 +139,13 @@ def _solve(
     formulation = made.formulation
     # The MILP counts storages that two units share twice; at a budget that only the
     # simulation can meet, the bound of its own least budget holds all the more.
-    least_bytes, _ = lowest_in_milp(formulation)
+    least_bytes, _ = lowest_in_milp(formulation, backend)
     target = max(budget_bytes, least_bytes)
     bound_ms: float | None = None
     for _ in range(_ATTEMPTS):
         solution = _solve_once(formulation, target, segments, backend)
         if bound_ms is None:
-            bound_ms = _bound_ms(formulation, target, segments, solution)
+            bound_ms = _bound_ms(formulation, target, segments, backend, solution)
         if not solution.termination.has_incumbent:
             break
         chosen: Choice = decode(formulation, solution)
@@ -139,7 +153,7 @@ def _solve(
         if excess <= 0:
             return chosen, bound_ms
         target -= excess
-    chosen = lowest(made)
+    chosen = lowest(made, backend)
     if made.simulator.peak_bytes(chosen) > budget_bytes:
         raise _infeasible(made, chosen, budget_bytes)
     return chosen, bound_ms or 0.0
@@ -174,12 +188,17 @@ def _bound_ms(
     formulation: Formulation,
     budget_bytes: int,
     segments: int | None,
+    backend: Backend,
     solution: sac.SacSolution,
 ) -> float:
     """Least time of any choice of units and points, as far as it is proven."""
     if segments is not None:  # the solution knows only the units that the fit picked
         solution = sac.solve(
-            formulation.problem(budget_bytes), integral=True, relative_gap=math.inf
+            formulation.problem(budget_bytes),
+            integral=True,
+            backend=backend,
+            time_limit_s=_TIME_LIMIT_S,
+            relative_gap=math.inf,
         )
     return solution.bound_ms or 0.0
 
@@ -196,18 +215,18 @@ def decode(formulation: Formulation, solution: sac.SacSolution) -> dict[Unit, Po
     }
 
 
-def lowest(made: Profile) -> Choice:
+def lowest(made: Profile, backend: Backend = "highs") -> Choice:
     """The choice of least peak."""
-    return lowest_in_milp(made.formulation)[1]
+    return lowest_in_milp(made.formulation, backend)[1]
 
 
 @lru_cache(maxsize=1)
-def lowest_in_milp(formulation: Formulation) -> tuple[int, Choice]:
+def lowest_in_milp(formulation: Formulation, backend: Backend) -> tuple[int, Choice]:
     """Least peak in the MILP's memory model, and the choice that reaches it."""
     if not formulation.units:
         return 0, {}
     peak_bytes, solution = sac.lowest_peak(
-        formulation.problem(0), time_limit_s=_TIME_LIMIT_S
+        formulation.problem(0), backend=backend, time_limit_s=_TIME_LIMIT_S
     )
     if not solution.termination.has_incumbent:
         raise SolverError("The solver found no plan of least peak in time.")
@@ -262,19 +281,19 @@ def spend_slack(simulator: Simulator, chosen: Choice, budget_bytes: int) -> Choi
     """
     chosen = dict(chosen)
     peak_bytes = simulator.peak_bytes(chosen)
-    tried: set[tuple[str, str]] = set()
+    tried: set[tuple[Unit, str]] = set()
     while True:
         slack = budget_bytes - peak_bytes
         moves = [
             move
             for unit, policy in chosen.items()
             for move in _moves(unit, policy)
-            if move.cost_bytes <= slack and (unit.fqn, move.policy.choices) not in tried
+            if move.cost_bytes <= slack and (unit, move.policy.choices) not in tried
         ]
         if not moves:
             return chosen
         move = max(moves, key=lambda move: move.gain_ms)
-        tried.add((move.unit.fqn, move.policy.choices))
+        tried.add((move.unit, move.policy.choices))
         changed = {**chosen, move.unit: move.policy}
         changed_peak = simulator.peak_bytes(changed)
         if changed_peak <= budget_bytes:
@@ -333,7 +352,7 @@ def _as_plan(
 ) -> Plan:
     recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
     return Plan(
-        policy={unit.fqn: _ratio(unit, policy) for unit, policy in chosen.items()},
+        policy=_ratios(made, chosen),
         op_policies=policies,
         budget_bytes=budget_bytes,
         peak_bytes=made.simulator.peak_bytes(chosen),
@@ -346,10 +365,24 @@ def _as_plan(
         calibrated=made.calibrated,
         model=made.model,
         torch_version=torch.__version__,
+        measured_fraction=made.calibration.measured_fraction,
+        reserved_bytes=_reserved_bytes(made, chosen),
     )
 
 
-def _ratio(unit: Unit, policy: Policy) -> float:
-    if not unit.activation_bytes:
-        return 0.0
-    return min(1.0, max(0.0, 1.0 - curves.kept(unit, policy) / unit.activation_bytes))
+def _reserved_bytes(made: Profile, chosen: Choice) -> int | None:
+    if made.device.type != "cuda":
+        return None
+    return made.simulator.reserved_peak_bytes(chosen)
+
+
+def _ratios(made: Profile, chosen: Choice) -> dict[str, float]:
+    """Share of each module's activation memory that is recomputed, over all calls."""
+    most: dict[str, int] = defaultdict(int)
+    freed: dict[str, int] = defaultdict(int)
+    for unit in made.units.candidates:
+        most[unit.fqn] += unit.activation_bytes
+    for unit, policy in chosen.items():
+        left = unit.activation_bytes - curves.kept(unit, policy)
+        freed[unit.fqn] += max(left, 0)
+    return {fqn: nbytes / max(most[fqn], 1) for fqn, nbytes in freed.items()}

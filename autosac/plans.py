@@ -54,6 +54,9 @@ class Plan:
         calibrated: Times and workspaces were measured, not modelled.
         model: Fingerprint of the model the plan is for.
         torch_version: PyTorch that the model was traced with.
+        measured_fraction: Share of the step's time that is measured, not modelled.
+        reserved_bytes: What PyTorch's allocator is predicted to reserve for a step
+            with the plan; None on the CPU, where it reserves nothing.
     """
 
     policy: dict[str, float]
@@ -69,6 +72,8 @@ class Plan:
     calibrated: bool
     model: Fingerprint
     torch_version: str
+    measured_fraction: float = 0.0
+    reserved_bytes: int | None = None
 
     @property
     def optimality_gap(self) -> float:
@@ -155,7 +160,12 @@ class Plan:
             f" {format_bytes(self.baseline_peak_bytes)} without the plan",
             f"time      {format_ms(self.step_ms)} a step on {self.device},"
             f" {format_ms(self.recompute_ms)} of it recomputation (gap {gap})",
+            f"measured  {self.measured_fraction:.1%} of the step's time, the rest is"
+            " modelled",
         ]
+        if self.reserved_bytes is not None:
+            reserved = f"reserved  {format_bytes(self.reserved_bytes)} predicted"
+            lines.insert(2, reserved)
         width = max(map(len, self.policy), default=0)
         lines += [f"{fqn:{width}}  {ratio:6.1%}" for fqn, ratio in self.policy.items()]
         return "\n".join(lines)

@@ -38,12 +38,16 @@ class OpPolicy:
         actions: One of `SAVE`, `RERUN`, `SKIP`, `VIEW`, `DETACHED` per op.
         training: Mode that the module was traced in; in the other one the plan
             is not in force.
+        call_index: Which call of the module in a step it is for, from 0,
+        num_calls: and how often the step calls the module.
     """
 
     fqn: str
     names: tuple[str, ...]
     actions: str
     training: bool
+    call_index: int = 0
+    num_calls: int = 1
 
 
 def op_policy(tape: Tape, unit: Unit, policy: Policy, *, training: bool) -> OpPolicy:
@@ -62,4 +66,13 @@ def op_policy(tape: Tape, unit: Unit, policy: Policy, *, training: bool) -> OpPo
         names=tuple(ops[i].name for i in kept),
         actions="".join(actions[i] for i in kept),
         training=training,
+        call_index=unit.call_index,
+        num_calls=unit.num_calls,
     )
+
+
+def group_policy(tape: Tape, unit: Unit, spelled: OpPolicy) -> Policy:
+    """The policy that `op_policy` spelled out; the inverse of it."""
+    kept = [i for i, op in enumerate(unit.ops) if tape.ops[op].name != _IGNORED_NAME]
+    actions = dict(zip(kept, spelled.actions, strict=True))
+    return Policy("".join(actions[group.ops[0]] for group in unit.groups))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ from autosac.errors import TraceError
 from autosac.formulating import Formulation, formulate
 from autosac.plans import Fingerprint, fingerprint
 from autosac.simulating import Simulator
+from autosac.sources import Calibration, Source, calibration, modelled
 from autosac.statistics import Statistics, module_statistics
 from autosac.stepping import LossFn, normalize_inputs
 from autosac.tape import Tape
@@ -35,6 +37,9 @@ class Profile:
         training: Whether the model was traced in training mode.
         model: Fingerprint of the model.
         calibrated: Times and workspaces were measured, not modelled.
+        op_sources: Where time and workspace of every op come from; empty if all are
+            modelled.
+        failures: Name of an op that could not be measured -> why.
     """
 
     step: Step
@@ -45,6 +50,15 @@ class Profile:
     training: bool
     model: Fingerprint
     calibrated: bool
+    op_sources: tuple[Source, ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """How far times and workspaces are measured."""
+        ops = self.tape.ops
+        sources = self.op_sources or tuple(map(modelled, ops))
+        return calibration(ops, self.op_ms, sources, self.failures)
 
     @cached_property
     def simulator(self) -> Simulator:
@@ -94,6 +108,7 @@ def profile(
     device: str | DeviceSpec | None = None,
     autocast: torch.dtype | None = None,
     accumulate: int = 1,
+    clip_grad_norm: float | None = None,
     exclude: tuple[str, ...] = (),
 ) -> Profile:
     """Trace one training step of a model; nothing is run, nothing is changed.
@@ -101,7 +116,8 @@ def profile(
     Args:
         model: On the CPU, a GPU or the meta device, in the mode it trains in.
         inputs: A tensor, a tuple (args), a dict (kwargs) or ``(args, kwargs)``.
-        optimizer: A ``torch.optim`` instance, a callable on the parameters, or None.
+        optimizer: A ``torch.optim`` instance, an `OptimizerInBackward`, a callable on
+            the parameters that returns one of these, or None.
         loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
             sum of all outputs that require gradients.
         device: ``"cpu"``, ``"cuda"``, a known GPU such as ``"h100"``, or a
@@ -109,6 +125,8 @@ def profile(
             device). A GPU need not be present: see `autosac.lens`.
         autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``.
         accumulate: Micro-steps (forward, loss, backward) per optimizer step.
+        clip_grad_norm: Largest norm of all gradients together
+            (``torch.nn.utils.clip_grad_norm_`` before the optimizer steps), or None.
         exclude: FQNs of modules that must not be AC units.
 
     Raises:
@@ -118,7 +136,7 @@ def profile(
         NotImplementedError: The model is on a GPU and the device is the CPU; or the
             device is a GPU that is not present, and its kernels cannot be known.
     """
-    _check(model, accumulate, exclude)
+    _check(model, accumulate, clip_grad_norm, exclude)
     args, kwargs = normalize_inputs(inputs)
     spec, lens = _device(model, device)
     step = Step(
@@ -131,6 +149,7 @@ def profile(
         granularity_bytes=spec.allocation_granularity_bytes,
         autocast=autocast,
         accumulate=accumulate,
+        clip_grad_norm=clip_grad_norm,
         lens=lens,
     )
     tape = trace(step)
@@ -148,17 +167,33 @@ def profile(
     )
 
 
-def calibrate(profile: Profile) -> Profile:
+def calibrate(
+    profile: Profile,
+    *,
+    cache: bool = True,
+    refresh: bool = False,
+    progress: bool | None = None,
+) -> Profile:
     """Measure time and workspace of every distinct op on the present device.
+
+    Each is measured once on a device, PyTorch version and number of threads: the
+    user's cache directory keeps the figures (``$AUTOSAC_CACHE_DIR``, or ``autosac``
+    in ``$XDG_CACHE_HOME`` or ``~/.cache``).
+
+    Args:
+        profile: The traced step.
+        cache: Read and write that table.
+        refresh: Measure again what is in it.
+        progress: Show a progress bar; None for only on a terminal.
 
     Returns:
         The profile with measured figures; ops that do not run on made-up data keep
-        their modelled ones.
+        their modelled ones. Its `calibration` says which.
 
     Raises:
         ValueError: The profile is for a device that is not present.
     """
-    from autosac.calibrating import measure_ops  # runs kernels: only when asked for
+    from autosac.calibrating import calibrated  # runs kernels: only when asked for
 
     if profile.step.lens is not None and torch.cuda.is_available():
         raise ValueError(
@@ -170,24 +205,28 @@ def calibrate(profile: Profile) -> Profile:
             f"The profile is for {profile.device.name}, and this machine has no GPU;"
             " calibrate where the device is."
         )
-    measured = measure_ops(profile.tape, device=torch.device(profile.step.device_type))
-    ops, op_ms = [], []
-    for op, modelled_ms in zip(profile.tape.ops, profile.op_ms, strict=True):
-        found = None if op.is_view else measured.get(op.signature)  # type: ignore[call-overload]
-        op_ms.append(modelled_ms if found is None else found.runtime_ms)
-        work = op.workspace_bytes if found is None else found.workspace_bytes
-        ops.append(replace(op, workspace_bytes=work))
+    found = calibrated(
+        profile.tape,
+        profile.op_ms,
+        device=torch.device(profile.step.device_type),
+        cache=cache,
+        refresh=refresh,
+        progress=progress,
+    )
     return replace(
         profile,
-        tape=replace(profile.tape, ops=tuple(ops)),
-        op_ms=tuple(op_ms),
+        tape=replace(profile.tape, ops=found.ops),
+        op_ms=found.op_ms,
         calibrated=True,
+        op_sources=found.sources,
+        failures=found.failures,
     )
 
 
 def _check(
     model: torch.nn.Module,
     accumulate: int,
+    clip_grad_norm: float | None,
     exclude: tuple[str, ...],
 ) -> None:
     if not isinstance(model, torch.nn.Module):
@@ -196,6 +235,8 @@ def _check(
         )
     if accumulate < 1:
         raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
     names = {name for name, _ in model.named_modules()}
     for fqn in exclude:
         if fqn not in names:

@@ -21,6 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autosac.allocator import Allocations, replay
 from autosac.groups import Group
 from autosac.policies import RERUN, SAVE, SKIP, Policy
 from autosac.tape import CATEGORIES, IntArray, Tape
@@ -89,7 +90,7 @@ class Simulator:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.span = tape.num_ticks + 2
-        self._effects: dict[tuple[str, Policy], Effect] = {}
+        self._effects: dict[tuple[Unit, Policy], Effect] = {}
         used = [op for op in tape.ops if op.workspace_bytes]
         self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
         self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
@@ -108,27 +109,38 @@ class Simulator:
             chosen: The AC units.
             workspaces: Count what kernels allocate inside themselves.
         """
-        freed = self._freed(chosen)
-        effects = [self.effect(unit, policy) for unit, policy in chosen.items()]
-        nbytes = self.tape.nbytes
-        keys = [self.tape.born * self.span, freed]
-        deltas = [nbytes, -nbytes]
-        for effect in effects:
-            keys += [effect.copy_born, effect.copy_died]
-            deltas += [effect.copy_bytes, -effect.copy_bytes]
-        if workspaces:
-            keys += [self._work_made, self._work_end]
-            deltas += [self._work, -self._work]
-            for effect in effects:
-                keys += [effect.work_made, effect.work_end]
-                deltas += [effect.work_bytes, -effect.work_bytes]
-        key, delta = np.concatenate(keys), np.concatenate(deltas)
+        found = self.allocations(chosen, workspaces=workspaces)
+        key = np.concatenate([found.born, found.died])
+        delta = np.concatenate([found.nbytes, -found.nbytes])
         order = np.argsort(key, kind="stable")
         key, live = key[order], np.cumsum(delta[order])
         if workspaces:
             live += self.number_bytes
         last = np.append(key[1:] != key[:-1], True)
         return Timeline(keys=key[last], live_bytes=live[last])
+
+    def allocations(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> Allocations:
+        """All that a step allocates in which the chosen units run under policies."""
+        effects = [self.effect(unit, policy) for unit, policy in chosen.items()]
+        born = [self.tape.born * self.span, *(e.copy_born for e in effects)]
+        died = [self._freed(chosen), *(e.copy_died for e in effects)]
+        nbytes = [self.tape.nbytes, *(e.copy_bytes for e in effects)]
+        if workspaces:
+            born += [self._work_made, *(e.work_made for e in effects)]
+            died += [self._work_end, *(e.work_end for e in effects)]
+            nbytes += [self._work, *(e.work_bytes for e in effects)]
+        return Allocations(
+            born=np.concatenate(born),
+            died=np.concatenate(died),
+            nbytes=np.concatenate(nbytes),
+            end=self.tape.num_ticks * self.span,
+        )
+
+    def reserved_peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """Most bytes that the allocator of a GPU reserves in steady training."""
+        return replay(self.allocations(chosen)).peak_reserved_bytes
 
     def peak_bytes(
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
@@ -161,7 +173,7 @@ class Simulator:
 
     def effect(self, unit: Unit, policy: Policy) -> Effect:
         """How one unit under one policy changes lifetimes (cached)."""
-        key = (unit.fqn, policy)
+        key = (unit, policy)
         if key not in self._effects:
             self._effects[key] = self._make_effect(unit, policy)
         return self._effects[key]

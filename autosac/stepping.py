@@ -1,15 +1,16 @@
 """The training step that autosac traces, dry-runs and measures: one definition.
 
-The order is forward, loss, backward, ``optimizer.step()``, ``zero_grad()``. The
-output stays referenced until the backward pass is done, as in most training
-loops, and is released before the optimizer step. Forward and loss run under
-autocast if that is asked for. With gradient accumulation they and backward repeat
-before the optimizer steps.
+The order is forward, loss, backward, clipping of gradients, ``optimizer.step()``,
+``zero_grad()``. The output stays referenced until the backward pass is done, as in
+most training loops, and is released before the optimizer step. Forward and loss run
+under autocast if that is asked for. With gradient accumulation they and backward
+repeat before the optimizer steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,91 @@ from torch.utils._pytree import tree_leaves
 
 LossFn = Callable[[Any], torch.Tensor]
 Marker = Callable[[str], None]
+MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], Any]
 PHASES = ("forward", "loss", "backward", "optimizer")
+
+
+class OptimizerInBackward:
+    """One optimizer per parameter, stepped as soon as its gradient is complete.
+
+    Gradients then never exist all at once. The optimizers step in hooks of the
+    parameters (``Tensor.register_post_accumulate_grad_hook``); calling `step` does
+    nothing.
+
+    Args:
+        parameters: Those to train.
+        make_optimizer: Builds the optimizer of a list of one parameter.
+
+    Attributes:
+        optimizers: The optimizer of each parameter.
+
+    Source:
+        pytorch.org, "How to save memory by fusing the optimizer step into the
+        backward pass".
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        make_optimizer: MakeOptimizer,
+    ) -> None:
+        self.make_optimizer = make_optimizer
+        self.optimizers = {
+            parameter: make_optimizer([parameter])
+            for parameter in parameters
+            if parameter.requires_grad
+        }
+        for parameter in self.optimizers:
+            parameter.register_post_accumulate_grad_hook(self.step_one)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerInBackward:
+        """Optimizers of the copied parameters, in their first state."""
+        parameters = [copy.deepcopy(parameter, memo) for parameter in self.optimizers]
+        return OptimizerInBackward(parameters, self.make_optimizer)
+
+    def step_one(self, parameter: torch.Tensor) -> None:
+        """Step one parameter and drop its gradient."""
+        optimizer = self.optimizers[parameter]  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers."""
+        return [group for o in self.optimizers.values() for group in o.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """The state of all optimizers."""
+        return {key: s for o in self.optimizers.values() for key, s in o.state.items()}
+
+    def step(self) -> None:
+        """Do nothing: every parameter was stepped in backward."""
+
+
+AnyOptimizer = torch.optim.Optimizer | OptimizerInBackward
+
+
+def check_optimizer(
+    optimizer: AnyOptimizer | None, accumulate: int, clip_grad_norm: float | None
+) -> None:
+    """Refuse what needs all gradients at once of an optimizer that drops each.
+
+    Raises:
+        ValueError: With what to leave out.
+    """
+    if not isinstance(optimizer, OptimizerInBackward):
+        return
+    if accumulate > 1:
+        raise ValueError(
+            f"`accumulate`={accumulate} keeps gradients over micro-steps, and an"
+            " `OptimizerInBackward` drops each at once; use one of the two."
+        )
+    if clip_grad_norm is not None:
+        raise ValueError(
+            f"`clip_grad_norm`={clip_grad_norm} needs all gradients together, and an"
+            " `OptimizerInBackward` drops each at once; use one of the two."
+        )
 
 
 def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -77,9 +162,10 @@ def training_step(
     kwargs: Mapping[str, Any],
     *,
     loss_fn: LossFn | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: AnyOptimizer | None,
     autocast: torch.dtype | None = None,
     accumulate: int = 1,
+    clip_grad_norm: float | None = None,
 ) -> torch.Tensor:
     """Run one training step and return the detached loss of its last micro-step.
 
@@ -94,7 +180,9 @@ def training_step(
         autocast: Type that forward and loss autocast to, or None.
         accumulate: Micro-steps (forward, loss, backward) per optimizer step; the
             loss of each is divided by it.
+        clip_grad_norm: Largest norm of all gradients together, or None.
     """
+    check_optimizer(optimizer, accumulate, clip_grad_norm)
     for _ in range(accumulate):
         loss = micro_step(
             model,
@@ -104,9 +192,20 @@ def training_step(
             autocast=autocast,
             accumulate=accumulate,
         )
+    finish_step(model, optimizer, clip_grad_norm)
+    return loss
+
+
+def finish_step(
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+    clip_grad_norm: float | None,
+) -> None:
+    """Clip the gradients and step the optimizer."""
+    if clip_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
     if optimizer is not None:
         optimizer.step()
-    return loss
 
 
 def micro_step(

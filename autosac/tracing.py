@@ -29,7 +29,14 @@ from autosac.errors import TraceError
 from autosac.lens import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.recording import Recorder
-from autosac.stepping import LossFn, micro_step
+from autosac.stepping import (
+    AnyOptimizer,
+    LossFn,
+    OptimizerInBackward,
+    check_optimizer,
+    finish_step,
+    micro_step,
+)
 from autosac.tape import Tape
 from autosac.values import keeps_values
 
@@ -49,6 +56,7 @@ class Step:
         autocast: Type that forward and loss autocast to, or None.
         accumulate: Micro-steps per optimizer step. One of them is traced, with the
             gradients that the earlier ones left.
+        clip_grad_norm: Largest norm of all gradients together, or None.
         lens: The GPU whose kernels are traced though the model is not there.
     """
 
@@ -61,6 +69,7 @@ class Step:
     granularity_bytes: int
     autocast: torch.dtype | None = None
     accumulate: int = 1
+    clip_grad_norm: float | None = None
     lens: DeviceSpec | None = None
 
     @property
@@ -97,6 +106,7 @@ def _run(
     mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
     with _preserved_state(), lens(mode, step.lens):
         model, optimizer, args, kwargs = _fake_copy(step, mode)
+        check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
         prepare(model)
         recorder = Recorder(
             model,
@@ -113,6 +123,8 @@ def _run(
             _make_gradients(recorder, model)
         try:
             with mode, torch.enable_grad(), recorder.recording():
+                if isinstance(optimizer, OptimizerInBackward):
+                    _make_states(recorder, optimizer)
                 loss = micro_step(
                     model,
                     args,
@@ -124,8 +136,7 @@ def _run(
                 )
                 _enter_steady_state(recorder, model, optimizer, step.accumulate)
                 recorder.mark("optimizer")
-                if optimizer is not None:
-                    optimizer.step()
+                finish_step(model, optimizer, step.clip_grad_norm)
                 del loss  # alive until here, as in `training_step`
         except _compat.TRACE_ERRORS as error:
             raise TraceError(_explanation(recorder, error)) from error
@@ -143,10 +154,36 @@ def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
     )
 
 
+def _make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
+    """Give optimizers that step in backward the state they keep over steps."""
+
+    def begin(*_: Any) -> None:
+        recorder.phase = "optimizer"
+
+    def end(*_: Any) -> None:
+        recorder.phase = "backward"
+
+    recorder.muted = True
+    for parameter, its_own in optimizer.optimizers.items():
+        its_own.register_step_pre_hook(begin)
+        its_own.register_step_post_hook(end)
+        parameter.grad = torch.empty_like(parameter)
+        optimizer.step_one(parameter)
+    recorder.muted = False
+    _register_state(recorder, optimizer)
+
+
+def _register_state(recorder: Recorder, optimizer: AnyOptimizer) -> None:
+    """Count the optimizer's state; through a lens, not what it keeps on the CPU."""
+    if recorder.target is not None:
+        recorder.exempt(host_state(optimizer))
+    recorder.register(tensors_in(optimizer.state), "optimizer")
+
+
 def _enter_steady_state(
     recorder: Recorder,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: AnyOptimizer | None,
     accumulate: int,
 ) -> None:
     """Name the gradients, and give the optimizer the state it keeps over steps."""
@@ -156,7 +193,7 @@ def _enter_steady_state(
             recorder.forget(grad)  # made in advance, but backward never came here
             parameter.grad = None
         recorder.rename(parameter.grad, "gradient")
-    if optimizer is None:
+    if optimizer is None or isinstance(optimizer, OptimizerInBackward):
         return
     trained = [
         parameter
@@ -169,9 +206,7 @@ def _enter_steady_state(
         recorder.muted = True
         optimizer.step()
         recorder.muted = False
-    if recorder.target is not None:
-        recorder.exempt(host_state(optimizer))
-    recorder.register(tensors_in(optimizer.state), "optimizer")
+    _register_state(recorder, optimizer)
 
 
 class _FakeCopies(TorchFunctionMode):
@@ -203,6 +238,8 @@ def _fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
 
     # Parameters are not copied through `Tensor.__deepcopy__`.
     memo: dict[int, Any] = {id(p): convert(p) for p in step.model.parameters()}
+    if not isinstance(step.optimizer, OptimizerInBackward):
+        _check_hooks(step.model)
     originals = (step.model, step.optimizer, step.args, step.kwargs)
     try:
         with _FakeCopies(convert):
@@ -212,9 +249,22 @@ def _fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
             "The model, optimizer or inputs cannot be copied for tracing:"
             f" copy.deepcopy says {error}. Make them copyable."
         ) from error
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+    kinds = (torch.optim.Optimizer, OptimizerInBackward)
+    if optimizer is not None and not isinstance(optimizer, kinds):
         optimizer = optimizer(model.parameters())
     return model, optimizer, args, kwargs
+
+
+def _check_hooks(model: torch.nn.Module) -> None:
+    """Refuse hooks of parameters, which the fake copy does not have."""
+    for name, parameter in model.named_parameters():
+        if _compat.has_hooks(parameter):
+            raise TraceError(
+                f"The parameter `{name}` has a hook, which would be left out of the"
+                " trace. If it steps an optimizer, pass `optimizer=autosac."
+                "OptimizerInBackward(model.parameters(), make_optimizer)` instead;"
+                " otherwise remove it while planning."
+            )
 
 
 @contextlib.contextmanager

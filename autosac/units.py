@@ -18,6 +18,8 @@ class Unit:
         fqn: Name of the module.
         module: Index of the module in the tree.
         call: The module call.
+        call_index: How many calls of the module came before it in the step,
+        num_calls: and how many there are.
         ops: Indices (in the tape) of all ops of the call.
         saved: Range of the tensors (in the tape) that autograd saves in it.
         last_pack: Tick of the last saved tensor, where a rerun stops.
@@ -33,6 +35,8 @@ class Unit:
     fqn: str
     module: int
     call: ModuleCall
+    call_index: int
+    num_calls: int
     ops: range
     saved: range
     last_pack: int
@@ -63,18 +67,22 @@ def find_units(
         exclude: FQNs that must not be units.
     """
     excluded = frozenset(exclude)
-    calls = Counter(call.module for call in tape.calls)
+    counts = Counter(call.module for call in tape.calls)
+    in_backward = {call.module for call in tape.calls if call.phase == "backward"}
     index = TapeIndex(tape)
     candidates: list[Unit] = []
     refused: dict[str, str] = {}
+    seen: Counter[int] = Counter()
     for call in tape.calls:
         fqn = tape.modules[call.module].fqn
-        if calls[call.module] > 1:
-            refused[fqn] = f"it is called {calls[call.module]} times in a step"
-        elif fqn in excluded:
+        place = (seen[call.module], counts[call.module])
+        seen[call.module] += 1
+        if fqn in excluded:
             refused[fqn] = "it was excluded"
+        elif call.module in in_backward:
+            refused[fqn] = "it runs in backward as well: it has its own checkpointing"
         elif fqn and call.phase == "forward":
-            unit = _make_unit(index, call, op_ms)
+            unit = _make_unit(index, call, place, op_ms)
             if isinstance(unit, Unit):
                 candidates.append(unit)
             elif unit:
@@ -83,7 +91,7 @@ def find_units(
 
 
 def _make_unit(
-    index: TapeIndex, call: ModuleCall, op_ms: Sequence[float]
+    index: TapeIndex, call: ModuleCall, place: tuple[int, int], op_ms: Sequence[float]
 ) -> Unit | str:
     """The unit of a module call, or why it cannot be one ('' if it saves nothing)."""
     tape = index.tape
@@ -111,6 +119,8 @@ def _make_unit(
         fqn=tape.modules[call.module].fqn,
         module=call.module,
         call=call,
+        call_index=place[0],
+        num_calls=place[1],
         ops=ops,
         saved=saved,
         last_pack=tape.saved[saved[-1]].packed,

@@ -41,7 +41,7 @@ def run_op(
         out = func(*args, **kwargs)
         if on_gpu:
             return _as_on_gpu(func, args, kwargs, out)
-        return _compat.with_real_types(func, args, out)
+        return _compat.with_real_layouts(func, args, out)
     try:
         out = func(*args, **kwargs)
     except _compat.TRACE_ERRORS:

@@ -22,9 +22,9 @@ from autosac.measuring import (
     storage_bytes,
 )
 from autosac.quantities import format_bytes, format_ms
-from autosac.stepping import LossFn, normalize_inputs, training_step
+from autosac.stepping import AnyOptimizer, LossFn, normalize_inputs, training_step
 
-MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer | None]
+MakeOptimizer = Callable[[torch.nn.Module], AnyOptimizer | None]
 
 
 class AppliesToModel(Protocol):
@@ -109,6 +109,7 @@ def verify(
     extra_bytes: int = 0,
     autocast: torch.dtype | None = None,
     accumulate: int = 1,
+    clip_grad_norm: float | None = None,
 ) -> Verification:
     """Train a model without and with the plan, and compare.
 
@@ -129,6 +130,7 @@ def verify(
             Not needed on a GPU, where the measured peak holds everything.
         autocast: As in `profile`.
         accumulate: As in `profile`.
+        clip_grad_norm: As in `profile`.
 
     Raises:
         ValueError: ``steps`` or ``timing_rounds`` is less than one.
@@ -137,7 +139,14 @@ def verify(
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
     recipe = _Recipe(
-        make_model, make_inputs, make_optimizer, loss_fn, seed, autocast, accumulate
+        make_model,
+        make_inputs,
+        make_optimizer,
+        loss_fn,
+        seed,
+        autocast,
+        accumulate,
+        clip_grad_norm,
     )
     with _random_state_kept():
         baseline = _measure(recipe, None, steps, extra_bytes)
@@ -165,6 +174,7 @@ class _Recipe:
     seed: int
     autocast: torch.dtype | None
     accumulate: int
+    clip_grad_norm: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +215,7 @@ class _Run:
             optimizer=self.optimizer,
             autocast=self.recipe.autocast,
             accumulate=self.recipe.accumulate,
+            clip_grad_norm=self.recipe.clip_grad_norm,
         )
 
     def timed_step_ms(self) -> float:

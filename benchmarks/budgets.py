@@ -12,23 +12,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
-import torchvision
-import transformers
 
 from autosac import curves, planning, profiling, verifying
+from benchmarks.environment import MIB, environment
 from benchmarks.models import Workload, workloads
 
-MIB = 2**20
 LARGEST_ERROR = 0.01  # of the predicted peak
 LEAST_USE = 0.97  # of the budget above the floor, where the budget binds
 
@@ -375,26 +370,6 @@ def _verdict(verdicts: list[bool | None]) -> str:
 
 
 # --- files --------------------------------------------------------------------
-
-
-def environment() -> dict[str, Any]:
-    """Where and when the figures were taken."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
-        "threads": torch.get_num_threads(),
-        "load average": round(os.getloadavg()[0], 1),  # of others as well
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "torchvision": torchvision.__version__,
-    }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
 
 
 def _write(found: list[tuple[Subject, list[Cell]]], folder: Path) -> None:

@@ -55,7 +55,7 @@ from torch.utils.checkpoint import (
 from autosac import demo, planning, profiling
 from autosac.errors import InfeasibleBudgetError
 from autosac.measuring import measure_peak, storage_bytes
-from benchmarks.budgets import MIB, environment
+from benchmarks.environment import MIB, environment
 
 _DATASHEET = "NVIDIA H100"  # of the roofline: there is no entry for CPUs
 _VOCABULARY, _BATCH, _LENGTH = 4096, 4, 512

@@ -26,11 +26,14 @@ import pulp
 
 from solvers import _pulp
 from solvers._pulp import Backend
+from solvers._save_front import save_front
 from solvers.solution import Solution, Termination
 
 _MIB = 2**20  # bytes without a large common divisor stay within row tolerances in MiB
 _LARGEST_COEFFICIENT = 2**20  # of a row in units of the common divisor
 _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
+_MOST_LABELS = 4096  # alive at once in the dynamic program,
+_MOST_WORK = 400_000  # and in all: about a second
 _ATTEMPTS = 5  # at a solution that also keeps (1) in integers
 
 
@@ -116,38 +119,56 @@ def solve(problem: SaveProblem, *, backend: Backend = "highs") -> SaveSolution:
 
 
 def trade_off(
-    problem: SaveProblem, *, num_points: int = 16, backend: Backend = "highs"
+    problem: SaveProblem, *, num_points: int = 16
 ) -> tuple[SaveSolution, ...]:
-    """Exact Pareto points of recompute time against saved bytes.
+    """Pareto points of recompute time against saved bytes, by dynamic programming.
+
+    They are exact but for problems of hundreds of groups, where partial solutions of
+    nearly the same size are thinned out.
 
     Args:
         problem: The groups; its capacity is ignored.
-        num_points: Number of capacities to solve for, evenly spaced between the
+        num_points: Number of capacities to look at, evenly spaced between the
             fewest possible bytes and those of the least time. These two are always
-            solved for.
-        backend: Which MILP solver to run.
+            looked at.
 
     Returns:
         Solutions that no other one beats, the most saved bytes (and least recompute
         time) first. Empty if there is no solution at all.
     """
-    model = _Model(problem, backend)
-    fastest = model.least_time(sum(problem.saved_bytes))
-    if fastest.saved_bytes is None:
+    most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
+    front = save_front(problem, most_labels=most_labels)
+    if not front:
         return ()
-    fewest_bytes = model.fewest_bytes(fastest.saved_bytes)
-    spread = fastest.saved_bytes - fewest_bytes
+    solutions = [_optimum(problem, saved) for saved in front]
+    most, fewest = (_bytes_of(solutions[i]) for i in (0, -1))
+    points = [solutions[0]]
     last = max(num_points, 2) - 1
-    points = [fastest]
     for k in range(last - 1, -1, -1):
-        best_bytes = points[-1].saved_bytes
-        capacity_bytes = fewest_bytes + spread * k // last
-        assert best_bytes is not None
-        if best_bytes > capacity_bytes:  # else the last point is the best here too
-            found = model.least_time(capacity_bytes)
-            assert found.termination.has_incumbent, "the fewest bytes were feasible"
-            points.append(found)
+        capacity_bytes = fewest + (most - fewest) * k // last
+        if _bytes_of(points[-1]) > capacity_bytes:
+            fitting = (s for s in solutions if _bytes_of(s) <= capacity_bytes)
+            points.append(next(fitting))
     return tuple(points)
+
+
+def _optimum(problem: SaveProblem, saved: tuple[bool, ...]) -> SaveSolution:
+    rerun = rerun_closure(problem, saved)
+    cost_ms = recompute_ms(problem, rerun)
+    return SaveSolution(
+        termination=Termination.OPTIMAL,
+        objective_ms=cost_ms,
+        bound_ms=cost_ms,
+        saved=saved,
+        rerun=rerun,
+        recompute_ms=cost_ms,
+        saved_bytes=saved_bytes(problem, saved),
+    )
+
+
+def _bytes_of(solution: SaveSolution) -> int:
+    assert solution.saved_bytes is not None
+    return solution.saved_bytes
 
 
 def rerun_closure(problem: SaveProblem, saved: Sequence[bool]) -> tuple[bool, ...]:
@@ -233,13 +254,6 @@ class _Model:
         if outcome.bound is not None:
             bound_ms = max(0.0, min(outcome.bound / self._scale, found.recompute_ms))
         return replace(found, bound_ms=bound_ms, solve_s=perf_counter() - started)
-
-    def fewest_bytes(self, capacity_bytes: int) -> int:
-        """Fewest bytes of any solution, knowing that one fits the capacity."""
-        _, found = self._run(self._bytes, capacity_bytes, math.inf)
-        if found is None or found.saved_bytes is None:
-            return capacity_bytes
-        return found.saved_bytes
 
     def _unit_bytes(self) -> int:
         problem = self._problem

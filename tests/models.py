@@ -17,6 +17,7 @@ from autosac.demo import GPT
 from autosac.policies import OpPolicy, Policy, op_policy
 from autosac.profiling import Profile, profile
 from autosac.stepping import LossFn
+from autosac.tape import ModuleCall
 from autosac.units import Unit
 from solvers.knapsack import rerun_closure
 
@@ -180,6 +181,24 @@ class Fork(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         left, right = torch.tanh(self.left(x)), torch.sigmoid(self.right(x))
         return {"both": (left, right), "product": left * right, "note": "text"}
+
+
+class Recurrent(nn.Module):
+    """Reads tokens one after the other; each layer returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.head(x)
 
 
 class ForkingOutputs(nn.Module):
@@ -384,6 +403,7 @@ CASES = {
     "nested inputs": Case(NestedInputs, _nested),
     "custom function": Case(lambda: nn.Sequential(Cube(), Cube()), _rows),
     "noise": Case(lambda: nn.Sequential(Noisy(), Noisy()), _rows),
+    "lstm": Case(Recurrent, lambda: torch.randint(16, (4, 6))),
     "resnet18": Case(_resnet, lambda: torch.randn(2, 3, 32, 32)),
     "gpt2": Case(_gpt2, _labelled),
     "llama": Case(_llama, _labelled),
@@ -419,7 +439,7 @@ def random_choice(
     units = list(made.units.candidates)
     draw.shuffle(units)
     for unit in units:
-        free = not any(_nests(unit.fqn, other.fqn) for other in chosen)
+        free = not any(_nest(unit.call, other.call) for other in chosen)
         if free and draw.random() < 0.8:
             policy = random_policy(unit, draw.random(), save_share=save_share)
             if policy is not None:
@@ -435,8 +455,8 @@ def op_policies(made: Profile, chosen: dict[Unit, Policy]) -> tuple[OpPolicy, ..
     )
 
 
-def _nests(one: str, other: str) -> bool:
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+def _nest(one: ModuleCall, other: ModuleCall) -> bool:
+    return one.enter < other.exit and other.enter < one.exit
 
 
 def random_policy(

@@ -19,16 +19,8 @@ from tests.models import (
     random_policy,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_PLANS = 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are faster on one thread, by much on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def random_policies(case, seed=0, **options):

@@ -9,6 +9,7 @@ import autosac
 from autosac.curves import trade_off
 from tests.models import BATCH, CASES, WIDTH, Case, Mlp, each_case, gpt, random_choice
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = ["mlp", "gpt", "convolutions", "list inputs", "noise", "dict outputs"]
 SHARES = (0.0, 0.1, 0.3, 0.6, 0.9, 1.0)  # of the way from the floor to the baseline
 
@@ -39,15 +40,6 @@ def mlp():
 def tight(mlp):
     """A plan that has to recompute."""
     return autosac.plan(mlp, memory_budget=autosac.floor(mlp))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are faster on one thread, by much on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 # --- budgets ----------------------------------------------------------------------

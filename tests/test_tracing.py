@@ -24,15 +24,7 @@ from autosac.stepping import normalize_inputs, training_step
 from autosac.tracing import dry_run
 from tests.models import CASES, WIDTH, ResidualBlock, each_case
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are faster on one thread, by much on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 each_optimizer = pytest.mark.parametrize(
     "optimizer", [None, torch.optim.AdamW], ids=["none", "adamw"]
@@ -193,6 +185,7 @@ def _convolutions():
 REAL = {
     "gpt": (_gpt, lambda: torch.randint(256, (8, 64))),
     "convolutions": (_convolutions, lambda: torch.randn(4, 3, 34, 34)),
+    "lstm": (CASES["lstm"].make_model, lambda: torch.randint(16, (64, 64))),
     "resnet18": (CASES["resnet18"].make_model, lambda: torch.randn(4, 3, 32, 32)),
 }
 
@@ -203,6 +196,7 @@ REAL = {
         ("gpt", torch.optim.AdamW),
         ("convolutions", None),
         ("convolutions", torch.optim.AdamW),
+        ("lstm", torch.optim.AdamW),
         pytest.param("resnet18", None, marks=pytest.mark.slow),
     ],
 )

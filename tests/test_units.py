@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autosac.profiling import profile
 from autosac.tape import Tape
@@ -22,12 +23,29 @@ def by_name(made):
 # --- refusals ---------------------------------------------------------------------
 
 
-def test_a_module_called_twice_is_refused():
+def test_every_call_of_a_module_is_a_unit_of_its_own():
     made = CASES["called twice"].profile()
 
-    assert made.units.refused["shared"] == "it is called 2 times in a step"
-    assert "shared" not in by_name(made)
-    assert {"first", "outer.last"} <= by_name(made).keys()
+    calls = [unit for unit in made.units.candidates if unit.fqn == "shared"]
+    assert [(unit.call_index, unit.num_calls) for unit in calls] == [(0, 2), (1, 2)]
+    assert calls[0].call.exit < calls[1].call.enter
+    assert calls[0].trigger > calls[1].trigger
+
+
+class OwnCheckpointing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_a_module_under_checkpointing_of_its_own_is_refused():
+    made = find(nn.Sequential(OwnCheckpointing()), torch.ones(2, WIDTH))
+
+    refused = "it runs in backward as well: it has its own checkpointing"
+    assert made.units.refused["0.inner"] == refused
 
 
 def test_an_excluded_module_is_refused_and_what_is_inside_it_is_not():

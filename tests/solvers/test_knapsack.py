@@ -3,8 +3,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from solvers._save_front import save_front
 from solvers.check import violations
-from solvers.knapsack import SaveProblem, rerun_closure, solve, trade_off
+from solvers.knapsack import (
+    SaveProblem,
+    recompute_ms,
+    rerun_closure,
+    saved_bytes,
+    solve,
+    trade_off,
+)
 from solvers.solution import Termination
 from tests.solvers.oracles import best_save, pareto_saves
 from tests.solvers.strategies import MIB, save_problems
@@ -211,3 +219,18 @@ def test_odd_byte_counts_keep_the_capacity_exactly():
 def test_wrong_problems_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         chain(**changes)
+
+
+@given(problem=save_problems())
+def test_a_thinned_front_is_feasible_and_ordered(problem):
+    exact = save_front(problem, most_labels=10**6)
+    thinned = save_front(problem, most_labels=4)
+
+    outcomes = []
+    for saved in thinned:
+        rerun = rerun_closure(problem, saved)
+        assert not any(rerun[g] for g in problem.pinned)
+        assert not any(saved[g] for g in problem.unsavable)
+        outcomes.append((recompute_ms(problem, rerun), saved_bytes(problem, saved)))
+    assert outcomes == sorted(set(outcomes), key=lambda o: (o[0], -o[1]))
+    assert bool(thinned) <= bool(exact)

@@ -1,0 +1,284 @@
+"""Run ops alone on made-up data: their time and their workspace.
+
+The *workspace* of an op is what its kernel allocates and frees inside itself, which
+fake tensors cannot see.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from autosac import inventing
+from autosac.measuring import recorded_events, storage_bytes
+from autosac.pytrees import tensors_in
+from autosac.quantities import format_bytes
+from autosac.signatures import Signature
+
+_REPEATS = 5  # noise only adds: the least of so many times is taken,
+_ENOUGH_MS = 200.0  # or of as many as fit into this time
+_SHORT_MS = 1.0  # an op so short is slowed down by being recorded
+_SHOW_AFTER_S = 1.0  # no progress bar for what is done by then
+_MEMORY_SHARE = 0.8  # of what is free, that one op may take: a heuristic
+_MARK = "autosac::calibrated_op "
+# What ops say of arguments they do not like; the last three are Python kernels'.
+_REFUSALS = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    AssertionError,
+    AttributeError,
+    KeyError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpMeasurement:
+    """What one op call costs.
+
+    Attributes:
+        runtime_ms: Least of a few times: noise only adds.
+        workspace_bytes: Most bytes alive while it ran, less what it returned.
+    """
+
+    runtime_ms: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What running some ops showed.
+
+    Attributes:
+        costs: Of each op that ran.
+        failures: Why each of the others did not.
+    """
+
+    costs: dict[Signature, OpMeasurement]
+    failures: dict[Signature, str]
+
+
+def measure_ops(
+    needed_bytes: Mapping[Signature, int],
+    *,
+    device: torch.device,
+    progress: bool | None = None,
+) -> Measurements:
+    """Run ops on made-up data.
+
+    Args:
+        needed_bytes: The ops, and the size of all that each reads and writes.
+        device: Where.
+        progress: Show a bar on the standard error stream; None for only if that is
+            a terminal.
+    """
+    allowed: list[Signature] = []
+    failures: dict[Signature, str] = {}
+    for signature, num_bytes in needed_bytes.items():
+        reason = inventing.refusal(signature) or _too_large(num_bytes, device)
+        if reason is None:
+            allowed.append(signature)
+        else:
+            failures[signature] = reason
+    first_runs = _first_runs_on_gpu if device.type == "cuda" else _first_runs_on_cpu
+    with torch.random.fork_rng(), torch.no_grad():
+        costs, failed = first_runs(allowed, device, progress)
+        short = [s for s, cost in costs.items() if cost.runtime_ms < _SHORT_MS]
+        for signature in _watched(short, "times", progress):
+            costs[signature] = _without_recording(signature, costs[signature], device)
+    return Measurements(costs, failures | failed)
+
+
+_FirstRuns = tuple[dict[Signature, OpMeasurement], dict[Signature, str]]
+
+
+def _first_runs_on_cpu(
+    signatures: list[Signature], device: torch.device, progress: bool | None
+) -> _FirstRuns:
+    """Workspaces and times, rough ones of short ops; why other ops do not run."""
+    ran: dict[str, tuple[float, int]] = {}
+    failures = {}
+    names = {f"{_MARK}{i}": signature for i, signature in enumerate(signatures)}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as in `measuring`
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recording:
+        for name, signature in _watched(names.items(), "workspaces", progress):
+            try:
+                ran[name] = _first_run_on_cpu(name, signature, device)
+            except _REFUSALS as error:
+                failures[signature] = _summary(error)
+    costs = {}
+    for event in recorded_events(recording):
+        if event.name in ran:
+            runtime_ms, returned_bytes = ran[event.name]
+            workspace_bytes = max(0, _peak_bytes(event) - returned_bytes)
+            costs[names[event.name]] = OpMeasurement(
+                runtime_ms=runtime_ms, workspace_bytes=workspace_bytes
+            )
+    return costs, failures
+
+
+def _first_run_on_cpu(
+    name: str, signature: Signature, device: torch.device
+) -> tuple[float, int]:
+    """Time of an op that is recorded under a name, and the bytes it returns."""
+    args, kwargs = inventing.arguments(signature, device)
+    call = partial(signature.func, *args, **kwargs)
+    begin = time.perf_counter()
+    with record_function(name):
+        out = call()
+    elapsed_ms = (time.perf_counter() - begin) * 1e3
+    returned_bytes = _returned_bytes(out, args, kwargs)
+    del out  # before it runs again
+    if elapsed_ms >= _SHORT_MS:
+        elapsed_ms = _least_ms(call, device, elapsed_ms)
+    return elapsed_ms, returned_bytes
+
+
+def _first_runs_on_gpu(
+    signatures: list[Signature], device: torch.device, progress: bool | None
+) -> _FirstRuns:
+    """Workspaces and times, rough ones of short ops; why other ops do not run."""
+    costs, failures = {}, {}
+    for signature in _watched(signatures, "workspaces", progress):
+        try:
+            costs[signature] = _first_run_on_gpu(signature, device)
+        except _REFUSALS as error:
+            failures[signature] = _summary(error)
+    return costs, failures
+
+
+def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasurement:
+    args, kwargs = inventing.arguments(signature, device)
+    call = partial(signature.func, *args, **kwargs)
+    elapsed_ms = _run_ms(call, device)  # libraries allocate at their first call
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    out = call()
+    torch.cuda.synchronize(device)
+    held = max(before, torch.cuda.memory_allocated(device))
+    workspace_bytes = max(0, torch.cuda.max_memory_allocated(device) - held)
+    del out  # before it runs again
+    if elapsed_ms >= _SHORT_MS:
+        elapsed_ms = _least_ms(call, device, elapsed_ms)
+    return OpMeasurement(runtime_ms=elapsed_ms, workspace_bytes=workspace_bytes)
+
+
+def _without_recording(
+    signature: Signature, first: OpMeasurement, device: torch.device
+) -> OpMeasurement:
+    """A measurement with a better time."""
+    args, kwargs = inventing.arguments(signature, device)
+    call = partial(signature.func, *args, **kwargs)
+    try:
+        least_ms = _least_ms(call, device, first.runtime_ms)
+    except _REFUSALS:  # it ran before; memory may have run short since
+        return first
+    return replace(first, runtime_ms=least_ms)
+
+
+def _least_ms(call: Callable[[], Any], device: torch.device, first_ms: float) -> float:
+    """Least time of an op that took ``first_ms`` and runs a few times more."""
+    least_ms = spent_ms = first_ms
+    for _ in range(_REPEATS):
+        if spent_ms > _ENOUGH_MS:
+            break
+        elapsed_ms = _run_ms(call, device)
+        spent_ms += elapsed_ms
+        least_ms = min(least_ms, elapsed_ms)
+    return least_ms
+
+
+def _run_ms(call: Callable[[], Any], device: torch.device) -> float:
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _summary(error: Exception) -> str:
+    line = str(error).partition("\n")[0]
+    return f"it fails on made-up data: {type(error).__name__}: {line[:100]}"
+
+
+def _returned_bytes(out: Any, args: Any, kwargs: Any) -> int:
+    """Bytes that an op returned and did not get."""
+    given = list(tensors_in((args, kwargs)))
+    return storage_bytes([*given, *tensors_in((out,))]) - storage_bytes(given)
+
+
+def _peak_bytes(mark: Any) -> int:
+    """Most bytes allocated inside a marked range."""
+    pending, sizes = list(mark.children), []
+    while pending:
+        event = pending.pop()
+        kind, fields = event.typed
+        if kind.name == "Allocation" and fields.device.type == "cpu":
+            sizes.append((event.start_time_ns, fields.alloc_size))
+        pending.extend(event.children)
+    live = peak = 0
+    for _, size in sorted(sizes, key=lambda item: item[0]):
+        live += size
+        peak = max(peak, live)
+    return peak
+
+
+# --- memory that is free ------------------------------------------------------
+
+
+def _too_large(num_bytes: int, device: torch.device) -> str | None:
+    """Why an op of so many bytes must not run here."""
+    free_bytes = available_bytes(device)
+    if free_bytes is None or num_bytes <= _MEMORY_SHARE * free_bytes:
+        return None
+    return f"it needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} are free"
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that can be allocated; None where that cannot be known."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    try:  # as `free` does (proc_meminfo(5)); Linux only
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+# --- progress -----------------------------------------------------------------
+
+
+def _watched(items: Collection[Any], what: str, progress: bool | None) -> Iterator[Any]:
+    """The items, with a progress bar on the standard error stream."""
+    console = Console(stderr=True, force_terminal=True if progress else None)
+    if progress is False or (progress is None and not console.is_terminal):
+        yield from items
+        return
+    begin = time.perf_counter()
+    with Progress(console=console, transient=True, disable=progress is None) as bar:
+        task = bar.add_task(f"Measuring {what} of {len(items)} ops", total=len(items))
+        for item in items:
+            yield item
+            bar.advance(task)
+            if bar.disable and time.perf_counter() - begin > _SHOW_AFTER_S:
+                bar.disable = False
+                bar.start()

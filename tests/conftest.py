@@ -1,0 +1,20 @@
+import pytest
+import torch
+
+
+@pytest.fixture
+def one_thread():
+    """Models this small are faster on one thread, by much on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_this_run(tmp_path_factory):
+    """Tests neither read nor write the table of measured ops of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setenv("AUTOSAC_CACHE_DIR", str(directory))
+        yield directory

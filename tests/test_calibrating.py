@@ -1,0 +1,289 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autosac
+from autosac import inventing, timing
+from autosac.signatures import Layout, Signature, signature
+from autosac.timing import measure_ops
+from tests.models import CASES
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return CASES["gpt"].profile(torch.optim.AdamW)
+
+
+def num_distinct(made):
+    return len({op.signature for op in made.tape.ops if not op.is_view})
+
+
+# --- what is measured -----------------------------------------------------------------
+
+
+def test_a_profile_knows_what_is_modelled(gpt):
+    found = gpt.calibration
+
+    assert not gpt.calibrated
+    assert found.modelled.num_ops == num_distinct(gpt)
+    assert found.modelled.ms == pytest.approx(gpt.baseline_ms)
+    assert found.measured.num_ops == found.cached.num_ops == 0
+    assert found.measured_fraction == 0.0
+    assert {reason for _, reason in found.modelled_ops} == {"not calibrated"}
+
+
+def test_a_calibrated_profile_knows_what_was_measured(gpt):
+    made = autosac.calibrate(gpt, cache=False)
+    found = made.calibration
+
+    assert made.calibrated
+    assert found.measured.num_ops == num_distinct(gpt)
+    assert found.measured.ms == pytest.approx(made.baseline_ms)
+    assert found.measured.workspace_bytes > 0
+    assert found.modelled.num_ops == found.cached.num_ops == 0
+    assert found.modelled_ops == ()
+    assert found.measured_fraction == 1.0
+    assert "measured" in str(found)
+
+
+class Doubled(nn.Module):
+    """Runs an op that only works on what the trace shows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return picky(self.linear(x).double()).sum()
+
+
+@torch.library.custom_op("autosac_tests::picky", mutates_args=())
+def picky(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("this data was made up\nby someone")
+
+
+picky.register_fake(lambda x: torch.empty_like(x))
+picky.register_autograd(lambda ctx, grad: grad)
+
+
+def test_an_op_that_does_not_run_keeps_its_model_and_is_named():
+    traced = autosac.profile(Doubled(), torch.randn(3, 4))
+    made = autosac.calibrate(traced)
+    found = made.calibration
+
+    ((name, reason),) = found.modelled_ops
+    assert name == "autosac_tests.picky.default"
+    assert reason == "it fails on made-up data: ValueError: this data was made up"
+    assert name in str(found) and reason in str(found)
+    assert found.modelled.num_ops == 1
+    assert 0.0 < found.measured_fraction < 1.0
+    index = [op.name for op in made.tape.ops].index(name)
+    assert made.op_ms[index] == traced.op_ms[index]
+
+
+def test_the_report_of_a_plan_says_how_much_was_measured(gpt):
+    budget = gpt.baseline_peak_bytes
+    modelled = autosac.plan(gpt, memory_budget=budget)
+    measured = autosac.plan(autosac.calibrate(gpt), memory_budget=2 * budget)
+
+    assert modelled.measured_fraction == 0.0
+    assert measured.measured_fraction == 1.0
+    assert "measured  0.0% of the step's time" in str(modelled)
+    assert "measured  100.0% of the step's time" in str(measured)
+    assert measured.reserved_bytes is None
+    assert "reserved" not in str(measured)
+    on_gpu = dataclasses.replace(measured, reserved_bytes=3 * 2**20)
+    assert "reserved  3.0 MiB predicted" in str(on_gpu)
+
+
+def test_an_op_larger_than_memory_is_not_run(monkeypatch):
+    monkeypatch.setattr(timing, "available_bytes", lambda device: 1000)
+    small, large = (signature(aten.neg.default, [torch.ones(n)], {}) for n in (9, 999))
+
+    found = measure_ops({small: 72, large: 7992}, device=CPU)
+
+    assert list(found.costs) == [small]
+    assert found.failures == {large: "it needs 7.8 KiB, 1000 B are free"}
+
+
+def test_memory_that_is_free_is_known_here():
+    free = timing.available_bytes(CPU)
+
+    assert free is None or 2**20 < free < 2**50
+
+
+@torch.library.custom_op("autosac_tests::roomy", mutates_args=())
+def roomy(x: torch.Tensor) -> torch.Tensor:
+    torch.ones(1000)
+    return x.clone()
+
+
+def test_a_workspace_is_what_a_kernel_allocates_and_frees():
+    x = torch.ones(100)
+    neg = signature(aten.neg.default, [x], {})
+    wide = signature(torch.ops.autosac_tests.roomy.default, [x], {})
+
+    found = measure_ops({neg: 800, wide: 800}, device=CPU).costs
+
+    # 4000 bytes are gone before 400 are returned.
+    assert found[neg].workspace_bytes == 0
+    assert found[wide].workspace_bytes == 4000 - 400
+    assert found[neg].runtime_ms > 0.0
+
+
+# --- made-up data ---------------------------------------------------------------------
+
+
+class Embeddings(nn.Module):
+    def __init__(self, mode):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 8, mode=mode)
+
+    def forward(self, indices, offsets):
+        return self.bag(indices, offsets).sum()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cls, **options):
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.layers = cls(8, 8, num_layers=2, batch_first=True, **options)
+        self.head = nn.LazyLinear(50)
+
+    def forward(self, tokens):
+        out, _ = self.layers(self.embed(tokens))
+        return functional.cross_entropy(self.head(out).flatten(0, 1), tokens.flatten())
+
+
+class Indexing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(50, 16))
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, index, mask):
+        h, num = self.linear(x), index.numel()
+        wide, head = index[:, None].expand(-1, 16), h[:num]
+        z = x.new_zeros(50, 16)
+        parts = [
+            z.index_add(0, index, head),
+            z.scatter(0, wide, head),
+            z.scatter_add(0, wide, head),
+            z.scatter_reduce(0, wide, head, "amax"),
+            z.index_copy(0, index[:5], head[:5]).index_fill(0, index[:3], 0.0),
+            self.table[index],
+            self.table.gather(0, wide),
+            self.table.index_select(0, index),
+            h.masked_fill(mask[:, None], 0.0),
+            h.masked_scatter(mask[:, None].expand_as(h), h[:10].reshape(-1)),
+            torch.linalg.solve(h.T @ h + torch.eye(16), h.T),
+        ]
+        h = h.clone()
+        h[index % 40] = self.table[:num]
+        return sum(part.sum() for part in parts) + h.sum()
+
+
+def _tokens():
+    return torch.randint(50, (4, 6))
+
+
+HARD = {
+    "bags sum": (
+        lambda: Embeddings("sum"),
+        lambda: (_tokens()[0], torch.arange(0, 6, 2)),
+    ),
+    "bags mean": (
+        lambda: Embeddings("mean"),
+        lambda: (_tokens()[0], torch.arange(0, 6, 2)),
+    ),
+    "bags max": (
+        lambda: Embeddings("max"),
+        lambda: (_tokens()[0], torch.arange(0, 6, 2)),
+    ),
+    "lstm": (lambda: Recurrent(nn.LSTM), _tokens),
+    "lstm both ways": (lambda: Recurrent(nn.LSTM, bidirectional=True), _tokens),
+    "gru": (lambda: Recurrent(nn.GRU), _tokens),
+    "rnn": (lambda: Recurrent(nn.RNN), _tokens),
+    "indexing": (
+        Indexing,
+        lambda: (
+            torch.randn(40, 16),
+            torch.randint(40, (20,)),
+            torch.arange(40) % 4 == 0,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_ops_with_arguments_that_must_fit_each_other_run(name):
+    make_model, make_inputs = HARD[name]
+    inputs = make_inputs()
+    model = make_model()
+    model(*(inputs if isinstance(inputs, tuple) else (inputs,)))  # lazy modules
+
+    found = autosac.calibrate(autosac.profile(model, inputs), cache=False).calibration
+
+    assert found.modelled_ops == ()
+
+
+def test_indices_are_spread_and_valid():
+    weight, indices = (
+        Layout((7, 2), (2, 1), torch.float32),
+        Layout((90,), (1,), torch.int64),
+    )
+    call = Signature(aten.embedding.default, (weight, indices), ())
+
+    args, _ = inventing.arguments(call, CPU)
+
+    assert sorted(set(args[1].tolist())) == list(range(7))
+
+
+def test_bytes_of_a_forward_kernel_are_not_made_up():
+    nothing = Layout((0,), (1,), torch.uint8)
+    call = Signature(aten.neg.default, (nothing,), ())
+
+    found = measure_ops({call: 0}, device=CPU)
+
+    assert "forward kernel" in found.failures[call]
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_521, 200_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_random_data_fills_everything(size, dtype):
+    layout = Layout((size,), (1,), dtype)
+    call = Signature(aten.neg.default, (layout,), ())
+
+    (x,), _ = inventing.arguments(call, CPU)
+
+    assert x.shape == (size,) and x.dtype == dtype
+    assert bool((x.abs() <= 2).all())
+    assert not size or x.abs().float().mean() > 0.01
+
+
+# --- progress -------------------------------------------------------------------------
+
+
+def _watch(progress, capsys):
+    assert list(timing._watched([1, 2, 3], "times", progress)) == [1, 2, 3]
+    return capsys.readouterr()
+
+
+def test_progress_is_shown_only_when_asked_for_or_on_a_terminal(capsys, monkeypatch):
+    assert _watch(None, capsys) == ("", "")
+    assert _watch(False, capsys) == ("", "")
+    shown = _watch(True, capsys)
+    assert shown.out == "" and "times of 3 ops" in shown.err
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    assert _watch(None, capsys) == ("", "")  # too short
+    monkeypatch.setattr(timing, "_SHOW_AFTER_S", -1.0)
+    assert "times of 3 ops" in _watch(None, capsys).err
+    assert _watch(False, capsys) == ("", "")
