@@ -313,8 +313,9 @@ class Recorder(_compat.TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.phase == "optimizer" and func is _compat.ITEM:
-            # Step counts are read as numbers; no size depends on them.
-            return 1.0 if args[0].is_floating_point() else 1
+            # Step counts are read as numbers; no size depends on them but that RAdam
+            # does more after the first few. At 1, NAdam would divide by zero.
+            return 1000.0 if args[0].is_floating_point() else 1000
         if self.muted or func in _compat.METADATA_OPS:
             return func(*args, **kwargs)
         start = self.tick()

@@ -374,14 +374,32 @@ def test_options_of_an_optimizer_are_honoured():
 def test_gradients_are_clipped_with_foreach_kernels():
     model, _ = small()
 
-    def clip(*parameters):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+    made = profile(model, torch.zeros(2, 64), clip_grad_norm=1.0, device=A100)
 
-    found = lens_calls(clip, *model.parameters(), device=A100)
+    norms = [op for op in made.tape.ops if op.name == "aten._foreach_norm.Scalar"]
+    # One float32 number for each chunk of each of four gradients, in one block.
+    assert [op.workspace_bytes for op in norms] == [512]
 
-    assert "aten._foreach_norm.Scalar" in dict(found)
+
+@pytest.mark.parametrize("kind", ["SGD", "NAdam", "RAdam", "Adagrad", "RMSprop"])
+def test_other_optimizers_step_too(kind):
+    make = getattr(torch.optim, kind)
+    model = CASES["mlp"].model()
+
+    made = profile(model, CASES["mlp"].inputs(), optimizer=make, device=A100)
+    chosen = random_choice(made, 0)
+
+    assert any("_foreach" in name for name in names(made, "optimizer"))
+    _confirm(made, chosen, op_policies(made, chosen))
+
+
+def test_optimizers_in_backward_keep_their_steps_on_the_cpu():
+    model, _ = small()
+    optimizer = autosac.OptimizerInBackward(model.parameters(), torch.optim.AdamW)
+
+    made = profile(model, torch.zeros(2, 64), optimizer=optimizer, device=A100)
+
+    assert optimizer_bytes(made) == 2 * 2 * 4 * (64 * 64 + 128)
 
 
 # --- autocast ---------------------------------------------------------------------
