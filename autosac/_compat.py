@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import re
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,12 +19,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
+    "DEFAULT_SDP_ORDER",
     "IGNORED_OPS",
     "ITEM",
     "METADATA_OPS",
+    "TORCH_VERSION",
     "TRACE_ERRORS",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -231,7 +238,25 @@ def is_random(func: Any) -> bool:
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating point operations of a call, 0 for ops without a formula."""
     formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    if formula is None:
+        return 0
+    return int(formula(*_with_all_heads(func, args), **kwargs, out_val=out))
+
+
+def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Attention with a key head for each query head, for the formulas of torch 2.10."""
+    if "_scaled_dot_product" not in str(func):
+        return args
+    names = [argument.name for argument in func._schema.arguments]
+    batch, heads = args[names.index("query")].shape[:2]
+    places = {names.index("key"), names.index("value")}
+    with no_modes():
+        return tuple(
+            torch.empty(batch, heads, *arg.shape[2:], device="meta")
+            if i in places
+            else arg
+            for i, arg in enumerate(args)
+        )
 
 
 def next_sequence_nr() -> int:
@@ -272,3 +297,189 @@ def fake_like(
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+# --- fake CPU tensors that dispatch as a GPU's ----------------------------------
+
+TORCH_VERSION = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+
+# `sDPPriorityOrder` of aten/src/ATen/Context.h, until somebody changes it.
+DEFAULT_SDP_ORDER = (1, 2, 0, 3, 4)
+
+
+def sdp_priority_order() -> tuple[int, ...]:
+    """Attention kernels in the order in which they are tried."""
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+def autocast_ops() -> frozenset[str]:
+    """Ops, without namespace, that have a kernel for autocast on a GPU."""
+    return frozenset(
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+        and not re.search(r"[Dd]im_?[Dd]?name|names_|DimnameList", name)
+    )
+
+
+def below_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Dispatch past the autocast kernels of a GPU."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(
+        keys
+    )
+    return guard
+
+
+def composite(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the C++ composite kernel of an op; its `decompose` may be a Python one."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return op._op_dk(key, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def gpu_kernel(name: str, key: str, kernel: Callable[..., Any]) -> Iterator[None]:
+    """Run a Python function for an op of ATen under a dispatch key."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            # That it takes the place of another is meant.
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            library.impl(name, kernel, key, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
+def gpu_dispatch(mode: FakeTensorMode) -> Iterator[None]:
+    """Give the mode's fake CPU tensors the dispatch keys of a GPU's.
+
+    They say that they lie on the CPU, so that autograd asks for no GPU; the dispatcher
+    takes them for CUDA tensors. (Fake tensors that say "cuda" cannot go backward
+    without a GPU: the engine asks for its context.)
+    """
+    fakes: Any = FakeTensor
+    original: Any = fakes.__new__
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = (args and args[0] is mode) or kwargs.get("fake_mode") is mode
+        if not ours or len(args) < 3 or torch.device(args[2]).type != "cpu":
+            return original(cls, *args, **kwargs)
+        fake: Any = original(cls, *args[:2], gpu, *args[3:], **kwargs)
+        fake.fake_device = cpu
+        return fake
+
+    fakes.__new__ = staticmethod(new)
+    try:
+        yield
+    finally:
+        fakes.__new__ = staticmethod(original)
+
+
+@contextlib.contextmanager
+def real_foreach(*, on_gpu: bool) -> Iterator[None]:
+    """Let optimizers and `clip_grad_norm_` choose foreach kernels as for real tensors.
+
+    The rules are `_default_to_fused_or_foreach` in torch/optim/optimizer.py and
+    `_has_foreach_support` in torch/utils/_foreach_utils.py; neither knows fake tensors.
+
+    Args:
+        on_gpu: Choose for fake CPU tensors as for a GPU's.
+    """
+    places: list[Any] = [
+        importlib.import_module(name)
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
+    ]
+    devices = [place._get_foreach_kernels_supported_devices for place in places]
+    types = [list(place._foreach_supported_types) for place in places]
+    supported = [*devices[0](), *(["cpu"] if on_gpu else [])]
+    try:
+        for place in places:
+            place._get_foreach_kernels_supported_devices = supported.copy
+            place._foreach_supported_types.append(FakeTensor)
+        yield
+    finally:
+        for place, function, kinds in zip(places, devices, types, strict=True):
+            place._get_foreach_kernels_supported_devices = function
+            place._foreach_supported_types[:] = kinds
+
+
+def is_channels_last(tensor: torch.Tensor, wished: torch.memory_format) -> bool:
+    """Whether ATen's `suggest_memory_format` gives a channels-last format."""
+    return torch._prims_common.suggest_memory_format(tensor) == wished
+
+
+Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+
+def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function on fake GPU tensors in place of its tensors; no backward.
+
+    Fake tensors that say "cuda" run forward without a GPU, and some fake kernels give
+    their results another layout or type than on the CPU.
+    """
+    gpu = torch.device("cuda", 0)
+    with no_modes(), torch.no_grad():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, torch.device):
+                return gpu
+            if not isinstance(value, torch.Tensor):
+                return value
+            meta = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+            return FakeTensor(mode, meta, gpu)
+
+        with mode:
+            return func(*tree_map(moved, args), **tree_map(moved, kwargs))
+
+
+class _Names(TorchDispatchMode):
+    """Lists the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def ops_on_fake_gpu(func: Any, args: Any) -> tuple[str, ...]:
+    """Names of the ops of a call on fake GPU tensors."""
+    seen = _Names()
+
+    def call(*moved: Any) -> Any:
+        with seen:
+            return func(*moved)
+
+    on_fake_gpu(call, args, {})
+    return tuple(seen.names)
+
+
+def gpu_layouts(func: Any, args: Any, kwargs: Any) -> Layouts | None:
+    """Size, stride and type of an op's results on a GPU; None if nobody knows."""
+    try:
+        out = on_fake_gpu(func, args, kwargs)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return None  # it asks for properties of a GPU
+    return tuple(
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        for leaf in tree_leaves(out)
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def makes_all_results(func: Any) -> bool:
+    """Whether an op returns new tensors only, by its schema."""
+    schema = getattr(func, "_schema", None)
+    returns = () if schema is None else schema.returns
+    return bool(returns) and all(result.alias_info is None for result in returns)

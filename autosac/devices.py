@@ -2,8 +2,9 @@
 
 Every figure is from the maker's data sheet, named beside its entry: dense rates
 (half of what is printed "with sparsity"), matrix rates with float32 accumulation,
-decimal gigabytes. A process can allocate a few percent more or less than
-`memory_bytes`: for a tight budget give bytes.
+decimal gigabytes. Compute capabilities are those of NVIDIA's "CUDA GPUs" page. A
+process can allocate a few percent more or less than `memory_bytes`: for a tight budget
+give bytes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class DeviceSpec:
             ("float32", "bfloat16"), and of "tfloat32" and "float8".
         launch_overhead_ms: Least time of one op.
         allocation_granularity_bytes: Allocations are multiples of it.
+        vendor: "nvidia" or "amd".
+        compute_capability: (major, minor) of an NVIDIA GPU; decides which kernels it
+            has. Needed only to plan for one that is not present.
     """
 
     name: str
@@ -45,6 +49,8 @@ class DeviceSpec:
     peak_flops: Mapping[str, float]
     launch_overhead_ms: float
     allocation_granularity_bytes: int
+    vendor: Literal["nvidia", "amd"] = "nvidia"
+    compute_capability: tuple[int, int] | None = None
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak rate of a dtype; one without its own figure runs at float32's."""
@@ -57,8 +63,14 @@ class DeviceSpec:
 
 
 def _gpu(
-    name: str, *, memory_gb: int, gb_per_s: float, tflops: Mapping[str, float]
+    name: str,
+    *,
+    memory_gb: int,
+    gb_per_s: float,
+    tflops: Mapping[str, float],
+    capability: tuple[int, int] | None,
 ) -> DeviceSpec:
+    """A GPU; one without a compute capability is AMD's."""
     rates = {dtype: rate * _TFLOPS for dtype, rate in tflops.items()}
     return DeviceSpec(
         name=name,
@@ -68,6 +80,8 @@ def _gpu(
         peak_flops=MappingProxyType(rates),
         launch_overhead_ms=_GPU_LAUNCH_MS,
         allocation_granularity_bytes=_GPU_GRANULARITY_BYTES,
+        vendor="amd" if capability is None else "nvidia",
+        compute_capability=capability,
     )
 
 
@@ -105,21 +119,23 @@ _SPECS = (
         allocation_granularity_bytes=1,
     ),
     # NVIDIA H100 Tensor Core GPU data sheet: SXM and PCIe columns.
-    _gpu("h100", memory_gb=80, gb_per_s=3350, tflops=_H100_SXM),
+    _gpu("h100", capability=(9, 0), memory_gb=80, gb_per_s=3350, tflops=_H100_SXM),
     _gpu(
         "h100-pcie",
+        capability=(9, 0),
         memory_gb=80,
         gb_per_s=2000,
         tflops=_tflops(float64=51, float32=51, tfloat32=378, half=756, float8=1513),
     ),
     # NVIDIA H200 Tensor Core GPU data sheet: SXM column.
-    _gpu("h200", memory_gb=141, gb_per_s=4800, tflops=_H100_SXM),
+    _gpu("h200", capability=(9, 0), memory_gb=141, gb_per_s=4800, tflops=_H100_SXM),
     # NVIDIA A100 Tensor Core GPU data sheet: 80GB SXM and 40GB SXM columns.
-    _gpu("a100", memory_gb=80, gb_per_s=2039, tflops=_A100),
-    _gpu("a100-40gb", memory_gb=40, gb_per_s=1555, tflops=_A100),
+    _gpu("a100", capability=(8, 0), memory_gb=80, gb_per_s=2039, tflops=_A100),
+    _gpu("a100-40gb", capability=(8, 0), memory_gb=40, gb_per_s=1555, tflops=_A100),
     # NVIDIA Blackwell data sheet, individual specifications, HGX B200 column.
     _gpu(
         "b200",
+        capability=(10, 0),
         memory_gb=180,
         gb_per_s=7700,
         tflops=_tflops(float64=37, float32=75, tfloat32=1125, half=2250, float8=4500),
@@ -127,6 +143,7 @@ _SPECS = (
     # NVIDIA L40S data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
     _gpu(
         "l40s",
+        capability=(8, 9),
         memory_gb=48,
         gb_per_s=864,
         tflops=_tflops(float64=1.43, float32=91.6, tfloat32=183, half=362, float8=733),
@@ -134,6 +151,7 @@ _SPECS = (
     # NVIDIA L4 data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
     _gpu(
         "l4",
+        capability=(8, 9),
         memory_gb=24,
         gb_per_s=300,
         tflops=_tflops(
@@ -143,6 +161,7 @@ _SPECS = (
     # NVIDIA A10G data sheet; float64 is 1/64 of float32 (GA102 whitepaper).
     _gpu(
         "a10g",
+        capability=(8, 6),
         memory_gb=24,
         gb_per_s=600,
         tflops=_tflops(float64=0.547, float32=35, tfloat32=35, half=70),
@@ -150,13 +169,23 @@ _SPECS = (
     # NVIDIA V100 data sheet: SXM2, 32GB. No bfloat16 on its tensor cores.
     _gpu(
         "v100",
+        capability=(7, 0),
         memory_gb=32,
         gb_per_s=900,
         tflops={"float64": 7.8, "float32": 15.7, "float16": 125},
     ),
+    # NVIDIA T4 data sheet; float64 is 1/32 of float32 (Turing whitepaper, TU104).
+    _gpu(
+        "t4",
+        capability=(7, 5),
+        memory_gb=16,
+        gb_per_s=320,
+        tflops={"float64": 0.253, "float32": 8.1, "float16": 65},
+    ),
     # NVIDIA GA102 GPU architecture whitepaper, GeForce RTX 3090.
     _gpu(
         "rtx3090",
+        capability=(8, 6),
         memory_gb=24,
         gb_per_s=936,
         tflops=_tflops(float64=0.556, float32=35.6, tfloat32=35.6, half=71),
@@ -164,6 +193,7 @@ _SPECS = (
     # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090.
     _gpu(
         "rtx4090",
+        capability=(8, 9),
         memory_gb=24,
         gb_per_s=1008,
         tflops=_tflops(
@@ -173,6 +203,7 @@ _SPECS = (
     # NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090.
     _gpu(
         "rtx5090",
+        capability=(12, 0),
         memory_gb=32,
         gb_per_s=1792,
         tflops=_tflops(
@@ -182,6 +213,7 @@ _SPECS = (
     # AMD Instinct MI250X data sheet, halved: PyTorch sees each GCD as a device.
     _gpu(
         "mi250x",
+        capability=None,
         memory_gb=64,
         gb_per_s=1638.4,
         tflops=_tflops(float64=47.85, float32=47.85, half=191.5),
@@ -189,6 +221,7 @@ _SPECS = (
     # AMD Instinct MI300X data sheet.
     _gpu(
         "mi300x",
+        capability=None,
         memory_gb=192,
         gb_per_s=5300,
         tflops=_tflops(

@@ -89,7 +89,9 @@ def _profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
         raise TypeError("`inputs` is missing: pass what the model is called with.")
     made = profile(model, inputs, **options)
     # What is not here cannot be measured; what is, must keep its promise.
-    is_present = all(not p.is_meta for p in model.parameters())
+    is_present = made.step.lens is None and all(
+        not p.is_meta for p in model.parameters()
+    )
     return calibrate(made) if is_present else made
 
 

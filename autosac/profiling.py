@@ -120,8 +120,9 @@ def profile(
             the parameters that returns one of these, or None.
         loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
             sum of all outputs that require gradients.
-        device: ``"cpu"``, ``"cuda"``, or a `DeviceSpec` for these; None for the
-            device of the model (the CPU if that is the meta device).
+        device: ``"cpu"``, ``"cuda"``, a known GPU such as ``"h100"``, or a
+            `DeviceSpec`; None for the device of the model (the CPU if that is the meta
+            device). A GPU need not be present: see `autosac.lens`.
         autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``.
         accumulate: Micro-steps (forward, loss, backward) per optimizer step.
         clip_grad_norm: Largest norm of all gradients together
@@ -132,11 +133,12 @@ def profile(
         TraceError: The step cannot be traced; names the module and the line.
         ValueError: `exclude` or `device` names something unknown, or `accumulate` is
             less than 1.
-        NotImplementedError: The device is of another type than the model's.
+        NotImplementedError: The model is on a GPU and the device is the CPU; or the
+            device is a GPU that is not present, and its kernels cannot be known.
     """
     _check(model, accumulate, clip_grad_norm, exclude)
     args, kwargs = normalize_inputs(inputs)
-    spec = _device(model, device)
+    spec, lens = _device(model, device)
     step = Step(
         model=model,
         args=args,
@@ -148,6 +150,7 @@ def profile(
         autocast=autocast,
         accumulate=accumulate,
         clip_grad_norm=clip_grad_norm,
+        lens=lens,
     )
     tape = trace(step)
     if not any(op.phase == "backward" for op in tape.ops):
@@ -192,6 +195,11 @@ def calibrate(
     """
     from autosac.calibrating import calibrated  # runs kernels: only when asked for
 
+    if profile.step.lens is not None and torch.cuda.is_available():
+        raise ValueError(
+            f"The profile is for {profile.device.name}, but the model is not there;"
+            " move it to the GPU and profile it again."
+        )
     if profile.step.device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"The profile is for {profile.device.name}, and this machine has no GPU;"
@@ -252,7 +260,10 @@ def _present_gpu() -> str:
     return known[0]
 
 
-def _device(model: torch.nn.Module, device: str | DeviceSpec | None) -> DeviceSpec:
+def _device(
+    model: torch.nn.Module, device: str | DeviceSpec | None
+) -> tuple[DeviceSpec, DeviceSpec | None]:
+    """The device to plan for; once more if the trace must pretend to be there."""
     tensors = [*model.parameters(), *model.buffers()]
     types = {tensor.device.type for tensor in tensors} - {"meta"}
     if len(types) > 1:
@@ -270,10 +281,9 @@ def _device(model: torch.nn.Module, device: str | DeviceSpec | None) -> DeviceSp
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         spec = replace(spec, memory_bytes=pages)
     traced = own or "cpu"
-    if spec.type != traced:
+    if spec.type == "cpu" and traced != "cpu":
         raise NotImplementedError(
-            f"`device`={spec.name!r} runs other kernels than the {traced} that the"
-            " model would be traced on; move the model there. Planning for a GPU that"
-            " is not present is not supported yet."
+            f"`device`={spec.name!r} runs other kernels than the {traced} device that"
+            " the model is on; move the model to the CPU or the meta device."
         )
-    return spec
+    return spec, spec if spec.type != traced else None

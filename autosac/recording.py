@@ -6,12 +6,13 @@ import contextlib
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, workspaces
+from autosac.devices import DeviceSpec
 from autosac.modules import ModuleNode, ModuleTree
 from autosac.pytrees import opaque_type, tensors_in
 from autosac.signatures import signature
@@ -131,6 +132,7 @@ class Recorder(_compat.TorchDispatchMode):
         device_type: Only storages on this type of device count.
         granularity_bytes: Allocations are rounded up to a multiple of this.
         only_storages: Track memory as a real run holds it and nothing else.
+        target: The GPU that the tensors stand for though they are on the CPU.
     """
 
     def __init__(
@@ -140,12 +142,16 @@ class Recorder(_compat.TorchDispatchMode):
         device_type: str,
         granularity_bytes: int,
         only_storages: bool,
+        target: DeviceSpec | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.device_type = device_type
         self.granularity_bytes = granularity_bytes
         self.only_storages = only_storages
+        self.target = target
+        self.exempted: dict[int, Any] = {}  # kept, so that no address is used twice
+        self.blas_phases: set[str] = set()
         self.tree = module_tree(model)
         self.clock = 0
         self.muted = False
@@ -203,7 +209,7 @@ class Recorder(_compat.TorchDispatchMode):
         )
         return Tape(
             modules=self.tree,
-            storages=storages,
+            storages=storages + self._blas_storages(end),
             ops=tuple(self.ops),
             saved=tuple(self._finish(saved, end) for saved in self.saved),
             calls=tuple(
@@ -220,8 +226,17 @@ class Recorder(_compat.TorchDispatchMode):
             ),
             phases=self.phases,
             num_ticks=end,
-            device_type=self.device_type,
+            device_type=self.target.type if self.target else self.device_type,
         )
+
+    def _blas_storages(self, end: int) -> tuple[Storage, ...]:
+        """What the threads that run matrix products hold all the time."""
+        if self.target is None:
+            return ()
+        nbytes = self.target.allocated_bytes(workspaces.blas_bytes(self.target))
+        storage = Storage(nbytes=nbytes, category="temporary", born=0, died=end)
+        threads = {phase == "backward" for phase in self.blas_phases}
+        return (storage,) * len(threads)
 
     @staticmethod
     def _finish(saved: _Saved, end: int) -> SavedTensor:
@@ -239,11 +254,25 @@ class Recorder(_compat.TorchDispatchMode):
     def register(self, tensors: Iterator[torch.Tensor], category: str) -> None:
         """Count tensors that exist before the step."""
         for tensor in tensors:
-            self._index(tensor, 0, category)
+            if self._counts(tensor):
+                self._index(tensor, 0, category)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Take a registered tensor out of the account again."""
         self.nbytes[self._index(tensor, 0, "temporary")] = 0
+
+    def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave tensors out of the account: they lie on the CPU in a real run."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.exempted[storage._cdata] = storage
+
+    def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
+        """What is computed from CPU scalars alone, stays on the CPU."""
+        if func is torch.ops.aten.lift_fresh.default or (
+            inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
+        ):
+            self.exempt(tensors_in((out,)))
 
     def rename(self, tensor: torch.Tensor | None, category: str) -> None:
         """Change the category of a tensor's storage."""
@@ -251,7 +280,11 @@ class Recorder(_compat.TorchDispatchMode):
             self.categories[self._index(tensor, 0, category)] = category
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided and tensor.device.type == self.device_type
+        return (
+            tensor.layout is torch.strided
+            and tensor.device.type == self.device_type
+            and not (self.exempted and tensor.untyped_storage()._cdata in self.exempted)
+        )
 
     def _index(self, tensor: torch.Tensor, born: int, category: str) -> int:
         """Index of a tensor's storage; an unknown one is added."""
@@ -298,8 +331,9 @@ class Recorder(_compat.TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.phase == "optimizer" and func is _compat.ITEM:
-            # Step counts are read as numbers; no size depends on them.
-            return 1.0 if args[0].is_floating_point() else 1
+            # Step counts are read as numbers; no size depends on them but that RAdam
+            # does more after the first few. At 1, NAdam would divide by zero.
+            return 1000.0 if args[0].is_floating_point() else 1000
         if self.muted or func in _compat.METADATA_OPS:
             return func(*args, **kwargs)
         start = self.tick()
@@ -307,7 +341,12 @@ class Recorder(_compat.TorchDispatchMode):
         # A literal becomes a tensor here: its memory is born with the output.
         is_literal = func is torch.ops.aten.lift_fresh.default
         reads = () if is_literal else self._indices(inputs, 0, "input")
-        out = run_op(func, args, kwargs, inputs)
+        out = run_op(func, args, kwargs, inputs, on_gpu=self.target is not None)
+        if self.target is not None:
+            if self.phase == "optimizer":
+                self._exempt_results(func, inputs, out)
+            if workspaces.runs_blas(func):
+                self.blas_phases.add(self.phase)
         made = self.tick()
         outputs = list(tensors_in((out,)))
         first_new = len(self.nbytes)
@@ -335,7 +374,11 @@ class Recorder(_compat.TorchDispatchMode):
                 random=_compat.is_random(func),
                 flops=_compat.flops_of(func, args, kwargs, out) if costs else 0,
                 moved_bytes=sum(t.nbytes for t in inputs + outputs) if costs else 0,
-                workspace_bytes=0,
+                workspace_bytes=(
+                    workspaces.op_bytes(func, args, kwargs, self.target)
+                    if self.target and costs
+                    else 0
+                ),
                 wrapped_numbers=_compat.wrapped_numbers(func, args) if forward else 0,
                 dtype=next(
                     (str(t.dtype)[6:] for t in outputs if t.is_floating_point()), ""

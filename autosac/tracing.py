@@ -24,7 +24,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autosac import _compat
+from autosac.devices import DeviceSpec
 from autosac.errors import TraceError
+from autosac.lens import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.recording import Recorder
 from autosac.stepping import (
@@ -55,6 +57,7 @@ class Step:
         accumulate: Micro-steps per optimizer step. One of them is traced, with the
             gradients that the earlier ones left.
         clip_grad_norm: Largest norm of all gradients together, or None.
+        lens: The GPU whose kernels are traced though the model is not there.
     """
 
     model: torch.nn.Module
@@ -67,6 +70,12 @@ class Step:
     autocast: torch.dtype | None = None
     accumulate: int = 1
     clip_grad_norm: float | None = None
+    lens: DeviceSpec | None = None
+
+    @property
+    def traced_type(self) -> str:
+        """Type of device that the traced tensors say they are on."""
+        return self.device_type if self.lens is None else "cpu"
 
 
 def trace(step: Step) -> Tape:
@@ -95,15 +104,16 @@ def _run(
     step: Step, prepare: Callable[[torch.nn.Module], Any], *, only_storages: bool
 ) -> Tape:
     mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
-    with _preserved_state():
+    with _preserved_state(), lens(mode, step.lens):
         model, optimizer, args, kwargs = _fake_copy(step, mode)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
         prepare(model)
         recorder = Recorder(
             model,
-            device_type=step.device_type,
+            device_type=step.traced_type,
             granularity_bytes=step.granularity_bytes,
             only_storages=only_storages,
+            target=step.lens,
         )
         recorder.register(model.parameters(), "parameter")
         recorder.register(model.buffers(), "buffer")
@@ -160,6 +170,13 @@ def _make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
         parameter.grad = torch.empty_like(parameter)
         optimizer.step_one(parameter)
     recorder.muted = False
+    _register_state(recorder, optimizer)
+
+
+def _register_state(recorder: Recorder, optimizer: AnyOptimizer) -> None:
+    """Count the optimizer's state; through a lens, not what it keeps on the CPU."""
+    if recorder.target is not None:
+        recorder.exempt(host_state(optimizer))
     recorder.register(tensors_in(optimizer.state), "optimizer")
 
 
@@ -189,7 +206,7 @@ def _enter_steady_state(
         recorder.muted = True
         optimizer.step()
         recorder.muted = False
-    recorder.register(tensors_in(optimizer.state), "optimizer")
+    _register_state(recorder, optimizer)
 
 
 class _FakeCopies(TorchFunctionMode):
@@ -212,7 +229,7 @@ class _FakeCopies(TorchFunctionMode):
 
 def _fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
     """Copies of model, optimizer, args and kwargs that hold fake tensors."""
-    device = torch.device(step.device_type)
+    device = torch.device(step.traced_type)
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if keeps_values(tensor):

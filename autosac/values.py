@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autosac import _compat
 from autosac.pytrees import tensors_in
+from autosac.signatures import Signature, signature
 
 _MOST_KNOWN_VALUES = 2**22  # elements of a tensor that stays real while tracing
 
@@ -22,7 +24,14 @@ def keeps_values(tensor: torch.Tensor) -> bool:
     )
 
 
-def run_op(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+def run_op(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    inputs: list[torch.Tensor],
+    *,
+    on_gpu: bool = False,
+) -> Any:
     """Run an op on fakes, or for real if all it reads is real and small.
 
     Masks, positions and lengths keep their values that way, so that the step takes
@@ -30,7 +39,10 @@ def run_op(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any
     does a random number that reads nothing, such as `torch.rand([])` for layer drop.
     """
     if any(map(_compat.is_fake, inputs)):
-        return _compat.with_real_layouts(func, args, func(*args, **kwargs))
+        out = func(*args, **kwargs)
+        if on_gpu:
+            return _as_on_gpu(func, args, kwargs, out)
+        return _compat.with_real_layouts(func, args, out)
     try:
         out = func(*args, **kwargs)
     except _compat.TRACE_ERRORS:
@@ -46,3 +58,44 @@ def run_op(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any
             return out
     with _compat.no_modes():
         return func(*args, **kwargs)
+
+
+_gpu_layouts: dict[Signature, _compat.Layouts | None] = {}
+
+
+def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """A result of fake CPU tensors with the layouts and types of a GPU's."""
+    if not _compat.makes_all_results(func) or _compat.is_view(func):
+        return out
+    key = signature(func, args, kwargs)
+    if key not in _gpu_layouts:
+        _gpu_layouts[key] = _compat.gpu_layouts(func, args, kwargs)
+    layouts = _gpu_layouts[key]
+    if layouts is None:
+        return out
+    leaves, spec = tree_flatten(out)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for place, layout in zip(places, layouts, strict=True):
+        leaf = leaves[place]
+        size, stride, dtype = _with_mixed_statistics(func, args, place, layout)
+        if (tuple(leaf.shape), leaf.stride(), leaf.dtype) != (size, stride, dtype):
+            leaves[place] = torch.empty_strided(
+                size, stride, dtype=dtype, device=leaf.device
+            )
+    return tree_unflatten(leaves, spec)
+
+
+def _with_mixed_statistics(func: Any, args: Any, place: int, layout: Any) -> Any:
+    """Group norm of a half input with float32 weights keeps float32 statistics.
+
+    `param_scalar_type` in aten/src/ATen/native/group_norm.cpp; its fake kernel says
+    half.
+    """
+    size, stride, dtype = layout
+    if (
+        func is torch.ops.aten.native_group_norm.default
+        and place
+        and args[1] is not None
+    ):
+        dtype = args[1].dtype
+    return size, stride, dtype

@@ -29,6 +29,14 @@ def test_figures_are_of_the_right_order(spec):
     assert all(1e10 <= rate <= 1e16 for rate in rates.values())
 
 
+@pytest.mark.parametrize("spec", KNOWN_DEVICES.values(), ids=lambda spec: spec.name)
+def test_every_gpu_of_nvidia_has_a_compute_capability(spec):
+    of_nvidia = spec.type == "cuda" and not spec.name.startswith("mi")
+
+    assert (spec.compute_capability is not None) == of_nvidia
+    assert (spec.vendor == "amd") == spec.name.startswith("mi")
+
+
 def test_rates_are_dense():
     # The H100 data sheet prints 1,979 TFLOPS for bfloat16 with sparsity.
     assert device_spec("h100").flops_per_s("bfloat16") == 989.5e12

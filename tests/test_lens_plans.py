@@ -1,0 +1,327 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autosac
+from autosac import _compat, lens_choice
+from autosac.demo import GPT, next_token_loss
+from autosac.devices import DeviceSpec, device_spec
+from autosac.errors import InfeasibleBudgetError
+from autosac.lens import lens
+from autosac.planning import _confirm, floor, make_plan
+from autosac.profiling import profile
+from tests.fake_gpu import Attention, Language
+from tests.models import CASES, op_policies, random_choice
+
+A100, H100, MI300X = map(device_spec, ("a100", "h100", "mi300x"))
+BFLOAT16, HALF, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+IDS = torch.zeros(4, 16, dtype=torch.long)
+IMAGES = torch.zeros(2, 3, 16, 16)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def old_cudnn(monkeypatch):
+    """Flash attention comes first on every GPU unless a test says otherwise."""
+    monkeypatch.setattr(lens_choice, "cudnn_version", lambda: 91002)
+
+
+def names(made, *phases):
+    """Names of the ops of a profile that do some work."""
+    chosen = phases or ("forward",)
+    return [op.name for op in made.tape.ops if op.phase in chosen and not op.is_view]
+
+
+# --- optimizers -------------------------------------------------------------------
+
+
+def small(**options):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    return model, torch.optim.AdamW(model.parameters(), **options)
+
+
+def optimizer_bytes(made):
+    storages = made.tape.storages
+    return sum(s.nbytes for s in storages if s.category == "optimizer")
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_optimizers_step_with_foreach_kernels(warm):
+    model, optimizer = small()
+    if warm:
+        model(torch.zeros(2, 64)).sum().backward()
+        optimizer.step()
+    before = [dict(group) for group in optimizer.param_groups]
+
+    made = profile(model, torch.zeros(2, 64), optimizer=optimizer, device=A100)
+
+    assert "aten._foreach_addcdiv_.ScalarList" in names(made, "optimizer")
+    assert [dict(group) for group in optimizer.param_groups] == before
+    # Two moments of 64 x 64 and 64 float32 numbers; the steps lie on the CPU.
+    assert optimizer_bytes(made) == 2 * 2 * 4 * (64 * 64 + 128)
+
+
+def test_options_of_an_optimizer_are_honoured():
+    model, optimizer = small(foreach=False)
+    looped = profile(model, torch.zeros(2, 64), optimizer=optimizer, device=A100)
+    model, optimizer = small(fused=True)
+    fused = profile(model, torch.zeros(2, 64), optimizer=optimizer, device=A100)
+
+    assert not any("_foreach" in name for name in names(looped, "optimizer"))
+    assert "aten._fused_adamw_.default" in names(fused, "optimizer")
+    # A block of 512 bytes for each of four steps, as these lie on the GPU.
+    assert optimizer_bytes(fused) == optimizer_bytes(looped) + 4 * 512
+
+
+def test_gradients_are_clipped_with_foreach_kernels():
+    model, _ = small()
+
+    made = profile(model, torch.zeros(2, 64), clip_grad_norm=1.0, device=A100)
+
+    norms = [op for op in made.tape.ops if op.name == "aten._foreach_norm.Scalar"]
+    # One float32 number for each chunk of each of four gradients, in one block.
+    assert [op.workspace_bytes for op in norms] == [512]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "NAdam", "RAdam", "Adagrad", "RMSprop"])
+def test_other_optimizers_step_too(kind):
+    make = getattr(torch.optim, kind)
+    model = CASES["mlp"].model()
+
+    made = profile(model, CASES["mlp"].inputs(), optimizer=make, device=A100)
+    chosen = random_choice(made, 0)
+
+    assert any("_foreach" in name for name in names(made, "optimizer"))
+    _confirm(made, chosen, op_policies(made, chosen))
+
+
+def test_optimizers_in_backward_keep_their_steps_on_the_cpu():
+    model, _ = small()
+    optimizer = autosac.OptimizerInBackward(model.parameters(), torch.optim.AdamW)
+
+    made = profile(model, torch.zeros(2, 64), optimizer=optimizer, device=A100)
+
+    assert optimizer_bytes(made) == 2 * 2 * 4 * (64 * 64 + 128)
+
+
+# --- the account ------------------------------------------------------------------
+
+
+def test_blocks_are_multiples_of_512_bytes():
+    made = CASES["gpt"].profile()
+    on_gpu = profile(CASES["gpt"].model(), CASES["gpt"].inputs(), device=A100)
+
+    assert all(s.nbytes % 512 == 0 for s in on_gpu.tape.storages)
+    assert any(s.nbytes % 512 for s in made.tape.storages)
+
+
+@pytest.mark.parametrize(
+    ("device", "nbytes"), [(H100, 2**25), (A100, 8519680), (MI300X, 2**27)], ids=str
+)
+def test_forward_and_backward_hold_a_workspace_for_matrix_products(device, nbytes):
+    model = nn.Linear(64, 64)
+    with_products = profile(model, torch.zeros(2, 64), device=device)
+    without = profile(nn.LayerNorm(64), torch.zeros(2, 64), device=device)
+
+    held = [s for s in with_products.tape.storages if s.nbytes == nbytes]
+
+    assert len(held) == 2
+    assert all((s.born, s.died) == (0, with_products.tape.num_ticks) for s in held)
+    assert all(s.nbytes < 2**20 for s in without.tape.storages)
+
+
+def test_counts_what_backward_kernels_allocate():
+    model = nn.Sequential(nn.Embedding(1000, 64), Attention(64, 4)).bfloat16()
+    made = profile(model, torch.zeros(2, 2048, dtype=torch.long), device=A100)
+    work = {op.name: op.workspace_bytes for op in made.tape.ops if op.workspace_bytes}
+
+    # Flash attention, 2 x 4 heads of 2048 rows and 16 columns that become 32: their
+    # gradient and the sums of their rows, in float32; the gradient of a sum is expanded
+    # from one number, so that it is copied.
+    flash = 4 * 2 * 4 * 2048 * 32 + 4 * 2 * 4 * 2048 + 2 * 2 * 4 * 2048 * 16
+    # Embedding, 4096 indices: three times the indices, at most 1000 segments twice, and
+    # 409 more partial ones, with 64 float32 numbers each. In blocks of 512 bytes.
+    rows = 4096 // 10 + 1000
+    embedding = 3 * 8 * 4096 + 2 * 8192 + -(-8 * rows // 512) * 512
+    embedding += -(-rows * 64 * 4 // 512) * 512
+    assert work == {
+        "aten._scaled_dot_product_flash_attention_backward.default": flash,
+        "aten.embedding_dense_backward.default": embedding,
+    }
+
+
+def test_backward_reaches_every_parameter():
+    model = CASES["gpt"].model()
+
+    made = profile(model, CASES["gpt"].inputs(), device=A100, autocast=BFLOAT16)
+
+    gradients = [s for s in made.tape.storages if s.category == "gradient"]
+    assert len(gradients) == len(list(model.parameters()))
+
+
+# --- plans ------------------------------------------------------------------------
+
+each_model = pytest.mark.parametrize("name", ["gpt", "convolutions", "llama"])
+
+
+@each_model
+@pytest.mark.parametrize("autocast", [None, BFLOAT16], ids=str)
+@pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)
+def test_a_dry_run_confirms_random_plans(name, device, autocast):
+    case = CASES[name]
+    made = profile(
+        case.model(),
+        case.inputs(),
+        loss_fn=case.loss_fn,
+        optimizer=torch.optim.AdamW,
+        device=device,
+        autocast=autocast,
+    )
+
+    for seed in range(3):
+        chosen = random_choice(made, seed)
+        _confirm(made, chosen, op_policies(made, chosen))
+
+
+def meta_gpt():
+    with torch.device("meta"):
+        return GPT(num_layers=2, vocabulary=512, length=128)
+
+
+def test_plans_for_a_gpu_that_is_not_present():
+    tokens = torch.zeros(8, 128, dtype=torch.long)
+    model = meta_gpt()
+    options = {"optimizer": torch.optim.AdamW, "loss_fn": next_token_loss(tokens)}
+
+    ample = autosac.plan(model, tokens, memory_budget="80%", device="h100", **options)
+    made = profile(model, tokens, device="h100", **options)
+    tight = make_plan(made, (floor(made) + made.baseline_peak_bytes) // 2)
+
+    assert (ample.budget_bytes, ample.device) == (64 * 10**9, "h100")
+    assert not ample.policy
+    assert not ample.calibrated
+    assert floor(made) <= tight.peak_bytes <= tight.budget_bytes
+    assert any("native_dropout" in name for p in tight.op_policies for name in p.names)
+    with pytest.raises(InfeasibleBudgetError):
+        make_plan(made, floor(made) - 1)
+
+
+def test_does_not_calibrate_what_is_not_present():
+    model = nn.Linear(8, 8)
+    made = profile(model, torch.zeros(2, 8), device="a100")
+
+    assert not autosac.plan(made, memory_budget="1GiB").calibrated
+    assert not autosac.plan(
+        model, torch.zeros(2, 8), memory_budget="1GiB", device="a100"
+    ).calibrated
+    with pytest.raises(ValueError, match="The profile is for a100"):
+        autosac.calibrate(made)
+
+
+# --- nothing is changed, some things are refused ----------------------------------
+
+
+def _outside():
+    optimizers = _compat.importlib.import_module("torch.optim.optimizer")
+    return (
+        _compat.FakeTensor.__new__,
+        torch.autocast.__init__,
+        torch.autocast.__enter__,
+        torch.autocast.__exit__,
+        optimizers._get_foreach_kernels_supported_devices(),
+        list(optimizers._foreach_supported_types),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch._C._dispatch_dump("aten::dropout"),
+        torch._C._dispatch_dump_table("aten::mm"),
+    )
+
+
+def test_leaves_nothing_behind():
+    before = _outside()
+
+    profile(Language(), IDS, device=A100, autocast=BFLOAT16)
+    assert _outside() == before
+    with pytest.raises(NotImplementedError):
+        profile(nn.LSTM(8, 8), torch.zeros(4, 2, 8), device=A100, autocast=BFLOAT16)
+    assert _outside() == before
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell])
+def test_refuses_recurrent_layers(kind):
+    shape = (2, 8) if "Cell" in kind.__name__ else (4, 2, 8)
+
+    with pytest.raises(NotImplementedError, match="reserves for recurrent layers"):
+        profile(kind(8, 8), torch.zeros(shape), device=A100)
+
+
+def test_refuses_other_ops_whose_kernel_is_unknown():
+    class Sampled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.grid = nn.Parameter(torch.zeros(1, 4, 4, 2))
+
+        def forward(self, x):
+            return functional.grid_sample(x, self.grid, align_corners=True)
+
+    with pytest.raises(NotImplementedError, match="grid_sampler cannot be planned"):
+        profile(Sampled(), torch.zeros(1, 1, 4, 4), device=A100)
+
+
+def test_asks_for_the_compute_capability():
+    spec = replace(A100, name="mine", compute_capability=None)
+
+    with pytest.raises(ValueError, match="`device`='mine' has no `compute_cap"):
+        profile(nn.Linear(8, 8), torch.zeros(2, 8), device=spec)
+
+
+def test_a_spec_needs_no_capability():
+    spec = DeviceSpec(
+        name="mine",
+        type="cuda",
+        memory_bytes=1,
+        bandwidth_bytes_per_s=1.0,
+        peak_flops={"float32": 1.0},
+        launch_overhead_ms=0.0,
+        allocation_granularity_bytes=512,
+    )
+
+    assert spec.vendor == "nvidia"
+
+
+def test_a_lens_without_a_device_only_tells_optimizers_what_is_fake():
+    before = _outside()
+
+    with lens(_compat.FakeTensorMode(), None):
+        within = _outside()
+
+    assert [a == b for a, b in zip(before, within, strict=True)].count(False) == 1
+    assert _outside() == before
+
+
+# --- on a GPU, the truth ----------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("autocast", [None, BFLOAT16], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "gpt", "convolutions"])
+def test_agrees_with_a_trace_on_the_gpu(monkeypatch, name, autocast):
+    monkeypatch.undo()  # the cuDNN that is installed
+    case = CASES[name]
+    model, inputs = case.model(), case.inputs()
+    options = {"optimizer": torch.optim.AdamW, "autocast": autocast, "device": "cuda"}
+
+    absent = profile(model, inputs, **options)
+    present = profile(model.cuda(), inputs.cuda(), **options)
+
+    for phase in ("forward", "backward", "optimizer"):
+        assert names(absent, phase) == names(present, phase)
+    # But for what kernels allocate, which the true trace leaves to calibration.
+    held = [s for s in absent.tape.storages if s.born or s.category != "temporary"]
+    assert [s.nbytes for s in held] == [s.nbytes for s in present.tape.storages]
