@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,46 +135,69 @@ def verify(
     Raises:
         ValueError: ``steps`` or ``timing_rounds`` is less than one.
     """
-    for name, value in (("steps", steps), ("timing_rounds", timing_rounds)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {value}.")
-    recipe = _Recipe(
-        make_model,
-        make_inputs,
-        make_optimizer,
-        loss_fn,
-        seed,
-        autocast,
-        accumulate,
-        clip_grad_norm,
+    recipe = Recipe(
+        make_model=make_model,
+        make_inputs=make_inputs,
+        make_optimizer=make_optimizer,
+        loss_fn=loss_fn,
+        steps=steps,
+        seed=seed,
+        timing_rounds=timing_rounds,
+        extra_bytes=extra_bytes,
+        autocast=autocast,
+        accumulate=accumulate,
+        clip_grad_norm=clip_grad_norm,
     )
-    with _random_state_kept():
-        baseline = _measure(recipe, None, steps, extra_bytes)
-        planned = _measure(recipe, plan, steps, extra_bytes)
-        for _ in range(timing_rounds - 1):
-            baseline.times_ms.append(_time(recipe, None))
-            planned.times_ms.append(_time(recipe, plan))
-    return Verification(
-        baseline_peak_bytes=baseline.peak_bytes,
-        measured_peak_bytes=planned.peak_bytes,
-        predicted_peak_bytes=plan.peak_bytes,
-        budget_bytes=plan.budget_bytes,
-        baseline_step_ms=statistics.median(baseline.times_ms),
-        step_ms=statistics.median(planned.times_ms),
-        differences=differences(baseline.state, planned.state),
-    )
+    return verify_each((plan,), recipe)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Recipe:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How to train a model for a comparison; the arguments of `verify`."""
+
     make_model: Callable[[], torch.nn.Module]
     make_inputs: Callable[[], Any]
-    make_optimizer: MakeOptimizer | None
-    loss_fn: LossFn | None
-    seed: int
-    autocast: torch.dtype | None
-    accumulate: int
-    clip_grad_norm: float | None
+    make_optimizer: MakeOptimizer | None = None
+    loss_fn: LossFn | None = None
+    steps: int = 2
+    seed: int = 0
+    timing_rounds: int = 3
+    extra_bytes: int = 0
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "timing_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` must be at least 1, got {getattr(self, name)}."
+                )
+
+
+def verify_each(
+    plans: Sequence[AppliesToModel], recipe: Recipe
+) -> tuple[Verification, ...]:
+    """Train a model without any plan and with each of several, and compare."""
+    with _random_state_kept():
+        baseline = _measure(recipe, None)
+        found = [_measure(recipe, plan) for plan in plans]
+        for _ in range(recipe.timing_rounds - 1):
+            baseline.times_ms.append(_time(recipe, None))
+            for plan, planned in zip(plans, found, strict=True):
+                planned.times_ms.append(_time(recipe, plan))
+    return tuple(
+        Verification(
+            baseline_peak_bytes=baseline.peak_bytes,
+            measured_peak_bytes=planned.peak_bytes,
+            predicted_peak_bytes=plan.peak_bytes,
+            budget_bytes=plan.budget_bytes,
+            baseline_step_ms=statistics.median(baseline.times_ms),
+            step_ms=statistics.median(planned.times_ms),
+            differences=differences(baseline.state, planned.state),
+        )
+        for plan, planned in zip(plans, found, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +210,7 @@ class _Measured:
 class _Run:
     """One model in training, with or without a plan."""
 
-    def __init__(self, recipe: _Recipe, plan: AppliesToModel | None) -> None:
+    def __init__(self, recipe: Recipe, plan: AppliesToModel | None) -> None:
         gc.collect()  # the model before this one may hang in a cycle
         torch.manual_seed(recipe.seed)
         self.model = recipe.make_model()
@@ -253,13 +276,11 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
 
-def _measure(
-    recipe: _Recipe, plan: AppliesToModel | None, steps: int, extra_bytes: int
-) -> _Measured:
+def _measure(recipe: Recipe, plan: AppliesToModel | None) -> _Measured:
     run = _Run(recipe, plan)
 
     def earlier_steps() -> None:
-        for _ in range(steps - 1):
+        for _ in range(recipe.steps - 1):
             run.step()
             run.clear_gradients()
 
@@ -267,7 +288,7 @@ def _measure(
         run.step,
         device=run.device,
         persistent_bytes=lambda: (
-            extra_bytes + storage_bytes(run.tensors(), device=run.device)
+            recipe.extra_bytes + storage_bytes(run.tensors(), device=run.device)
         ),
         warm_up=earlier_steps,
     )
@@ -275,7 +296,7 @@ def _measure(
     return _Measured(peak_bytes, state, [run.timed_step_ms()])
 
 
-def _time(recipe: _Recipe, plan: AppliesToModel | None) -> float:
+def _time(recipe: Recipe, plan: AppliesToModel | None) -> float:
     run = _Run(recipe, plan)
     run.step()  # creates the optimizer state and warms caches
     return run.timed_step_ms()

@@ -35,11 +35,11 @@ from autosac import (
     calibrate,
     floor,
     profile,
-    verify,
 )
 from autosac.planning import make_plan
 from autosac.policies import Policy, group_policy
 from autosac.units import Unit
+from autosac.verifying import Recipe, verify_each
 from benchmarks.environment import environment
 from benchmarks.models import Workload, zoo
 
@@ -240,39 +240,35 @@ def run(job: tuple[str, str]) -> list[Cell]:
     del model
     made = calibrate(modelled)
     lowest, baseline = floor(made), made.baseline_peak_bytes
-    cells = []
-    for share in SHARES:
-        budget_bytes = int(lowest + share * (baseline - lowest))
-        plan = make_plan(made, budget_bytes)
-        modelled_bytes = modelled.simulator.peak_bytes(_chosen(modelled, plan))
-        gc.collect()
-        found = verify(
-            plan,
-            work.make_model,
-            work.make_inputs,
-            make_optimizer=work.make_optimizer,
-            loss_fn=work.loss_fn,
-            steps=STEPS,
-            timing_rounds=1,
-            extra_bytes=work.loss_bytes,
-            **setting.options,
+    budgets = [int(lowest + share * (baseline - lowest)) for share in SHARES]
+    plans = [make_plan(made, budget_bytes) for budget_bytes in budgets]
+    gc.collect()
+    recipe = Recipe(
+        make_model=work.make_model,
+        make_inputs=work.make_inputs,
+        make_optimizer=work.make_optimizer,
+        loss_fn=work.loss_fn,
+        steps=STEPS,
+        timing_rounds=1,
+        extra_bytes=work.loss_bytes,
+        **setting.options,
+    )
+    return [
+        Cell(
+            model=name,
+            setting=setting_name,
+            budget_bytes=plan.budget_bytes,
+            baseline_bytes=baseline,
+            predicted_bytes=plan.peak_bytes,
+            modelled_bytes=modelled.simulator.peak_bytes(_chosen(modelled, plan)),
+            measured_bytes=found.measured_peak_bytes,
+            differences=found.differences,
+            recompute_share=plan.recompute_ms / plan.step_ms,
+            num_units=len(plan.policy),
+            gap=plan.optimality_gap,
         )
-        cells.append(
-            Cell(
-                model=name,
-                setting=setting_name,
-                budget_bytes=budget_bytes,
-                baseline_bytes=baseline,
-                predicted_bytes=plan.peak_bytes,
-                modelled_bytes=modelled_bytes,
-                measured_bytes=found.measured_peak_bytes,
-                differences=found.differences,
-                recompute_share=plan.recompute_ms / plan.step_ms,
-                num_units=len(plan.policy),
-                gap=plan.optimality_gap,
-            )
-        )
-    return cells
+        for plan, found in zip(plans, verify_each(plans, recipe), strict=True)
+    ]
 
 
 def main() -> int:
