@@ -74,7 +74,7 @@ def policy(
 
 def floor(made: Profile) -> int:
     """Least feasible budget of a profile in bytes."""
-    return made.simulator.peak_bytes(lowest(made))
+    return made.peak_bytes(lowest(made))
 
 
 def _profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
@@ -126,15 +126,28 @@ def choose(
     Raises:
         InfeasibleBudgetError: No plan fits.
     """
-    if made.simulator.baseline.peak_bytes <= budget_bytes:
+    if made.baseline_peak_bytes <= budget_bytes:
         return {}, 0.0
-    chosen, bound_ms = _solve(made, budget_bytes, segments, backend)
-    return spend_slack(made.simulator, chosen, budget_bytes), bound_ms
+    target, bound_ms = budget_bytes, 0.0
+    for attempt in range(_ATTEMPTS):
+        chosen, found_ms = _solve(made, target, segments, backend)
+        if chosen is None:
+            break
+        chosen = spend_slack(made.simulator, chosen, target)
+        bound_ms = bound_ms if attempt else found_ms
+        excess = made.peak_bytes(chosen) - budget_bytes
+        if excess <= 0:
+            return chosen, bound_ms
+        target -= excess  # a GPU's allocator holds more than is asked of it
+    chosen = lowest(made, backend)
+    if made.peak_bytes(chosen) > budget_bytes:
+        raise _infeasible(made, chosen, budget_bytes)
+    return chosen, bound_ms
 
 
 def _solve(
     made: Profile, budget_bytes: int, segments: int | None, backend: Backend
-) -> tuple[Choice, float]:
+) -> tuple[Choice | None, float]:
     """Choice under the budget by simulation, and the bound on its time."""
     formulation = made.formulation
     # The MILP counts storages that two units share twice; at a budget that only the
@@ -154,9 +167,8 @@ def _solve(
             return chosen, bound_ms
         target -= excess
     chosen = lowest(made, backend)
-    if made.simulator.peak_bytes(chosen) > budget_bytes:
-        raise _infeasible(made, chosen, budget_bytes)
-    return chosen, bound_ms or 0.0
+    fits = made.simulator.peak_bytes(chosen) <= budget_bytes
+    return chosen if fits else None, bound_ms or 0.0
 
 
 def _solve_once(
@@ -234,8 +246,8 @@ def lowest_in_milp(formulation: Formulation, backend: Backend) -> tuple[int, Cho
 
 
 def _infeasible(made: Profile, chosen: Choice, budget_bytes: int) -> Exception:
-    peak_bytes = made.simulator.peak_bytes(chosen)
-    composition = made.simulator.composition(chosen)
+    peak_bytes = made.peak_bytes(chosen)
+    composition = made.composition(chosen)
     parts = ", ".join(
         f"{format_bytes(nbytes)} {category}"
         for category, nbytes in composition.items()
@@ -355,12 +367,12 @@ def _as_plan(
         policy=_ratios(made, chosen),
         op_policies=policies,
         budget_bytes=budget_bytes,
-        peak_bytes=made.simulator.peak_bytes(chosen),
+        peak_bytes=made.peak_bytes(chosen),
         baseline_peak_bytes=made.baseline_peak_bytes,
         recompute_ms=recompute_ms,
         step_ms=made.baseline_ms + recompute_ms,
         bound_ms=min(bound_ms, recompute_ms),
-        composition=made.simulator.composition(chosen),
+        composition=made.composition(chosen),
         device=made.device.name,
         calibrated=made.calibrated,
         model=made.model,
@@ -373,7 +385,7 @@ def _as_plan(
 def _reserved_bytes(made: Profile, chosen: Choice) -> int | None:
     if made.device.type != "cuda":
         return None
-    return made.simulator.reserved_peak_bytes(chosen)
+    return made.simulator.allocator_peaks(chosen)[1]
 
 
 def _ratios(made: Profile, chosen: Choice) -> dict[str, float]:

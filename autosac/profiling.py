@@ -15,13 +15,14 @@ from autosac.devices import KNOWN_DEVICES, DeviceSpec, device_spec
 from autosac.errors import TraceError
 from autosac.formulating import Formulation, formulate
 from autosac.plans import Fingerprint, fingerprint
+from autosac.policies import Policy
 from autosac.simulating import Simulator
 from autosac.sources import Calibration, Source, calibration, modelled
 from autosac.statistics import Statistics, module_statistics
 from autosac.stepping import LossFn, normalize_inputs
 from autosac.tape import Tape
 from autosac.tracing import Step, trace
-from autosac.units import Units, find_units
+from autosac.units import Unit, Units, find_units
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,7 +92,23 @@ class Profile:
     @property
     def baseline_peak_bytes(self) -> int:
         """Peak of the step when nothing is recomputed."""
-        return self.simulator.baseline.peak_bytes
+        return self.peak_bytes({})
+
+    def peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """Peak of the step when units run under policies.
+
+        On a GPU that is what the caching allocator hands out, which is a little more
+        than is asked of it: see `autosac.allocator`.
+        """
+        if self.device.type == "cuda":
+            return self.simulator.allocator_peaks(chosen)[0]
+        return self.simulator.peak_bytes(chosen)
+
+    def composition(self, chosen: Mapping[Unit, Policy]) -> dict[str, int]:
+        """Bytes alive at the peak, per category."""
+        found = self.simulator.composition(chosen)
+        rest = self.peak_bytes(chosen) - sum(found.values())
+        return {**found, "fragmentation": rest} if rest else found
 
     @cached_property
     def baseline_ms(self) -> float:

@@ -91,6 +91,9 @@ class Simulator:
         self.tape = tape
         self.span = tape.num_ticks + 2
         self._effects: dict[tuple[Unit, Policy], Effect] = {}
+        self._allocator_peaks: dict[
+            frozenset[tuple[Unit, Policy]], tuple[int, int]
+        ] = {}
         used = [op for op in tape.ops if op.workspace_bytes]
         self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
         self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
@@ -138,9 +141,14 @@ class Simulator:
             end=self.tape.num_ticks * self.span,
         )
 
-    def reserved_peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
-        """Most bytes that the allocator of a GPU reserves in steady training."""
-        return replay(self.allocations(chosen)).peak_reserved_bytes
+    def allocator_peaks(self, chosen: Mapping[Unit, Policy]) -> tuple[int, int]:
+        """Bytes that a GPU's caching allocator hands out, and reserves, at most."""
+        key = frozenset(chosen.items())
+        if key not in self._allocator_peaks:
+            after = replay(self.allocations(chosen))
+            peaks = (after.peak_allocated_bytes, after.peak_reserved_bytes)
+            self._allocator_peaks[key] = peaks
+        return self._allocator_peaks[key]
 
     def peak_bytes(
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
