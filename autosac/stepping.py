@@ -183,8 +183,9 @@ def training_step(
         clip_grad_norm: Largest norm of all gradients together, or None.
     """
     check_optimizer(optimizer, accumulate, clip_grad_norm)
-    for _ in range(accumulate):
-        loss = micro_step(
+
+    def one_micro_step() -> torch.Tensor:
+        return micro_step(
             model,
             args,
             kwargs,
@@ -192,6 +193,10 @@ def training_step(
             autocast=autocast,
             accumulate=accumulate,
         )
+
+    for _ in range(accumulate - 1):
+        one_micro_step()
+    loss = one_micro_step()
     finish_step(model, optimizer, clip_grad_norm)
     return loss
 
