@@ -13,6 +13,7 @@ import torch
 
 from autosac import _compat, workspaces
 from autosac.devices import DeviceSpec
+from autosac.errors import TraceError
 from autosac.modules import ModuleNode, ModuleTree
 from autosac.pytrees import opaque_type, tensors_in
 from autosac.signatures import signature
@@ -41,6 +42,15 @@ def module_tree(model: torch.nn.Module) -> ModuleTree:
             )
         )
     return ModuleTree(tuple(nodes))
+
+
+def _refuse_sparse(func: Any, outputs: list[torch.Tensor]) -> None:
+    for tensor in outputs:
+        if tensor.layout is not torch.strided:
+            raise TraceError(
+                f"{func} makes a tensor of layout {tensor.layout}, whose memory is not"
+                " known while tracing. Use dense tensors (embeddings: `sparse=False`)."
+            )
 
 
 def _random_numbers() -> int:
@@ -349,6 +359,7 @@ class Recorder(_compat.TorchDispatchMode):
                 self.blas_phases.add(self.phase)
         made = self.tick()
         outputs = list(tensors_in((out,)))
+        _refuse_sparse(func, outputs)
         first_new = len(self.nbytes)
         forward = self.phase in _FORWARD_PHASES
         made_ids = self._indices(

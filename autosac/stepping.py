@@ -90,7 +90,13 @@ def check_optimizer(
 
     Raises:
         ValueError: With what to leave out.
+        NotImplementedError: The optimizer runs the model itself.
     """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise NotImplementedError(
+            "`optimizer` is an LBFGS, which runs the model several times a step by a"
+            " closure; autosac plans steps of one forward and one backward."
+        )
     if not isinstance(optimizer, OptimizerInBackward):
         return
     if accumulate > 1:

@@ -178,6 +178,19 @@ def test_a_norm_to_clip_to_must_be_positive():
         profile(make_model(), make_inputs(), clip_grad_norm=0)
 
 
+def test_an_optimizer_that_runs_the_model_is_refused():
+    with pytest.raises(NotImplementedError, match="`optimizer` is an LBFGS"):
+        profile(make_model(), make_inputs(), optimizer=optim.LBFGS)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(kind):
+    model = nn.Sequential(kind(16, WIDTH, sparse=True), nn.Tanh())
+
+    with pytest.raises(autosac.TraceError, match="embeddings: `sparse=False`"):
+        profile(model, torch.ones(4, 3, dtype=torch.long), optimizer=optim.SGD)
+
+
 # --- backward under autocast ------------------------------------------------------
 
 
