@@ -6,12 +6,13 @@ choices; with an incumbent in hand it has only the bound to prove.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
 
-from solvers.sac_problem import SacProblem, live_bytes
+from solvers.sac_problem import Hold, SacProblem, live_bytes
 
 Choice = dict[int, int]  # unit -> point
 
@@ -67,6 +68,10 @@ class _Search:
         self._problem = problem
         self._units = sorted(units)
         self._working = [dict(unit.working) for unit in problem.units]
+        self._holds: dict[int, list[Hold]] = defaultdict(list)
+        for hold in problem.holds:
+            for u, _ in hold.holders:
+                self._holds[u].append(hold)
         nothing = [[0] * len(unit.points) for unit in problem.units]
         self._live = np.array(live_bytes(problem, nothing), dtype=np.int64)
 
@@ -157,7 +162,19 @@ class _Search:
             change[unit.freed_from : unit.freed_until] -= sign * freed
             for position, extras in unit.working:
                 change[position] += sign * extras[point]
+        left = {v for v, _, sign in moves if sign < 0}
+        taken = {v for v, _, sign in moves if sign > 0}
+        holds = {id(hold): hold for v in left | taken for hold in self._holds[v]}
+        for hold in holds.values():
+            before = _held_until(hold, self.choice.keys())
+            after = _held_until(hold, (self.choice.keys() - left) | taken)
+            change[before:after] += hold.nbytes
+            change[after:before] -= hold.nbytes
         return change
+
+
+def _held_until(hold: Hold, chosen: Set[int]) -> int:
+    return max((end for u, end in hold.holders if u in chosen), default=hold.held_from)
 
 
 def _relatives(problem: SacProblem) -> list[list[int]]:

@@ -8,10 +8,13 @@ subject to  sum_k z_uk = y_u                        for every unit             (
             z_uk <= w_u,k-1 + w_uk                  neighbours only            (3)
             D_q = D_q-1 + sum_k m_uk z_uk           u starts at q; - ends      (4)
             B_q - D_q + sum_uk x_uqk z_uk <= P      at every position q        (5)
+            h_j >= h_j+1, h_j >= y_u                u holds until e_j or later (6)
 
 with m freed bytes, x working sets, B live memory without AC and P the budget, or a
 variable when the least peak is sought. (3) is there only if weights are continuous
-and a unit's curve is not convex: w_us = 1 for the segment in use. Bytes are in MiB.
+and a unit's curve is not convex: w_us = 1 for the segment in use. h_j = 1 if what some
+units hold together is alive between its ends e_j-1 and e_j; (4) takes it out of D from
+its first position on and puts it back end by end. Bytes are in MiB.
 """
 
 from __future__ import annotations
@@ -26,10 +29,14 @@ import pulp
 
 from solvers import _pulp
 from solvers.curve import is_convex
-from solvers.sac_problem import SacProblem, Unit
+from solvers.sac_problem import Hold, SacProblem, Unit
 
 _MIB = 2**20  # coefficients of (4) and (5) in MiB stay within row tolerances
 _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
+
+
+_Terms = list[tuple[pulp.LpVariable, float]]
+_Link = tuple[pulp.LpVariable, pulp.LpVariable | None, _Terms]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +77,7 @@ class SacModel:
         self.time_scale = math.ldexp(1.0, exponent)
         self._add_weights()
         self._add_no_nesting()
+        self._held: list[tuple[pulp.LpVariable, pulp.LpVariable | None, list[int]]] = []
         self._peak: pulp.LpVariable | None = None
         if least_peak:
             least_bytes = max(least_live_bytes(problem, self.units))
@@ -111,6 +119,11 @@ class SacModel:
             self._y[u].varValue = float(sum(weights[u]))
             for z, weight in zip(self._z[u], weights[u], strict=True):
                 z.varValue = float(weight)
+        for held, before, holders in self._held:
+            shares = [float(sum(weights[u])) for u in holders]
+            held.varValue = max(shares, default=0.0)
+            if before is not None:
+                held.varValue = max(held.varValue, before.varValue)
         for freed, before, terms in self._chain:
             total = sum(c * z.varValue for z, c in terms)
             freed.varValue = total + (before.varValue if before is not None else 0.0)
@@ -158,23 +171,19 @@ class SacModel:
         """Rows (4) and (5), left out where they cannot bind."""
         working = self._working()
         events = self._events()
-        self._chain: list[
-            tuple[
-                pulp.LpVariable,
-                pulp.LpVariable | None,
-                list[tuple[pulp.LpVariable, float]],
-            ]
-        ] = []
+        self._chain: list[_Link] = []
         freed: pulp.LpVariable | None = None
-        pending: dict[int, int] = defaultdict(int)
+        pending: dict[pulp.LpVariable, float] = defaultdict(float)
         positions = iter(sorted(events))
         upcoming = next(positions, None)
         for row in _binding_rows(self._problem, self.units, self._peak is not None):
             while upcoming is not None and upcoming <= row.position:
-                for u, sign in events[upcoming]:
-                    pending[u] += sign
+                for variable, coefficient in events[upcoming]:
+                    pending[variable] += coefficient
                 upcoming = next(positions, None)
-            changes = {u: sign for u, sign in pending.items() if sign}
+            changes = [
+                (v, coefficient) for v, coefficient in pending.items() if coefficient
+            ]
             pending.clear()
             if changes:
                 freed = self._add_link(freed, changes, row.position)  # (4)
@@ -195,15 +204,9 @@ class SacModel:
             self.set_budget(self._problem.budget_bytes)
 
     def _add_link(
-        self, before: pulp.LpVariable | None, changes: dict[int, int], position: int
+        self, before: pulp.LpVariable | None, terms: _Terms, position: int
     ) -> pulp.LpVariable:
         freed = self.model.add_variable(f"d_{position:06d}")
-        terms = [
-            (z, sign * point.freed_bytes / _MIB)
-            for u, sign in changes.items()
-            for z, point in zip(self._z[u], self._problem.units[u].points, strict=True)
-            if point.freed_bytes
-        ]
         links = [(freed, -1.0), *terms]
         if before is not None:
             links.append((before, 1.0))
@@ -218,14 +221,42 @@ class SacModel:
                 found[position].append((u, extras))
         return found
 
-    def _events(self) -> dict[int, list[tuple[int, int]]]:
-        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    def _events(self) -> dict[int, _Terms]:
+        """What D gains at each position, in variables and MiB."""
+        found: dict[int, _Terms] = defaultdict(list)
         for u in self.units:
             unit = self._problem.units[u]
             if unit.freed_from < unit.freed_until:
-                found[unit.freed_from].append((u, 1))
-                found[unit.freed_until].append((u, -1))
+                for z, point in zip(self._z[u], unit.points, strict=True):
+                    found[unit.freed_from].append((z, point.freed_bytes / _MIB))
+                    found[unit.freed_until].append((z, -point.freed_bytes / _MIB))
+        for index, hold in enumerate(self._problem.holds):
+            self._add_hold(index, hold, found)
         return found
+
+    def _add_hold(self, index: int, hold: Hold, events: dict[int, _Terms]) -> None:
+        """Rows (6) of what units hold together, and when it is alive."""
+        size = hold.nbytes / _MIB
+        ends = {u: end for u, end in hold.holders if u in self._y}
+        later: pulp.LpVariable | None = None
+        for end in sorted(set(ends.values()), reverse=True):
+            held = self.model.add_variable(f"h_{index:05d}_{end:06d}", 0, 1)
+            own = [u for u in ends if ends[u] == end]
+            for u in own:
+                # At most one of these is chosen: a tighter row than one for each.
+                nested = [
+                    v for v in self._problem.ancestry(u) if ends.get(v, -1) >= end
+                ]
+                taken = [(self._y[v], -1.0) for v in nested]
+                self.model += _pulp.row([(held, 1.0), *taken]) >= 0
+            events[end].append((held, size))
+            if later is not None:
+                self.model += _pulp.row([(held, 1.0), (later, -1.0)]) >= 0
+                events[end].append((later, -size))
+            self._held.append((held, later, own))
+            later = held
+        if later is not None:
+            events[hold.held_from].append((later, -size))
 
 
 def bends_upwards(unit: Unit) -> bool:
@@ -294,6 +325,13 @@ def _ranges(
             plain[position] = False
             low_extra[position] += min(0, *extras)
             high_extra[position] += max(0, *extras)
+    chosen = set(units)
+    for hold in problem.holds:
+        ends = {end for u, end in hold.holders if u in chosen}
+        if ends:
+            edges |= {hold.held_from, *ends}
+            rises[hold.held_from] += hold.nbytes
+            rises[max(ends)] -= hold.nbytes
     base = problem.base_bytes
     lowest = zip(base, accumulate(falls[:-1]), low_extra, strict=True)
     highest = zip(base, accumulate(rises[:-1]), high_extra, strict=True)

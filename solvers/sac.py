@@ -17,6 +17,7 @@ from solvers._sac_greedy import round_and_repair
 from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
 from solvers.sac_problem import (
     Breakpoint,
+    Hold,
     SacProblem,
     Unit,
     live_bytes,
@@ -26,6 +27,7 @@ from solvers.solution import Solution, Termination
 
 __all__ = [
     "Breakpoint",
+    "Hold",
     "SacProblem",
     "SacSolution",
     "Unit",

@@ -62,6 +62,22 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Memory that stays alive while any of a few units holds it: a shared argument.
+
+    Attributes:
+        nbytes: Its size.
+        held_from: First position at which it is alive only if a unit holds it.
+        holders: Pairs of a unit and the first position at which that one, under AC,
+            holds it no more.
+    """
+
+    nbytes: int
+    held_from: int
+    holders: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SacProblem:
     """Which units to put under AC, and how much each of them recomputes.
 
@@ -70,11 +86,13 @@ class SacProblem:
         base_bytes: Live memory at each position if nothing is recomputed. Positions
             are instants of the step in order: forward, backward, optimizer.
         budget_bytes: Cap on the live memory at every position.
+        holds: What several units hold together.
     """
 
     units: tuple[Unit, ...]
     base_bytes: tuple[int, ...]
     budget_bytes: int
+    holds: tuple[Hold, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.base_bytes:
@@ -92,7 +110,22 @@ class SacProblem:
                     f"`working` of {unit.fqn!r} must name positions below"
                     f" {num_positions}."
                 )
+        for hold in self.holds:
+            for u, held_until in hold.holders:
+                if not 0 <= u < len(self.units):
+                    raise ValueError(
+                        f"`holders` must name units below {len(self.units)}, got {u}."
+                    )
+                if not 0 <= hold.held_from <= held_until <= num_positions:
+                    raise ValueError(
+                        "`held_from` and the ends of `holders` must be in order and at"
+                        f" most {num_positions}, got {hold.held_from} and {held_until}."
+                    )
         _check_tree(self.units)
+
+    def ancestry(self, index: int) -> list[int]:
+        """A unit and the candidates around it, innermost first."""
+        return _ancestry(self.units, index)
 
     def paths(self) -> list[tuple[int, ...]]:
         """Units from each innermost candidate outwards; on each, one may be chosen."""
@@ -123,6 +156,14 @@ def live_bytes(
         change[unit.freed_until] += freed
         for position, extras in unit.working:
             extra[position] += _mix(extras, shares)
+    for hold in problem.holds:
+        held: float = 0
+        for u, held_until in sorted(hold.holders, key=lambda h: -h[1]):
+            share = sum(weights[u])
+            if share > held:  # all positions before are held to that share
+                change[hold.held_from] += hold.nbytes * (share - held)
+                change[held_until] -= hold.nbytes * (share - held)
+                held = share
     columns = zip(problem.base_bytes, accumulate(change[:-1]), extra, strict=True)
     return tuple(base + moved + added for base, moved, added in columns)
 

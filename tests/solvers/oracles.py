@@ -54,6 +54,11 @@ def peak_of(problem: SacProblem, chosen: tuple[int | None, ...]) -> int:
             nbytes += sum(
                 extras[k] for position, extras in unit.working if position == q
             )
+        for hold in problem.holds:
+            if q >= hold.held_from and any(
+                chosen[u] is not None and q < end for u, end in hold.holders
+            ):
+                nbytes += hold.nbytes
         live.append(nbytes)
     return max(live)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from solvers.curve import TradeoffCurve
 from solvers.knapsack import SaveProblem
-from solvers.sac import Breakpoint, SacProblem, Unit
+from solvers.sac import Breakpoint, Hold, SacProblem, Unit
 
 MIB = 2**20
 
@@ -93,6 +93,19 @@ def sac_units(draw: st.DrawFn, index: int, num_positions: int) -> Unit:
 
 
 @st.composite
+def holds(draw: st.DrawFn, num_units: int, num_positions: int) -> Hold:
+    """Memory that a few units hold, each until a position of its own."""
+    held_from = draw(st.integers(0, num_positions))
+    ends = st.integers(held_from, num_positions)
+    units = st.integers(0, num_units - 1)
+    return Hold(
+        nbytes=draw(st.integers(0, 6)) * MIB,
+        held_from=held_from,
+        holders=tuple(draw(st.dictionaries(units, ends, max_size=4)).items()),
+    )
+
+
+@st.composite
 def sac_problems(draw: st.DrawFn, *, most: int = 4) -> SacProblem:
     """A few units over a few positions, with budgets around the peak."""
     num_positions = draw(st.integers(1, 6))
@@ -104,4 +117,5 @@ def sac_problems(draw: st.DrawFn, *, most: int = 4) -> SacProblem:
         units=tuple(draw(sac_units(u, num_positions)) for u in range(num_units)),
         base_bytes=tuple(nbytes * MIB for nbytes in base),
         budget_bytes=(max(base) - draw(st.integers(0, 10))) * MIB,
+        holds=tuple(draw(st.lists(holds(num_units, num_positions), max_size=3))),
     )
