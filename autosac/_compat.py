@@ -143,19 +143,32 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
     return tuple(None if i in positions else arg for i, arg in enumerate(args))
 
 
-def with_real_layouts(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """A fake result with the types and sizes that the kernel gives it.
+# Position of the weight in the arguments of norms that return statistics.
+_NORM_WEIGHTS = {
+    "aten.native_batch_norm.default": 1,
+    "aten.native_layer_norm.default": 2,
+    "aten.native_group_norm.default": 1,
+}
 
-    On the CPU batch norm of a bfloat16 input with float32 weights keeps its statistics
-    in float32 (aten/src/ATen/native/Normalization.cpp); its fake kernel says bfloat16.
-    oneDNN's LSTM saves bytes for its backward, often more than its output has
-    (aten/src/ATen/native/mkldnn/RNN.cpp); its fake kernel says none.
+
+def with_real_layouts(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """A fake result with the types and sizes that the CPU kernel gives it.
+
+    Norms of a bfloat16 input with float32 weights keep their statistics in float32
+    (aten/src/ATen/native: Normalization.cpp, layer_norm.cpp, group_norm.cpp); their fake
+    kernels say bfloat16. The gradient of a group norm's input has the input's type;
+    its fake kernel gives the weight's. oneDNN's LSTM saves bytes for its backward, more
+    than its output often (aten/src/ATen/native/mkldnn/RNN.cpp); its fake kernel says
+    none.
     """
-    if str(func) == "aten.mkldnn_rnn_layer.default":
+    name = str(func)
+    if name == "aten.mkldnn_rnn_layer.default":
         return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args)))
-    if str(func) != "aten.native_batch_norm.default":
+    if name == "aten.native_group_norm_backward.default" and out[0] is not None:
+        return (out[0].to(args[1].dtype), *out[1:])
+    if name not in _NORM_WEIGHTS:
         return out
-    weight = args[1]
+    weight = args[_NORM_WEIGHTS[name]]
     if weight is None or weight.device.type != "cpu" or weight.dtype == out[1].dtype:
         return out
     return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
