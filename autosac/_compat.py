@@ -155,7 +155,7 @@ def with_real_layouts(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     """A fake result with the types and sizes that the CPU kernel gives it.
 
     Norms of a bfloat16 input with float32 weights keep their statistics in float32
-    (aten/src/ATen/native: Normalization.cpp, layer_norm.cpp, group_norm.cpp); their fake
+    (aten/src/ATen/native: Normalization, layer_norm, group_norm); their fake
     kernels say bfloat16. The gradient of a group norm's input has the input's type;
     its fake kernel gives the weight's. oneDNN's LSTM saves bytes for its backward, more
     than its output often (aten/src/ATen/native/mkldnn/RNN.cpp); its fake kernel says
