@@ -258,6 +258,14 @@ def has_hooks(parameter: torch.nn.Parameter) -> bool:
     return any(getattr(parameter, kind, None) for kind in kinds)
 
 
+def clear_blas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps; the next matrix product makes a new one.
+
+    There is one per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def fake_like(
     mode: FakeTensorMode, tensor: torch.Tensor, meta_device: torch.device
 ) -> torch.Tensor:
