@@ -143,7 +143,10 @@ def with_real_layouts(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     in float32 (aten/src/ATen/native/Normalization.cpp); its fake kernel says bfloat16.
     oneDNN's LSTM saves bytes for its backward, often more than its output has
     (aten/src/ATen/native/mkldnn/RNN.cpp); its fake kernel says none.
+    Losses that reduce in place keep the memory of what they reduced (`_UNREDUCED`).
     """
+    if str(func) in _UNREDUCED:
+        return _with_unreduced_storage(func, args, out)
     if str(func) == "aten.mkldnn_rnn_layer.default":
         return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args)))
     if str(func) != "aten.native_batch_norm.default":
@@ -152,6 +155,26 @@ def with_real_layouts(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     if weight is None or weight.device.type != "cpu" or weight.dtype == out[1].dtype:
         return out
     return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
+
+
+# Losses that shrink their result from one number an element to one, by `resize_`,
+# which keeps the memory (aten/src/ATen/native: BinaryOps.cpp, Loss.cpp, cuda/Loss.cu):
+# name -> position of the reduction, which is 0 for none and 1 by default.
+_UNREDUCED = {
+    "aten.mse_loss.default": 2,
+    "aten.smooth_l1_loss.default": 2,
+    "aten.binary_cross_entropy.default": 3,
+}
+
+
+def _with_unreduced_storage(
+    func: Any, args: tuple[Any, ...], out: torch.Tensor
+) -> torch.Tensor:
+    position = _UNREDUCED[str(func)]
+    if len(args) > position and args[position] == 0:
+        return out
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return out.new_empty(shape).as_strided((), ())
 
 
 _rnn_bytes: dict[Any, int] = {}

@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not torch.cuda.is_available():
             print("No GPU is present: pass `--device cpu` for tiny models.")
             return 2
+    else:
+        torch.set_num_threads(1)  # models so small are faster then
     if options.in_process:
         return work(options)
     return _supervise(options)
