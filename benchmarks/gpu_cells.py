@@ -19,13 +19,19 @@ from autosac.units import Unit
 from benchmarks.gpu_models import Subject
 from benchmarks.gpu_runs import Run, clean, comparison, deterministic, train
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way from the floor to the plain peak
-ALONE_SHARE = 0.25  # of the plan that is made through the lens alone, and of the
-# plan whose steps run on deterministic kernels
+# Of the way from the floor to the plain peak: budget of the plan that is made through
+# the lens alone, and of the plan whose steps run on deterministic kernels.
+ALONE_SHARE = 0.25
 
 
 def validate(
-    work: Subject, device: str, record: dict[str, Any], plans: list[Plan], ends: float
+    work: Subject,
+    device: str,
+    record: dict[str, Any],
+    plans: list[Plan],
+    *,
+    shares: tuple[float, ...],
+    ends: float,
 ) -> None:
     """Plan and train one model under all budgets.
 
@@ -34,12 +40,13 @@ def validate(
         device: "cuda" or "cpu".
         record: Filled in as results come, so that a failure leaves the earlier ones.
         plans: Likewise, one for each share.
+        shares: Budgets, as parts of the way from the floor to the plain peak.
         ends: Monotonic time after which no further budget is begun.
     """
     seconds = record["seconds"] = {}
     torch.manual_seed(0)
     with _timed(seconds, "predictions"):
-        alone = _predict(work, device, record, plans)
+        alone = _predict(work, device, record, plans, shares)
     with _timed(seconds, "plain runs"):
         plain, own_distance = _plain(work, device, record)
     with _timed(seconds, "planned runs"):
@@ -77,7 +84,11 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _predict(
-    work: Subject, device: str, record: dict[str, Any], plans: list[Plan]
+    work: Subject,
+    device: str,
+    record: dict[str, Any],
+    plans: list[Plan],
+    shares: tuple[float, ...],
 ) -> Plan | None:
     """Make all plans; return the one that was made as if no GPU were present.
 
@@ -102,17 +113,17 @@ def _predict(
         "kernels": sorted({op.name for op in made.tape.ops if _is_telling(op.name)}),
     }
     with _timed(seconds, "plans"):
-        for share in SHARES:
+        for share in shares:
             plans.append(make_plan(made, int(lowest + share * (baseline - lowest))))
     with _timed(seconds, "lens"):
         lens, record["lens"] = _through_lens(work, device, made)
     record["cells"] = [
         _predicted(share, plan, made, lens)
-        for share, plan in zip(SHARES, plans, strict=True)
+        for share, plan in zip(shares, plans, strict=True)
     ]
     if lens is None:
         return None
-    budget = plans[SHARES.index(ALONE_SHARE)].budget_bytes
+    budget = int(lowest + ALONE_SHARE * (baseline - lowest))
     return _alone(lens, budget, record["lens"])
 
 

@@ -120,7 +120,7 @@ def _gpt(
                 **size, vocabulary=vocabulary, length=length, dropout=0.1
             ),
             make_batch=lambda device: _language_batch(
-                vocabulary, 2 if tiny else batch, length, device
+                vocabulary, 8 if tiny else batch, length, device
             ),
             autocast=autocast,
             context=_flash if flash else contextlib.nullcontext,
@@ -227,7 +227,7 @@ def _decoder(tiny: bool) -> Subject:
     return Subject(
         make_model=lambda: Decoder(**size, vocabulary=vocabulary, length=length),
         make_batch=lambda device: _language_batch(
-            vocabulary, 2 if tiny else 24, length, device
+            vocabulary, 8 if tiny else 24, length, device
         ),
         autocast=torch.bfloat16,
     )
@@ -247,7 +247,7 @@ def _unet(tiny: bool) -> Subject:
 
 def _dit(tiny: bool) -> Subject:
     layers, width, heads, batch, length = (
-        (2, 32, 2, 2, 16) if tiny else (8, 768, 12, 32, 1024)
+        (2, 32, 2, 8, 64) if tiny else (8, 768, 12, 32, 1024)
     )
 
     def make_batch(device: str) -> Batch:

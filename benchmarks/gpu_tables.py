@@ -38,8 +38,8 @@ def environment(device: str) -> Record:
             "driver": _driver(),
             "cuda": torch.version.cuda or torch.version.hip,
             "cudnn": torch.backends.cudnn.version(),
-            "tf32": f"matmul {torch.backends.cuda.matmul.allow_tf32},"
-            f" cudnn {torch.backends.cudnn.allow_tf32}",
+            "float32 precision": f"matmul {torch.backends.cuda.matmul.fp32_precision},"
+            f" cuDNN {torch.backends.cudnn.conv.fp32_precision}",
         }
         names = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
         found |= {name: os.environ.get(name, "not set") for name in names}

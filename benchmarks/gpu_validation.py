@@ -58,6 +58,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_validation")
     parser.add_argument("--models", default=",".join(NAMES))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--budgets", type=int, default=5)
     parser.add_argument("--time-limit-s", type=float, default=450.0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument(
@@ -68,6 +69,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.models = options.models.split(",")
+    if options.budgets < 2:
+        parser.error("`--budgets` must be at least 2: the floor and the plain peak")
     unknown = set(options.models) - set(NAMES)
     if unknown:
         parser.error(f"`--models`: unknown {sorted(unknown)}, of {list(NAMES)}")
@@ -108,6 +111,7 @@ def _run_worker(options: argparse.Namespace, left_s: float) -> int | None:
     """Exit code of a process that runs the models left; None if it ran too long."""
     command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_validation"]
     command += ["--in-process", "--resume", "--models", ",".join(options.models)]
+    command += ["--budgets", str(options.budgets)]
     command += ["--device", options.device, "--time-limit-s", str(left_s)]
     command += ["--output", str(options.output.resolve())]
     try:
@@ -129,7 +133,7 @@ def work(options: argparse.Namespace) -> int:
         if name in models:
             continue
         print(f"{name} ...", flush=True)
-        models[name], plans = _one(name, options.device, ends)
+        models[name], plans = _one(name, options, ends)
         _write(options.output, record)
         print("\n".join(gpu_tables.short(name, models[name])), flush=True)
         if models[name]["status"] == "failed" and not _device_works(options.device):
@@ -142,20 +146,25 @@ def work(options: argparse.Namespace) -> int:
     return 0 if gpu_tables.all_kept(record) else 1
 
 
-def _one(name: str, device: str, ends: float) -> tuple[dict[str, Any], list[Any]]:
+def _one(
+    name: str, options: argparse.Namespace, ends: float
+) -> tuple[dict[str, Any], list[Any]]:
     """Result of one model, whatever happens, and its plans."""
     if ends - time.monotonic() < _LEAST_S:
         return {"status": "skipped", "error": "no time left"}, []
     try:
-        found = subject(name, tiny=device == "cpu")
+        found = subject(name, tiny=options.device == "cpu")
     except ModuleNotFoundError as error:
         return {"status": "skipped", "error": str(error)}, []
+    shares = tuple(i / (options.budgets - 1) for i in range(options.budgets))
     begin = time.monotonic()
     plans: list[Any] = []
     record: dict[str, Any] = {"status": "ok", "cells": []}
     try:
         with found.context():
-            gpu_cells.validate(found, device, record, plans, ends)
+            gpu_cells.validate(
+                found, options.device, record, plans, shares=shares, ends=ends
+            )
     # A benchmark that can be run but rarely: one model's failure, of whatever kind, is
     # a result, and the other models must still be tried.
     except Exception as error:
