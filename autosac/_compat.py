@@ -143,59 +143,6 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
     return tuple(None if i in positions else arg for i, arg in enumerate(args))
 
 
-# Position of the weight in the arguments of norms that return statistics.
-_NORM_WEIGHTS = {
-    "aten.native_batch_norm.default": 1,
-    "aten.native_layer_norm.default": 2,
-    "aten.native_group_norm.default": 1,
-}
-
-
-def with_real_layouts(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """A fake result with the types and sizes that the CPU kernel gives it.
-
-    Norms of a bfloat16 input with float32 weights keep their statistics in float32
-    (aten/src/ATen/native: Normalization, layer_norm, group_norm); their fake
-    kernels say bfloat16. The gradient of a group norm's input has the input's type;
-    its fake kernel gives the weight's. oneDNN's LSTM saves bytes for its backward, more
-    than its output often (aten/src/ATen/native/mkldnn/RNN.cpp); its fake kernel says
-    none.
-    """
-    name = str(func)
-    if name == "aten.mkldnn_rnn_layer.default":
-        return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args)))
-    if name == "aten.native_group_norm_backward.default" and out[0] is not None:
-        return (out[0].to(args[1].dtype), *out[1:])
-    if name not in _NORM_WEIGHTS:
-        return out
-    weight = args[_NORM_WEIGHTS[name]]
-    if weight is None or weight.device.type != "cpu" or weight.dtype == out[1].dtype:
-        return out
-    return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
-
-
-_rnn_bytes: dict[Any, int] = {}
-
-
-def _saved_rnn_bytes(args: tuple[Any, ...]) -> int:
-    """Bytes that oneDNN's LSTM saves: only running it tells."""
-    layouts = tuple((tuple(arg.shape), arg.stride(), arg.dtype) for arg in args[:7])
-    key = (layouts, str(args[7:]))
-    if key not in _rnn_bytes:
-        with _disable_current_modes():
-            zeros = [torch.zeros(size, dtype=dtype) for size, _, dtype in layouts]
-            made = onednn_rnn(zeros, args[7:])
-        _rnn_bytes[key] = 0 if made[3] is None else made[3].nbytes
-    return _rnn_bytes[key]
-
-
-def onednn_rnn(inputs: list[torch.Tensor], options: Any) -> Any:
-    """Run oneDNN's LSTM as in training: it saves bytes only if autograd watches."""
-    with torch.enable_grad():
-        watched = [tensor.requires_grad_() for tensor in inputs]
-        return torch.ops.aten.mkldnn_rnn_layer.default(*watched, *options)
-
-
 def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """A tensor subclass instance without memory."""
     return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)
@@ -294,6 +241,14 @@ def has_hooks(parameter: torch.nn.Parameter) -> bool:
     """Whether hooks are registered on a parameter, of either kind."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(parameter, kind, None) for kind in kinds)
+
+
+def clear_blas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps; the next matrix product makes a new one.
+
+    There is one per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def fake_like(

@@ -121,8 +121,11 @@ def _run(
 
         if step.accumulate > 1:
             _make_gradients(recorder, model)
+        # On a GPU backward would run on a thread of its own, whose last references
+        # go at any moment after it.
+        one_thread = torch.autograd.set_multithreading_enabled(False)
         try:
-            with mode, torch.enable_grad(), recorder.recording():
+            with mode, torch.enable_grad(), one_thread, recorder.recording():
                 if isinstance(optimizer, OptimizerInBackward):
                     _make_states(recorder, optimizer)
                 loss = micro_step(

@@ -286,3 +286,21 @@ def test_a_step_without_gradients_is_refused():
 
     with pytest.raises((TraceError, TypeError), match="gradient"):
         profile(model, torch.randn(2, WIDTH))
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_reduced_loss_keeps_the_memory_of_what_it_reduced(loss, reduction):
+    inputs, targets = torch.rand(64, 8), torch.rand(64, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid())
+
+    def loss_fn(output):
+        function = getattr(torch.nn.functional, loss)
+        return function(output, targets, reduction=reduction).sum()
+
+    made = profile(model, inputs, loss_fn=loss_fn)
+    real = getattr(torch.nn.functional, loss)(inputs, targets, reduction=reduction)
+
+    (op,) = (op for op in made.tape.ops if op.name == f"aten.{loss}.default")
+    (storage,) = op.creates
+    assert made.tape.storages[storage].nbytes == real.untyped_storage().nbytes() == 2048
