@@ -224,6 +224,24 @@ def next_sequence_nr() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def current_node() -> Any:
+    """The autograd node that runs now, None outside backward."""
+    return torch._C._current_autograd_node()
+
+
+# References to a gradient that only the engine's buffer holds, while an op on it is
+# dispatched to Python: to the tensor, and by it to its storage (torch 2.10 to 2.15).
+_ENGINE_TENSOR_USES, _ENGINE_STORAGE_USES = 4, 2
+
+
+def held_by_engine_only(gradient: torch.Tensor) -> bool:
+    """Whether nothing but the engine refers to an argument of the op dispatched now."""
+    storage = gradient.untyped_storage()
+    storage_uses = int(torch._C._storage_Use_Count(storage._cdata))
+    tensor_uses = int(gradient._use_count())
+    return tensor_uses <= _ENGINE_TENSOR_USES and storage_uses <= _ENGINE_STORAGE_USES
+
+
 def current_node_sequence_nr() -> int | None:
     """Sequence number of the autograd node that runs now, None outside backward."""
     node = torch._C._current_autograd_node()
