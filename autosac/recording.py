@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, workspaces
+from autosac import _compat, cpu_workspaces, workspaces
 from autosac.accumulating import Accumulations
 from autosac.devices import DeviceSpec
 from autosac.errors import TraceError
@@ -340,9 +340,7 @@ class Recorder(_compat.TorchDispatchMode):
                 flops=_compat.flops_of(func, args, kwargs, out) if costs else 0,
                 moved_bytes=sum(t.nbytes for t in inputs + outputs) if costs else 0,
                 workspace_bytes=(
-                    workspaces.op_bytes(func, args, kwargs, self.target)
-                    if self.target and costs
-                    else 0
+                    self._workspace_bytes(func, args, kwargs) if costs else 0
                 ),
                 wrapped_numbers=_compat.wrapped_numbers(func, args) if forward else 0,
                 dtype=next(
@@ -353,6 +351,12 @@ class Recorder(_compat.TorchDispatchMode):
             )
         )
         return out
+
+    def _workspace_bytes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+        """What a kernel allocates inside itself, until it is measured."""
+        if self.target is not None:
+            return workspaces.op_bytes(func, args, kwargs, self.target)
+        return cpu_workspaces.op_bytes(func, args) if self.device_type == "cpu" else 0
 
     def _module(self) -> int:
         """Index of the module that the running op belongs to."""
