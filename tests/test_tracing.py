@@ -304,3 +304,25 @@ def test_a_reduced_loss_keeps_the_memory_of_what_it_reduced(loss, reduction):
     (op,) = (op for op in made.tape.ops if op.name == f"aten.{loss}.default")
     (storage,) = op.creates
     assert made.tape.storages[storage].nbytes == real.untyped_storage().nbytes() == 2048
+
+
+# --- the user's own tensors -------------------------------------------------------
+
+
+def test_a_target_that_is_the_input_counts_once():
+    x = torch.ones(64, 64)
+    same = profile(nn.Linear(64, 64), x, loss_fn=lambda y: (y - x).square().sum())
+    twin = x.clone()
+    other = profile(nn.Linear(64, 64), x, loss_fn=lambda y: (y - twin).square().sum())
+
+    difference = other.baseline_peak_bytes - same.baseline_peak_bytes
+    assert difference == twin.nbytes
+
+
+def test_inputs_that_share_memory_count_once():
+    both = torch.ones(2, 16, 64)
+    model = nn.Bilinear(64, 64, 8)
+    views = profile(model, (both[0], both[1]))
+    copies = profile(model, (both[0].clone(), both[1].clone()))
+
+    assert views.baseline_peak_bytes == copies.baseline_peak_bytes
