@@ -217,6 +217,20 @@ class Recorder(_compat.TorchDispatchMode):
             )
             self.ids.setdefault(storage._cdata, first)
 
+    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
+        """Refuse what bypasses the copy, such as a loss that closes over the model."""
+        for tensor in inputs:
+            if _compat.is_fake(tensor) or not self._counts(tensor):
+                continue
+            index = self.originals.get(tensor.untyped_storage()._cdata)
+            if index is not None and self.categories[index] == "parameter":
+                raise TraceError(
+                    f"{func} in {self.phase} reads a parameter of shape"
+                    f" {tuple(tensor.shape)} of the model itself, not through the model"
+                    " that is called: gradients would go past the trace. Compute what"
+                    " needs parameters inside the model's `forward`."
+                )
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Take a registered tensor out of the account again."""
         self.nbytes[self._index(tensor, 0, "temporary")] = 0
@@ -302,6 +316,7 @@ class Recorder(_compat.TorchDispatchMode):
             func = torch.ops.aten.add_.Tensor
         start = self.tick()
         inputs = list(tensors_in((args, kwargs)))
+        self._refuse_own_parameters(func, inputs)
         # A literal becomes a tensor here: its memory is born with the output.
         is_literal = func is torch.ops.aten.lift_fresh.default
         reads = () if is_literal else self._indices(inputs, 0, "input")

@@ -326,3 +326,15 @@ def test_inputs_that_share_memory_count_once():
     copies = profile(model, (both[0].clone(), both[1].clone()))
 
     assert views.baseline_peak_bytes == copies.baseline_peak_bytes
+
+
+def test_a_loss_that_closes_over_the_model_is_refused():
+    model = nn.Linear(8, 8)
+
+    def loss_fn(output):
+        return output.sum() + model.weight.square().sum()
+
+    with pytest.raises(TraceError, match="reads a parameter of shape"):
+        profile(model, torch.ones(2, 8), loss_fn=loss_fn)
+
+    assert model.weight.grad is None
