@@ -143,46 +143,6 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
     return tuple(None if i in positions else arg for i, arg in enumerate(args))
 
 
-def with_real_layouts(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """A fake result with the types and sizes that the kernel gives it.
-
-    On the CPU batch norm of a bfloat16 input with float32 weights keeps its statistics
-    in float32 (aten/src/ATen/native/Normalization.cpp); its fake kernel says bfloat16.
-    oneDNN's LSTM saves bytes for its backward, often more than its output has
-    (aten/src/ATen/native/mkldnn/RNN.cpp); its fake kernel says none.
-    """
-    if str(func) == "aten.mkldnn_rnn_layer.default":
-        return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args)))
-    if str(func) != "aten.native_batch_norm.default":
-        return out
-    weight = args[1]
-    if weight is None or weight.device.type != "cpu" or weight.dtype == out[1].dtype:
-        return out
-    return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
-
-
-_rnn_bytes: dict[Any, int] = {}
-
-
-def _saved_rnn_bytes(args: tuple[Any, ...]) -> int:
-    """Bytes that oneDNN's LSTM saves: only running it tells."""
-    layouts = tuple((tuple(arg.shape), arg.stride(), arg.dtype) for arg in args[:7])
-    key = (layouts, str(args[7:]))
-    if key not in _rnn_bytes:
-        with _disable_current_modes():
-            zeros = [torch.zeros(size, dtype=dtype) for size, _, dtype in layouts]
-            made = onednn_rnn(zeros, args[7:])
-        _rnn_bytes[key] = 0 if made[3] is None else made[3].nbytes
-    return _rnn_bytes[key]
-
-
-def onednn_rnn(inputs: list[torch.Tensor], options: Any) -> Any:
-    """Run oneDNN's LSTM as in training: it saves bytes only if autograd watches."""
-    with torch.enable_grad():
-        watched = [tensor.requires_grad_() for tensor in inputs]
-        return torch.ops.aten.mkldnn_rnn_layer.default(*watched, *options)
-
-
 def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """A tensor subclass instance without memory."""
     return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)
@@ -264,6 +224,24 @@ def next_sequence_nr() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def current_node() -> Any:
+    """The autograd node that runs now, None outside backward."""
+    return torch._C._current_autograd_node()
+
+
+# References to a gradient that only the engine's buffer holds, while an op on it is
+# dispatched to Python: to the tensor, and by it to its storage (torch 2.10 to 2.15).
+_ENGINE_TENSOR_USES, _ENGINE_STORAGE_USES = 4, 2
+
+
+def held_by_engine_only(gradient: torch.Tensor) -> bool:
+    """Whether nothing but the engine refers to an argument of the op dispatched now."""
+    storage = gradient.untyped_storage()
+    storage_uses = int(torch._C._storage_Use_Count(storage._cdata))
+    tensor_uses = int(gradient._use_count())
+    return tensor_uses <= _ENGINE_TENSOR_USES and storage_uses <= _ENGINE_STORAGE_USES
+
+
 def current_node_sequence_nr() -> int | None:
     """Sequence number of the autograd node that runs now, None outside backward."""
     node = torch._C._current_autograd_node()
@@ -281,6 +259,14 @@ def has_hooks(parameter: torch.nn.Parameter) -> bool:
     """Whether hooks are registered on a parameter, of either kind."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return any(getattr(parameter, kind, None) for kind in kinds)
+
+
+def clear_blas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps; the next matrix product makes a new one.
+
+    There is one per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def fake_like(

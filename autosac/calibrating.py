@@ -10,7 +10,12 @@ from autosac import caching
 from autosac.signatures import Signature
 from autosac.sources import Source, modelled
 from autosac.tape import Op, Tape
-from autosac.timing import OpMeasurement, measure_ops
+from autosac.timing import OpMeasurement, blas_bytes, measure_ops
+
+_PRODUCTS = frozenset(  # ops that call cuBLAS
+    f"aten.{name}.default"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +27,14 @@ class Calibrated:
         op_ms: The time of each.
         sources: Where the figures of each come from.
         failures: Name of an op that was not run -> why.
+        library_bytes: Blocks that libraries keep for good.
     """
 
     ops: tuple[Op, ...]
     op_ms: tuple[float, ...]
     sources: tuple[Source, ...]
     failures: dict[str, str]
+    library_bytes: tuple[int, ...]
 
 
 def calibrated(
@@ -66,7 +73,15 @@ def calibrated(
         caching.add(path, environment, known)
     for signature, cost in made.costs.items():
         found[signature] = (cost, "measured")
-    return _replaced(tape, op_ms, found, made.failures)
+    return _replaced(tape, op_ms, found, made.failures, _library_bytes(tape, device))
+
+
+def _library_bytes(tape: Tape, device: torch.device) -> tuple[int, ...]:
+    """Workspaces of cuBLAS: of forward's thread and of backward's, if they use it."""
+    threads = {op.phase == "backward" for op in tape.ops if op.name in _PRODUCTS}
+    if device.type != "cuda" or not threads:
+        return ()
+    return (blas_bytes(device),) * len(threads)
 
 
 def _needed_bytes(tape: Tape) -> dict[Signature, int]:
@@ -83,6 +98,7 @@ def _replaced(
     op_ms: tuple[float, ...],
     found: dict[Signature, tuple[OpMeasurement, Source]],
     failed: dict[Signature, str],
+    library_bytes: tuple[int, ...],
 ) -> Calibrated:
     ops, times, sources = [], [], []
     for op, modelled_ms in zip(tape.ops, op_ms, strict=True):
@@ -103,4 +119,5 @@ def _replaced(
         op_ms=tuple(times),
         sources=tuple(sources),
         failures={str(signature.func): reason for signature, reason in failed.items()},
+        library_bytes=library_bytes,
     )

@@ -9,6 +9,8 @@ give bytes.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -238,6 +240,14 @@ KNOWN_DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
     {spec.name: spec for spec in _SPECS}
 )
 
+# Variants: all these words are in the product name.
+_PRODUCT_WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "h100-pcie": ("h100", "pcie"),
+        "a100-40gb": ("a100", "40gb"),
+    }
+)
+
 
 def device_spec(name: str) -> DeviceSpec:
     """Look up a known device; case does not matter.
@@ -252,3 +262,24 @@ def device_spec(name: str) -> DeviceSpec:
             f" {', '.join(KNOWN_DEVICES)}, or pass a `DeviceSpec`."
         )
     return spec
+
+
+def device_of_product(product: str) -> DeviceSpec:
+    """Look up a GPU by what its driver calls it, such as "NVIDIA H100 80GB HBM3".
+
+    Raises:
+        ValueError: No such device is known.
+    """
+    words = re.findall(r"[a-z0-9]+", product.lower())
+    # GeForce cards are two words: "NVIDIA GeForce RTX 4090".
+    words += [a + b for a, b in itertools.pairwise(words)]
+    for name, needed in _PRODUCT_WORDS.items():
+        if all(word in words for word in needed):
+            return KNOWN_DEVICES[name]
+    for name, spec in KNOWN_DEVICES.items():
+        if spec.type == "cuda" and name in words:
+            return spec
+    raise ValueError(
+        f"The GPU {product!r} has no entry in autosac.devices; pass a `DeviceSpec` as"
+        " `device`."
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import real_layouts
 from autosac.signatures import Layout, Signature
 
 _TILE = 65_521  # random numbers that are drawn; more elements repeat them
@@ -181,7 +181,7 @@ def _onednn_rnn(args: list[Any]) -> None:
     train, bidirectional, batch_sizes, batch_first = args[18:22]
     sizes = (hidden_size, num_layers, has_biases, bidirectional, batch_first, train)
     inputs = [tensor.detach() for tensor in args[:7]]
-    made = _compat.onednn_rnn(inputs, (reverse, batch_sizes, mode, *sizes))
+    made = real_layouts.onednn_rnn(inputs, (reverse, batch_sizes, mode, *sizes))
     args[7:10] = [tensor.detach() for tensor in made[:3]]
     args[-1] = made[3].detach()
 

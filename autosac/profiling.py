@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autosac import costs, curves
-from autosac.devices import KNOWN_DEVICES, DeviceSpec, device_spec
+from autosac.devices import DeviceSpec, device_of_product, device_spec
 from autosac.errors import TraceError
 from autosac.formulating import Formulation, formulate
 from autosac.plans import Fingerprint, fingerprint
@@ -232,7 +232,7 @@ def calibrate(
     )
     return replace(
         profile,
-        tape=replace(profile.tape, ops=found.ops),
+        tape=replace(profile.tape, ops=found.ops, library_bytes=found.library_bytes),
         op_ms=found.op_ms,
         calibrated=True,
         op_sources=found.sources,
@@ -263,18 +263,13 @@ def _check(
             )
 
 
-def _present_gpu() -> str:
-    """Name of the GPU that is present, as `device_spec` knows it."""
+def _present_gpu() -> DeviceSpec:
+    """The GPU that is present, with the memory that it really has."""
     if not torch.cuda.is_available():
         raise ValueError("`device`='cuda', but no GPU is present; name a device.")
-    product = torch.cuda.get_device_name().lower()
-    known = [name for name in KNOWN_DEVICES if name.partition("-")[0] in product]
-    if not known:
-        raise ValueError(
-            f"The GPU {product!r} has no entry in autosac.devices; pass a `DeviceSpec`"
-            " as `device`."
-        )
-    return known[0]
+    spec = device_of_product(torch.cuda.get_device_name())
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return replace(spec, memory_bytes=found.total_memory)
 
 
 def _device(

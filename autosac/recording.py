@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from autosac import _compat, workspaces
+from autosac import _compat, cpu_workspaces, workspaces
+from autosac.accumulating import Accumulations
 from autosac.devices import DeviceSpec
 from autosac.errors import TraceError
-from autosac.modules import ModuleNode, ModuleTree
+from autosac.probing import Call, Probe, module_tree, random_numbers
 from autosac.pytrees import opaque_type, tensors_in
 from autosac.signatures import signature
 from autosac.tape import ModuleCall, Op, SavedTensor, Storage, Tape
 from autosac.values import run_op
 
 _FORWARD_PHASES = ("forward", "loss")
-
-
-def module_tree(model: torch.nn.Module) -> ModuleTree:
-    """The module tree of a model, in the pre-order of ``named_modules()``."""
-    names = dict(model.named_modules())
-    index = {fqn: i for i, fqn in enumerate(names)}
-    nodes: list[ModuleNode] = []
-    for fqn, module in names.items():
-        parent = index[fqn.rpartition(".")[0]] if fqn else -1
-        nodes.append(
-            ModuleNode(
-                fqn=fqn,
-                class_name=type(module).__name__,
-                parent=parent,
-                depth=nodes[parent].depth + 1 if fqn else 0,
-                is_leaf=next(module.children(), None) is None,
-                parameter_bytes=sum(p.nbytes for p in module.parameters()),
-                buffer_bytes=sum(b.nbytes for b in module.buffers()),
-            )
-        )
-    return ModuleTree(tuple(nodes))
 
 
 def _refuse_sparse(func: Any, outputs: list[torch.Tensor]) -> None:
@@ -51,12 +29,6 @@ def _refuse_sparse(func: Any, outputs: list[torch.Tensor]) -> None:
                 f"{func} makes a tensor of layout {tensor.layout}, whose memory is not"
                 " known while tracing. Use dense tensors (embeddings: `sparse=False`)."
             )
-
-
-def _random_numbers() -> int:
-    """Changes when Python's or NumPy's global generator is drawn from."""
-    _, numpy_keys, numpy_place, *_ = sys.modules["numpy"].random.get_state()
-    return hash((random.getstate(), numpy_keys.tobytes(), numpy_place))
 
 
 class _Holder:
@@ -74,28 +46,6 @@ class _Holder:
         self.recorder.saved[self.index].released = self.recorder.tick()
 
 
-class _Probe:
-    """Stands in for a module's ``forward`` and reports entering and leaving."""
-
-    def __init__(
-        self, recorder: Recorder, index: int, forward: Callable[..., Any]
-    ) -> None:
-        self.recorder = recorder
-        self.index = index
-        self.forward = forward
-        self.__wrapped__ = forward  # for `inspect.signature`
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.recorder.enter(self.index, args, kwargs)
-        try:
-            output = self.forward(*args, **kwargs)
-        except BaseException:
-            self.recorder.failed_in = self.recorder.failed_in or self.index
-            raise
-        self.recorder.leave(call, args, kwargs, output)
-        return output
-
-
 class _Saved:
     """A `SavedTensor` that is still being written."""
 
@@ -107,31 +57,6 @@ class _Saved:
         self.unpacked: int | None = None
         self.released: int | None = None
         self.used_until: int | None = None
-
-
-class _Call:
-    """A `ModuleCall` that is still being written."""
-
-    __slots__ = (
-        "enter",
-        "exit",
-        "inputs",
-        "module",
-        "once",
-        "outputs",
-        "phase",
-        "random",
-    )
-
-    def __init__(self, module: int, phase: str, enter: int) -> None:
-        self.module = module
-        self.phase = phase
-        self.enter = enter
-        self.exit = enter
-        self.inputs: tuple[torch.Tensor | int, ...] = ()
-        self.outputs: tuple[int, ...] = ()
-        self.once: str | None = None
-        self.random = _random_numbers()
 
 
 class Recorder(_compat.TorchDispatchMode):
@@ -173,14 +98,16 @@ class Recorder(_compat.TorchDispatchMode):
         self.died: list[int | None] = []
         self.ids: dict[int, int] = {}
         self.watchers: dict[int, weakref.ref[Any]] = {}
+        self.originals: dict[int, int] = {}
         self.ops: list[Op] = []
         self.saved: list[_Saved] = []
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self.stack: list[int] = [0]
         self.module_of_node: dict[int, int] = {}
         self.module_of_parameter: dict[int, int] = {}
         self.last_backward_module = 0
         self.failed_in = 0
+        self.accumulations = Accumulations()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -193,8 +120,10 @@ class Recorder(_compat.TorchDispatchMode):
             yield
         self.tick()
 
-    def mark(self, phase: str) -> None:
-        """Begin a phase of the step."""
+    def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
+        """Begin a phase of the step; backward begins at a loss."""
+        if loss is not None:
+            self.accumulations = Accumulations(loss)
         self.phase = phase
         self.phases[phase] = self.tick()
 
@@ -267,6 +196,41 @@ class Recorder(_compat.TorchDispatchMode):
             if self._counts(tensor):
                 self._index(tensor, 0, category)
 
+    def register_copies(
+        self,
+        originals: Iterable[torch.Tensor],
+        copies: Iterable[torch.Tensor],
+        category: str,
+    ) -> None:
+        """Count copies of the user's tensors, each with the memory of its original.
+
+        Where the user's code meets an original itself, it counts as its copy.
+        """
+        for original, copy in zip(originals, copies, strict=True):
+            if not self._counts(copy):
+                continue
+            index = self._index(copy, 0, category)
+            storage = original.untyped_storage()
+            first = self.originals.setdefault(storage._cdata, index)
+            self.nbytes[index] = (
+                self._rounded(storage.nbytes()) if first == index else 0
+            )
+            self.ids.setdefault(storage._cdata, first)
+
+    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
+        """Refuse what bypasses the copy, such as a loss that closes over the model."""
+        for tensor in inputs:
+            if _compat.is_fake(tensor) or not self._counts(tensor):
+                continue
+            index = self.originals.get(tensor.untyped_storage()._cdata)
+            if index is not None and self.categories[index] == "parameter":
+                raise TraceError(
+                    f"{func} in {self.phase} reads a parameter of shape"
+                    f" {tuple(tensor.shape)} of the model itself, not through the model"
+                    " that is called: gradients would go past the trace. Compute what"
+                    " needs parameters inside the model's `forward`."
+                )
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Take a registered tensor out of the account again."""
         self.nbytes[self._index(tensor, 0, "temporary")] = 0
@@ -303,13 +267,15 @@ class Recorder(_compat.TorchDispatchMode):
         index = self.ids.get(key)
         if index is None:
             index = self.ids[key] = len(self.nbytes)
-            unit = self.granularity_bytes
-            self.nbytes.append(-(-storage.nbytes() // unit) * unit)
+            self.nbytes.append(self._rounded(storage.nbytes()))
             self.categories.append(category)
             self.born.append(born)
             self.died.append(None)
             self._watch(storage, self._on_death, index)
         return index
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.granularity_bytes) * self.granularity_bytes
 
     def _watch(self, storage: Any, on_death: Callable[[int], None], index: int) -> None:
         key = storage._cdata
@@ -346,8 +312,11 @@ class Recorder(_compat.TorchDispatchMode):
             return 1000.0 if args[0].is_floating_point() else 1000
         if self.muted or func in _compat.METADATA_OPS:
             return func(*args, **kwargs)
+        if self.phase == "backward" and self.accumulations.in_place(func, args):
+            func = torch.ops.aten.add_.Tensor
         start = self.tick()
         inputs = list(tensors_in((args, kwargs)))
+        self._refuse_own_parameters(func, inputs)
         # A literal becomes a tensor here: its memory is born with the output.
         is_literal = func is torch.ops.aten.lift_fresh.default
         reads = () if is_literal else self._indices(inputs, 0, "input")
@@ -386,9 +355,7 @@ class Recorder(_compat.TorchDispatchMode):
                 flops=_compat.flops_of(func, args, kwargs, out) if costs else 0,
                 moved_bytes=sum(t.nbytes for t in inputs + outputs) if costs else 0,
                 workspace_bytes=(
-                    workspaces.op_bytes(func, args, kwargs, self.target)
-                    if self.target and costs
-                    else 0
+                    self._workspace_bytes(func, args, kwargs) if costs else 0
                 ),
                 wrapped_numbers=_compat.wrapped_numbers(func, args) if forward else 0,
                 dtype=next(
@@ -399,6 +366,12 @@ class Recorder(_compat.TorchDispatchMode):
             )
         )
         return out
+
+    def _workspace_bytes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+        """What a kernel allocates inside itself, until it is measured."""
+        if self.target is not None:
+            return workspaces.op_bytes(func, args, kwargs, self.target)
+        return cpu_workspaces.op_bytes(func, args) if self.device_type == "cpu" else 0
 
     def _module(self) -> int:
         """Index of the module that the running op belongs to."""
@@ -461,11 +434,11 @@ class Recorder(_compat.TorchDispatchMode):
             for parameter in module.parameters(recurse=False):
                 self.module_of_parameter.setdefault(id(parameter), index)
             if not isinstance(module, torch.jit.ScriptModule):
-                module.forward = _Probe(self, index, module.forward)
+                module.forward = Probe(self, index, module.forward)
 
-    def enter(self, module: int, args: Any, kwargs: Any) -> _Call:
+    def enter(self, module: int, args: Any, kwargs: Any) -> Call:
         """A module's ``forward`` begins."""
-        call = _Call(module, self.phase, self.tick())
+        call = Call(module, self.phase, self.tick())
         tensors = list(tensors_in((args, kwargs)))
         call.inputs = self._indices(tensors, 0, "input")
         if opaque := opaque_type((args, kwargs)):
@@ -474,13 +447,13 @@ class Recorder(_compat.TorchDispatchMode):
         self.stack.append(module)
         return call
 
-    def leave(self, call: _Call, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
         """A module's ``forward`` ends."""
         self.stack.pop()
         inputs = list(tensors_in((args, kwargs)))
         if self._indices(inputs, 0, "input") != call.inputs:
             call.once = call.once or "it changes a container that it is given"
-        if call.random != _random_numbers():
+        if call.random != random_numbers():
             call.once = "it draws from Python's or NumPy's random numbers"
         outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
         call.outputs = self._indices(list(tensors_in(outputs)), 0, "input")

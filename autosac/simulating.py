@@ -98,6 +98,7 @@ class Simulator:
         self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
         self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
         self._work = np.array([op.workspace_bytes for op in used], dtype=np.int64)
+        self._library = np.array(tape.library_bytes, dtype=np.int64)
         # Numbers that autograd may keep as CPU tensors, from forward and from rerun:
         # an upper bound, as no fake tensor shows them.
         wrapped = sum(op.wrapped_numbers for op in tape.ops)
@@ -110,7 +111,8 @@ class Simulator:
 
         Args:
             chosen: The AC units.
-            workspaces: Count what kernels allocate inside themselves.
+            workspaces: Count what kernels allocate inside themselves, and what
+                libraries keep.
         """
         found = self.allocations(chosen, workspaces=workspaces)
         key = np.concatenate([found.born, found.died])
@@ -131,9 +133,11 @@ class Simulator:
         died = [self._freed(chosen), *(e.copy_died for e in effects)]
         nbytes = [self.tape.nbytes, *(e.copy_bytes for e in effects)]
         if workspaces:
-            born += [self._work_made, *(e.work_made for e in effects)]
-            died += [self._work_end, *(e.work_end for e in effects)]
-            nbytes += [self._work, *(e.work_bytes for e in effects)]
+            always = np.zeros_like(self._library)
+            born += [always, self._work_made, *(e.work_made for e in effects)]
+            until = always + self.tape.num_ticks * self.span
+            died += [until, self._work_end, *(e.work_end for e in effects)]
+            nbytes += [self._library, self._work, *(e.work_bytes for e in effects)]
         return Allocations(
             born=np.concatenate(born),
             died=np.concatenate(died),
@@ -176,7 +180,8 @@ class Simulator:
             works = (effect.work_made <= peak) & (effect.work_end > peak)
             found["temporary"] += int(effect.work_bytes[works].sum())
         working = (self._work_made <= peak) & (self._work_end > peak)
-        found["temporary"] += int(self._work[working].sum()) + self.number_bytes
+        found["temporary"] += int(self._work[working].sum() + self._library.sum())
+        found["temporary"] += self.number_bytes
         return found
 
     def effect(self, unit: Unit, policy: Policy) -> Effect:

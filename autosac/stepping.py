@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 LossFn = Callable[[Any], torch.Tensor]
-Marker = Callable[[str], None]
+Marker = Callable[..., None]
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], Any]
 PHASES = ("forward", "loss", "backward", "optimizer")
 
@@ -227,7 +227,7 @@ def micro_step(
     loss_fn: LossFn | None,
     autocast: torch.dtype | None,
     accumulate: int,
-    mark: Marker = lambda phase: None,
+    mark: Marker = lambda phase, loss=None: None,
 ) -> torch.Tensor:
     """Run forward, loss and backward once and return the detached loss.
 
@@ -238,7 +238,8 @@ def micro_step(
         loss_fn: Maps the output to a scalar.
         autocast: Type to autocast to.
         accumulate: What the loss is divided by.
-        mark: Called with the name of each phase as it begins.
+        mark: Called with the name of each phase as it begins, and the loss before
+            backward.
     """
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
@@ -248,6 +249,6 @@ def micro_step(
         loss = (loss_fn or default_loss)(output)
         if accumulate > 1:
             loss = loss / accumulate
-    mark("backward")
+    mark("backward", loss)
     loss.backward()
     return loss.detach()

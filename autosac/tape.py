@@ -154,6 +154,8 @@ class Tape:
         phases: Phase name -> tick at which it began.
         num_ticks: Number of ticks of the step.
         device_type: ``cpu`` or ``cuda``.
+        library_bytes: Blocks that libraries hold all the time, such as the
+            workspaces of cuBLAS; known from `calibrate` on.
     """
 
     modules: ModuleTree
@@ -164,6 +166,7 @@ class Tape:
     phases: dict[str, int] = field(default_factory=dict)
     num_ticks: int
     device_type: str
+    library_bytes: tuple[int, ...] = ()
 
     @cached_property
     def born(self) -> IntArray:

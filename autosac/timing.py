@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autosac import inventing
+from autosac import _compat, inventing
 from autosac.measuring import recorded_events, storage_bytes
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
@@ -27,6 +27,7 @@ from autosac.signatures import Signature
 
 _REPEATS = 5  # noise only adds: the least of so many times is taken,
 _ENOUGH_MS = 200.0  # or of as many as fit into this time
+_IN_A_ROW = 20  # runs of a short op on a GPU, where waiting takes longer than it does
 _SHORT_MS = 1.0  # an op so short is slowed down by being recorded
 _SHOW_AFTER_S = 1.0  # no progress bar for what is done by then
 _MEMORY_SHARE = 0.8  # of what is free, that one op may take: a heuristic
@@ -92,7 +93,8 @@ def measure_ops(
         else:
             failures[signature] = reason
     first_runs = _first_runs_on_gpu if device.type == "cuda" else _first_runs_on_cpu
-    with torch.random.fork_rng(), torch.no_grad():
+    used = [_index_of(device)] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=used), torch.no_grad():
         costs, failed = first_runs(allowed, device, progress)
         short = [s for s, cost in costs.items() if cost.runtime_ms < _SHORT_MS]
         for signature in _watched(short, "times", progress):
@@ -163,7 +165,9 @@ def _first_runs_on_gpu(
 def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasurement:
     args, kwargs = inventing.arguments(signature, device)
     call = partial(signature.func, *args, **kwargs)
-    elapsed_ms = _run_ms(call, device)  # libraries allocate at their first call
+    call()  # libraries are loaded and allocate at their first call
+    torch.cuda.synchronize(device)
+    elapsed_ms = _run_ms(call, device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     out = call()
@@ -182,31 +186,40 @@ def _without_recording(
     """A measurement with a better time."""
     args, kwargs = inventing.arguments(signature, device)
     call = partial(signature.func, *args, **kwargs)
+    in_a_row = _IN_A_ROW if device.type == "cuda" else 1
     try:
-        least_ms = _least_ms(call, device, first.runtime_ms)
+        least_ms = _least_ms(call, device, first.runtime_ms, in_a_row)
     except _REFUSALS:  # it ran before; memory may have run short since
         return first
     return replace(first, runtime_ms=least_ms)
 
 
-def _least_ms(call: Callable[[], Any], device: torch.device, first_ms: float) -> float:
+def _least_ms(
+    call: Callable[[], Any], device: torch.device, first_ms: float, in_a_row: int = 1
+) -> float:
     """Least time of an op that took ``first_ms`` and runs a few times more."""
     least_ms = spent_ms = first_ms
     for _ in range(_REPEATS):
         if spent_ms > _ENOUGH_MS:
             break
-        elapsed_ms = _run_ms(call, device)
-        spent_ms += elapsed_ms
+        elapsed_ms = _run_ms(call, device, in_a_row)
+        spent_ms += elapsed_ms * in_a_row
         least_ms = min(least_ms, elapsed_ms)
     return least_ms
 
 
-def _run_ms(call: Callable[[], Any], device: torch.device) -> float:
+def _run_ms(call: Callable[[], Any], device: torch.device, in_a_row: int = 1) -> float:
+    """Time of a call; a GPU is waited for once after so many of them."""
     begin = time.perf_counter()
-    call()
+    for _ in range(in_a_row):
+        call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) * 1e3
+    return (time.perf_counter() - begin) * 1e3 / in_a_row
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _summary(error: Exception) -> str:
@@ -234,6 +247,17 @@ def _peak_bytes(mark: Any) -> int:
         live += size
         peak = max(peak, live)
     return peak
+
+
+def blas_bytes(device: torch.device) -> int:
+    """What cuBLAS allocates on a GPU for each thread that uses it, and keeps."""
+    torch.cuda.synchronize(device)
+    _compat.clear_blas_workspaces()
+    matrix = torch.ones(64, 64, device=device)
+    before = torch.cuda.memory_allocated(device)
+    torch.addmm(matrix[0], matrix, matrix)
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
 
 
 # --- memory that is free ------------------------------------------------------

@@ -115,14 +115,20 @@ def _run(
             only_storages=only_storages,
             target=step.lens,
         )
-        recorder.register(model.parameters(), "parameter")
-        recorder.register(model.buffers(), "buffer")
-        recorder.register(tensors_in((args, kwargs)), "input")
-
+        own, given = step.model, (step.args, step.kwargs)
+        for originals, copies, category in (
+            (own.parameters(), model.parameters(), "parameter"),
+            (own.buffers(), model.buffers(), "buffer"),
+            (tensors_in(given), tensors_in((args, kwargs)), "input"),
+        ):
+            recorder.register_copies(originals, copies, category)
         if step.accumulate > 1:
             _make_gradients(recorder, model)
+        # On a GPU backward would run on a thread of its own, whose last references
+        # go at any moment after it.
+        one_thread = torch.autograd.set_multithreading_enabled(False)
         try:
-            with mode, torch.enable_grad(), recorder.recording():
+            with mode, torch.enable_grad(), one_thread, recorder.recording():
                 if isinstance(optimizer, OptimizerInBackward):
                     _make_states(recorder, optimizer)
                 loss = micro_step(

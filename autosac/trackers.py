@@ -18,7 +18,7 @@ from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 from torch.distributed._tools.sac_estimator import SACEstimator, SACStats
 
 from autosac.modules import ModuleTree
-from autosac.recording import module_tree
+from autosac.probing import module_tree
 from autosac.statistics import ModuleStatistics, Statistics, with_descendants
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autosac import _compat
+from autosac import _compat, real_layouts
 from autosac.pytrees import tensors_in
 from autosac.signatures import Signature, signature
 
@@ -41,8 +41,9 @@ def run_op(
     if any(map(_compat.is_fake, inputs)):
         out = func(*args, **kwargs)
         if on_gpu:
-            return _as_on_gpu(func, args, kwargs, out)
-        return _compat.with_real_layouts(func, args, out)
+            out = _as_on_gpu(func, args, kwargs, out)
+            return real_layouts.on_any_device(func, args, out)
+        return real_layouts.on_cpu(func, args, out)
     try:
         out = func(*args, **kwargs)
     except _compat.TRACE_ERRORS:

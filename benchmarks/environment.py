@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
-import transformers
 
 MIB = 2**20
 
@@ -22,9 +21,17 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load average": round(os.getloadavg()[0], 1),  # of others as well
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "torchvision": torchvision.__version__,
+        "transformers": package_version("transformers"),
+        "torchvision": package_version("torchvision"),
     }
+
+
+def package_version(name: str) -> str:
+    """Version of a package, or that there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _cpu_model() -> str:

@@ -6,7 +6,7 @@ do not); then three real steps with and without the plan: measured peak, predict
 with and without calibration, every bit of the training state. Exits with 1 if a
 promise is broken.
 
-    python -m benchmarks.zoo [--models gpt2,llama] [--settings adamw,bf16] [--jobs 2]
+    python -m benchmarks.zoo [--models gpt2,llama] [--settings adamw] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -113,20 +113,25 @@ def settings() -> dict[str, Setting]:
     optim = torch.optim
     return {
         "adamw": Setting(make_optimizer=optim.AdamW),
-        "sgd": Setting(make_optimizer=lambda p: optim.SGD(p, lr=0.01)),
-        "momentum-foreach": Setting(
-            make_optimizer=lambda p: optim.SGD(p, lr=0.01, momentum=0.9, foreach=True)
+        "sgd, clipped": Setting(
+            make_optimizer=lambda p: optim.SGD(p, lr=0.01),
+            options={"clip_grad_norm": 1.0},
         ),
-        "adam-fused": Setting(make_optimizer=lambda p: optim.Adam(p, fused=True)),
-        "adafactor": Setting(make_optimizer=optim.Adafactor),
-        "in-backward": Setting(
+        "momentum foreach, accumulated": Setting(
+            make_optimizer=lambda p: optim.SGD(p, lr=0.01, momentum=0.9, foreach=True),
+            options={"accumulate": 2},
+        ),
+        "adam fused, half frozen": Setting(
+            make_optimizer=lambda p: optim.Adam(p, fused=True),
+            change=freeze_first_half,
+        ),
+        "adafactor, bf16": Setting(
+            make_optimizer=optim.Adafactor, options={"autocast": torch.bfloat16}
+        ),
+        "adamw in backward": Setting(
             make_optimizer=lambda p: OptimizerInBackward(p, optim.AdamW)
         ),
-        "clipped": Setting(options={"clip_grad_norm": 1.0}),
-        "bf16": Setting(options={"autocast": torch.bfloat16}),
-        "accumulate": Setting(options={"accumulate": 2}),
-        "frozen": Setting(change=freeze_first_half),
-        "adapters": Setting(change=add_adapters, make_optimizer=optim.AdamW),
+        "adapters, adamw": Setting(change=add_adapters, make_optimizer=optim.AdamW),
     }
 
 
@@ -274,14 +279,14 @@ def run(job: tuple[str, str]) -> list[Cell]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default=",".join(zoo()))
-    parser.add_argument("--settings", default=",".join(settings()))
+    parser.add_argument("--settings", nargs="+", default=list(settings()))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     chosen = parser.parse_args()
     jobs = [
         (model, setting)
         for model in chosen.models.split(",")
-        for setting in chosen.settings.split(",")
+        for setting in chosen.settings
     ]
     started = time.perf_counter()
     cells: list[Cell] = []

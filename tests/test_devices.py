@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from autosac.devices import KNOWN_DEVICES, device_spec
+from autosac.devices import KNOWN_DEVICES, device_of_product, device_spec
 
 
 def test_knows_devices_by_name_in_any_case():
@@ -13,6 +13,31 @@ def test_knows_devices_by_name_in_any_case():
 def test_names_the_known_devices_when_asked_for_another():
     with pytest.raises(ValueError, match=r"'tpu' is not a known device.*h100.*mi300x"):
         device_spec("tpu")
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_knows_what_drivers_call_a_device(product, name):
+    assert device_of_product(product).name == name
+
+
+@pytest.mark.parametrize("product", ["NVIDIA L40", "NVIDIA GH200 480GB", "CPU"])
+def test_a_similar_name_is_another_device(product):
+    with pytest.raises(ValueError, match=f"'{product}' has no entry"):
+        device_of_product(product)
 
 
 @pytest.mark.parametrize("spec", KNOWN_DEVICES.values(), ids=lambda spec: spec.name)

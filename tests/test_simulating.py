@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from autosac import applying
 from autosac.simulating import Simulator
 from autosac.tracing import dry_run
-from tests.models import each_case, op_policies, random_choice
+from tests.models import CASES, each_case, op_policies, random_choice
 
 NUM_PLANS = 5
 
@@ -22,6 +24,21 @@ def test_a_simulated_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
 
         expected = Simulator(dry).baseline.peak_bytes
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected, chosen
+
+
+def test_what_libraries_keep_is_alive_all_the_time():
+    made = CASES["gpt"].profile()
+    tape = replace(made.tape, library_bytes=(1024, 512))
+    plain, chosen = made.simulator, random_choice(made, 0)
+
+    found = Simulator(tape)
+
+    assert found.peak_bytes(chosen) == plain.peak_bytes(chosen) + 1536
+    assert found.peak_bytes(chosen, workspaces=False) == plain.peak_bytes(
+        chosen, workspaces=False
+    )
+    assert sum(found.composition(chosen).values()) == found.peak_bytes(chosen)
+    assert found.reserved_peak_bytes(chosen) >= plain.reserved_peak_bytes(chosen)
 
 
 @each_case

@@ -11,7 +11,7 @@ from torch.distributed._tools.sac_estimator import SACEstimator
 from torch.utils.flop_counter import flop_registry
 
 from autosac.demo import GPT
-from autosac.recording import module_tree
+from autosac.probing import module_tree
 from autosac.statistics import ModuleStatistics, module_statistics
 from autosac.stepping import training_step
 from autosac.tracing import Step, trace

@@ -286,3 +286,55 @@ def test_a_step_without_gradients_is_refused():
 
     with pytest.raises((TraceError, TypeError), match="gradient"):
         profile(model, torch.randn(2, WIDTH))
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_reduced_loss_keeps_the_memory_of_what_it_reduced(loss, reduction):
+    inputs, targets = torch.rand(64, 8), torch.rand(64, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sigmoid())
+
+    def loss_fn(output):
+        function = getattr(torch.nn.functional, loss)
+        return function(output, targets, reduction=reduction).sum()
+
+    made = profile(model, inputs, loss_fn=loss_fn)
+    real = getattr(torch.nn.functional, loss)(inputs, targets, reduction=reduction)
+
+    (op,) = (op for op in made.tape.ops if op.name == f"aten.{loss}.default")
+    (storage,) = op.creates
+    assert made.tape.storages[storage].nbytes == real.untyped_storage().nbytes() == 2048
+
+
+# --- the user's own tensors -------------------------------------------------------
+
+
+def test_a_target_that_is_the_input_counts_once():
+    x = torch.ones(64, 64)
+    same = profile(nn.Linear(64, 64), x, loss_fn=lambda y: (y - x).square().sum())
+    twin = x.clone()
+    other = profile(nn.Linear(64, 64), x, loss_fn=lambda y: (y - twin).square().sum())
+
+    difference = other.baseline_peak_bytes - same.baseline_peak_bytes
+    assert difference == twin.nbytes
+
+
+def test_inputs_that_share_memory_count_once():
+    both = torch.ones(2, 16, 64)
+    model = nn.Bilinear(64, 64, 8)
+    views = profile(model, (both[0], both[1]))
+    copies = profile(model, (both[0].clone(), both[1].clone()))
+
+    assert views.baseline_peak_bytes == copies.baseline_peak_bytes
+
+
+def test_a_loss_that_closes_over_the_model_is_refused():
+    model = nn.Linear(8, 8)
+
+    def loss_fn(output):
+        return output.sum() + model.weight.square().sum()
+
+    with pytest.raises(TraceError, match="reads a parameter of shape"):
+        profile(model, torch.ones(2, 8), loss_fn=loss_fn)
+
+    assert model.weight.grad is None

@@ -373,7 +373,7 @@ def recurrent(
     length: int = 64,
 ) -> Workload:
     """A language model of LSTM or GRU layers."""
-    tokens, targets = integers(vocabulary, 2, batch, length)
+    tokens, targets = map(torch.clone, integers(vocabulary, 2, batch, length))
     return Workload(
         name=f"{kind.__name__} LM",
         make_model=lambda: RecurrentLM(kind, layers, width, vocabulary),
@@ -381,5 +381,5 @@ def recurrent(
         loss_fn=classification(targets),
         make_optimizer=adamw,
         blocks=numbered("layers", layers),
-        loss_bytes=2 * targets.nbytes,  # a view of tokens and targets
+        loss_bytes=targets.nbytes,
     )

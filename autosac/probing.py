@@ -1,0 +1,89 @@
+"""Where a recorder learns which module runs: stand-ins for every ``forward``."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autosac.modules import ModuleNode, ModuleTree
+
+if TYPE_CHECKING:
+    from autosac.recording import Recorder
+
+
+def module_tree(model: torch.nn.Module) -> ModuleTree:
+    """The module tree of a model, in the pre-order of ``named_modules()``."""
+    names = dict(model.named_modules())
+    index = {fqn: i for i, fqn in enumerate(names)}
+    nodes: list[ModuleNode] = []
+    for fqn, module in names.items():
+        parent = index[fqn.rpartition(".")[0]] if fqn else -1
+        nodes.append(
+            ModuleNode(
+                fqn=fqn,
+                class_name=type(module).__name__,
+                parent=parent,
+                depth=nodes[parent].depth + 1 if fqn else 0,
+                is_leaf=next(module.children(), None) is None,
+                parameter_bytes=sum(p.nbytes for p in module.parameters()),
+                buffer_bytes=sum(b.nbytes for b in module.buffers()),
+            )
+        )
+    return ModuleTree(tuple(nodes))
+
+
+def random_numbers() -> int:
+    """Changes when Python's or NumPy's global generator is drawn from."""
+    _, numpy_keys, numpy_place, *_ = sys.modules["numpy"].random.get_state()
+    return hash((random.getstate(), numpy_keys.tobytes(), numpy_place))
+
+
+class Probe:
+    """Stands in for a module's ``forward`` and reports entering and leaving."""
+
+    def __init__(
+        self, recorder: Recorder, index: int, forward: Callable[..., Any]
+    ) -> None:
+        self.recorder = recorder
+        self.index = index
+        self.forward = forward
+        self.__wrapped__ = forward  # for `inspect.signature`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.recorder.enter(self.index, args, kwargs)
+        try:
+            output = self.forward(*args, **kwargs)
+        except BaseException:
+            self.recorder.failed_in = self.recorder.failed_in or self.index
+            raise
+        self.recorder.leave(call, args, kwargs, output)
+        return output
+
+
+class Call:
+    """A `ModuleCall` that is still being written."""
+
+    __slots__ = (
+        "enter",
+        "exit",
+        "inputs",
+        "module",
+        "once",
+        "outputs",
+        "phase",
+        "random",
+    )
+
+    def __init__(self, module: int, phase: str, enter: int) -> None:
+        self.module = module
+        self.phase = phase
+        self.enter = enter
+        self.exit = enter
+        self.inputs: tuple[torch.Tensor | int, ...] = ()
+        self.outputs: tuple[int, ...] = ()
+        self.once: str | None = None
+        self.random = random_numbers()

@@ -1,0 +1,85 @@
+"""What kernels really return, where their fake kernels say something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autosac import _compat
+
+# Position of the weight in the arguments of norms that return statistics.
+_NORM_WEIGHTS = {
+    "aten.native_batch_norm.default": 1,
+    "aten.native_layer_norm.default": 2,
+    "aten.native_group_norm.default": 1,
+}
+
+# Losses that shrink their result from one number an element to one, by `resize_`,
+# which keeps the memory (aten/src/ATen/native: BinaryOps.cpp, Loss.cpp, cuda/Loss.cu):
+# name -> position of the reduction, which is 0 for none and 1 by default.
+_UNREDUCED = {
+    "aten.mse_loss.default": 2,
+    "aten.smooth_l1_loss.default": 2,
+    "aten.binary_cross_entropy.default": 3,
+}
+
+
+def on_any_device(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """A fake result with the memory that every device's kernel gives it.
+
+    Losses that reduce in place keep the memory of what they reduced (`_UNREDUCED`).
+    """
+    position = _UNREDUCED.get(str(func))
+    if position is None or (len(args) > position and args[position] == 0):
+        return out
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return out.new_empty(shape).as_strided((), ())
+
+
+def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """A fake result with the types and sizes that the CPU kernel gives it.
+
+    Norms of a bfloat16 input with float32 weights keep their statistics in float32
+    (aten/src/ATen/native: Normalization, layer_norm, group_norm); their fake kernels
+    say bfloat16. The gradient of a group norm's input has the input's type; its fake
+    kernel gives the weight's. oneDNN's LSTM saves bytes for its backward, often more
+    than its output has (aten/src/ATen/native/mkldnn/RNN.cpp); its fake one says none.
+    """
+    name = str(func)
+    if name == "aten.mkldnn_rnn_layer.default":
+        watched = any(arg.requires_grad for arg in args[:7])
+        return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args) if watched else 0))
+    if name == "aten.mkldnn_rnn_layer_backward.default":
+        # The fake kernel returns one gradient for both biases, sometimes.
+        return (*out[:4], torch.empty_like(out[4]), *out[5:])
+    if name == "aten.native_group_norm_backward.default" and out[0] is not None:
+        return (out[0].to(args[1].dtype), *out[1:])
+    if name not in _NORM_WEIGHTS:
+        return on_any_device(func, args, out)
+    weight = args[_NORM_WEIGHTS[name]]
+    if weight is None or weight.device.type != "cpu" or weight.dtype == out[1].dtype:
+        return out
+    return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
+
+
+_rnn_bytes: dict[Any, int] = {}
+
+
+def _saved_rnn_bytes(args: tuple[Any, ...]) -> int:
+    """Bytes that oneDNN's LSTM saves: only running it tells."""
+    layouts = tuple((tuple(arg.shape), arg.stride(), arg.dtype) for arg in args[:7])
+    key = (layouts, str(args[7:]))
+    if key not in _rnn_bytes:
+        with _compat.no_modes():
+            zeros = [torch.zeros(size, dtype=dtype) for size, _, dtype in layouts]
+            made = onednn_rnn(zeros, args[7:])
+        _rnn_bytes[key] = 0 if made[3] is None else made[3].nbytes
+    return _rnn_bytes[key]
+
+
+def onednn_rnn(inputs: list[torch.Tensor], options: Any) -> Any:
+    """Run oneDNN's LSTM as in training: it saves bytes only if autograd watches."""
+    with torch.enable_grad():
+        watched = [tensor.requires_grad_() for tensor in inputs]
+        return torch.ops.aten.mkldnn_rnn_layer.default(*watched, *options)
