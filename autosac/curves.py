@@ -50,15 +50,15 @@ def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
     """Solve for the Pareto points of a unit; None if it frees nothing."""
     problem = save_problem(unit)
     solutions = knapsack.trade_off(problem, num_points=num_points)
-    most = max(unit.activation_bytes, 1)
+    most = max(unit.activation_bytes, unit.sole_bytes, 1)
     freed: dict[int, tuple[float, Policy]] = {}
     for solution in solutions:
         assert solution.saved is not None and solution.rerun is not None
         policy = Policy(spell(solution.saved, solution.rerun))
         time_ms = recompute_ms(unit, policy)
         kept_bytes = kept(unit, policy)
-        if kept_bytes <= unit.activation_bytes:
-            freed[unit.activation_bytes - kept_bytes] = (time_ms, policy)
+        if kept_bytes <= most:
+            freed[most - kept_bytes] = (time_ms, policy)
     if not freed or max(freed) == 0:
         return None
     exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())

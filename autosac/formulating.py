@@ -32,12 +32,14 @@ class Formulation:
         curves: Their curves.
         solver_units: The solver's record of each, over the exact points.
         base_bytes: Most bytes alive at each position without recomputation.
+        holds: Arguments that several units hold together.
     """
 
     units: tuple[Unit, ...]
     curves: tuple[UnitCurve, ...]
     solver_units: tuple[sac.Unit, ...]
     base_bytes: tuple[int, ...]
+    holds: tuple[sac.Hold, ...]
 
     def fitted(self, num_segments: int) -> Formulation:
         """The same with every curve fitted by few linear segments (pwlf).
@@ -63,6 +65,7 @@ class Formulation:
             units=self.solver_units,
             base_bytes=self.base_bytes,
             budget_bytes=budget_bytes,
+            holds=self.holds,
         )
 
 
@@ -79,9 +82,10 @@ def formulate(
             unit.trigger - 1,
             unit.last_use + 1,
         }
+    holders = _Holders(simulator, units)
+    cuts |= holders.cuts()
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
-    holders = _Holders(simulator, units)
     parents = _parents(units)
     records = [
         _solver_unit(simulator, holders, live, edges, base, unit, made, parent)
@@ -92,6 +96,7 @@ def formulate(
         curves=tuple(curves),
         solver_units=tuple(records),
         base_bytes=tuple(base.tolist()),
+        holds=holders.holds(edges),
     )
 
 
@@ -136,26 +141,59 @@ class _Holders:
     """Who keeps a storage alive, besides one unit.
 
     Attributes:
-        shared: Arguments of several units that can be chosen together. All of them
-            hold such a storage, yet it is there but once: no unit alone is charged
-            for it, and the simulation of the whole plan counts it.
+        shared: Arguments of several units that can be chosen together, with the units
+            that hold each of them longer than the plain step does, and until when.
+            Such a storage is there but once: no unit alone is charged for it.
     """
 
     def __init__(self, simulator: Simulator, units: Sequence[Unit]) -> None:
         tape = simulator.tape
-        self.shared: set[int] = set()
-        first_exit: dict[int, int] = {}
-        for unit in units:  # in the order of entering
+        self.nbytes: list[int] = tape.nbytes.tolist()
+        self.freed: list[int] = tape.freed.tolist()
+        self.shared: dict[int, tuple[tuple[int, int], ...]] = {}
+        takers: dict[int, list[int]] = defaultdict(list)
+        for u, unit in enumerate(units):  # in the order of entering
             for storage in unit.call.inputs:
-                ended = first_exit.get(storage, unit.call.exit)
-                if ended < unit.call.enter:
-                    self.shared.add(storage)
-                first_exit[storage] = min(ended, unit.call.exit)
+                takers[storage].append(u)
+        for storage, taking in takers.items():
+            first_exit = min(units[u].call.exit for u in taking)
+            if any(units[u].call.enter > first_exit for u in taking):
+                self.shared[storage] = tuple(
+                    (u, units[u].released)
+                    for u in taking
+                    if units[u].released > self.freed[storage]
+                )
         self.saves: dict[int, list[int]] = defaultdict(list)
         for i, saved in enumerate(tape.saved):
             self.saves[saved.storage].append(i)
         self.until: list[int] = tape.saved_until.tolist()
         self.died: list[int] = tape.died.tolist()
+
+    def cuts(self) -> set[int]:
+        """Ticks at which a shared storage is freed, in the plain step or by a unit."""
+        return {
+            tick
+            for storage, held in self.shared.items()
+            if held
+            for tick in (self.freed[storage], *(until for _, until in held))
+        }
+
+    def holds(self, edges: IntArray) -> tuple[sac.Hold, ...]:
+        """What units hold together; storages that live alike are added up."""
+        sizes: dict[tuple[int, tuple[tuple[int, int], ...]], int] = defaultdict(int)
+        for storage, held in self.shared.items():
+            if held:
+                sizes[self.freed[storage], held] += self.nbytes[storage]
+        return tuple(
+            sac.Hold(
+                nbytes=nbytes,
+                held_from=int(np.searchsorted(edges, freed)),
+                holders=tuple(
+                    (u, int(np.searchsorted(edges, until))) for u, until in held
+                ),
+            )
+            for (freed, held), nbytes in sizes.items()
+        )
 
     def without(self, storage: int, own: range) -> int:
         """Tick at which a storage is freed if ``own`` saves nothing."""
@@ -171,7 +209,7 @@ def _changes(
     effect = simulator.effect(unit, policy)
     held = dict(zip(effect.held.tolist(), effect.held_until.tolist(), strict=True))
     affected = set(held) | {tape.saved[i].storage for i in unit.saved}
-    affected -= holders.shared.intersection(unit.call.inputs)
+    affected -= holders.shared.keys() & set(unit.call.inputs)
     keys: list[int] = []
     deltas: list[int] = []
     for storage in affected:

@@ -30,6 +30,7 @@ class Unit:
         key: Equal for units that behave alike, tick by tick.
         activation_bytes: What it keeps for backward when nothing is recomputed,
             without its input and output.
+        sole_bytes: What nobody else keeps of what it keeps, its output included.
     """
 
     fqn: str
@@ -46,6 +47,7 @@ class Unit:
     groups: tuple[Group, ...]
     key: Hashable
     activation_bytes: int
+    sole_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,7 @@ def _make_unit(
     if isinstance(groups, str):
         return groups
     outputs = frozenset(call.outputs)
+    kept = {tape.saved[i].storage for i in saved} & own
     return Unit(
         fqn=tape.modules[call.module].fqn,
         module=call.module,
@@ -129,9 +132,11 @@ def _make_unit(
         last_use=max(int(tape.saved_until[i]) for i in saved),
         groups=groups,
         key=_key(tape, call, ops, saved, trigger, groups),
-        activation_bytes=sum(
+        activation_bytes=sum(tape.storages[s].nbytes for s in kept - outputs),
+        sole_bytes=sum(
             tape.storages[s].nbytes
-            for s in {tape.saved[i].storage for i in saved} & own - outputs
+            for s in kept
+            if index.held_elsewhere_until(s, saved) < trigger
         ),
     )
 
