@@ -48,8 +48,7 @@ def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     """
     name = str(func)
     if name == "aten.mkldnn_rnn_layer.default":
-        watched = any(arg.requires_grad for arg in args[:7])
-        return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args) if watched else 0))
+        return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args)))
     if name == "aten.mkldnn_rnn_layer_backward.default":
         # The fake kernel returns one gradient for both biases, sometimes.
         return (*out[:4], torch.empty_like(out[4]), *out[5:])

@@ -282,6 +282,9 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", default=list(settings()))
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--update", action="store_true", help="keep what is not run from the last table"
+    )
     chosen = parser.parse_args()
     jobs = [
         (model, setting)
@@ -295,11 +298,27 @@ def main() -> int:
         for job, found in zip(jobs, pool.map(run, jobs), strict=True):
             print(*job, *(_short(cell) for cell in found), flush=True)
             cells += found
+    if chosen.update:
+        cells = _updated(chosen.output / "zoo.json", cells)
     _write(cells, chosen.output, time.perf_counter() - started)
     return 0 if all(kept(cell) for cell in cells for kept in PROMISES.values()) else 1
 
 
 # --- tables -------------------------------------------------------------------
+
+
+def _updated(path: Path, cells: list[Cell]) -> list[Cell]:
+    """The cells of a table with those that were run in place of older ones."""
+    record = json.loads(path.read_text())
+    found = {(cell.model, cell.setting) for cell in cells}
+    for old in record["cells"]:
+        if (old["model"], old["setting"]) not in found:
+            cells.append(Cell(**{**old, "differences": tuple(old["differences"])}))
+    models, kinds = list(zoo()), list(settings())
+    order = {
+        cell: (models.index(cell.model), kinds.index(cell.setting)) for cell in cells
+    }
+    return sorted(cells, key=lambda cell: (*order[cell], cell.budget_bytes))
 
 
 def _short(cell: Cell) -> str:
