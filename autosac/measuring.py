@@ -266,7 +266,8 @@ def _difference(expected: torch.Tensor, actual: torch.Tensor) -> str | None:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element, one row an element."""
-    flat = tensor.detach().contiguous().reshape(-1, 1)
+    flat = tensor.detach().contiguous().reshape(-1)
     if tensor.is_conj() or tensor.is_neg():
         flat = flat.resolve_conj().resolve_neg()
-    return flat.view(torch.uint8)
+    # Not by `reshape`: a dimension of one element may have any stride.
+    return flat.as_strided((flat.numel(), 1), (1, 1)).view(torch.uint8)

@@ -293,32 +293,40 @@ def main() -> int:
     ]
     started = time.perf_counter()
     cells: list[Cell] = []
+    earlier = _read(chosen.output / "zoo.json") if chosen.update else []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(chosen.jobs, mp_context=context) as pool:
         for job, found in zip(jobs, pool.map(run, jobs), strict=True):
             print(*job, *(_short(cell) for cell in found), flush=True)
             cells += found
-    if chosen.update:
-        cells = _updated(chosen.output / "zoo.json", cells)
-    _write(cells, chosen.output, time.perf_counter() - started)
+            # After every job: an interruption loses little.
+            every = _merged(earlier, cells)
+            _write(every, chosen.output, time.perf_counter() - started)
     return 0 if all(kept(cell) for cell in cells for kept in PROMISES.values()) else 1
 
 
 # --- tables -------------------------------------------------------------------
 
 
-def _updated(path: Path, cells: list[Cell]) -> list[Cell]:
-    """The cells of a table with those that were run in place of older ones."""
+def _read(path: Path) -> list[Cell]:
+    """The cells of an earlier table."""
     record = json.loads(path.read_text())
+    return [
+        Cell(**{**cell, "differences": tuple(cell["differences"])})
+        for cell in record["cells"]
+    ]
+
+
+def _merged(earlier: list[Cell], cells: list[Cell]) -> list[Cell]:
+    """Cells that were run, and earlier ones of other models and settings."""
     found = {(cell.model, cell.setting) for cell in cells}
-    for old in record["cells"]:
-        if (old["model"], old["setting"]) not in found:
-            cells.append(Cell(**{**old, "differences": tuple(old["differences"])}))
+    kept = [cell for cell in earlier if (cell.model, cell.setting) not in found]
     models, kinds = list(zoo()), list(settings())
-    order = {
-        cell: (models.index(cell.model), kinds.index(cell.setting)) for cell in cells
-    }
-    return sorted(cells, key=lambda cell: (*order[cell], cell.budget_bytes))
+
+    def place(cell: Cell) -> tuple[int, int, int]:
+        return models.index(cell.model), kinds.index(cell.setting), cell.budget_bytes
+
+    return sorted(kept + cells, key=place)
 
 
 def _short(cell: Cell) -> str:

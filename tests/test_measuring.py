@@ -245,3 +245,10 @@ def test_only_the_first_differences_are_named():
     found = differences(zeros, ones, limit=3)
 
     assert [line[0] for line in found] == ["0", "1", "2"]
+
+
+def test_one_element_of_any_stride_is_compared():
+    one = torch.ones(4, 4).as_strided((1, 1), (7, 3))
+
+    assert differences({"one": one}, {"one": one.clone()}) == ()
+    assert len(differences({"one": one}, {"one": 2 * one})) == 1
