@@ -62,17 +62,25 @@ def _blocked_bytes(weight: Any, groups: int) -> int:
 
 
 def _recurrent(args: tuple[Any, ...]) -> int:
-    """Gates of all steps, and copies of both weights."""
+    """Copies of both weights and, in float32, the gates of all steps."""
     inputs, own, hidden = args[:3]
-    steps = math.prod(inputs.shape[:-1])
-    return int(steps * len(own) * inputs.itemsize + own.nbytes + hidden.nbytes)
+    weight_bytes = own.nbytes + hidden.nbytes
+    return int(weight_bytes + (_gate_bytes(args) if inputs.itemsize == 4 else 0))
 
 
 def _recurrent_backward(args: tuple[Any, ...]) -> int:
-    """The same, and a copy of a gradient that is not contiguous."""
-    gradient = args[10]
+    """Copies of both weights, two in half precision, the gates of all steps, and a
+    copy of a gradient that is not contiguous."""
+    inputs, own, hidden, gradient = (*args[:3], args[10])
+    copies = 1 if inputs.itemsize == 4 else 2
     copied = gradient is not None and not gradient.is_contiguous()
-    return _recurrent(args) + (int(gradient.nbytes) if copied else 0)
+    weight_bytes = copies * (own.nbytes + hidden.nbytes)
+    return int(weight_bytes + _gate_bytes(args) + (gradient.nbytes if copied else 0))
+
+
+def _gate_bytes(args: tuple[Any, ...]) -> int:
+    inputs, own = args[:2]
+    return int(math.prod(inputs.shape[:-1]) * len(own) * inputs.itemsize)
 
 
 def _upsampling(args: tuple[Any, ...]) -> int:
