@@ -28,6 +28,9 @@ def _convolution(args: tuple[Any, ...]) -> int:
         return 0
     if args[6]:
         return int(images.nbytes + weight.nbytes)
+    if args[8] > 1 and images.itemsize == 4:
+        copied = 0 if images.stride(1) == 1 else images.nbytes
+        return int(copied + _grouped_bytes(weight))
     pixels = 1
     for size, kernel, step, pad, wide in zip(
         images.shape[2:], weight.shape[2:], stride, padding, dilation, strict=False
@@ -49,6 +52,14 @@ def _is_product(weight: Any, stride: Any, padding: Any) -> bool:
     """Whether a convolution is a matrix product that needs no copies."""
     taps = math.prod(weight.shape[2:])
     return bool(taps == 1 and all(s == 1 for s in stride) and not any(padding))
+
+
+def _grouped_bytes(weight: Any) -> int:
+    """A weight in float32 as forward wants it: whole blocks of one-channel groups."""
+    if weight.shape[1] > 1:
+        return int(2 * weight.nbytes)
+    groups = -(-len(weight) // _BLOCK) * _BLOCK
+    return int(groups * math.prod(weight.shape[2:]) * weight.itemsize)
 
 
 def _blocked_bytes(weight: Any, groups: int) -> int:

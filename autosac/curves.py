@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autosac.policies import RERUN, SAVE, SKIP, Policy
-from autosac.units import Unit
+from autosac.groups import Group
+from autosac.policies import RERUN, SAVE, SKIP, Policy, block_policies, onward
+from autosac.units import Block, Unit
 from solvers import curve, knapsack
 
 
@@ -69,6 +71,54 @@ def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
     )
 
 
+def chain_trade_off(
+    chain: Unit, of_blocks: Sequence[UnitCurve | None], *, num_points: int = 4
+) -> UnitCurve | None:
+    """Points at which all blocks of a chain recompute about the same share.
+
+    Args:
+        chain: The chain.
+        of_blocks: Curve of each block.
+        num_points: How many shares to look at, 1 among them.
+
+    Returns:
+        The points that no other one beats; None if a block frees nothing by itself or
+        cannot be run twice.
+    """
+    freed: dict[int, tuple[float, Policy]] = {}
+    for k in range(num_points):
+        parts = []
+        for block, made in zip(chain.blocks, of_blocks, strict=True):
+            if made is None:
+                return None
+            place = (len(made.policies) - 1) * (k + 1) // num_points
+            part = made_onward(block, made.policies[place])
+            if part is None:
+                return None
+            parts.append(part.choices)
+        policy = Policy("".join(parts))
+        nbytes = max(chain.sole_bytes - kept(chain, policy), 0)
+        freed[nbytes] = (recompute_ms(chain, policy), policy)
+    exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
+    most = max(chain.sole_bytes, 1)
+    return UnitCurve(
+        points=exact,
+        policies=tuple(freed[nbytes][1] for nbytes in exact.freed_bytes),
+        ratios=tuple(min(1.0, nbytes / most) for nbytes in exact.freed_bytes),
+    )
+
+
+def made_onward(block: Block, policy: Policy) -> Policy | None:
+    """A policy that also saves what must not run twice to make the block's output."""
+    choices = list(policy.choices)
+    for g, choice in enumerate(onward(block, policy)[: len(choices)]):
+        if choice == RERUN and block.unit.groups[g].pinned:
+            if block.unit.groups[g].unsavable:
+                return None
+            choices[g] = SAVE
+    return Policy("".join(choices))
+
+
 def kept(unit: Unit, policy: Policy) -> int:
     """Bytes that a unit keeps for backward under a policy, less what lives anyway."""
     return sum(
@@ -79,10 +129,18 @@ def kept(unit: Unit, policy: Policy) -> int:
 
 
 def recompute_ms(unit: Unit, policy: Policy) -> float:
-    """Time to rerun a unit under a policy."""
+    """Time to rerun a unit under a policy; a chain's blocks but the last run twice."""
+    own_ms = _rerun_ms(unit.groups, policy.choices)
+    return own_ms + sum(
+        _rerun_ms((*block.unit.groups, *block.tail), onward(block, part))
+        for block, part in block_policies(unit, policy)[:-1]
+    )
+
+
+def _rerun_ms(groups: Sequence[Group], choices: str) -> float:
     return sum(
         group.runtime_ms
-        for group, choice in zip(unit.groups, policy.choices, strict=True)
+        for group, choice in zip(groups, choices, strict=True)
         if choice == RERUN
     )
 

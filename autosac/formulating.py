@@ -158,10 +158,9 @@ class _Holders:
         for storage, taking in takers.items():
             first_exit = min(units[u].call.exit for u in taking)
             if any(units[u].call.enter > first_exit for u in taking):
+                held = [(u, units[u].held_until(storage)) for u in taking]
                 self.shared[storage] = tuple(
-                    (u, units[u].released)
-                    for u in taking
-                    if units[u].released > self.freed[storage]
+                    (u, until) for u, until in held if until > self.freed[storage]
                 )
         self.saves: dict[int, list[int]] = defaultdict(list)
         for i, saved in enumerate(tape.saved):

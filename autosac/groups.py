@@ -171,6 +171,79 @@ def make_groups(
     return tuple(groups)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """What a module call does after its last saved tensor, where a rerun stops.
+
+    Attributes:
+        groups: One for each op that makes or mutates tensors of the call; numbered on
+            from the call's groups.
+        outward: Groups of the call and of the tail that its output, and the values
+            that the model's code reads, come from at once.
+    """
+
+    groups: tuple[Group, ...]
+    outward: tuple[int, ...]
+
+
+def make_tail(
+    index: TapeIndex,
+    call: ModuleCall,
+    ops: range,
+    groups: Sequence[Group],
+    last_pack: int,
+    trigger: int,
+    op_ms: Sequence[float],
+) -> Tail | str:
+    """What it takes to run a module call to its end, or why that must not be.
+
+    Args:
+        index: Look-ups on the tape.
+        call: The module call.
+        ops: Its ops.
+        groups: Its groups.
+        last_pack: Tick of its last saved tensor, where its groups end.
+        trigger: Tick before which it runs again.
+        op_ms: Forward time of every op of the tape.
+    """
+    tape = index.tape
+    own = {s for i in ops for s in tape.ops[i].creates}
+    makers: dict[int, set[int]] = defaultdict(set)
+    for g, group in enumerate(groups):
+        for storage in group.storages:
+            makers[storage].add(g)
+    rest = [
+        i for i in ops if tape.ops[i].start >= last_pack and _makes(tape.ops[i], own)
+    ]
+    changing = _reads_changing(index, call, rest, own, trigger)
+    tail: list[Group] = []
+    for i in rest:
+        op = tape.ops[i]
+        if _changes_foreign(op, own):
+            return f"its op {op.name} changes a tensor from outside the module"
+        if i in changing or _never_rerun(op):
+            return f"its op {op.name} must not run twice"
+        read = {g for s in (*op.reads, *op.writes) for g in makers[s]}
+        for storage in _makes(op, own):
+            makers[storage].add(len(groups) + len(tail))
+        tail.append(
+            Group(
+                ops=(i - ops.start,),
+                storages=op.creates,
+                inputs=tuple(sorted(read)),
+                saved_bytes=0,
+                runtime_ms=op_ms[i],
+                needed=False,
+                pinned=False,
+                unsavable=True,
+            )
+        )
+    looked_at = {s for i in ops if not tape.ops[i].shapes for s in tape.ops[i].reads}
+    wanted = (looked_at | set(call.outputs)) & own
+    outward = {g for storage in wanted for g in makers[storage]}
+    return Tail(groups=tuple(tail), outward=tuple(sorted(outward)))
+
+
 def _never_rerun(op: Op) -> bool:
     return op.name.rpartition(".")[0] in _NEVER_RERUN
 

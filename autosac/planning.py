@@ -15,7 +15,7 @@ from autosac import applying, curves
 from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.formulating import Formulation
 from autosac.plans import Plan
-from autosac.policies import RERUN, SAVE, OpPolicy, Policy, op_policy
+from autosac.policies import RERUN, SAVE, OpPolicy, Policy, block_policies, op_policies
 from autosac.profiling import Profile, calibrate, profile
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.simulating import Simulator
@@ -338,8 +338,9 @@ def _moves(unit: Unit, policy: Policy) -> list[_Move]:
 
 def _op_policies(made: Profile, chosen: Choice) -> tuple[OpPolicy, ...]:
     return tuple(
-        op_policy(made.tape, unit, policy, training=made.training)
+        spelled
         for unit, policy in chosen.items()
+        for spelled in op_policies(made.tape, unit, policy, training=made.training)
     )
 
 
@@ -395,6 +396,8 @@ def _ratios(made: Profile, chosen: Choice) -> dict[str, float]:
     for unit in made.units.candidates:
         most[unit.fqn] += unit.activation_bytes
     for unit, policy in chosen.items():
-        left = unit.activation_bytes - curves.kept(unit, policy)
-        freed[unit.fqn] += max(left, 0)
+        parts = [(block.unit, p) for block, p in block_policies(unit, policy)]
+        for call, part in parts or [(unit, policy)]:
+            left = call.activation_bytes - curves.kept(call, part)
+            freed[call.fqn] += max(left, 0)
     return {fqn: nbytes / max(most[fqn], 1) for fqn, nbytes in freed.items()}

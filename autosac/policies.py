@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from autosac.tape import Tape
-from autosac.units import Unit
+from autosac.tape import Op, Tape
+from autosac.units import Block, Unit
 
 SAVE = "S"  # its output is kept from the forward pass
 RERUN = "R"  # it runs again
@@ -40,6 +41,9 @@ class OpPolicy:
             is not in force.
         call_index: Which call of the module in a step it is for, from 0,
         num_calls: and how often the step calls the module.
+        chain: Name of the chain that the call is a block of, if it is,
+        position: its place there, from 0,
+        onward: and what to do with its ops when only its output is made again.
     """
 
     fqn: str
@@ -48,10 +52,67 @@ class OpPolicy:
     training: bool
     call_index: int = 0
     num_calls: int = 1
+    chain: str = ""
+    position: int = 0
+    onward: str = ""
 
 
-def op_policy(tape: Tape, unit: Unit, policy: Policy, *, training: bool) -> OpPolicy:
-    """Spell a policy out for every op of a unit."""
+def block_policies(unit: Unit, policy: Policy) -> list[tuple[Block, Policy]]:
+    """The blocks of a chain, each with its part of the chain's policy."""
+    found = []
+    first = 0
+    for block in unit.blocks:
+        last = first + len(block.unit.groups)
+        found.append((block, Policy(policy.choices[first:last])))
+        first = last
+    return found
+
+
+def onward(block: Block, policy: Policy) -> str:
+    """Choice for each group of a block, and of its tail, to make its output again.
+
+    Nothing that was saved is made twice. What its own rerun needs is made with it.
+    """
+    groups = (*block.unit.groups, *block.tail)
+    own = policy.choices + RERUN * len(block.tail)
+    needed = set(block.outward)
+    choices = []
+    for g in reversed(range(len(groups))):
+        choice = RERUN if own[g] == SKIP and g in needed else own[g]
+        if choice == RERUN:
+            needed.update(groups[g].inputs)
+        choices.append(choice)
+    return "".join(reversed(choices))
+
+
+def op_policies(
+    tape: Tape, unit: Unit, policy: Policy, *, training: bool
+) -> tuple[OpPolicy, ...]:
+    """Spell a policy out for every op of a unit, block by block if it is a chain."""
+    if not unit.blocks:
+        return (_op_policy(tape, unit, policy, training),)
+    found = []
+    for position, (block, part) in enumerate(block_policies(unit, policy)):
+        spelled = _op_policy(tape, block.unit, part, training)
+        ops = [tape.ops[i] for i in block.unit.ops]
+        actions = [VIEW if op.is_view else DETACHED for op in ops]
+        groups = (*block.unit.groups, *block.tail)
+        for group, choice in zip(groups, onward(block, part), strict=True):
+            for i in group.ops:
+                actions[i] = choice
+        kept = [a for a, op in zip(actions, ops, strict=True) if _is_listed(op)]
+        found.append(
+            replace(
+                spelled,
+                chain=f"{unit.fqn} {unit.call_index}",
+                position=position,
+                onward="".join(kept),
+            )
+        )
+    return tuple(found)
+
+
+def _op_policy(tape: Tape, unit: Unit, policy: Policy, training: bool) -> OpPolicy:
     ops = [tape.ops[i] for i in unit.ops]
     actions = [
         VIEW if op.is_view else RERUN if op.start >= unit.last_pack else DETACHED
@@ -60,19 +121,65 @@ def op_policy(tape: Tape, unit: Unit, policy: Policy, *, training: bool) -> OpPo
     for group, choice in zip(unit.groups, policy.choices, strict=True):
         for position in group.ops:
             actions[position] = choice
-    kept = [i for i, op in enumerate(ops) if op.name != _IGNORED_NAME]
+    kept = [a for a, op in zip(actions, ops, strict=True) if _is_listed(op)]
     return OpPolicy(
         fqn=unit.fqn,
-        names=tuple(ops[i].name for i in kept),
-        actions="".join(actions[i] for i in kept),
+        names=op_names(tape, unit),
+        actions="".join(kept),
         training=training,
         call_index=unit.call_index,
         num_calls=unit.num_calls,
     )
 
 
-def group_policy(tape: Tape, unit: Unit, spelled: OpPolicy) -> Policy:
-    """The policy that `op_policy` spelled out; the inverse of it."""
-    kept = [i for i, op in enumerate(unit.ops) if tape.ops[op].name != _IGNORED_NAME]
+def op_names(tape: Tape, unit: Unit) -> tuple[str, ...]:
+    """Names of the ops of a unit for which an op policy says what to do."""
+    ops = (tape.ops[i] for i in unit.ops)
+    return tuple(op.name for op in ops if _is_listed(op))
+
+
+def _is_listed(op: Op) -> bool:
+    return op.name != _IGNORED_NAME
+
+
+def chosen_by(
+    tape: Tape, units: Iterable[Unit], spelled: Iterable[OpPolicy]
+) -> dict[Unit, Policy]:
+    """The units and policies that `op_policies` spelled out; the inverse of it.
+
+    Args:
+        tape: The traced step.
+        units: Candidates, chains included.
+        spelled: Op policies of any number of them.
+
+    Raises:
+        ValueError: None of the candidates is the module call or the chain.
+    """
+    wanted: dict[tuple[tuple[str, int], ...], list[OpPolicy]] = {}
+    chains: dict[str, list[OpPolicy]] = {}
+    for one in spelled:
+        if one.chain:
+            chains.setdefault(one.chain, []).append(one)
+        else:
+            wanted[((one.fqn, one.call_index),)] = [one]
+    for parts in chains.values():
+        parts.sort(key=lambda one: one.position)
+        wanted[tuple((one.fqn, one.call_index) for one in parts)] = parts
+    chosen = {}
+    for unit in units:
+        calls = [block.unit for block in unit.blocks] or [unit]
+        parts = wanted.pop(tuple((u.fqn, u.call_index) for u in calls), [])
+        if parts:
+            pairs = zip(calls, parts, strict=True)
+            choices = [_group_choices(tape, call, part) for call, part in pairs]
+            chosen[unit] = Policy("".join(choices))
+    if wanted:
+        names = ", ".join(fqn for fqn, _ in next(iter(wanted)))
+        raise ValueError(f"{names} is no candidate of this profile.")
+    return chosen
+
+
+def _group_choices(tape: Tape, unit: Unit, spelled: OpPolicy) -> str:
+    kept = [i for i, op in enumerate(unit.ops) if _is_listed(tape.ops[op])]
     actions = dict(zip(kept, spelled.actions, strict=True))
-    return Policy("".join(actions[group.ops[0]] for group in unit.groups))
+    return "".join(actions[group.ops[0]] for group in unit.groups)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autosac import costs, curves
+from autosac.chains import find_chains
 from autosac.devices import DeviceSpec, device_of_product, device_spec
 from autosac.errors import TraceError
 from autosac.formulating import Formulation, formulate
@@ -68,8 +69,19 @@ class Profile:
 
     @cached_property
     def units(self) -> Units:
-        """Candidate AC units, and why other modules are none."""
+        """Module calls that can be AC units, and why other modules are none."""
         return find_units(self.tape, self.op_ms, exclude=self.exclude)
+
+    @cached_property
+    def chains(self) -> tuple[Unit, ...]:
+        """Chains of these."""
+        return find_chains(self.tape, self.units.candidates, self.op_ms)
+
+    @cached_property
+    def candidates(self) -> tuple[Unit, ...]:
+        """Module calls and chains in forward order, those around others first."""
+        units = [*self.chains, *self.units.candidates]
+        return tuple(sorted(units, key=lambda u: (u.call.enter, -u.call.exit)))
 
     @cached_property
     def formulation(self) -> Formulation:
@@ -78,8 +90,15 @@ class Profile:
         for unit in self.units.candidates:
             if unit.key not in by_key:
                 by_key[unit.key] = curves.trade_off(unit)
-        pairs = [(unit, by_key[unit.key]) for unit in self.units.candidates]
-        useful = [(unit, curve) for unit, curve in pairs if curve is not None]
+        for chain in self.chains:
+            if chain.key not in by_key:
+                of_blocks = [by_key[block.unit.key] for block in chain.blocks]
+                by_key[chain.key] = curves.chain_trade_off(chain, of_blocks)
+        useful = [
+            (unit, curve)
+            for unit in self.candidates
+            if (curve := by_key[unit.key]) is not None
+        ]
         return formulate(
             self.simulator, [unit for unit, _ in useful], [curve for _, curve in useful]
         )

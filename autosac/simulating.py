@@ -11,6 +11,8 @@ off torch/utils/checkpoint.py of torch 2.15:
     - at the first read of a saved tensor the unit is rerun up to its last saved
       tensor; all saved tensors are then kept until backward has used each;
     - the arguments live until the last saved tensor of the unit is dropped.
+Blocks of a chain keep only arguments that come from outside the chain. The others are
+made once more at the chain's trigger, just before its last block is rerun.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 
 from autosac.allocator import Allocations, replay
 from autosac.groups import Group
-from autosac.policies import RERUN, SAVE, SKIP, Policy
+from autosac.policies import RERUN, SAVE, SKIP, Policy, block_policies, onward
 from autosac.tape import CATEGORIES, IntArray, Tape
 from autosac.units import Unit
 
@@ -78,6 +80,19 @@ class Effect:
     work_made: IntArray
     work_end: IntArray
     work_bytes: IntArray
+
+
+class _Lifetimes:
+    """An `Effect` that is still being written; `copies` and `works` from, to, bytes."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+        self.copies: list[tuple[int, int, int]] = []
+        self.works: list[tuple[int, int, int]] = []
+
+    def hold(self, storage: int, until: int) -> None:
+        """Keep a storage alive at least until a key."""
+        self.held[storage] = max(self.held.get(storage, 0), until)
 
 
 class Simulator:
@@ -206,20 +221,45 @@ class Simulator:
         return freed
 
     def _make_effect(self, unit: Unit, policy: Policy) -> Effect:
+        found = _Lifetimes()
+        if unit.blocks:
+            self._add_chain(found, unit, policy)
+        else:
+            begin = (unit.trigger - 1) * self.span + 1 - unit.call.enter
+            self._add_rerun(found, unit, policy, begin)
+        copied = np.array(found.copies, dtype=np.int64).reshape(-1, 3)
+        worked = np.array(found.works, dtype=np.int64).reshape(-1, 3)
+        return Effect(
+            held=np.array(list(found.held), dtype=np.int64),
+            held_until=np.array(list(found.held.values()), dtype=np.int64),
+            copy_born=copied[:, 0],
+            copy_died=copied[:, 1],
+            copy_bytes=copied[:, 2],
+            work_made=worked[:, 0],
+            work_end=worked[:, 1],
+            work_bytes=worked[:, 2],
+        )
+
+    def _add_rerun(
+        self,
+        found: _Lifetimes,
+        unit: Unit,
+        policy: Policy,
+        begin: int,
+        relayed: tuple[int, ...] = (),
+    ) -> None:
+        """One module call, rerun at `begin` plus its ticks; some arguments not kept."""
         tape, span = self.tape, self.span
-        begin = (unit.trigger - 1) * span + 1 - unit.call.enter
         stop = unit.trigger * span - 1
         until = self._saved_until(unit)
-        held = dict.fromkeys(unit.call.inputs, unit.released * span)
-        copies: list[tuple[int, int, int]] = []
-        works: list[tuple[int, int, int]] = []
+        for storage in set(unit.call.inputs).difference(relayed):
+            found.hold(storage, unit.released * span)
         own = {s for group in unit.groups for s in group.storages}
-        for storage, tick in until.items():
-            if storage not in own:
-                held[storage] = max(held.get(storage, 0), tick * span)
+        for storage in until.keys() - own - set(relayed):
+            found.hold(storage, until[storage] * span)
         for group, choice in zip(unit.groups, policy.choices, strict=True):
             if choice != SAVE:
-                works += self._random_states(unit, group, choice, begin)
+                found.works += self._random_copies(unit, group)
             if choice == SKIP:
                 continue
             for storage in group.storages:
@@ -231,42 +271,65 @@ class Simulator:
                 else:
                     end = stop
                 if choice == SAVE:
-                    held[storage] = end
+                    found.hold(storage, end)
                 else:
-                    copies.append((begin + record.born, end, record.nbytes))
+                    found.copies.append((begin + record.born, end, record.nbytes))
             if choice == RERUN:
-                for op in (tape.ops[unit.ops[i]] for i in group.ops):
-                    if op.workspace_bytes:
-                        work = (begin + op.made, begin + op.end, op.workspace_bytes)
-                        works.append(work)
-        copied = np.array(copies, dtype=np.int64).reshape(-1, 3)
-        worked = np.array(works, dtype=np.int64).reshape(-1, 3)
-        return Effect(
-            held=np.array(list(held), dtype=np.int64),
-            held_until=np.array(list(held.values()), dtype=np.int64),
-            copy_born=copied[:, 0],
-            copy_died=copied[:, 1],
-            copy_bytes=copied[:, 2],
-            work_made=worked[:, 0],
-            work_end=worked[:, 1],
-            work_bytes=worked[:, 2],
-        )
+                found.works += self._workspaces(unit, group, begin)
 
-    def _random_states(
-        self, unit: Unit, group: Group, choice: str, begin: int
+    def _add_chain(self, found: _Lifetimes, chain: Unit, policy: Policy) -> None:
+        """Blocks run forward once more when the last is due, then each is rerun."""
+        span = self.span
+        parts = block_policies(chain, policy)
+        start = (chain.trigger - 1) * span + 1 - chain.call.enter
+        needed_until: dict[int, int] = {}
+        for block, part in parts:
+            unit = block.unit
+            begin = (unit.trigger - 1) * span + 1 - unit.call.enter
+            if unit.trigger == chain.trigger:
+                begin = start
+            self._add_rerun(found, unit, part, begin, block.relayed)
+            until = self._saved_until(unit)
+            for storage in block.relayed:
+                end = max(unit.trigger * span - 1, until.get(storage, 0) * span)
+                needed_until[storage] = max(needed_until.get(storage, 0), end)
+        for block, part in parts[:-1]:
+            unit = block.unit
+            groups = (*unit.groups, *block.tail)
+            for group, choice in zip(groups, onward(block, part), strict=True):
+                for storage in group.storages:
+                    record = self.tape.storages[storage]
+                    end = start + min(record.died, unit.call.exit)
+                    end = needed_until.get(storage, end)
+                    if choice == RERUN:
+                        found.copies.append((start + record.born, end, record.nbytes))
+                    elif choice == SAVE and storage in needed_until:
+                        found.hold(storage, end)
+                if choice == RERUN:
+                    found.works += self._workspaces(unit, group, start)
+
+    def _workspaces(
+        self, unit: Unit, group: Group, begin: int
     ) -> list[tuple[int, int, int]]:
-        """Random states that are copied before a random op, and held in its rerun."""
-        if self.tape.device_type != "cpu":
-            return []  # they lie on the CPU
+        """What kernels of a group that runs again allocate inside themselves."""
         held = []
         for op in (self.tape.ops[unit.ops[i]] for i in group.ops):
-            if op.random:
-                copied = (op.start * self.span, op.made * self.span)
-                held.append((*copied, _RANDOM_STATE_BYTES))
-                if choice == RERUN:
-                    rerun = (begin + op.made, begin + op.end)
-                    held.append((*rerun, _RANDOM_STATE_BYTES))
+            if op.workspace_bytes:
+                held.append((begin + op.made, begin + op.end, op.workspace_bytes))
+            if op.random and self.tape.device_type == "cpu":
+                held.append((begin + op.made, begin + op.end, _RANDOM_STATE_BYTES))
         return held
+
+    def _random_copies(self, unit: Unit, group: Group) -> list[tuple[int, int, int]]:
+        """Random states that are copied before a random op that may run again."""
+        if self.tape.device_type != "cpu":
+            return []  # they lie on the CPU
+        ops = (self.tape.ops[unit.ops[i]] for i in group.ops)
+        return [
+            (op.start * self.span, op.made * self.span, _RANDOM_STATE_BYTES)
+            for op in ops
+            if op.random
+        ]
 
     def _saved_until(self, unit: Unit) -> dict[int, int]:
         """Storages that autograd saves in a unit -> tick until when it keeps them."""

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autosac.groups import Group, TapeIndex, make_groups
 from autosac.tape import ModuleCall, Op, Tape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """One module call of a chain, and what it takes to run it to its end.
+
+    Attributes:
+        unit: The call as a unit of its own.
+        tail: Groups of what it does after its last saved tensor, numbered on from the
+            unit's.
+        outward: Groups of unit and tail that its output comes from at once.
+        relayed: Storages among its arguments that earlier blocks of the chain make.
+    """
+
+    unit: Unit
+    tail: tuple[Group, ...]
+    outward: tuple[int, ...]
+    relayed: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Unit:
-    """A module call that can run under activation checkpointing.
+    """A module call that can run under activation checkpointing, or a chain of them.
 
     Attributes:
         fqn: Name of the module.
@@ -31,6 +49,8 @@ class Unit:
         activation_bytes: What it keeps for backward when nothing is recomputed,
             without its input and output.
         sole_bytes: What nobody else keeps of what it keeps, its output included.
+        blocks: The calls of a chain (see `autosac.chains`), whose groups are those of
+            its blocks one after the other; empty for a single call.
     """
 
     fqn: str
@@ -48,6 +68,12 @@ class Unit:
     key: Hashable
     activation_bytes: int
     sole_bytes: int
+    blocks: tuple[Block, ...] = ()
+
+    def held_until(self, storage: int) -> int:
+        """Tick until which it holds one of its arguments."""
+        takers = (b.unit for b in self.blocks if storage in b.unit.call.inputs)
+        return max((unit.released for unit in takers), default=self.released)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +100,7 @@ def find_units(
     index = TapeIndex(tape)
     candidates: list[Unit] = []
     refused: dict[str, str] = {}
+    keys: dict[Hashable, int] = {}
     seen: Counter[int] = Counter()
     for call in tape.calls:
         fqn = tape.modules[call.module].fqn
@@ -86,7 +113,8 @@ def find_units(
         elif fqn and call.phase == "forward":
             unit = _make_unit(index, call, place, op_ms)
             if isinstance(unit, Unit):
-                candidates.append(unit)
+                number = keys.setdefault(unit.key, len(keys))
+                candidates.append(replace(unit, key=number))
             elif unit:
                 refused[fqn] = unit
     return Units(candidates=tuple(candidates), refused=refused)

@@ -14,7 +14,7 @@ from autosac import Plan, Profile, calibrate, floor, profile
 from autosac.allocator import replay
 from autosac.devices import device_of_product
 from autosac.planning import make_plan
-from autosac.policies import RERUN, Policy, group_policy, op_policy
+from autosac.policies import Policy, chosen_by, op_names
 from autosac.units import Unit
 from benchmarks.gpu_models import Subject
 from benchmarks.gpu_runs import Run, clean, comparison, deterministic, train
@@ -222,7 +222,7 @@ def _predicted(
         if not departures:
             found["lens_bytes"] = lens.simulator.peak_bytes(through_lens)
             found["lens_reserved_bytes"] = (
-                lens.simulator.reserved_peak_bytes(through_lens)
+                lens.simulator.allocator_peaks(through_lens)[1]
                 if lens.device.type == "cuda"
                 else None
             )
@@ -230,19 +230,16 @@ def _predicted(
 
 
 def same_choice(made: Profile, plan: Plan) -> tuple[dict[Unit, Policy], list[str]]:
-    """A plan's units and policies in a profile; FQNs of units that have other ops."""
-    wanted = {(p.fqn, p.call_index): p for p in plan.op_policies}
-    chosen: dict[Unit, Policy] = {}
-    for unit in made.units.candidates:
-        spelled = wanted.get((unit.fqn, unit.call_index))
-        if spelled is None:
-            continue
-        all_rerun = Policy(RERUN * len(unit.groups))
-        own = op_policy(made.tape, unit, all_rerun, training=made.training)
-        if own.names == spelled.names:
-            chosen[unit] = group_policy(made.tape, unit, spelled)
-            del wanted[unit.fqn, unit.call_index]
-    return chosen, [fqn for fqn, _ in wanted]
+    """A plan's units and policies in a profile, or FQNs of units with other ops."""
+    calls = {(unit.fqn, unit.call_index): unit for unit in made.units.candidates}
+    departures = []
+    for spelled in plan.op_policies:
+        unit = calls.get((spelled.fqn, spelled.call_index))
+        if unit is None or op_names(made.tape, unit) != spelled.names:
+            departures.append(spelled.fqn)
+    if departures:
+        return {}, departures
+    return chosen_by(made.tape, made.candidates, plan.op_policies), []
 
 
 # --- real steps -------------------------------------------------------------------

@@ -30,15 +30,12 @@ from torch import nn
 
 from autosac import (
     OptimizerInBackward,
-    Plan,
-    Profile,
     calibrate,
     floor,
     profile,
 )
 from autosac.planning import make_plan
-from autosac.policies import Policy, group_policy
-from autosac.units import Unit
+from autosac.policies import chosen_by
 from autosac.verifying import Recipe, verify_each
 from benchmarks.environment import environment
 from benchmarks.models import Workload, zoo
@@ -215,17 +212,6 @@ PROMISES: dict[str, Callable[[Cell], bool]] = {
 }
 
 
-def _chosen(made: Profile, plan: Plan) -> dict[Unit, Policy]:
-    """A plan's units and policies in another profile of the same step."""
-    chosen = {}
-    wanted = {(p.fqn, p.call_index): p for p in plan.op_policies}
-    for unit in made.units.candidates:
-        found = wanted.get((unit.fqn, unit.call_index))
-        if found is not None:
-            chosen[unit] = group_policy(made.tape, unit, found)
-    return chosen
-
-
 def run(job: tuple[str, str]) -> list[Cell]:
     """All budgets of one model in one setting."""
     torch.set_num_threads(1)
@@ -265,7 +251,9 @@ def run(job: tuple[str, str]) -> list[Cell]:
             budget_bytes=plan.budget_bytes,
             baseline_bytes=baseline,
             predicted_bytes=plan.peak_bytes,
-            modelled_bytes=modelled.simulator.peak_bytes(_chosen(modelled, plan)),
+            modelled_bytes=modelled.simulator.peak_bytes(
+                chosen_by(modelled.tape, modelled.candidates, plan.op_policies)
+            ),
             measured_bytes=found.measured_peak_bytes,
             differences=found.differences,
             recompute_share=plan.recompute_ms / plan.step_ms,

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autosac.curves import save_problem, spell
+from autosac import policies
+from autosac.curves import made_onward, save_problem, spell
 from autosac.demo import GPT
-from autosac.policies import OpPolicy, Policy, op_policy
+from autosac.policies import OpPolicy, Policy
 from autosac.profiling import Profile, profile
 from autosac.stepping import LossFn
 from autosac.tape import ModuleCall
@@ -436,7 +437,7 @@ def random_choice(
     """
     draw = random.Random(seed)
     chosen: dict[Unit, Policy] = {}
-    units = list(made.units.candidates)
+    units = list(made.candidates)
     draw.shuffle(units)
     for unit in units:
         free = not any(_nest(unit.call, other.call) for other in chosen)
@@ -450,8 +451,11 @@ def random_choice(
 def op_policies(made: Profile, chosen: dict[Unit, Policy]) -> tuple[OpPolicy, ...]:
     """What `applying.install` takes."""
     return tuple(
-        op_policy(made.tape, unit, policy, training=made.training)
+        spelled
         for unit, policy in chosen.items()
+        for spelled in policies.op_policies(
+            made.tape, unit, policy, training=made.training
+        )
     )
 
 
@@ -464,6 +468,17 @@ def random_policy(
 ) -> Policy | None:
     """A policy, or None if something would have to be both saved and rerun."""
     draw = random.Random(seed)
+    if unit.blocks:
+        parts = [
+            policy and made_onward(block, policy)
+            for block in unit.blocks
+            for policy in [
+                random_policy(block.unit, draw.random(), save_share=save_share)
+            ]
+        ]
+        if None in parts:
+            return None
+        return Policy("".join(part.choices for part in parts if part))
     share = draw.random() if save_share is None else save_share
     problem = save_problem(unit)
     saved = [

@@ -1,0 +1,194 @@
+"""Calls of the blocks of a chain, and how they get arguments that nobody kept."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autosac.pytrees import tensors_in
+from autosac.rerunning import OnwardMode, Run
+
+
+@dataclass(frozen=True, slots=True)
+class _Relayed:
+    """Stands in for an argument that an earlier block of the chain made.
+
+    Attributes:
+        position: Place of that block in the chain.
+        leaf: Which tensor of its output it is.
+        requires_grad: Whether autograd follows it.
+    """
+
+    position: int
+    leaf: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An argument from outside the chain, and how often it had been changed."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class RelayedCall:
+    """One forward call of a block; it knows its arguments, but does not keep all.
+
+    What earlier blocks of the chain made is let go and made again when the first of
+    the later blocks goes backward. A call refers to the one before it, so that all
+    live as long as backward can need them.
+
+    Args:
+        forward: The block's forward function.
+        run: Its forward pass.
+        before: The call of the block before it, None for the first.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        run: Run,
+        before: RelayedCall | None,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        self.forward = forward
+        self.run = run
+        self.before = before
+        self.position: int = 0 if before is None else before.position + 1
+        self.made: list[weakref.ref[torch.Tensor] | None] = []
+        self.given: dict[_Relayed, torch.Tensor] | None = None
+        known = {} if before is None else before._alive()
+        self.template = _map((args, kwargs), lambda tensor: _slot(tensor, known))
+        self.now: Any = (args, kwargs)
+
+    def finish(self, output: Any) -> None:
+        """Note what the forward call returned, without keeping it."""
+        held = {id(slot.tensor) for slot in _leaves(self.template, _Held)}
+        self.made = [
+            None if id(tensor) in held else weakref.ref(tensor)
+            for tensor in tensors_in(output)
+        ]
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Arguments of the call in forward, and again in its rerun."""
+        now, self.now = self.now, None
+        if now is not None:
+            args, kwargs = now
+            return args, kwargs
+        if self.given is None and next(_leaves(self.template, _Relayed), None):
+            self._relay()
+        given, self.given = self.given or {}, None
+        args, kwargs = _filled(self.template, given, self.run.policy.fqn)
+        return args, kwargs
+
+    def _alive(self) -> dict[int, _Relayed]:
+        """Tensors that this and earlier calls made, by identity."""
+        known = {} if self.before is None else self.before._alive()
+        for leaf, made in enumerate(self.made):
+            tensor = None if made is None else made()
+            if tensor is not None:
+                place = _Relayed(self.position, leaf, tensor.requires_grad)
+                known.setdefault(id(tensor), place)
+        return known
+
+    def _relay(self) -> None:
+        """Run the chain onward up to this call; every call gets what it needs."""
+        calls = [self]
+        while calls[-1].before is not None:
+            calls.append(calls[-1].before)
+        calls.reverse()
+        needed = [list(_leaves(call.template, _Relayed)) for call in calls]
+        made: dict[_Relayed, torch.Tensor] = {}
+        self.run.paused = True
+        try:
+            for call in calls[:-1]:
+                wanted = {r for rs in needed for r in rs if r.position == call.position}
+                made.update(call._onward(made, wanted))
+        finally:
+            self.run.paused = False
+        for call, places in zip(calls, needed, strict=True):
+            call.given = {place: made[place] for place in places}
+
+    def _onward(
+        self, made: dict[_Relayed, torch.Tensor], wanted: set[_Relayed]
+    ) -> dict[_Relayed, torch.Tensor]:
+        """What this call returned, made again; autograd keeps nothing of it."""
+        args, kwargs = _filled(self.template, made, self.run.policy.fqn)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(_drop, _refuse),
+            OnwardMode(self.run),
+        ):
+            leaves = list(tensors_in(self.forward(*args, **kwargs)))
+        return {
+            place: leaves[place.leaf].detach().requires_grad_(place.requires_grad)
+            for place in wanted
+        }
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _refuse(nothing: None) -> torch.Tensor:
+    raise RuntimeError("A block of a chain goes backward while it runs onward.")
+
+
+def _slot(tensor: torch.Tensor, known: dict[int, _Relayed]) -> _Relayed | _Held:
+    place = known.get(id(tensor))
+    if place is not None:
+        return place
+    return _Held(tensor, 0 if tensor.is_inference() else tensor._version)
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Nested arguments with their tensors changed; containers are copied."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(_map(item, change) for item in value)
+    if isinstance(value, tuple):  # a named one
+        return type(value)(*(_map(item, change) for item in value))
+    if type(value) is dict:
+        return {key: _map(item, change) for key, item in value.items()}
+    return value
+
+
+def _leaves(value: Any, kind: type) -> Iterator[Any]:
+    """Items of a kind in nested arguments."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item, kind)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item, kind)
+
+
+def _filled(template: Any, given: dict[_Relayed, torch.Tensor], fqn: str) -> Any:
+    """A template with tensors in all places."""
+    if isinstance(template, _Relayed):
+        return given[template]
+    if isinstance(template, _Held):
+        tensor = template.tensor
+        if not tensor.is_inference() and tensor._version != template.version:
+            raise RuntimeError(
+                f"An argument of AC unit `{fqn}` was changed in place after its"
+                " forward pass. Exclude the unit from the plan with `exclude`."
+            )
+        return tensor
+    if type(template) in (list, tuple):
+        return type(template)(_filled(item, given, fqn) for item in template)
+    if isinstance(template, tuple):
+        return type(template)(*(_filled(item, given, fqn) for item in template))
+    if type(template) is dict:
+        return {key: _filled(item, given, fqn) for key, item in template.items()}
+    return template
