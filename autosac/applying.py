@@ -114,6 +114,13 @@ class CheckpointedForward(_StandIn):
             before = None
         record = Run(policy, Attributes(self.module))
         call = RelayedCall(self.__wrapped__, record, before, args, kwargs)
+        if policy.position and not call.is_relayed:
+            warnings.warn(
+                f"AC unit `{self.fqn}` does not get what the block before it made, as"
+                " its plan expects; its arguments are kept, and the planned peak no"
+                " longer holds. Plan again with inputs like these.",
+                stacklevel=2,
+            )
 
         def run() -> Any:
             args, kwargs = call.arguments()

@@ -69,6 +69,11 @@ class RelayedCall:
         self.template = _map((args, kwargs), lambda tensor: _slot(tensor, known))
         self.now: Any = (args, kwargs)
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether it has an argument that it does not keep."""
+        return next(_leaves(self.template, _Relayed), None) is not None
+
     def finish(self, output: Any) -> None:
         """Note what the forward call returned, without keeping it."""
         held = {id(slot.tensor) for slot in _leaves(self.template, _Held)}
@@ -83,7 +88,7 @@ class RelayedCall:
         if now is not None:
             args, kwargs = now
             return args, kwargs
-        if self.given is None and next(_leaves(self.template, _Relayed), None):
+        if self.given is None and self.is_relayed:
             self._relay()
         given, self.given = self.given or {}, None
         args, kwargs = _filled(self.template, given, self.run.policy.fqn)

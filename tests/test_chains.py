@@ -1,0 +1,244 @@
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac import applying, curves
+from autosac.demo import GPT
+from autosac.simulating import Simulator
+from autosac.tracing import dry_run
+from tests.models import Case, op_policies
+from tests.test_applying import assert_equal, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH, ROWS, DEPTH = 16, 6, 5
+
+
+class Block(nn.Module):
+    """A residual block whose last ops come after its last saved tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu_(self.up(self.norm(x)))) * 2
+
+
+class Noisy(Block):
+    """Random numbers in the middle and at the end."""
+
+    def forward(self, x):
+        hidden = nn.functional.dropout(self.up(self.norm(x)), 0.3)
+        return nn.functional.dropout(x + self.down(hidden.tanh()), 0.1)
+
+
+class Passing(Block):
+    """Takes and returns several tensors; the table comes from the first block."""
+
+    def forward(self, state, *, mask, table=None):
+        x, used = state
+        table = x.sigmoid() if table is None else table
+        return (super().forward(x * table) * mask, used + 1), table
+
+
+class Routed(Block):
+    """Chooses rows, and keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(WIDTH)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        best = x.square().sum(1).topk(3).indices
+        y = self.statistics(x)
+        return super().forward(y.index_add(0, best, y[best]))
+
+
+class Chain(nn.Module):
+    def __init__(self, block, depth=DEPTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(depth)])
+        self.shift = False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if self.shift:
+                x = x * 1.5
+        return x
+
+
+class PassingChain(Chain):
+    def __init__(self) -> None:
+        super().__init__(Passing)
+
+    def forward(self, x):
+        state, table, mask = (x, 0), None, x > -1
+        for block in self.blocks:
+            state, table = block(state, mask=mask, table=table)
+        return state[0] * table
+
+
+class CalledOften(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Noisy()
+
+    def forward(self, x):
+        for _ in range(DEPTH):
+            x = self.block(x)
+        return x
+
+
+def rows():
+    return torch.randn(ROWS, WIDTH)
+
+
+CHAINS = {
+    "blocks": Case(lambda: Chain(Block), rows),
+    "noise": Case(lambda: Chain(Noisy), rows),
+    "tuples": Case(PassingChain, rows),
+    "choices and statistics": Case(lambda: Chain(Routed), rows),
+    "one block called often": Case(CalledOften, rows),
+}
+each_chain = pytest.mark.parametrize("case", CHAINS.values(), ids=CHAINS)
+
+
+def points(made):
+    """Every point of every chain, as a choice."""
+    found = dict(zip(made.formulation.units, made.formulation.curves, strict=True))
+    return [
+        {chain: policy} for chain in made.chains for policy in found[chain].policies
+    ]
+
+
+@each_chain
+def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
+    made = case.profile()
+    blocks = ("block", *(f"blocks.{i}" for i in range(DEPTH)))
+    enters = [u.call.enter for u in made.units.candidates if u.fqn in blocks]
+
+    spans = {
+        (enters.index(c.call.enter), len(c.blocks))
+        for c in made.chains
+        if c.call.enter in enters
+    }
+
+    assert {(0, 2), (2, 2), (0, 4), (0, 5)} <= spans
+    for one in made.chains:
+        for other in made.chains:
+            apart = one.call.exit < other.call.enter or other.call.exit < one.call.enter
+            inside = (
+                one.call.enter <= other.call.enter and other.call.exit <= one.call.exit
+            )
+            around = (
+                other.call.enter <= one.call.enter and one.call.exit <= other.call.exit
+            )
+            assert apart or inside or around
+
+
+@each_chain
+def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):
+    made = case.profile(torch.optim.AdamW)
+
+    for chosen in points(made):
+        policies = op_policies(made, chosen)
+        dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
+        expected = Simulator(dry).baseline.peak_bytes
+        assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
+
+
+@each_chain
+def test_steps_with_a_chain_are_bit_identical(case):
+    expected = train(case, case.model())
+    made = case.profile()
+
+    for chosen in points(made):
+        model = case.model()
+        applying.install(model, op_policies(made, chosen))
+        assert_equal(expected, train(case, model))
+
+
+def deep_gpt():
+    return GPT(vocabulary=64, num_layers=16, width=16, num_heads=2, length=16)
+
+
+def test_a_deep_models_floor_is_below_that_of_every_block_checkpointed():
+    tokens = torch.randint(64, (64, 16))
+    made = autosac.profile(deep_gpt(), tokens)
+    blocks = [u for u in made.units.candidates if u.fqn.rpartition(".")[0] == "blocks"]
+    every = {unit: curves.trade_off(unit).policies[-1] for unit in blocks}
+    kept = sum(made.tape.storages[s].nbytes for s in blocks[1].call.inputs)
+
+    saved = made.peak_bytes(every) - autosac.floor(made)
+
+    assert len(blocks) == 16
+    assert saved > 6 * kept  # of 15 inputs; 4 come back when a chain is due
+
+
+def test_a_plan_at_such_a_floor_keeps_it_in_a_real_step():
+    tokens = torch.randint(64, (64, 16))
+    made = autosac.calibrate(autosac.profile(deep_gpt(), tokens))
+    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    assert any(policy.chain for policy in plan.op_policies)
+
+    found = autosac.verify(plan, deep_gpt, lambda: tokens, timing_rounds=1)
+
+    assert found.identical
+    assert found.within_budget
+    assert abs(found.prediction_error) < 0.002
+
+
+def test_an_op_between_two_blocks_breaks_a_chain():
+    case = CHAINS["blocks"]
+    model = case.model()
+    model.shift = True
+
+    made = autosac.profile(model, case.inputs())
+
+    assert not [chain for chain in made.chains if chain.fqn.startswith("blocks")]
+
+
+def test_blocks_whose_input_is_another_tensor_at_run_time_keep_it():
+    case = CHAINS["noise"]
+    made = case.profile()
+    model, plain = case.model(), case.model()
+    applying.install(model, op_policies(made, points(made)[-1]))
+    model.shift = plain.shift = True
+
+    with pytest.warns(UserWarning, match="does not get what the block before it made"):
+        found = train(case, model)
+
+    assert_equal(train(case, plain), found)
+
+
+def test_an_argument_that_is_changed_before_backward_is_an_error():
+    case = CHAINS["blocks"]
+    made = case.profile()
+    model, x = case.model(), case.inputs()
+    applying.install(model, op_policies(made, points(made)[-1]))
+
+    loss = model(x).sum()
+    x.add_(1)
+
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_a_chain_of_the_saved_plan_is_found_again(tmp_path):
+    case = CHAINS["noise"]
+    made = case.profile()
+    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    plan.save(tmp_path / "plan.json")
+
+    loaded = autosac.Plan.load(tmp_path / "plan.json")
+
+    assert loaded == plan
+    model = case.model()
+    loaded.apply(model)
+    assert_equal(train(case, case.model()), train(case, model))
