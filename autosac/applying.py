@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autosac.attributes import Attributes
 from autosac.policies import OpPolicy
-from autosac.relaying import RelayedCall
+from autosac.relaying import Nest, NestedCall, RelayedCall
 from autosac.rerunning import ForwardMode, RerunMode, Run, rerunning
 
 
@@ -28,6 +28,8 @@ class _Step:
     Attributes:
         calls: How often each module was called.
         latest: Chain -> its last call, as long as backward can need it.
+        nests: Nest -> the call of its module that runs forward now.
+        onward: The nest that runs onward now, for the sake of a rerun.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,8 @@ class _Step:
         self.latest: weakref.WeakValueDictionary[str, RelayedCall] = (
             weakref.WeakValueDictionary()
         )
+        self.nests: dict[str, Nest] = {}
+        self.onward: Nest | None = None
 
     def __reduce__(self) -> tuple[type[_Step], tuple[()]]:
         return _Step, ()  # a copy of a model has begun no step
@@ -84,6 +88,8 @@ class CheckpointedForward(_StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
+        if self.step.onward is not None:
+            return self.step.onward.meet(self.fqn, forward, args, kwargs)
         policy = None if rerunning.now else self._policy()
         if policy is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -108,24 +114,23 @@ class CheckpointedForward(_StandIn):
         )
 
     def _run_in_chain(self, policy: OpPolicy, args: Any, kwargs: Any) -> Any:
-        """Run as a block of a chain: arguments that the chain made are not kept."""
-        before = self.step.latest.get(policy.chain) if policy.position else None
-        if before is not None and before.position != policy.position - 1:
-            before = None
+        """Run as a block of a chain or a nest, which keeps few arguments or none."""
         record = Run(policy, Attributes(self.module))
-        call = RelayedCall(self.__wrapped__, record, before, args, kwargs)
-        if policy.position and not call.is_relayed:
+        call = self._call_in_chain(policy, record, args, kwargs)
+        is_expected = isinstance(call, NestedCall) or call.is_relayed
+        if not is_expected and (policy.around or policy.position):
             warnings.warn(
                 f"AC unit `{self.fqn}` does not get what the block before it made, as"
                 " its plan expects; its arguments are kept, and the planned peak no"
                 " longer holds. Plan again with inputs like these.",
-                stacklevel=2,
+                stacklevel=3,
             )
 
         def run() -> Any:
             args, kwargs = call.arguments()
-            return call.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
 
+        forward = self.__wrapped__
         del args, kwargs
         output = checkpoint(
             run,
@@ -133,9 +138,23 @@ class CheckpointedForward(_StandIn):
             preserve_rng_state=False,
             context_fn=lambda: (ForwardMode(record), RerunMode(record)),
         )
-        call.finish(output)
-        self.step.latest[policy.chain] = call
+        if isinstance(call, RelayedCall):
+            call.finish(output)
+            self.step.latest[policy.chain] = call
         return output
+
+    def _call_in_chain(
+        self, policy: OpPolicy, record: Run, args: Any, kwargs: Any
+    ) -> RelayedCall | NestedCall:
+        nest = self.step.nests.get(policy.chain)
+        if nest is not None and len(nest.calls) == policy.position:
+            return NestedCall(nest, record, self.step, args, kwargs)
+        before = None
+        if policy.position and not policy.around:
+            before = self.step.latest.get(policy.chain)
+        if before is not None and before.position != policy.position - 1:
+            before = None
+        return RelayedCall(self.__wrapped__, record, before, args, kwargs)
 
     def _policy(self) -> OpPolicy | None:
         """The policy of this call."""
@@ -153,6 +172,40 @@ class CheckpointedForward(_StandIn):
                 stacklevel=2,
             )
         return self.policies.get(index)
+
+
+class _NestForward(_StandIn):
+    """Stands in for the ``forward`` of the module of a nest.
+
+    Args:
+        module: The module.
+        parts: Op policies of its parts, in the order of their calls.
+        step: What is shared with the units of the model.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, parts: tuple[OpPolicy, ...], step: _Step
+    ) -> None:
+        super().__init__(module)
+        self.fqn = parts[0].around
+        self.chain = parts[0].chain
+        self.training = parts[0].training
+        self.fqns = tuple(part.fqn for part in parts)
+        self.step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.__wrapped__
+        is_planned = torch.is_grad_enabled() and self.module.training == self.training
+        if rerunning.now or not is_planned:
+            return forward(*args, **kwargs)
+        args, kwargs = _own_containers(args), _own_containers(kwargs)
+        attributes = Attributes(self.module)
+        nest = Nest(self.fqn, forward, attributes, self.fqns, args, kwargs)
+        self.step.nests[self.chain] = nest
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.step.nests.pop(self.chain, None)
 
 
 class _CountedForward(_StandIn):
@@ -186,6 +239,14 @@ def install(model: torch.nn.Module, policies: tuple[OpPolicy, ...]) -> None:
     for fqn, of_module in by_fqn.items():
         module = model.get_submodule(fqn)
         module.forward = CheckpointedForward(module, tuple(of_module), step)
+    nests: dict[str, list[OpPolicy]] = {}
+    for policy in policies:
+        if policy.around:
+            nests.setdefault(policy.around, []).append(policy)
+    for fqn, parts in nests.items():
+        module = model.get_submodule(fqn)
+        parts.sort(key=lambda part: part.position)
+        module.forward = _NestForward(module, tuple(parts), step)
     if any(policy.num_calls > 1 for policy in policies):
         model.forward = _CountedForward(model, step)
 

@@ -35,7 +35,7 @@ def find_chains(
     index = TapeIndex(tape)
     chains = []
     for run in _runs(index, candidates):
-        blocks = [_block(index, unit, op_ms) for unit in run]
+        blocks = [make_block(index, unit, op_ms) for unit in run]
         for first, last in _spans(len(run)):
             chain = _chain(index, blocks[first:last])
             if chain is not None:
@@ -96,7 +96,7 @@ def _spans(length: int) -> list[tuple[int, int]]:
     return list(spans)
 
 
-def _block(index: TapeIndex, unit: Unit, op_ms: Sequence[float]) -> Block | None:
+def make_block(index: TapeIndex, unit: Unit, op_ms: Sequence[float]) -> Block | None:
     """A unit and what it takes to run it to its end; None if that must not be."""
     tail = make_tail(
         index, unit.call, unit.ops, unit.groups, unit.last_pack, unit.trigger, op_ms
@@ -138,7 +138,7 @@ def _chain(index: TapeIndex, blocks: Sequence[Block | None]) -> Unit | None:
         once=None,
     )
     saved = range(first.saved.start, last.saved.stop)
-    groups = _groups(index, units, saved, last.trigger)
+    groups = joined_groups(index, units, first.ops.start, saved, last.trigger)
     return Unit(
         fqn=f"{first.fqn}-{last.fqn}",
         module=first.module,
@@ -152,7 +152,7 @@ def _chain(index: TapeIndex, blocks: Sequence[Block | None]) -> Unit | None:
         released=max(unit.released for unit in units),
         last_use=max(unit.last_use for unit in units),
         groups=groups,
-        key=_key(found, groups),
+        key=(placed(found), tuple(group.saved_bytes for group in groups)),
         activation_bytes=sum(unit.activation_bytes for unit in units),
         sole_bytes=sum(group.saved_bytes for group in groups if group.needed),
         blocks=tuple(found),
@@ -169,13 +169,13 @@ def _relayed(
     return tuple(s for s in call.inputs if index.tape.storages[s].born > enter)
 
 
-def _groups(
-    index: TapeIndex, units: Sequence[Unit], saved: range, trigger: int
+def joined_groups(
+    index: TapeIndex, units: Sequence[Unit], start: int, saved: range, trigger: int
 ) -> tuple[Group, ...]:
     """The groups of all blocks; saving one costs what nobody outside keeps."""
     groups: list[Group] = []
     for unit in units:
-        shift, offset = unit.ops.start - units[0].ops.start, len(groups)
+        shift, offset = unit.ops.start - start, len(groups)
         for group in unit.groups:
             kept = (
                 index.tape.storages[s].nbytes
@@ -193,10 +193,10 @@ def _groups(
     return tuple(groups)
 
 
-def _key(blocks: Sequence[Block], groups: Sequence[Group]) -> tuple[object, ...]:
-    """Equal for chains that behave alike: the blocks' keys and how they are placed."""
+def placed(blocks: Sequence[Block]) -> tuple[object, ...]:
+    """Equal for blocks that behave alike and are placed alike."""
     first = blocks[0].unit
-    places = tuple(
+    return tuple(
         (
             block.unit.key,
             block.unit.call.enter - first.call.enter,
@@ -207,4 +207,3 @@ def _key(blocks: Sequence[Block], groups: Sequence[Group]) -> tuple[object, ...]
         )
         for block in blocks
     )
-    return (places, tuple(group.saved_bytes for group in groups))

@@ -131,6 +131,7 @@ def kept(unit: Unit, policy: Policy) -> int:
 def recompute_ms(unit: Unit, policy: Policy) -> float:
     """Time to rerun a unit under a policy; a chain's blocks but the last run twice."""
     own_ms = _rerun_ms(unit.groups, policy.choices)
+    own_ms += sum(group.runtime_ms for group in unit.glue)
     return own_ms + sum(
         _rerun_ms((*block.unit.groups, *block.tail), onward(block, part))
         for block, part in block_policies(unit, policy)[:-1]

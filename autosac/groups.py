@@ -244,6 +244,20 @@ def make_tail(
     return Tail(groups=tuple(tail), outward=tuple(sorted(outward)))
 
 
+def may_run_again(
+    index: TapeIndex, call: ModuleCall, ops: Sequence[int], trigger: int
+) -> bool:
+    """Whether ops of a call do the same again, and nothing else, before a tick."""
+    tape = index.tape
+    inside = index.ops_in(call.enter, call.exit)
+    own = {s for i in inside for s in tape.ops[i].creates}
+    pure = all(
+        own.issuperset(op.writes) and not op.random and not _never_rerun(op)
+        for op in (tape.ops[i] for i in ops)
+    )
+    return pure and not _reads_changing(index, call, list(ops), own, trigger)
+
+
 def _never_rerun(op: Op) -> bool:
     return op.name.rpartition(".")[0] in _NEVER_RERUN
 

@@ -44,6 +44,7 @@ class OpPolicy:
         chain: Name of the chain that the call is a block of, if it is,
         position: its place there, from 0,
         onward: and what to do with its ops when only its output is made again.
+        around: FQN of the module of the nest that the chain is, if it is one.
     """
 
     fqn: str
@@ -55,6 +56,7 @@ class OpPolicy:
     chain: str = ""
     position: int = 0
     onward: str = ""
+    around: str = ""
 
 
 def block_policies(unit: Unit, policy: Policy) -> list[tuple[Block, Policy]]:
@@ -107,6 +109,7 @@ def op_policies(
                 chain=f"{unit.fqn} {unit.call_index}",
                 position=position,
                 onward="".join(kept),
+                around=unit.around,
             )
         )
     return tuple(found)
@@ -155,27 +158,30 @@ def chosen_by(
     Raises:
         ValueError: None of the candidates is the module call or the chain.
     """
-    wanted: dict[tuple[tuple[str, int], ...], list[OpPolicy]] = {}
+    wanted: dict[tuple[str, tuple[tuple[str, int], ...]], list[OpPolicy]] = {}
     chains: dict[str, list[OpPolicy]] = {}
     for one in spelled:
         if one.chain:
             chains.setdefault(one.chain, []).append(one)
         else:
-            wanted[((one.fqn, one.call_index),)] = [one]
+            wanted["", ((one.fqn, one.call_index),)] = [one]
     for parts in chains.values():
         parts.sort(key=lambda one: one.position)
-        wanted[tuple((one.fqn, one.call_index) for one in parts)] = parts
+        names = tuple((one.fqn, one.call_index) for one in parts)
+        wanted[parts[0].around, names] = parts
     chosen = {}
     for unit in units:
         calls = [block.unit for block in unit.blocks] or [unit]
-        parts = wanted.pop(tuple((u.fqn, u.call_index) for u in calls), [])
+        names = tuple((u.fqn, u.call_index) for u in calls)
+        parts = wanted.pop((unit.around, names), [])
         if parts:
             pairs = zip(calls, parts, strict=True)
             choices = [_group_choices(tape, call, part) for call, part in pairs]
             chosen[unit] = Policy("".join(choices))
     if wanted:
-        names = ", ".join(fqn for fqn, _ in next(iter(wanted)))
-        raise ValueError(f"{names} is no candidate of this profile.")
+        _, calls_left = next(iter(wanted))
+        missing = ", ".join(fqn for fqn, _ in calls_left)
+        raise ValueError(f"{missing} is no candidate of this profile.")
     return chosen
 
 

@@ -15,6 +15,7 @@ from autosac.chains import find_chains
 from autosac.devices import DeviceSpec, device_of_product, device_spec
 from autosac.errors import TraceError
 from autosac.formulating import Formulation, formulate
+from autosac.nests import find_nests
 from autosac.plans import Fingerprint, fingerprint
 from autosac.policies import Policy
 from autosac.simulating import Simulator
@@ -74,8 +75,9 @@ class Profile:
 
     @cached_property
     def chains(self) -> tuple[Unit, ...]:
-        """Chains of these."""
-        return find_chains(self.tape, self.units.candidates, self.op_ms)
+        """Chains and nests of these."""
+        found = (self.tape, self.units.candidates, self.op_ms)
+        return find_chains(*found) + find_nests(*found)
 
     @cached_property
     def candidates(self) -> tuple[Unit, ...]:

@@ -1,16 +1,23 @@
-"""Calls of the blocks of a chain, and how they get arguments that nobody kept."""
+"""Calls of blocks of chains and nests, and how they get arguments that nobody kept."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from autosac.attributes import Attributes
 from autosac.pytrees import tensors_in
 from autosac.rerunning import OnwardMode, Run
+
+
+class RunsOnward(Protocol):
+    """Knows the nest that runs onward now, if one does."""
+
+    onward: Nest | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +27,10 @@ class _Relayed:
     Attributes:
         position: Place of that block in the chain.
         leaf: Which tensor of its output it is.
-        requires_grad: Whether autograd follows it.
     """
 
     position: int
     leaf: int
-    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class RelayedCall:
         for leaf, made in enumerate(self.made):
             tensor = None if made is None else made()
             if tensor is not None:
-                place = _Relayed(self.position, leaf, tensor.requires_grad)
+                place = _Relayed(self.position, leaf)
                 known.setdefault(id(tensor), place)
         return known
 
@@ -132,10 +137,113 @@ class RelayedCall:
             OnwardMode(self.run),
         ):
             leaves = list(tensors_in(self.forward(*args, **kwargs)))
-        return {
-            place: leaves[place.leaf].detach().requires_grad_(place.requires_grad)
-            for place in wanted
-        }
+        return {place: _as_leaf(leaves[place.leaf]) for place in wanted}
+
+
+class _Reached(BaseException):
+    """A nest has run as far as it has to."""
+
+
+class Nest:
+    """One forward call of the module of a nest; it keeps its arguments.
+
+    Args:
+        fqn: Name of the module.
+        forward: Its forward function.
+        attributes: Those of the module before the call.
+        fqns: Names of the parts in the order of their calls.
+        args: Positional arguments of the call.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        forward: Callable[..., Any],
+        attributes: Attributes,
+        fqns: tuple[str, ...],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        self.fqn = fqn
+        self.forward = forward
+        self.attributes = attributes
+        self.fqns = fqns
+        self.template = _map((args, kwargs), lambda tensor: _slot(tensor, {}))
+        self.calls: list[weakref.ref[NestedCall]] = []
+        self.reached = 0
+        self.asking: NestedCall | None = None
+
+    def relay(self, asking: NestedCall) -> None:
+        """Run onward up to a part; all parts on the way get their arguments."""
+        args, kwargs = _filled(self.template, {}, self.fqn)
+        self.reached, self.asking = 0, asking
+        asking.run.paused = True
+        present = self.attributes.resume()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
+                self.forward(*args, **kwargs)
+        except _Reached:
+            pass
+        finally:
+            present.restore()
+            self.asking = None
+            asking.run.paused = False
+
+    def meet(
+        self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A module is called while the nest runs onward."""
+        if self.reached == len(self.fqns) or self.fqns[self.reached] != fqn:
+            return forward(*args, **kwargs)
+        call = self.calls[self.reached]()
+        self.reached += 1
+        if call is None:
+            raise RuntimeError(
+                f"Parts of `{self.fqn}` do not go backward in the reverse order of"
+                " their calls. Exclude it from the plan with `exclude`."
+            )
+        call.given = _map((args, kwargs), _as_leaf)
+        if call is self.asking:
+            raise _Reached
+        with OnwardMode(call.run):
+            return forward(*args, **kwargs)
+
+
+class NestedCall:
+    """One forward call of a part of a nest; it keeps no arguments.
+
+    Args:
+        nest: The call of the module around it.
+        run: Its forward pass.
+        step: What is told which nest runs onward.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(
+        self, nest: Nest, run: Run, step: RunsOnward, args: Any, kwargs: Any
+    ) -> None:
+        self.nest = nest
+        self.run = run
+        self.step = step
+        self.given: Any = (args, kwargs)
+        nest.calls.append(weakref.ref(self))
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Arguments of the call in forward, and again in its rerun."""
+        if self.given is None:
+            self.step.onward = self.nest
+            try:
+                self.nest.relay(self)
+            finally:
+                self.step.onward = None
+        (args, kwargs), self.given = self.given, None
+        return args, kwargs
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _drop(tensor: torch.Tensor) -> None:

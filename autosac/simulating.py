@@ -227,6 +227,8 @@ class Simulator:
         else:
             begin = (unit.trigger - 1) * self.span + 1 - unit.call.enter
             self._add_rerun(found, unit, policy, begin)
+        for storage in unit.call.inputs:
+            found.hold(storage, unit.held_until(storage) * self.span)
         copied = np.array(found.copies, dtype=np.int64).reshape(-1, 3)
         worked = np.array(found.works, dtype=np.int64).reshape(-1, 3)
         return Effect(
@@ -248,12 +250,10 @@ class Simulator:
         begin: int,
         relayed: tuple[int, ...] = (),
     ) -> None:
-        """One module call, rerun at `begin` plus its ticks; some arguments not kept."""
+        """One module call, rerun at `begin` plus its ticks; some arguments relayed."""
         tape, span = self.tape, self.span
         stop = unit.trigger * span - 1
         until = self._saved_until(unit)
-        for storage in set(unit.call.inputs).difference(relayed):
-            found.hold(storage, unit.released * span)
         own = {s for group in unit.groups for s in group.storages}
         for storage in until.keys() - own - set(relayed):
             found.hold(storage, until[storage] * span)
@@ -278,7 +278,7 @@ class Simulator:
                 found.works += self._workspaces(unit, group, begin)
 
     def _add_chain(self, found: _Lifetimes, chain: Unit, policy: Policy) -> None:
-        """Blocks run forward once more when the last is due, then each is rerun."""
+        """Blocks run onward when the last one is due, then each is rerun in turn."""
         span = self.span
         parts = block_policies(chain, policy)
         start = (chain.trigger - 1) * span + 1 - chain.call.enter
@@ -293,20 +293,26 @@ class Simulator:
             for storage in block.relayed:
                 end = max(unit.trigger * span - 1, until.get(storage, 0) * span)
                 needed_until[storage] = max(needed_until.get(storage, 0), end)
-        for block, part in parts[:-1]:
-            unit = block.unit
-            groups = (*unit.groups, *block.tail)
-            for group, choice in zip(groups, onward(block, part), strict=True):
-                for storage in group.storages:
-                    record = self.tape.storages[storage]
-                    end = start + min(record.died, unit.call.exit)
-                    end = needed_until.get(storage, end)
-                    if choice == RERUN:
-                        found.copies.append((start + record.born, end, record.nbytes))
-                    elif choice == SAVE and storage in needed_until:
-                        found.hold(storage, end)
+        onwards = [
+            (block.unit, block.unit.call.exit, group, choice)
+            for block, part in parts[:-1]
+            for group, choice in zip(
+                (*block.unit.groups, *block.tail), onward(block, part), strict=True
+            )
+        ]
+        stop = parts[-1][0].unit.call.enter
+        onwards += [(chain, stop, group, RERUN) for group in chain.glue]
+        for unit, leave, group, choice in onwards:
+            for storage in group.storages:
+                record = self.tape.storages[storage]
+                end = start + min(record.died, leave)
+                end = needed_until.get(storage, end)
                 if choice == RERUN:
-                    found.works += self._workspaces(unit, group, start)
+                    found.copies.append((start + record.born, end, record.nbytes))
+                elif choice == SAVE and storage in needed_until:
+                    found.hold(storage, end)
+            if choice == RERUN:
+                found.works += self._workspaces(unit, group, start)
 
     def _workspaces(
         self, unit: Unit, group: Group, begin: int

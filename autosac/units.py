@@ -49,8 +49,11 @@ class Unit:
         activation_bytes: What it keeps for backward when nothing is recomputed,
             without its input and output.
         sole_bytes: What nobody else keeps of what it keeps, its output included.
-        blocks: The calls of a chain (see `autosac.chains`), whose groups are those of
-            its blocks one after the other; empty for a single call.
+        blocks: The calls of a chain (see `autosac.chains`) or of a nest
+            (`autosac.nests`), whose groups are those of its blocks one after the other;
+            empty for a single call.
+        glue: Of a nest: what its module does between its blocks,
+        around: and the name of that module.
     """
 
     fqn: str
@@ -69,9 +72,13 @@ class Unit:
     activation_bytes: int
     sole_bytes: int
     blocks: tuple[Block, ...] = ()
+    glue: tuple[Group, ...] = ()
+    around: str = ""
 
     def held_until(self, storage: int) -> int:
         """Tick until which it holds one of its arguments."""
+        if self.around:
+            return self.released
         takers = (b.unit for b in self.blocks if storage in b.unit.call.inputs)
         return max((unit.released for unit in takers), default=self.released)
 

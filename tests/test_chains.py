@@ -59,6 +59,36 @@ class Routed(Block):
         return super().forward(y.index_add(0, best, y[best]))
 
 
+class Mlp(nn.Module):
+    """Two tensors in, and a mask that comes from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x, *, gate, mask):
+        return self.down(self.up(x).tanh() * mask) * gate.sigmoid()
+
+
+class InParts(nn.Module):
+    """A block of norms and two networks, with sums in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.parts = nn.ModuleList([Mlp(), Mlp()])
+        self.calls = 0
+        self.extra = False
+
+    def forward(self, x):
+        self.calls += 1
+        mask = x.new_ones(()).expand(len(x), 1)
+        first = x + self.parts[0](self.norms[0](x), gate=x, mask=mask)
+        shifted = first * 2 if self.extra else first
+        return first + self.parts[1](self.norms[1](shifted), gate=first, mask=mask)
+
+
 class Chain(nn.Module):
     def __init__(self, block, depth=DEPTH) -> None:
         super().__init__()
@@ -105,6 +135,7 @@ CHAINS = {
     "tuples": Case(PassingChain, rows),
     "choices and statistics": Case(lambda: Chain(Routed), rows),
     "one block called often": Case(CalledOften, rows),
+    "blocks in parts": Case(lambda: Chain(InParts), rows),
 }
 each_chain = pytest.mark.parametrize("case", CHAINS.values(), ids=CHAINS)
 
@@ -162,6 +193,37 @@ def test_steps_with_a_chain_are_bit_identical(case):
         model = case.model()
         applying.install(model, op_policies(made, chosen))
         assert_equal(expected, train(case, model))
+
+
+def test_a_nest_works_on_less_than_its_module():
+    case = CHAINS["blocks in parts"]
+    made = case.profile()
+    units = {unit.fqn: unit for unit in made.units.candidates}
+    found = dict(zip(made.formulation.units, made.formulation.curves, strict=True))
+    (nest,) = (unit for unit in made.chains if unit.around == "blocks.0")
+    last = [u for u in units.values() if u.fqn in {f"blocks.{i}" for i in range(1, 5)}]
+    rest = {unit: found[unit].policies[-1] for unit in last}
+    whole = {units["blocks.0"]: found[units["blocks.0"]].policies[-1]}
+
+    assert [block.unit.fqn.partition(".0.")[2] for block in nest.blocks] == [
+        "norms.0",
+        "parts.0",
+        "norms.1",
+        "parts.1",
+    ]
+    as_nest = made.peak_bytes({nest: found[nest].policies[-1], **rest})
+    assert as_nest < made.peak_bytes({**whole, **rest})
+
+
+def test_a_nest_that_runs_other_ops_still_computes_the_same():
+    case = CHAINS["blocks in parts"]
+    made = case.profile()
+    model, plain = case.model(), case.model()
+    applying.install(model, op_policies(made, points(made)[-1]))
+    for twin in (model, plain):
+        twin.blocks[-1].extra = True
+
+    assert_equal(train(case, plain), train(case, model))
 
 
 def deep_gpt():
