@@ -34,8 +34,8 @@ class Calibration:
     Attributes:
         measured: Ops that were run for this profile.
         cached: Ops that were run before on this device, from the table on disk.
-        modelled: Ops whose time is a formula; so is their workspace for a GPU that is
-            not present (workspaces.py), else it is taken for 0.
+        modelled: Ops whose time is a formula, and so is their workspace (workspaces.py
+            for a GPU that is not present, cpu_workspaces.py for the CPU).
         modelled_ops: Names of these, dearest first, and why each was not run.
     """
 

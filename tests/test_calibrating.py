@@ -265,7 +265,7 @@ def test_random_data_fills_everything(size, dtype):
 
     assert x.shape == (size,) and x.dtype == dtype
     assert bool((x.abs() <= 2).all())
-    assert not size or x.abs().float().mean() > 0.01
+    assert size < 2 or x.abs().float().mean() > 0.01  # one number may be small
 
 
 # --- progress -------------------------------------------------------------------------
