@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "DEFAULT_SDP_ORDER",
+    "DEVICE",
     "IGNORED_OPS",
     "ITEM",
     "METADATA_OPS",
@@ -63,6 +64,7 @@ _HIDDEN_WRITES = {
 
 
 ITEM = torch.ops.aten._local_scalar_dense.default
+DEVICE = torch.ops.prim.device.default
 
 
 # Views whose schema does not say so.
@@ -162,6 +164,23 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def has_layout_only(mode: Any, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one of a mode, strided and without known values."""
+    return (
+        type(tensor) is FakeTensor
+        and tensor.fake_mode is mode
+        and tensor.constant is None
+        and tensor.layout is torch.strided
+    )
+
+
+def forget_values(tensors: Iterable[torch.Tensor]) -> None:
+    """Let fake tensors that were made of numbers be like all others."""
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            tensor.constant = None
+
+
 def fake_mode_of(tensor: torch.Tensor) -> Any:
     """The mode that a fake tensor belongs to, None for a real one."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
@@ -169,6 +188,26 @@ def fake_mode_of(tensor: torch.Tensor) -> Any:
 
 def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake tensor on a device with the layout of a meta tensor."""
+    return FakeTensor(mode, meta, device)
+
+
+def new_fake(
+    mode: Any,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    base: torch.Tensor | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    """A fake tensor with memory of its own, or in that of another one."""
+    with torch._C._DisableTorchDispatch():
+        if base is None:
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=dtype, device="meta")
+            meta.set_(base.untyped_storage(), offset, size, stride)
     return FakeTensor(mode, meta, device)
 
 
@@ -398,9 +437,6 @@ def is_channels_last(tensor: torch.Tensor, wished: torch.memory_format) -> bool:
     return torch._prims_common.suggest_memory_format(tensor) == wished
 
 
-Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-
-
 def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function on fake GPU tensors in place of its tensors; no backward.
 
@@ -449,19 +485,6 @@ def ops_on_fake_gpu(func: Any, args: Any) -> tuple[str, ...]:
 
     on_fake_gpu(call, args, {})
     return tuple(seen.names)
-
-
-def gpu_layouts(func: Any, args: Any, kwargs: Any) -> Layouts | None:
-    """Size, stride and type of an op's results on a GPU; None if nobody knows."""
-    try:
-        out = on_fake_gpu(func, args, kwargs)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        return None  # it asks for properties of a GPU
-    return tuple(
-        (tuple(leaf.shape), leaf.stride(), leaf.dtype)
-        for leaf in tree_leaves(out)
-        if isinstance(leaf, torch.Tensor)
-    )
 
 
 def makes_all_results(func: Any) -> bool:

@@ -110,6 +110,7 @@ def _run(
         prepare(model)
         recorder = Recorder(
             model,
+            mode=mode,
             device_type=step.traced_type,
             granularity_bytes=step.granularity_bytes,
             only_storages=only_storages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from autosac import _compat, real_layouts
 from autosac.pytrees import tensors_in
@@ -61,7 +61,9 @@ def run_op(
         return func(*args, **kwargs)
 
 
-_gpu_layouts: dict[Signature, _compat.Layouts | None] = {}
+_Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+_gpu_layouts: dict[Signature, _Layouts | None] = {}
 
 
 def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
@@ -70,7 +72,7 @@ def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         return out
     key = signature(func, args, kwargs)
     if key not in _gpu_layouts:
-        _gpu_layouts[key] = _compat.gpu_layouts(func, args, kwargs)
+        _gpu_layouts[key] = _layouts_on_gpu(func, args, kwargs)
     layouts = _gpu_layouts[key]
     if layouts is None:
         return out
@@ -84,6 +86,19 @@ def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
                 size, stride, dtype=dtype, device=leaf.device
             )
     return tree_unflatten(leaves, spec)
+
+
+def _layouts_on_gpu(func: Any, args: Any, kwargs: Any) -> _Layouts | None:
+    """Size, stride and type of an op's results on a GPU; None if nobody knows."""
+    try:
+        out = _compat.on_fake_gpu(func, args, kwargs)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return None  # it asks for properties of a GPU
+    return tuple(
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        for leaf in tree_leaves(out)
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 def _with_mixed_statistics(func: Any, args: Any, place: int, layout: Any) -> Any:
