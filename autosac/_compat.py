@@ -208,7 +208,20 @@ def new_fake(
         else:
             meta = torch.empty(0, dtype=dtype, device="meta")
             meta.set_(base.untyped_storage(), offset, size, stride)
-    return FakeTensor(mode, meta, device)
+    known = vars(mode).setdefault("autosac_known", {})
+    attributes = known.get(device)
+    if attributes is None:
+        first = FakeTensor(mode, meta, device)
+        known[device] = dict(vars(first))
+        return first
+    # What the constructor does, without its checks: it is called for every result.
+    backend = vars(mode).get("autosac_backend", device)
+    fake = torch.Tensor._make_subclass(
+        FakeTensor, meta, dispatch_device=True, device_for_backend_keys=backend
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(attributes)
+    return fake
 
 
 _tensor_positions: dict[Any, tuple[int, ...]] = {}
@@ -398,6 +411,7 @@ def gpu_dispatch(mode: FakeTensorMode) -> Iterator[None]:
         return fake
 
     fakes.__new__ = staticmethod(new)
+    vars(mode)["autosac_backend"] = gpu  # for `new_fake`
     try:
         yield
     finally:
@@ -459,32 +473,6 @@ def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
 
         with mode:
             return func(*tree_map(moved, args), **tree_map(moved, kwargs))
-
-
-class _Names(TorchDispatchMode):
-    """Lists the ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def ops_on_fake_gpu(func: Any, args: Any) -> tuple[str, ...]:
-    """Names of the ops of a call on fake GPU tensors."""
-    seen = _Names()
-
-    def call(*moved: Any) -> Any:
-        with seen:
-            return func(*moved)
-
-    on_fake_gpu(call, args, {})
-    return tuple(seen.names)
 
 
 def makes_all_results(func: Any) -> bool:

@@ -18,18 +18,9 @@ from autosac.probing import Call, Probe, module_tree, random_numbers
 from autosac.pytrees import opaque_type, tensors_in
 from autosac.repeating import RepeatedCalls
 from autosac.tape import ModuleCall, Op, SavedTensor, Storage, Tape
-from autosac.values import run_op
+from autosac.values import refuse_sparse, run_op
 
 _FORWARD_PHASES = ("forward", "loss")
-
-
-def _refuse_sparse(func: Any, outputs: Iterable[torch.Tensor]) -> None:
-    for tensor in outputs:
-        if tensor.layout is not torch.strided:
-            raise TraceError(
-                f"{func} makes a tensor of layout {tensor.layout}, whose memory is not"
-                " known while tracing. Use dense tensors (embeddings: `sparse=False`)."
-            )
 
 
 class _Holder:
@@ -84,7 +75,6 @@ class Recorder(_compat.TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.mode = mode
         self.repeated = RepeatedCalls(mode)
         self.repeated_unrecorded = RepeatedCalls(mode)
         self.device_type = device_type
@@ -296,9 +286,23 @@ class Recorder(_compat.TorchDispatchMode):
         self.died[index] = self.tick()
 
     def _indices(
-        self, tensors: list[torch.Tensor], born: int, category: str
+        self,
+        tensors: list[torch.Tensor],
+        born: int,
+        category: str,
+        *,
+        strided: bool = False,
     ) -> tuple[int, ...]:
-        found = [self._index(t, born, category) for t in tensors if self._counts(t)]
+        """Indices of storages, each once; knowing that all are strided saves time."""
+        found = []
+        for tensor in tensors:
+            index = None
+            if strided and not self.exempted:
+                index = self.ids.get(tensor.untyped_storage()._cdata)
+            if index is None and self._counts(tensor):
+                index = self._index(tensor, born, category)
+            if index is not None:
+                found.append(index)
         return tuple(dict.fromkeys(found))
 
     # --- operators --------------------------------------------------------
@@ -327,10 +331,11 @@ class Recorder(_compat.TorchDispatchMode):
             self._refuse_own_parameters(func, inputs)
         # A literal becomes a tensor here: its memory is born with the output.
         is_literal = func is torch.ops.aten.lift_fresh.default
-        reads = () if is_literal else self._indices(inputs, 0, "input")
+        strided = key is not None
+        reads = () if is_literal else self._indices(inputs, 0, "input", strided=strided)
         if call is None:
             out = run_op(func, args, kwargs, inputs, on_gpu=self.target is not None)
-            _refuse_sparse(func, tensors_in((out,)))
+            refuse_sparse(func, tensors_in((out,)))
             call = self.repeated.learn(key, func, args, kwargs, out)
         else:
             out = self.repeated.repeat(call, inputs)
@@ -343,11 +348,12 @@ class Recorder(_compat.TorchDispatchMode):
         outputs = list(tensors_in((out,)))
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
-        made_ids = self._indices(outputs, made, category)
+        made_ids = self._indices(outputs, made, category, strided=True)
         if not self.only_storages:
             call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
             creates = tuple(i for i in made_ids if i >= first_new)
-            writes = self._indices([inputs[i] for i in call.facts.written], 0, "input")
+            written = [inputs[i] for i in call.facts.written]
+            writes = self._indices(written, 0, "input", strided=strided)
             spent = VIEW
             if creates or writes:
                 spent = call.facts.costs or costs(
@@ -452,7 +458,7 @@ class Recorder(_compat.TorchDispatchMode):
             saved.unpacked = self.tick()
         if holder.tensor is not None:
             return holder.tensor
-        twin = _compat.new_fake(self.mode, *holder.layout)
+        twin = _compat.new_fake(self.repeated.mode, *holder.layout)
         storage = twin.untyped_storage()
         self.ids[storage._cdata] = saved.storage
         self._watch(storage, self._on_used, holder.index)

@@ -8,6 +8,7 @@ of the same layout, a view at the same place, or the same argument.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -132,7 +133,7 @@ class RepeatedCalls:
         # A call that changed the layout of an argument is not remembered.
         if key is not None and key == self.key(func, args, kwargs, tensors):
             try:
-                call.results = self._template(out, tensors, set())
+                call.results = _Templates(self.mode, tensors).of(out)
             except _NotRepeatable:
                 return call
             self._known[key] = call
@@ -181,46 +182,6 @@ class RepeatedCalls:
                 known = False
         return known
 
-    def _template(self, out: Any, tensors: Tensors, fresh: set[int]) -> Any:
-        """How to make a result like this one.
-
-        Raises:
-            _NotRepeatable: It takes more than that.
-        """
-        if type(out) in _PLAIN:
-            return out
-        if type(out) in (list, tuple):
-            items = tuple(self._template(item, tensors, fresh) for item in out)
-            return _Several(type(out), items)
-        same = [i for i, tensor in enumerate(tensors) if tensor is out]
-        if len(same) == 1:
-            return _Argument(same[0])
-        simple = all(map(self._is_simple, (out, *tensors)))
-        if same or not simple or out.requires_grad:
-            raise _NotRepeatable
-        storage = out.untyped_storage()
-        address = storage._cdata
-        bases = [
-            i
-            for i, tensor in enumerate(tensors)
-            if tensor.untyped_storage()._cdata == address
-        ]
-        if len(bases) > 1 or address in fresh:
-            raise _NotRepeatable
-        made = _Made(
-            tuple(out.shape),
-            out.stride(),
-            int(out.storage_offset()),
-            out.dtype,
-            out.device,
-            bases[0] if bases else None,
-        )
-        if not bases:
-            fresh.add(address)
-            if made.offset or storage.nbytes() != _extent(made) * out.itemsize:
-                raise _NotRepeatable
-        return made
-
     def _make(self, template: Any, tensors: Tensors) -> Any:
         kind = type(template)
         if kind is _Made:
@@ -238,6 +199,56 @@ class RepeatedCalls:
         if kind is _Several:
             return template.kind([self._make(t, tensors) for t in template.items])
         return template
+
+
+class _Templates:
+    """Makes the templates of a call's results.
+
+    Args:
+        mode: The fake tensor mode of the trace.
+        tensors: The tensors in the call's arguments.
+    """
+
+    def __init__(self, mode: Any, tensors: Tensors) -> None:
+        self.mode = mode
+        self.are_simple = all(map(self._is_simple, tensors))
+        self.positions: dict[int, list[int]] = defaultdict(list)
+        self.bases: dict[int, list[int]] = defaultdict(list)
+        for i, tensor in enumerate(tensors):
+            self.positions[id(tensor)].append(i)
+            self.bases[tensor.untyped_storage()._cdata].append(i)
+
+    def of(self, out: Any) -> Any:
+        """How to make a result like this one.
+
+        Raises:
+            _NotRepeatable: It takes more than that.
+        """
+        if type(out) in _PLAIN:
+            return out
+        if type(out) in (list, tuple):
+            return _Several(type(out), tuple(map(self.of, out)))
+        same = self.positions.get(id(out), ())
+        if len(same) == 1:
+            return _Argument(same[0])
+        if same or not self.are_simple or not self._is_simple(out):
+            raise _NotRepeatable
+        storage = out.untyped_storage()
+        bases = self.bases.get(storage._cdata, ())
+        made = _Made(
+            tuple(out.shape),
+            out.stride(),
+            int(out.storage_offset()),
+            out.dtype,
+            out.device,
+            bases[0] if bases else None,
+        )
+        if not bases:
+            self.bases[storage._cdata] += [-1, -1]  # no other result may share it
+        is_new = not made.offset and storage.nbytes() == _extent(made) * out.itemsize
+        if len(bases) > 1 or not (bases or is_new) or out.requires_grad:
+            raise _NotRepeatable
+        return made
 
     def _is_simple(self, tensor: Any) -> bool:
         return (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from autosac import _compat, real_layouts
+from autosac.errors import TraceError
 from autosac.pytrees import tensors_in
 from autosac.signatures import Signature, signature
 
@@ -59,6 +61,16 @@ def run_op(
             return out
     with _compat.no_modes():
         return func(*args, **kwargs)
+
+
+def refuse_sparse(func: Any, outputs: Iterable[torch.Tensor]) -> None:
+    """Raise a `TraceError` for results whose memory is not known while tracing."""
+    for tensor in outputs:
+        if tensor.layout is not torch.strided:
+            raise TraceError(
+                f"{func} makes a tensor of layout {tensor.layout}, whose memory is not"
+                " known while tracing. Use dense tensors (embeddings: `sparse=False`)."
+            )
 
 
 _Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
