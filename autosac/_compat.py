@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "DEFAULT_SDP_ORDER",
+    "DEVICE",
     "IGNORED_OPS",
     "ITEM",
     "METADATA_OPS",
@@ -63,6 +64,7 @@ _HIDDEN_WRITES = {
 
 
 ITEM = torch.ops.aten._local_scalar_dense.default
+DEVICE = torch.ops.prim.device.default
 
 
 # Views whose schema does not say so.
@@ -162,6 +164,23 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def has_layout_only(mode: Any, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake one of a mode, strided and without known values."""
+    return (
+        type(tensor) is FakeTensor
+        and tensor.fake_mode is mode
+        and tensor.constant is None
+        and tensor.layout is torch.strided
+    )
+
+
+def forget_values(tensors: Iterable[torch.Tensor]) -> None:
+    """Let fake tensors that were made of numbers be like all others."""
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            tensor.constant = None
+
+
 def fake_mode_of(tensor: torch.Tensor) -> Any:
     """The mode that a fake tensor belongs to, None for a real one."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
@@ -170,6 +189,39 @@ def fake_mode_of(tensor: torch.Tensor) -> Any:
 def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake tensor on a device with the layout of a meta tensor."""
     return FakeTensor(mode, meta, device)
+
+
+def new_fake(
+    mode: Any,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    base: torch.Tensor | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    """A fake tensor with memory of its own, or in that of another one."""
+    with torch._C._DisableTorchDispatch():
+        if base is None:
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=dtype, device="meta")
+            meta.set_(base.untyped_storage(), offset, size, stride)
+    known = vars(mode).setdefault("autosac_known", {})
+    attributes = known.get(device)
+    if attributes is None:
+        first = FakeTensor(mode, meta, device)
+        known[device] = dict(vars(first))
+        return first
+    # What the constructor does, without its checks: it is called for every result.
+    backend = vars(mode).get("autosac_backend", device)
+    fake = torch.Tensor._make_subclass(
+        FakeTensor, meta, dispatch_device=True, device_for_backend_keys=backend
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(attributes)
+    return fake
 
 
 _tensor_positions: dict[Any, tuple[int, ...]] = {}
@@ -359,6 +411,7 @@ def gpu_dispatch(mode: FakeTensorMode) -> Iterator[None]:
         return fake
 
     fakes.__new__ = staticmethod(new)
+    vars(mode)["autosac_backend"] = gpu  # for `new_fake`
     try:
         yield
     finally:
@@ -398,9 +451,6 @@ def is_channels_last(tensor: torch.Tensor, wished: torch.memory_format) -> bool:
     return torch._prims_common.suggest_memory_format(tensor) == wished
 
 
-Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-
-
 def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function on fake GPU tensors in place of its tensors; no backward.
 
@@ -423,45 +473,6 @@ def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
 
         with mode:
             return func(*tree_map(moved, args), **tree_map(moved, kwargs))
-
-
-class _Names(TorchDispatchMode):
-    """Lists the ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def ops_on_fake_gpu(func: Any, args: Any) -> tuple[str, ...]:
-    """Names of the ops of a call on fake GPU tensors."""
-    seen = _Names()
-
-    def call(*moved: Any) -> Any:
-        with seen:
-            return func(*moved)
-
-    on_fake_gpu(call, args, {})
-    return tuple(seen.names)
-
-
-def gpu_layouts(func: Any, args: Any, kwargs: Any) -> Layouts | None:
-    """Size, stride and type of an op's results on a GPU; None if nobody knows."""
-    try:
-        out = on_fake_gpu(func, args, kwargs)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        return None  # it asks for properties of a GPU
-    return tuple(
-        (tuple(leaf.shape), leaf.stride(), leaf.dtype)
-        for leaf in tree_leaves(out)
-        if isinstance(leaf, torch.Tensor)
-    )
 
 
 def makes_all_results(func: Any) -> bool:

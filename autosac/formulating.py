@@ -167,6 +167,7 @@ class _Holders:
             self.saves[saved.storage].append(i)
         self.until: list[int] = tape.saved_until.tolist()
         self.died: list[int] = tape.died.tolist()
+        self._without: dict[tuple[int, range], int] = {}
 
     def cuts(self) -> set[int]:
         """Ticks at which a shared storage is freed, in the plain step or by a unit."""
@@ -196,8 +197,12 @@ class _Holders:
 
     def without(self, storage: int, own: range) -> int:
         """Tick at which a storage is freed if ``own`` saves nothing."""
-        others = (self.until[i] for i in self.saves[storage] if i not in own)
-        return max(self.died[storage], max(others, default=0))
+        found = self._without.get((storage, own))
+        if found is None:
+            others = (self.until[i] for i in self.saves[storage] if i not in own)
+            found = max(self.died[storage], max(others, default=0))
+            self._without[storage, own] = found
+        return found
 
 
 def _changes(
@@ -212,7 +217,7 @@ def _changes(
     keys: list[int] = []
     deltas: list[int] = []
     for storage in affected:
-        before = int(tape.freed[storage]) * span
+        before = holders.freed[storage] * span
         after = max(holders.without(storage, unit.saved) * span, held.get(storage, 0))
         if before != after:
             nbytes = tape.storages[storage].nbytes
@@ -304,33 +309,28 @@ def _by_position(
     """Change of the most bytes alive at each position, given all changes in time."""
     level = np.concatenate([[0], np.cumsum(deltas)])
     stops = np.append(edges, len(live))[positions.start : positions.stop + 1]
-    before = np.searchsorted(keys, stops[:-1] * span, side="right")
-    after = np.searchsorted(keys, stops[1:] * span, side="left")
+    before = keys.searchsorted(stops[:-1] * span, side="right")
+    after = keys.searchsorted(stops[1:] * span, side="left")
     change: IntArray = level[before]
-    for i in np.flatnonzero(before != after):
-        q = positions[i]
-        change[i] = _peak(live, edges, q, keys, level[1:], span) - int(base[q])
+    for i in np.flatnonzero(before != after).tolist():
+        first, last = int(stops[i]), int(stops[i + 1])
+        most = _peak(live, first, last, keys, level, span)
+        change[i] = most - int(base[positions[i]])
     return change
 
 
 def _peak(
-    live: IntArray,
-    edges: IntArray,
-    position: int,
-    keys: IntArray,
-    level: IntArray,
-    span: int,
+    live: IntArray, first: int, last: int, keys: IntArray, level: IntArray, span: int
 ) -> int:
-    """Most bytes alive at a position with a unit's changes on top."""
-    first = int(edges[position])
-    last = int(edges[position + 1]) if position + 1 < len(edges) else len(live)
-    ticks = np.arange(first, last)
-    at = np.searchsorted(keys, ticks * span, side="right")
-    padded = np.concatenate([[0], level])
-    most = int((live[first:last] + padded[at]).max())
+    """Most bytes alive at ticks first to last with a unit's changes on top.
+
+    ``level[i]`` is what the changes before ``keys[i]`` come to.
+    """
+    at = keys.searchsorted(np.arange(first, last) * span, side="right")
+    most = int((live[first:last] + level[at]).max())
     # Changes between two ticks (a rerun) come on top of the earlier tick.
-    low, high = np.searchsorted(keys, [first * span, last * span], side="left")
-    inside = np.arange(low, high)
-    if len(inside):
-        most = max(most, int((live[keys[inside] // span] + level[inside]).max()))
+    low, high = keys.searchsorted([first * span, last * span], side="left").tolist()
+    if low < high:
+        inside = live[keys[low:high] // span] + level[low + 1 : high + 1]
+        most = max(most, int(inside.max()))
     return most

@@ -92,10 +92,28 @@ def _makes_batches() -> bool:
     """Whether this version turns inputs of three dimensions into a batch of one."""
     with _compat.no_modes():
         probe = torch.empty(2, 2, 2, device="meta")
-    ops = _compat.ops_on_fake_gpu(
-        torch.nn.functional.scaled_dot_product_attention, (probe, probe, probe)
-    )
-    return "aten.unsqueeze.default" in ops
+    seen = _Names()
+
+    def call(*moved: Any) -> None:
+        with seen:
+            torch.nn.functional.scaled_dot_product_attention(*moved)
+
+    _compat.on_fake_gpu(call, (probe, probe, probe), {})
+    return "aten.unsqueeze.default" in seen.names
+
+
+class _Names(_compat.TorchDispatchMode):
+    """Lists the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ Choice = Mapping[Unit, Policy]
 _ATTEMPTS = 6  # to correct the MILP's memory model by simulation
 _GAP = 1e-3  # the MILP stops this close to its bound; slack is spent afterwards
 _TIME_LIMIT_S = 10.0
+_MANY_OPS = 10_000  # of a step whose dry run takes seconds
 
 
 def plan(
@@ -38,6 +39,7 @@ def plan(
     memory_budget: int | str,
     segments: int | None = None,
     backend: Backend = "highs",
+    dry_run: bool | None = None,
     **options: Any,
 ) -> Plan:
     """Find the cheapest way to train under a memory budget.
@@ -50,15 +52,22 @@ def plan(
             a number to fit each curve with so many linear segments (pwlf) and let
             the MILP choose the units on these: fewer variables, dearer plans.
         backend: MILP solver, "highs" or "cbc".
+        dry_run: Whether to run the applied model once under fake tensors, which must
+            confirm the simulated peak. None for always but in one case: the step has
+            more than 10,000 ops, and a dry run of another plan from the same profile
+            has confirmed the simulation. `Plan.dry_run` says what was done.
         options: As in `profile`.
 
     Raises:
         InfeasibleBudgetError: No plan fits; says the least feasible budget.
         ValueError: The budget cannot be read.
+        SolverError: The dry run does not confirm the plan.
     """
     made = _profile_of(model, inputs, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=made.device.memory_bytes)
-    return make_plan(made, budget_bytes, segments=segments, backend=backend)
+    return make_plan(
+        made, budget_bytes, segments=segments, backend=backend, dry_run=dry_run
+    )
 
 
 def policy(
@@ -101,8 +110,16 @@ def make_plan(
     *,
     segments: int | None = None,
     backend: Backend = "highs",
+    dry_run: bool | None = None,
 ) -> Plan:
     """Solve, simulate, spend what is left of the budget, dry-run.
+
+    Args:
+        made: The profile.
+        budget_bytes: Cap on the peak.
+        segments: As in `plan`, like what follows.
+        backend: MILP solver.
+        dry_run: Whether to dry-run the plan.
 
     Raises:
         InfeasibleBudgetError: No plan fits.
@@ -110,7 +127,8 @@ def make_plan(
     """
     chosen, bound_ms = choose(made, budget_bytes, segments=segments, backend=backend)
     policies = _op_policies(made, chosen)
-    _confirm(made, chosen, policies)
+    if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
+        _confirm(made, chosen, policies)
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
 
 
@@ -344,6 +362,14 @@ def _op_policies(made: Profile, chosen: Choice) -> tuple[OpPolicy, ...]:
     )
 
 
+def _wants_dry_run(made: Profile, chosen: Choice) -> bool:
+    """Whether a plan is dry-run if nobody says so; on large models that takes long."""
+    if frozenset(chosen.items()) in made.dry_runs:
+        return False
+    # A plan that recomputes nothing confirms little.
+    return len(made.tape.ops) <= _MANY_OPS or not any(made.dry_runs)
+
+
 def _confirm(made: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -> None:
     """Run the applied model under fake tensors: its peak must be the simulated one."""
     dry = dry_run(made.step, lambda model: applying.install(model, policies))
@@ -354,6 +380,7 @@ def _confirm(made: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -> N
             f"The dry run of the plan peaks at {found} bytes, its simulation at"
             f" {expected}. This is a mistake in autosac; please report the model."
         )
+    made.dry_runs.add(frozenset(chosen.items()))
 
 
 def _as_plan(
@@ -380,6 +407,7 @@ def _as_plan(
         torch_version=torch.__version__,
         measured_fraction=made.calibration.measured_fraction,
         reserved_bytes=_reserved_bytes(made, chosen),
+        dry_run=frozenset(chosen.items()) in made.dry_runs,
     )
 
 

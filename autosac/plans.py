@@ -57,6 +57,8 @@ class Plan:
         measured_fraction: Share of the step's time that is measured, not modelled.
         reserved_bytes: What PyTorch's allocator is predicted to reserve for a step
             with the plan; None on the CPU, where it reserves nothing.
+        dry_run: A dry run of the applied model confirmed the peak of this very plan,
+            not only its simulation.
     """
 
     policy: dict[str, float]
@@ -74,6 +76,7 @@ class Plan:
     torch_version: str
     measured_fraction: float = 0.0
     reserved_bytes: int | None = None
+    dry_run: bool = True  # as every plan was before this was saved
 
     @property
     def optimality_gap(self) -> float:
@@ -166,6 +169,8 @@ class Plan:
         if self.reserved_bytes is not None:
             reserved = f"reserved  {format_bytes(self.reserved_bytes)} predicted"
             lines.insert(2, reserved)
+        if not self.dry_run:
+            lines.append("checked   by simulation, without a dry run of its own")
         width = max(map(len, self.policy), default=0)
         lines += [f"{fqn:{width}}  {ratio:6.1%}" for fqn, ratio in self.policy.items()]
         return "\n".join(lines)

@@ -12,6 +12,7 @@ import torch
 
 from autosac import costs, curves
 from autosac.chains import find_chains
+from autosac.collecting import no_collections
 from autosac.devices import DeviceSpec, device_of_product, device_spec
 from autosac.errors import TraceError
 from autosac.formulating import Formulation, formulate
@@ -71,13 +72,15 @@ class Profile:
     @cached_property
     def units(self) -> Units:
         """Module calls that can be AC units, and why other modules are none."""
-        return find_units(self.tape, self.op_ms, exclude=self.exclude)
+        with no_collections():
+            return find_units(self.tape, self.op_ms, exclude=self.exclude)
 
     @cached_property
     def chains(self) -> tuple[Unit, ...]:
         """Chains and nests of these."""
         found = (self.tape, self.units.candidates, self.op_ms)
-        return find_chains(*found) + find_nests(*found)
+        with no_collections():
+            return find_chains(*found) + find_nests(*found)
 
     @cached_property
     def candidates(self) -> tuple[Unit, ...]:
@@ -88,6 +91,10 @@ class Profile:
     @cached_property
     def formulation(self) -> Formulation:
         """The MILP's numbers for the candidates that free memory."""
+        with no_collections():
+            return self._formulation()
+
+    def _formulation(self) -> Formulation:
         by_key: dict[Any, curves.UnitCurve | None] = {}
         for unit in self.units.candidates:
             if unit.key not in by_key:
@@ -104,6 +111,11 @@ class Profile:
         return formulate(
             self.simulator, [unit for unit, _ in useful], [curve for _, curve in useful]
         )
+
+    @cached_property
+    def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
+        """Choices of units and policies that a dry run has confirmed."""
+        return set()
 
     @cached_property
     def statistics(self) -> Statistics:

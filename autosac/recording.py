@@ -9,26 +9,18 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, cpu_workspaces, workspaces
+from autosac import _compat, workspaces
 from autosac.accumulating import Accumulations
 from autosac.devices import DeviceSpec
 from autosac.errors import TraceError
+from autosac.op_facts import VIEW, Costs, Facts, costs
 from autosac.probing import Call, Probe, module_tree, random_numbers
 from autosac.pytrees import opaque_type, tensors_in
-from autosac.signatures import signature
+from autosac.repeating import RepeatedCalls
 from autosac.tape import ModuleCall, Op, SavedTensor, Storage, Tape
-from autosac.values import run_op
+from autosac.values import refuse_sparse, run_op
 
 _FORWARD_PHASES = ("forward", "loss")
-
-
-def _refuse_sparse(func: Any, outputs: list[torch.Tensor]) -> None:
-    for tensor in outputs:
-        if tensor.layout is not torch.strided:
-            raise TraceError(
-                f"{func} makes a tensor of layout {tensor.layout}, whose memory is not"
-                " known while tracing. Use dense tensors (embeddings: `sparse=False`)."
-            )
 
 
 class _Holder:
@@ -64,6 +56,7 @@ class Recorder(_compat.TorchDispatchMode):
 
     Args:
         model: The fake model that will run.
+        mode: The mode of its fake tensors.
         device_type: Only storages on this type of device count.
         granularity_bytes: Allocations are rounded up to a multiple of this.
         only_storages: Track memory as a real run holds it and nothing else.
@@ -74,6 +67,7 @@ class Recorder(_compat.TorchDispatchMode):
         self,
         model: torch.nn.Module,
         *,
+        mode: Any,
         device_type: str,
         granularity_bytes: int,
         only_storages: bool,
@@ -81,6 +75,8 @@ class Recorder(_compat.TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
+        self.repeated = RepeatedCalls(mode)
+        self.repeated_unrecorded = RepeatedCalls(mode)
         self.device_type = device_type
         self.granularity_bytes = granularity_bytes
         self.only_storages = only_storages
@@ -290,15 +286,24 @@ class Recorder(_compat.TorchDispatchMode):
         self.died[index] = self.tick()
 
     def _indices(
-        self, tensors: list[torch.Tensor], born: int, category: str
+        self,
+        tensors: list[torch.Tensor],
+        born: int,
+        category: str,
+        *,
+        strided: bool = False,
     ) -> tuple[int, ...]:
-        return tuple(
-            dict.fromkeys(
-                self._index(tensor, born, category)
-                for tensor in tensors
-                if self._counts(tensor)
-            )
-        )
+        """Indices of storages, each once; knowing that all are strided saves time."""
+        found = []
+        for tensor in tensors:
+            index = None
+            if strided and not self.exempted:
+                index = self.ids.get(tensor.untyped_storage()._cdata)
+            if index is None and self._counts(tensor):
+                index = self._index(tensor, born, category)
+            if index is not None:
+                found.append(index)
+        return tuple(dict.fromkeys(found))
 
     # --- operators --------------------------------------------------------
 
@@ -306,21 +311,34 @@ class Recorder(_compat.TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _compat.DEVICE:  # PyTorch asks for it all the time
+            return args[0].device
         if self.phase == "optimizer" and func is _compat.ITEM:
             # Step counts are read as numbers; no size depends on them but that RAdam
             # does more after the first few. At 1, NAdam would divide by zero.
             return 1000.0 if args[0].is_floating_point() else 1000
-        if self.muted or func in _compat.METADATA_OPS:
+        if func in _compat.METADATA_OPS:
             return func(*args, **kwargs)
+        if self.muted:
+            return self._unrecorded(func, args, kwargs)
         if self.phase == "backward" and self.accumulations.in_place(func, args):
             func = torch.ops.aten.add_.Tensor
         start = self.tick()
-        inputs = list(tensors_in((args, kwargs)))
-        self._refuse_own_parameters(func, inputs)
+        inputs: list[torch.Tensor] = []
+        key = self.repeated.key(func, args, kwargs, inputs)
+        call = self.repeated.find(key)
+        if call is None:
+            self._refuse_own_parameters(func, inputs)
         # A literal becomes a tensor here: its memory is born with the output.
         is_literal = func is torch.ops.aten.lift_fresh.default
-        reads = () if is_literal else self._indices(inputs, 0, "input")
-        out = run_op(func, args, kwargs, inputs, on_gpu=self.target is not None)
+        strided = key is not None
+        reads = () if is_literal else self._indices(inputs, 0, "input", strided=strided)
+        if call is None:
+            out = run_op(func, args, kwargs, inputs, on_gpu=self.target is not None)
+            refuse_sparse(func, tensors_in((out,)))
+            call = self.repeated.learn(key, func, args, kwargs, out)
+        else:
+            out = self.repeated.repeat(call, inputs)
         if self.target is not None:
             if self.phase == "optimizer":
                 self._exempt_results(func, inputs, out)
@@ -328,50 +346,74 @@ class Recorder(_compat.TorchDispatchMode):
                 self.blas_phases.add(self.phase)
         made = self.tick()
         outputs = list(tensors_in((out,)))
-        _refuse_sparse(func, outputs)
+        category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
-        forward = self.phase in _FORWARD_PHASES
-        made_ids = self._indices(
-            outputs, made, "activation" if forward else "temporary"
-        )
-        if self.only_storages:
-            return out
-        written = list(tensors_in(_compat.written_arguments(func, args, kwargs)))
-        creates = tuple(i for i in made_ids if i >= first_new)
-        writes = self._indices(written, 0, "input")
-        costs = bool(creates or writes)
+        made_ids = self._indices(outputs, made, category, strided=True)
+        if not self.only_storages:
+            call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
+            creates = tuple(i for i in made_ids if i >= first_new)
+            written = [inputs[i] for i in call.facts.written]
+            writes = self._indices(written, 0, "input", strided=strided)
+            spent = VIEW
+            if creates or writes:
+                spent = call.facts.costs or costs(
+                    func,
+                    args,
+                    kwargs,
+                    inputs + outputs,
+                    out,
+                    device_type=self.device_type,
+                    target=self.target,
+                )
+                call.facts.costs = spent
+            self._write(call.facts, spent, (start, made), reads, writes, creates)
+        return out
+
+    def _write(
+        self,
+        facts: Facts,
+        spent: Costs,
+        ticks: tuple[int, int],
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        creates: tuple[int, ...],
+    ) -> None:
+        """Write an op down that has just run."""
         self.ops.append(
             Op(
-                name=str(func),
+                name=facts.name,
                 phase=self.phase,
                 module=self._module(),
-                start=start,
-                made=made,
+                start=ticks[0],
+                made=ticks[1],
                 end=self.tick(),
                 reads=reads,
                 writes=writes,
                 creates=creates,
-                random=_compat.is_random(func),
-                flops=_compat.flops_of(func, args, kwargs, out) if costs else 0,
-                moved_bytes=sum(t.nbytes for t in inputs + outputs) if costs else 0,
-                workspace_bytes=(
-                    self._workspace_bytes(func, args, kwargs) if costs else 0
-                ),
-                wrapped_numbers=_compat.wrapped_numbers(func, args) if forward else 0,
-                dtype=next(
-                    (str(t.dtype)[6:] for t in outputs if t.is_floating_point()), ""
-                ),
-                shapes=tuple(tuple(t.shape) for t in outputs),
-                signature=signature(func, args, kwargs) if costs else None,
+                random=facts.random,
+                flops=spent.flops,
+                moved_bytes=spent.moved_bytes,
+                workspace_bytes=spent.workspace_bytes,
+                wrapped_numbers=facts.wrapped if self.phase in _FORWARD_PHASES else 0,
+                dtype=facts.dtype,
+                shapes=facts.shapes,
+                signature=spent.signature,
             )
         )
-        return out
 
-    def _workspace_bytes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-        """What a kernel allocates inside itself, until it is measured."""
-        if self.target is not None:
-            return workspaces.op_bytes(func, args, kwargs, self.target)
-        return cpu_workspaces.op_bytes(func, args) if self.device_type == "cpu" else 0
+    def _unrecorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op that a real step does not."""
+        tensors: list[torch.Tensor] = []
+        key = self.repeated_unrecorded.key(func, args, kwargs, tensors)
+        call = self.repeated_unrecorded.find(key)
+        if call is not None:
+            return self.repeated_unrecorded.repeat(call, tensors)
+        out = func(*args, **kwargs)
+        if self.phase == "optimizer":
+            # Nobody reads step counts (see ITEM above), and counting takes long.
+            _compat.forget_values(tensors_in((out,)))
+        self.repeated_unrecorded.learn(key, func, args, kwargs, out)
+        return out
 
     def _module(self) -> int:
         """Index of the module that the running op belongs to."""
@@ -404,7 +446,8 @@ class Recorder(_compat.TorchDispatchMode):
             with _compat.no_modes():
                 holder.tensor = tensor.detach()
         else:
-            holder.layout = (tensor.size(), tensor.stride(), tensor.dtype)
+            layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+            holder.layout = layout
         return holder
 
     def _unpack(self, holder: _Holder | torch.Tensor) -> torch.Tensor:
@@ -415,10 +458,7 @@ class Recorder(_compat.TorchDispatchMode):
             saved.unpacked = self.tick()
         if holder.tensor is not None:
             return holder.tensor
-        size, stride, dtype = holder.layout
-        self.muted = True
-        twin = torch.empty_strided(size, stride, dtype=dtype, device=self.device_type)
-        self.muted = False
+        twin = _compat.new_fake(self.repeated.mode, *holder.layout)
         storage = twin.untyped_storage()
         self.ids[storage._cdata] = saved.storage
         self._watch(storage, self._on_used, holder.index)

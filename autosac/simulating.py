@@ -106,6 +106,7 @@ class Simulator:
         self.tape = tape
         self.span = tape.num_ticks + 2
         self._effects: dict[tuple[Unit, Policy], Effect] = {}
+        self._until: dict[Unit, dict[int, int]] = {}
         self._allocator_peaks: dict[
             frozenset[tuple[Unit, Policy]], tuple[int, int]
         ] = {}
@@ -339,7 +340,10 @@ class Simulator:
 
     def _saved_until(self, unit: Unit) -> dict[int, int]:
         """Storages that autograd saves in a unit -> tick until when it keeps them."""
-        until: dict[int, int] = {}
-        for saved in (self.tape.saved[i] for i in unit.saved):
-            until[saved.storage] = max(until.get(saved.storage, 0), saved.used_until)
-        return until
+        if unit not in self._until:
+            until: dict[int, int] = {}
+            for saved in (self.tape.saved[i] for i in unit.saved):
+                tick = max(until.get(saved.storage, 0), saved.used_until)
+                until[saved.storage] = tick
+            self._until[unit] = until
+        return self._until[unit]

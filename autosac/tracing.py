@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import random
 import sys
 import traceback
@@ -24,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autosac import _compat
+from autosac.collecting import no_collections
 from autosac.devices import DeviceSpec
 from autosac.errors import TraceError
 from autosac.lens import host_state, lens
@@ -110,6 +110,7 @@ def _run(
         prepare(model)
         recorder = Recorder(
             model,
+            mode=mode,
             device_type=step.traced_type,
             granularity_bytes=step.granularity_bytes,
             only_storages=only_storages,
@@ -279,17 +280,13 @@ def _preserved_state() -> Iterator[None]:
     python_state = random.getstate()
     numpy_random = sys.modules["numpy"].random
     numpy_state = numpy_random.get_state()
-    collecting = gc.isenabled()
-    gc.disable()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with no_collections(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             random.seed(0)
             numpy_random.seed(0)
             yield
     finally:
-        if collecting:
-            gc.enable()
         random.setstate(python_state)
         numpy_random.set_state(numpy_state)
 

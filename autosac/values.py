@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from autosac import _compat, real_layouts
+from autosac.errors import TraceError
 from autosac.pytrees import tensors_in
 from autosac.signatures import Signature, signature
 
@@ -61,7 +63,19 @@ def run_op(
         return func(*args, **kwargs)
 
 
-_gpu_layouts: dict[Signature, _compat.Layouts | None] = {}
+def refuse_sparse(func: Any, outputs: Iterable[torch.Tensor]) -> None:
+    """Raise a `TraceError` for results whose memory is not known while tracing."""
+    for tensor in outputs:
+        if tensor.layout is not torch.strided:
+            raise TraceError(
+                f"{func} makes a tensor of layout {tensor.layout}, whose memory is not"
+                " known while tracing. Use dense tensors (embeddings: `sparse=False`)."
+            )
+
+
+_Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+_gpu_layouts: dict[Signature, _Layouts | None] = {}
 
 
 def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
@@ -70,7 +84,7 @@ def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         return out
     key = signature(func, args, kwargs)
     if key not in _gpu_layouts:
-        _gpu_layouts[key] = _compat.gpu_layouts(func, args, kwargs)
+        _gpu_layouts[key] = _layouts_on_gpu(func, args, kwargs)
     layouts = _gpu_layouts[key]
     if layouts is None:
         return out
@@ -84,6 +98,19 @@ def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
                 size, stride, dtype=dtype, device=leaf.device
             )
     return tree_unflatten(leaves, spec)
+
+
+def _layouts_on_gpu(func: Any, args: Any, kwargs: Any) -> _Layouts | None:
+    """Size, stride and type of an op's results on a GPU; None if nobody knows."""
+    try:
+        out = _compat.on_fake_gpu(func, args, kwargs)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return None  # it asks for properties of a GPU
+    return tuple(
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        for leaf in tree_leaves(out)
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 def _with_mixed_statistics(func: Any, args: Any, place: int, layout: Any) -> Any:

@@ -1,12 +1,15 @@
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import autosac
+from autosac import planning
 from autosac.curves import trade_off
+from autosac.tracing import dry_run
 from tests.models import BATCH, CASES, WIDTH, Case, Mlp, each_case, gpt, random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -239,6 +242,96 @@ def test_budgets_are_read_as_text_too(mlp):
     for text in ("lots", "-1GiB", "0GB", "101%"):
         with pytest.raises(ValueError, match="memory_budget"):
             autosac.plan(mlp, memory_budget=text)
+
+
+# --- dry runs ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def dry_runs(monkeypatch):
+    """Counts the dry runs that planning makes."""
+    made = []
+
+    def counted(*args):
+        made.append(args)
+        return dry_run(*args)
+
+    monkeypatch.setattr(planning, "dry_run", counted)
+    return made
+
+
+def _plans(made, num_plans, **options):
+    lowest, highest = autosac.floor(made), made.baseline_peak_bytes
+    steps = range(num_plans)
+    sizes = [lowest + step * (highest - lowest) // num_plans for step in steps]
+    return [autosac.plan(made, memory_budget=size, **options) for size in sizes]
+
+
+def test_every_plan_of_a_small_step_is_dry_run_once(dry_runs):
+    made = profile_of("mlp")
+
+    plans = _plans(made, 3) + _plans(made, 3)
+
+    assert all(plan.dry_run for plan in plans)
+    assert len(dry_runs) == len({plan.op_policies for plan in plans}) > 1
+    assert "dry run" not in str(plans[0])
+
+
+def test_one_plan_of_a_large_step_is_dry_run(dry_runs, monkeypatch):
+    made = profile_of("mlp")
+    monkeypatch.setattr(planning, "_MANY_OPS", len(made.tape.ops) - 1)
+
+    plans = _plans(made, 3)
+
+    assert [plan.dry_run for plan in plans] == [True, False, False]
+    assert len(dry_runs) == 1
+    assert "without a dry run" in str(plans[1])
+
+
+def test_the_plan_that_recomputes_nothing_confirms_no_other_one(dry_runs, monkeypatch):
+    made = profile_of("mlp")
+    monkeypatch.setattr(planning, "_MANY_OPS", len(made.tape.ops) - 1)
+
+    autosac.plan(made, memory_budget=made.baseline_peak_bytes)
+    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+
+    assert plan.dry_run
+    assert len(dry_runs) == 2
+
+
+@pytest.mark.parametrize(("wanted", "num_runs"), [(True, 6), (False, 0)])
+def test_dry_runs_are_made_as_asked_for(wanted, num_runs, dry_runs, monkeypatch):
+    made = profile_of("mlp")
+    monkeypatch.setattr(planning, "_MANY_OPS", len(made.tape.ops) - 1)
+
+    plans = _plans(made, 3, dry_run=wanted) + _plans(made, 3, dry_run=wanted)
+
+    assert [plan.dry_run for plan in plans] == [wanted] * 6
+    assert len(dry_runs) == num_runs
+
+
+def test_a_dry_run_that_disagrees_is_an_error_and_confirms_nothing(monkeypatch):
+    made = profile_of("mlp")
+    unplanned = dry_run(made.step, lambda model: None)
+    monkeypatch.setattr(planning, "dry_run", lambda *_: unplanned)
+
+    for _ in range(2):
+        with pytest.raises(autosac.SolverError, match="dry run of the plan peaks"):
+            autosac.plan(made, memory_budget=autosac.floor(made))
+
+    assert not made.dry_runs
+
+
+def test_saved_plans_remember_their_dry_run(tmp_path, mlp):
+    path = tmp_path / "plan.json"
+    plan = autosac.plan(mlp, memory_budget=autosac.floor(mlp), dry_run=True)
+    replace(plan, dry_run=False).save(path)
+
+    assert not autosac.Plan.load(path).dry_run
+    older = json.loads(path.read_text())
+    del older["dry_run"]  # all plans were dry-run before it was written down
+    path.write_text(json.dumps(older))
+    assert autosac.Plan.load(path).dry_run
 
 
 # --- the answer -------------------------------------------------------------------

@@ -1,0 +1,151 @@
+"""Equal calls get results like those that fake kernels give."""
+
+import pytest
+import torch
+
+from autosac import _compat
+from autosac.repeating import RepeatedCalls
+from tests.models import each_case
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def mode():
+    return _compat.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake(mode, *size, dtype=torch.float32):
+    with mode:
+        return torch.empty(size, dtype=dtype)
+
+
+def layout(tensor):
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.device,
+        tensor.untyped_storage().nbytes(),
+        torch._C._dispatch_keys(tensor),
+        vars(tensor),
+    )
+
+
+def ask(calls, func, *args, **kwargs):
+    """What is known about a call, and its tensors; learns it if nothing is."""
+    tensors = []
+    key = calls.key(func, args, kwargs, tensors)
+    call = calls.find(key)
+    if call is None:
+        with calls.mode:
+            calls.learn(key, func, args, kwargs, func(*args, **kwargs))
+    return call, tensors
+
+
+@pytest.mark.parametrize(
+    ("func", "rest"),
+    [
+        (aten.mul.Tensor, (2.0,)),
+        (aten.sum.dim_IntList, ([0], True)),
+        (aten.native_layer_norm.default, ([8], None, None, 1e-5)),
+        (aten.t.default, ()),
+        (aten.slice.Tensor, (1, 2, 5)),
+        (aten.split.Tensor, (2, 1)),
+        (aten.view.dtype, (torch.int32,)),
+        (aten.mul_.Tensor, (2.0,)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_repeated_call_gives_what_the_fake_kernel_gives(func, rest, mode):
+    calls = RepeatedCalls(mode)
+    assert ask(calls, func, fake(mode, 4, 8), *rest)[0] is None
+    tensor = fake(mode, 4, 8)
+
+    call, tensors = ask(calls, func, tensor, *rest)
+    found = calls.repeat(call, tensors)
+    with mode:
+        expected = func(tensor, *rest)
+
+    several = isinstance(found, (list, tuple))
+    assert type(found) is type(expected)
+    for a, b in zip(
+        found if several else [found], expected if several else [expected], strict=True
+    ):
+        assert layout(a) == layout(b)
+        assert (a is tensor) == (b is tensor)
+        own = tensor.untyped_storage()._cdata
+        shares = [x.untyped_storage()._cdata == own for x in (a, b)]
+        assert shares[0] == shares[1]
+
+
+def test_calls_that_differ_in_any_respect_are_not_equal(mode):
+    calls = RepeatedCalls(mode)
+    one, whole = fake(mode, 4, 4), fake(mode, 4, 4, dtype=torch.int64)
+
+    def key(func, *args):
+        return calls.key(func, args, {}, [])
+
+    with mode:
+        transposed, shifted = one.t(), fake(mode, 5, 4)[1:]
+    keys = [
+        key(aten.add.Tensor, one, 1),
+        key(aten.add.Tensor, one, 1.0),
+        key(aten.add.Tensor, one, True),
+        key(aten.add.Tensor, whole, 1),
+        key(aten.add.Tensor, transposed, 1),
+        key(aten.add.Tensor, shifted, 1),
+        key(aten.sub.Tensor, one, 1),
+        key(aten.add.Tensor, one, one),
+        key(aten.cat.default, [one, one], 1),
+        key(aten.cat.default, [one], one, 1),
+    ]
+    torch.set_default_dtype(torch.float64)
+    try:
+        keys.append(key(aten.add.Tensor, one, 1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.nonzero.default, lambda mode: (fake(mode, 4),)),
+        (aten.t_.default, lambda mode: (fake(mode, 4, 8),)),
+        (aten.add.Tensor, lambda mode: (torch.ones(4), fake(mode, 4))),
+        (aten.zeros.default, lambda mode: ([4],)),
+        (aten.add.Tensor, lambda mode: (fake(mode, 4), fake(_other_mode(), 4))),
+    ],
+    ids=["values decide", "inplace view", "real tensor", "no tensor", "other mode"],
+)
+def test_calls_that_layouts_do_not_determine_are_always_made(func, args, mode):
+    assert RepeatedCalls(mode).key(func, args(mode), {}, []) is None
+
+
+def _other_mode():
+    return _compat.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def test_a_result_that_may_be_either_of_two_arguments_is_not_repeated(mode):
+    calls = RepeatedCalls(mode)
+    tensor = fake(mode, 4)
+
+    assert ask(calls, aten.add_.Tensor, tensor, tensor)[0] is None
+    assert ask(calls, aten.add_.Tensor, fake(mode, 4), fake(mode, 4))[0] is None
+    assert ask(calls, aten.add_.Tensor, fake(mode, 4), fake(mode, 4))[0] is not None
+
+
+@each_case
+def test_a_tape_without_repeated_calls_is_the_same(case, monkeypatch):
+    known = case.profile(torch.optim.AdamW).tape
+    monkeypatch.setattr(RepeatedCalls, "find", lambda self, key: None)
+    made = case.profile(torch.optim.AdamW).tape
+
+    assert known.ops == made.ops
+    assert known.storages == made.storages
+    assert known.saved == made.saved
+    assert known.calls == made.calls
