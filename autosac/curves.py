@@ -11,17 +11,26 @@ from solvers import curve, knapsack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCurve:
-    """Exact trade-off curve of an AC unit, and the policies behind its points.
+    """Points of a unit's trade-off curve, and the policies behind them.
 
     Attributes:
-        points: The Pareto points; least freed (and least recomputed) first.
+        points: Pareto points; least freed (and least recomputed) first. Of a curve of
+            many points these are the vertices of its lower convex hull, and points
+            evenly spaced between them.
         policies: Policy of each point.
         ratios: Share of the unit's activation memory that each point recomputes.
+        finer: Every Pareto point that is known: saved bytes, time and policy, the
+            fewest bytes first.
+        is_selection: There are more Pareto points than `points`.
+        has_hull: No Pareto point lies below the lines between those of `points`.
     """
 
     points: curve.TradeoffCurve
     policies: tuple[Policy, ...]
     ratios: tuple[float, ...]
+    finer: tuple[tuple[int, float, Policy], ...] = ()
+    is_selection: bool = False
+    has_hull: bool = True
 
 
 def save_problem(
@@ -48,17 +57,20 @@ def save_problem(
 
 def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
     """Solve for the Pareto points of a unit; None if it frees nothing."""
-    problem = save_problem(unit)
-    solutions = knapsack.trade_off(problem, num_points=num_points)
+    front = knapsack.front(save_problem(unit))
+    selected = set(front.select(num_points))
     most = max(unit.activation_bytes, unit.sole_bytes, 1)
+    finer: list[tuple[int, float, Policy]] = []
     freed: dict[int, tuple[float, Policy]] = {}
-    for solution in solutions:
+    for i, solution in enumerate(front.solutions):
         assert solution.saved is not None and solution.rerun is not None
         policy = Policy(spell(solution.saved, solution.rerun))
         time_ms = recompute_ms(unit, policy)
         kept_bytes = kept(unit, policy)
         if kept_bytes <= most:
-            freed[most - kept_bytes] = (time_ms, policy)
+            finer.append((kept_bytes, time_ms, policy))
+            if i in selected:
+                freed[most - kept_bytes] = (time_ms, policy)
     if not freed or max(freed) == 0:
         return None
     exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
@@ -66,6 +78,9 @@ def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
         points=exact,
         policies=tuple(freed[nbytes][1] for nbytes in exact.freed_bytes),
         ratios=tuple(min(1.0, nbytes / most) for nbytes in exact.freed_bytes),
+        finer=tuple(reversed(finer)),
+        is_selection=not front.is_complete or len(finer) > len(freed),
+        has_hull=front.has_hull,
     )
 
 
