@@ -114,13 +114,13 @@ class Front:
         """Indices of the hull's vertices and of points evenly spaced in bytes.
 
         Args:
-            num_points: Number of capacities to look at, evenly spaced between the
-                fewest possible bytes and those of the least time. These two are
-                always looked at.
+            num_points: All points if there are no more. Else number of capacities to
+                look at, evenly spaced between the fewest possible bytes and those of
+                the least time. These two are always looked at.
         """
+        if len(self.solutions) <= num_points:
+            return tuple(range(len(self.solutions)))
         sizes = [_bytes_of(solution) for solution in self.solutions]
-        if not sizes:
-            return ()
         last = max(num_points, 2) - 1
         rising = [(_bytes_of(s), _time_of(s)) for s in reversed(self.solutions)]
         found = {len(rising) - 1 - i for i in lower_hull(rising)}
