@@ -21,6 +21,7 @@ import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pulp
 
 from solvers import _pulp
@@ -41,6 +42,7 @@ class CountModel:
         units: Those that may be chosen.
         budget_bytes: The cap; None to minimise it.
         mixed: Units whose points may be mixed; others take whole points.
+        left_out: Columns that must not be used.
 
     Attributes:
         model: The PuLP model.
@@ -56,10 +58,12 @@ class CountModel:
         units: Collection[int],
         budget_bytes: int | None,
         mixed: Collection[int] = (),
+        left_out: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         self.model = pulp.LpProblem("counts", pulp.LpMinimize)
         self._table = table
         self._classes = classes
+        self._left_out = left_out
         longest = float(table.times.max(initial=0.0))
         exponent = math.frexp(_LARGEST_TIME / longest)[1] if longest else 0
         self.scale = 1.0 / MIB if budget_bytes is None else math.ldexp(1.0, exponent)
@@ -94,12 +98,24 @@ class CountModel:
             found[column] = round(value) if whole else value
         return found
 
-    def is_integral(self) -> bool:
-        """Whether the variables that must be integers are."""
-        values = [
-            v.varValue or 0.0 for v in self.model.variables() if v.cat == pulp.LpInteger
-        ]
-        return all(abs(value - round(value)) < 1e-6 for value in values)
+    def surcharges(self) -> Floats:
+        """What a solution costs at least beyond the LP optimum if it uses a column.
+
+        In the objective's unit, by reduced costs of the relaxation solved last.
+        """
+        found = np.zeros(len(self._table.times))
+        for c, y in self._y.items():
+            members = self._classes.members[c]
+            first = self._table.first[members[0]]
+            size = self._table.first[members[0] + 1] - first
+            own = np.zeros(size)
+            for k in range(size):
+                z = self._z.get(first + k)
+                if z is not None:
+                    own[k] = max(0.0, z.dj or 0.0) + max(0.0, y.dj or 0.0)
+            for u in members:
+                found[self._table.first[u] : self._table.first[u + 1]] = own
+        return found
 
     def _add_weights(self, units: frozenset[int], mixed: frozenset[int]) -> None:
         """Row (1)."""
@@ -111,7 +127,11 @@ class CountModel:
             if first not in units:
                 continue
             kind = pulp.LpContinuous if first in mixed else pulp.LpInteger
-            columns = range(self._table.first[first], self._table.first[first + 1])
+            columns = [*range(*self._table.first[first : first + 2])]
+            if self._left_out is not None:
+                columns = [j for j in columns if not self._left_out[j]]
+            if not columns:
+                continue
             points = {j: add(f"z_{j:06d}", 0, size, kind) for j in columns}
             self._y[c] = add(f"y_{c:05d}", 0, size, pulp.LpInteger)
             terms = [(z, 1.0) for z in points.values()]

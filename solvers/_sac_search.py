@@ -8,10 +8,12 @@ integers; the positions that are broken become rows of the next model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from time import perf_counter
 
 import numpy as np
+import numpy.typing as npt
 
 from solvers import _pulp
 from solvers._pulp import Backend
@@ -24,6 +26,7 @@ from solvers.solution import Termination
 _LP_ROUNDS = 30  # of adding rows to the relaxation: a start, no proof hangs on it
 _NEW_ROWS = 3  # at a time: every row splits classes
 _TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
+_FIRST_SHARE = 0.02  # above the relaxation: dearer columns are left out at first
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -69,7 +72,9 @@ class Search:
         self.rows = list(dict.fromkeys([int(table.base.argmax()), *rows]))
         self.bound = 0.0
         self.choice: Choice | None = None
-        self._best = float("inf")
+        self._best = math.inf
+        self._relaxed = 0.0  # optimum of the last LP relaxation, and what a column
+        self._surcharges = np.zeros(len(table.times))  # costs beyond it at least
 
     # --- least time under a budget ------------------------------------------------
 
@@ -100,7 +105,8 @@ class Search:
                     return outcome.termination
                 break
             assert outcome.bound is not None
-            self.bound = max(self.bound, outcome.bound / model.scale)
+            self.bound = self._relaxed = max(self.bound, outcome.bound / model.scale)
+            self._surcharges = model.surcharges() / model.scale
             weights = found
             live = self._table.live(weights)
             if not self._add_rows(live, budget_bytes + _TOLERANCE_BYTES):
@@ -112,21 +118,37 @@ class Search:
         return Termination.OPTIMAL
 
     def _branch(self, budget_bytes: int) -> Termination:
-        """Solve MILPs over whole points until one keeps all rows."""
+        """Solve MILPs over whole points until one keeps all rows.
+
+        Columns that would cost much beyond the relaxation are left out at first. A
+        solution that uses one of them takes `limit_ms` at least, so no bound above
+        that is proven.
+        """
         target, lowered = budget_bytes, _TOLERANCE_BYTES
+        limit_ms = min(self._best, self._relaxed * (1.0 + _FIRST_SHARE))
         while True:
             if self._is_hopeless(budget_bytes):
                 return Termination.INFEASIBLE
-            model, outcome, weights = self._solve(target, whole=True)
+            model, outcome, weights = self._solve(target, whole=True, limit_ms=limit_ms)
             is_true = target == budget_bytes  # else the model is no relaxation
             if outcome.bound is not None and is_true and not self._mixed:
-                self.bound = max(self.bound, outcome.bound / model.scale)
+                self._prove(min(outcome.bound / model.scale, limit_ms))
             if not outcome.termination.has_incumbent:
-                return outcome.termination  # at worst 4 KiB from what fits
+                if outcome.termination is not Termination.INFEASIBLE:
+                    return outcome.termination
+                if limit_ms >= self._best or not self._leaves_out(limit_ms):
+                    return outcome.termination  # at worst 4 KiB from what fits
+                limit_ms = self._best
+                continue
             live = self._table.live(weights.astype(np.int64))
             if live.max() <= budget_bytes:
                 self._offer(_choice(self._table, weights))
-                return outcome.termination
+                if self._is_done() or self._is_late():
+                    return outcome.termination
+                if limit_ms >= self._best or not self._leaves_out(limit_ms):
+                    return outcome.termination
+                limit_ms = self._best
+                continue
             self._offer(
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
@@ -141,9 +163,10 @@ class Search:
     def _raise_bound(self, budget_bytes: int) -> None:
         """Solve MILPs in which points may be mixed, for their bounds."""
         while not self._is_done() and not self._is_late():
-            model, outcome, weights = self._solve(budget_bytes)
+            limit_ms = self._best
+            model, outcome, weights = self._solve(budget_bytes, limit_ms=limit_ms)
             if outcome.bound is not None:
-                self.bound = max(self.bound, outcome.bound / model.scale)
+                self._prove(min(outcome.bound / model.scale, limit_ms))
             if not outcome.termination.has_incumbent:
                 return
             live = self._table.live(weights)
@@ -197,7 +220,12 @@ class Search:
     # --- both -----------------------------------------------------------------------
 
     def _solve(
-        self, budget_bytes: int | None, *, relaxed: bool = False, whole: bool = False
+        self,
+        budget_bytes: int | None,
+        *,
+        relaxed: bool = False,
+        whole: bool = False,
+        limit_ms: float = math.inf,
     ) -> tuple[CountModel, _pulp.Outcome, Floats]:
         """Model of the rows, how it ended, and its weights dealt out to the units."""
         classes = classify(self._table, self.rows, self._kinds)
@@ -208,6 +236,7 @@ class Search:
             units=self._units,
             budget_bytes=budget_bytes,
             mixed=() if whole else self._mixed,
+            left_out=self._too_dear(limit_ms),
         )
         left = None if self._ends is None else max(0.0, self._ends - perf_counter())
         outcome = _pulp.run(
@@ -255,6 +284,19 @@ class Search:
         time_ms = float(self._table.times @ self._table.weights(choice))
         if time_ms < self._best:
             self._best, self.choice = time_ms, choice
+
+    def _prove(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+
+    def _too_dear(self, limit_ms: float) -> npt.NDArray[np.bool_]:
+        """Columns that no solution faster than a limit uses."""
+        found: npt.NDArray[np.bool_] = self._relaxed + self._surcharges > limit_ms * (
+            1.0 + _NOISE
+        )
+        return found
+
+    def _leaves_out(self, limit_ms: float) -> bool:
+        return bool(self._too_dear(limit_ms).any())
 
     def _is_done(self) -> bool:
         if self.choice is None:
