@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autosac.policies import RERUN, SAVE, SKIP, Policy
 from autosac.units import Unit
 from solvers import curve, knapsack
+
+_NUM_POINTS = (16, 32, 64, 128, 256)  # of a curve
+_AFFORDABLE_POINTS = 1200  # of all units: about a second to simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +59,38 @@ def save_problem(
     )
 
 
-def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
-    """Solve for the Pareto points of a unit; None if it frees nothing."""
-    front = knapsack.front(save_problem(unit))
+def affordable_points(sizes: Sequence[int]) -> int:
+    """How many points of each unit the MILP can have.
+
+    All of them in a small model; where layers are many, few points of each are enough
+    for a plan close to the bound.
+
+    Args:
+        sizes: Number of Pareto points of every candidate unit.
+    """
+    return max(
+        (
+            most
+            for most in _NUM_POINTS
+            if sum(min(size, most) for size in sizes) <= _AFFORDABLE_POINTS
+        ),
+        default=_NUM_POINTS[0],
+    )
+
+
+def trade_off(
+    unit: Unit, front: knapsack.Front | None = None, *, num_points: int = 16
+) -> UnitCurve | None:
+    """Points of a unit's curve; None if it frees nothing.
+
+    Args:
+        unit: The unit.
+        front: Its Pareto points, or those of a unit that behaves alike; None to solve
+            for them.
+        num_points: See `knapsack.Front.select`.
+    """
+    if front is None:
+        front = knapsack.front(save_problem(unit))
     selected = set(front.select(num_points))
     most = max(unit.activation_bytes, unit.sole_bytes, 1)
     finer: list[tuple[int, float, Policy]] = []

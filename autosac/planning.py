@@ -28,7 +28,7 @@ from solvers._pulp import Backend
 Choice = Mapping[Unit, Policy]
 
 _ATTEMPTS = 6  # to correct the MILP's memory model by simulation
-_GAP = 1e-3  # the MILP stops this close to its bound; slack is spent afterwards
+RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
 TIME_LIMIT_S = 10.0  # of a solve, unless the caller says otherwise
 
 
@@ -39,6 +39,7 @@ def plan(
     memory_budget: int | str,
     segments: int | None = None,
     backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = TIME_LIMIT_S,
     **options: Any,
 ) -> Plan:
@@ -52,6 +53,8 @@ def plan(
             a number to fit each curve with so many linear segments (pwlf) and let
             the MILP choose the units on these: fewer variables, dearer plans.
         backend: MILP solver, "highs" or "cbc".
+        relative_gap: A solve stops when the plan's recompute time is proven this
+            close to the least.
         time_limit_s: A solve stops after this long with the best plan so far, and
             the plan's gap says what is left; None for no limit. Most take
             milliseconds.
@@ -68,6 +71,7 @@ def plan(
         budget_bytes,
         segments=segments,
         backend=backend,
+        relative_gap=relative_gap,
         time_limit_s=time_limit_s,
     )
 
@@ -113,6 +117,7 @@ def make_plan(
     *,
     segments: int | None = None,
     backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = TIME_LIMIT_S,
 ) -> Plan:
     """Solve, simulate, spend what is left of the budget, dry-run.
@@ -126,6 +131,7 @@ def make_plan(
         budget_bytes,
         segments=segments,
         backend=backend,
+        relative_gap=relative_gap,
         time_limit_s=time_limit_s,
     )
     policies = _op_policies(made, chosen)
@@ -139,6 +145,7 @@ def choose(
     *,
     segments: int | None = None,
     backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = TIME_LIMIT_S,
 ) -> tuple[Choice, float]:
     """The units of a plan with their policies, and the bound on recompute time.
@@ -148,7 +155,7 @@ def choose(
     """
     if made.baseline_peak_bytes <= budget_bytes:
         return {}, 0.0
-    problem = _Problem(made, segments, backend, time_limit_s)
+    problem = _Problem(made, segments, backend, relative_gap, time_limit_s)
     target, bound_ms = budget_bytes, 0.0
     for attempt in range(_ATTEMPTS):
         chosen, found_ms = problem.solve(target)
@@ -173,6 +180,7 @@ class _Problem:
     made: Profile
     segments: int | None
     backend: Backend
+    relative_gap: float
     time_limit_s: float | None
 
     def solve(self, budget_bytes: int) -> tuple[Choice | None, float]:
@@ -208,11 +216,11 @@ class _Problem:
                 integral=False,
                 backend=self.backend,
                 time_limit_s=self.time_limit_s,
-                relative_gap=_GAP,
+                relative_gap=self.relative_gap,
             )
             if fitted.weights is not None:
                 units = [u for u, weights in enumerate(fitted.weights) if any(weights)]
-        return self._run(budget_bytes, _GAP, units)
+        return self._run(budget_bytes, self.relative_gap, units)
 
     def _bound_ms(self, budget_bytes: int, solution: sac.SacSolution) -> float:
         """Least time of any choice of units and Pareto points, as far as proven."""
@@ -266,7 +274,7 @@ def lowest(
     return _lowest(made.formulation, backend, time_limit_s)[1]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def _lowest(
     formulation: Formulation, backend: Backend, time_limit_s: float | None
 ) -> tuple[int, Choice]:

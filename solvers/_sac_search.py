@@ -9,7 +9,7 @@ integers; the positions that are broken become rows of the next model.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from time import perf_counter
 
 import numpy as np
@@ -26,7 +26,9 @@ from solvers.solution import Termination
 _LP_ROUNDS = 30  # of adding rows to the relaxation: a start, no proof hangs on it
 _NEW_ROWS = 3  # at a time: every row splits classes
 _TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
-_FIRST_SHARE = 0.02  # above the relaxation: dearer columns are left out at first
+_EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
+_FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
+_WIDER = 4.0  # and then fewer of them
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -41,7 +43,6 @@ class Search:
         relative_gap: Stop when proven this close to the optimum.
         mixed: Units whose points stand for a finer curve: the bound must hold for
             mixtures of their points as well.
-        rows: Positions to begin with.
 
     Attributes:
         rows: Positions that turned out to bind.
@@ -58,7 +59,6 @@ class Search:
         time_limit_s: float | None,
         relative_gap: float,
         mixed: Collection[int] = (),
-        rows: Sequence[int] = (),
     ) -> None:
         self._table = table
         self._units = frozenset(units)
@@ -69,7 +69,7 @@ class Search:
         self._kinds = [
             (u in self._units) + (u in self._mixed) for u in range(len(table.parents))
         ]
-        self.rows = list(dict.fromkeys([int(table.base.argmax()), *rows]))
+        self.rows = [int(table.base.argmax())]
         self.bound = 0.0
         self.choice: Choice | None = None
         self._best = math.inf
@@ -125,7 +125,8 @@ class Search:
         that is proven.
         """
         target, lowered = budget_bytes, _TOLERANCE_BYTES
-        limit_ms = min(self._best, self._relaxed * (1.0 + _FIRST_SHARE))
+        share = _FIRST_SHARE + self._gap
+        limit_ms = min(self._best, self._relaxed * (1.0 + share))
         while True:
             if self._is_hopeless(budget_bytes):
                 return Termination.INFEASIBLE
@@ -138,7 +139,8 @@ class Search:
                     return outcome.termination
                 if limit_ms >= self._best or not self._leaves_out(limit_ms):
                     return outcome.termination  # at worst 4 KiB from what fits
-                limit_ms = self._best
+                share *= _WIDER
+                limit_ms = min(self._best, self._relaxed * (1.0 + share))
                 continue
             live = self._table.live(weights.astype(np.int64))
             if live.max() <= budget_bytes:
@@ -147,7 +149,8 @@ class Search:
                     return outcome.termination
                 if limit_ms >= self._best or not self._leaves_out(limit_ms):
                     return outcome.termination
-                limit_ms = self._best
+                share *= _WIDER
+                limit_ms = min(self._best, self._relaxed * (1.0 + share))
                 continue
             self._offer(
                 round_and_repair(self._table, budget_bytes, self._units, weights)
@@ -177,27 +180,26 @@ class Search:
 
     def least_peak(self) -> Termination:
         """Search the choice of least peak; `bound` is in bytes."""
-        nothing: Choice = [None] * len(self._table.parents)
-        self._offer_peak(nothing)
+        self._offer_peak([None] * len(self._table.parents))
         for whole in (False, True):
-            while not self._is_least() and not self._is_late():
+            while not self._is_least(_EXACT_BYTES) and not self._is_late():
                 model, outcome, weights = self._solve(
                     None, relaxed=not whole, whole=whole
                 )
                 if outcome.bound is not None:
-                    self.bound = max(self.bound, outcome.bound / model.scale)
+                    self._prove(outcome.bound / model.scale)
                 if not outcome.termination.has_incumbent:
                     break
-                dealt = weights if not whole else weights.astype(np.int64)
-                live = self._table.live(dealt)
-                cap = int(self.bound) + _TOLERANCE_BYTES
+                dealt = weights.astype(np.int64) if whole else weights
                 if whole:
                     self._offer_peak(_choice(self._table, weights))
                 else:
                     self._repair_peak(weights)
-                if not self._add_rows(live, cap):
+                live = self._table.live(dealt)
+                if not self._add_rows(live, int(self.bound) + _EXACT_BYTES):
                     break
-        return Termination.OPTIMAL if self._is_least() else Termination.FEASIBLE
+        is_proven = self._is_least(_TOLERANCE_BYTES)
+        return Termination.OPTIMAL if is_proven else Termination.FEASIBLE
 
     def _repair_peak(self, weights: Floats) -> None:
         """Round to whole points, close to the bound if that can be had."""
@@ -213,9 +215,9 @@ class Search:
         if peak < self._best:
             self._best, self.choice = peak, choice
 
-    def _is_least(self) -> bool:
+    def _is_least(self, tolerance_bytes: int) -> bool:
         left = self._best - self.bound
-        return left <= max(_TOLERANCE_BYTES, self._gap * self._best)
+        return left <= max(tolerance_bytes, self._gap * self._best)
 
     # --- both -----------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ __all__ = [
     "solve",
 ]
 
-_NEARLY = 0.02  # below the budget: such a position may bind at the next one
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -67,8 +66,8 @@ class SacSolution(Solution):
 class Solver:
     """Solves problems that differ in nothing but their budgets.
 
-    What does not depend on the budget is worked out once; positions that bound at one
-    budget are where the search begins at the next.
+    What does not depend on the budget is worked out once. Nothing else is carried from
+    one budget to the next, so that answers do not depend on what was asked before.
 
     Args:
         problem: Units and memory; its budget is ignored.
@@ -77,7 +76,6 @@ class Solver:
     def __init__(self, problem: SacProblem) -> None:
         self.problem = problem
         self._table = Table(problem)
-        self._rows: dict[int, list[int]] = {}
 
     def solve(
         self,
@@ -95,7 +93,6 @@ class Solver:
         nothing: Choice = [None] * len(self.problem.units)
         if max(self.problem.base_bytes) <= budget_bytes:
             return _finished(self._record(nothing), 0.0, relative_gap, started)
-        near = min(self._rows, key=lambda known: abs(known - budget_bytes), default=0)
         search = Search(
             self._table,
             units=units,
@@ -103,17 +100,12 @@ class Solver:
             time_limit_s=time_limit_s,
             relative_gap=relative_gap,
             mixed=mixed_units,
-            rows=self._rows.get(near, ()),
         )
         termination = search.least_time(budget_bytes)
         if search.choice is None:
             bound_ms = None if termination is Termination.INFEASIBLE else search.bound
             found = SacSolution(termination=termination, bound_ms=bound_ms)
             return replace(found, solve_s=perf_counter() - started)
-        binding = self._table.live(self._table.weights(search.choice))
-        self._rows[budget_bytes] = [
-            q for q in search.rows if binding[q] > budget_bytes * (1.0 - _NEARLY)
-        ]
         return _finished(
             self._record(search.choice), search.bound, relative_gap, started
         )
