@@ -9,8 +9,8 @@ from autosac.policies import RERUN, SAVE, SKIP, Policy
 from autosac.units import Unit
 from solvers import curve, knapsack
 
-_NUM_POINTS = (16, 32, 64, 128, 256)  # of a curve
-_AFFORDABLE_POINTS = 1200  # of all units: about a second to simulate
+_NUM_POINTS = (24, 32, 48, 64, 128, 256)  # of a curve
+_AFFORDABLE_POINTS = 1300  # of all units: about a second to simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
