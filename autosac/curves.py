@@ -10,7 +10,7 @@ from autosac.units import Unit
 from solvers import curve, knapsack
 
 _NUM_POINTS = (24, 32, 48, 64, 128, 256)  # of a curve
-_AFFORDABLE_POINTS = 1300  # of all units: about a second to simulate
+_AFFORDABLE_POINTS = 1600  # of all units: about a second to simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

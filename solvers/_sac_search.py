@@ -126,7 +126,7 @@ class Search:
         """
         target, lowered = budget_bytes, _TOLERANCE_BYTES
         share = _FIRST_SHARE + self._gap
-        limit_ms = min(self._best, self._relaxed * (1.0 + share))
+        limit_ms = self._limit_ms(share)
         while True:
             if self._is_hopeless(budget_bytes):
                 return Termination.INFEASIBLE
@@ -137,20 +137,24 @@ class Search:
             if not outcome.termination.has_incumbent:
                 if outcome.termination is not Termination.INFEASIBLE:
                     return outcome.termination
-                if limit_ms >= self._best or not self._leaves_out(limit_ms):
+                if is_true and not self._mixed and self.choice is not None:
+                    self._prove(min(limit_ms, self._best))  # nothing is faster
+                if limit_ms >= self._best:
+                    if self.choice is not None:
+                        return Termination.FEASIBLE
                     return outcome.termination  # at worst 4 KiB from what fits
                 share *= _WIDER
-                limit_ms = min(self._best, self._relaxed * (1.0 + share))
+                limit_ms = self._limit_ms(share)
                 continue
             live = self._table.live(weights.astype(np.int64))
             if live.max() <= budget_bytes:
                 self._offer(_choice(self._table, weights))
                 if self._is_done() or self._is_late():
                     return outcome.termination
-                if limit_ms >= self._best or not self._leaves_out(limit_ms):
+                if limit_ms >= self._best:
                     return outcome.termination
                 share *= _WIDER
-                limit_ms = min(self._best, self._relaxed * (1.0 + share))
+                limit_ms = self._limit_ms(share)
                 continue
             self._offer(
                 round_and_repair(self._table, budget_bytes, self._units, weights)
@@ -290,15 +294,18 @@ class Search:
     def _prove(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
 
+    def _limit_ms(self, share: float) -> float:
+        """A share above the relaxation; all that may pay once that is a lot."""
+        if share > 1.0 or not self._relaxed:
+            return self._best
+        return min(self._best, self._relaxed * (1.0 + share))
+
     def _too_dear(self, limit_ms: float) -> npt.NDArray[np.bool_]:
         """Columns that no solution faster than a limit uses."""
         found: npt.NDArray[np.bool_] = self._relaxed + self._surcharges > limit_ms * (
             1.0 + _NOISE
         )
         return found
-
-    def _leaves_out(self, limit_ms: float) -> bool:
-        return bool(self._too_dear(limit_ms).any())
 
     def _is_done(self) -> bool:
         if self.choice is None:
