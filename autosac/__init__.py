@@ -12,6 +12,7 @@ from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
 from autosac.profiling import Profile, calibrate, profile
 from autosac.stepping import OptimizerInBackward
+from autosac.sweeping import Sweep, sweep
 from autosac.verifying import Verification, verify
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "PlanMismatchError",
     "Profile",
     "SolverError",
+    "Sweep",
     "TraceError",
     "Verification",
     "calibrate",
@@ -30,5 +32,6 @@ __all__ = [
     "plan",
     "policy",
     "profile",
+    "sweep",
     "verify",
 ]

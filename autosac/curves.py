@@ -10,20 +10,32 @@ from autosac.policies import RERUN, SAVE, SKIP, Policy, block_policies, onward
 from autosac.units import Block, Unit
 from solvers import curve, knapsack
 
+_NUM_POINTS = (24, 32, 48, 64, 128, 256)  # of a curve
+_AFFORDABLE_POINTS = 1600  # of all units: about a second to simulate
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCurve:
-    """Exact trade-off curve of an AC unit, and the policies behind its points.
+    """Points of a unit's trade-off curve, and the policies behind them.
 
     Attributes:
-        points: The Pareto points; least freed (and least recomputed) first.
+        points: Pareto points; least freed (and least recomputed) first. Of a curve of
+            many points these are the vertices of its lower convex hull, and points
+            evenly spaced between them.
         policies: Policy of each point.
         ratios: Share of the unit's activation memory that each point recomputes.
+        finer: Every Pareto point that is known: saved bytes, time and policy, the
+            fewest bytes first.
+        is_selection: There are more Pareto points than `points`.
+        has_hull: No Pareto point lies below the lines between those of `points`.
     """
 
     points: curve.TradeoffCurve
     policies: tuple[Policy, ...]
     ratios: tuple[float, ...]
+    finer: tuple[tuple[int, float, Policy], ...] = ()
+    is_selection: bool = False
+    has_hull: bool = True
 
 
 def save_problem(
@@ -48,19 +60,51 @@ def save_problem(
     )
 
 
-def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
-    """Solve for the Pareto points of a unit; None if it frees nothing."""
-    problem = save_problem(unit)
-    solutions = knapsack.trade_off(problem, num_points=num_points)
+def affordable_points(sizes: Sequence[int]) -> int:
+    """How many points of each unit the MILP can have.
+
+    All of them in a small model; where layers are many, few points of each are enough
+    for a plan close to the bound.
+
+    Args:
+        sizes: Number of Pareto points of every candidate unit.
+    """
+    return max(
+        (
+            most
+            for most in _NUM_POINTS
+            if sum(min(size, most) for size in sizes) <= _AFFORDABLE_POINTS
+        ),
+        default=_NUM_POINTS[0],
+    )
+
+
+def trade_off(
+    unit: Unit, front: knapsack.Front | None = None, *, num_points: int = 16
+) -> UnitCurve | None:
+    """Points of a unit's curve; None if it frees nothing.
+
+    Args:
+        unit: The unit.
+        front: Its Pareto points, or those of a unit that behaves alike; None to solve
+            for them.
+        num_points: See `knapsack.Front.select`.
+    """
+    if front is None:
+        front = knapsack.front(save_problem(unit))
+    selected = set(front.select(num_points))
     most = max(unit.activation_bytes, unit.sole_bytes, 1)
+    finer: list[tuple[int, float, Policy]] = []
     freed: dict[int, tuple[float, Policy]] = {}
-    for solution in solutions:
+    for i, solution in enumerate(front.solutions):
         assert solution.saved is not None and solution.rerun is not None
         policy = Policy(spell(solution.saved, solution.rerun))
         time_ms = recompute_ms(unit, policy)
         kept_bytes = kept(unit, policy)
         if kept_bytes <= most:
-            freed[most - kept_bytes] = (time_ms, policy)
+            finer.append((kept_bytes, time_ms, policy))
+            if i in selected:
+                freed[most - kept_bytes] = (time_ms, policy)
     if not freed or max(freed) == 0:
         return None
     exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
@@ -68,6 +112,9 @@ def trade_off(unit: Unit, *, num_points: int = 16) -> UnitCurve | None:
         points=exact,
         policies=tuple(freed[nbytes][1] for nbytes in exact.freed_bytes),
         ratios=tuple(min(1.0, nbytes / most) for nbytes in exact.freed_bytes),
+        finer=tuple(reversed(finer)),
+        is_selection=not front.is_complete or len(finer) > len(freed),
+        has_hull=front.has_hull,
     )
 
 

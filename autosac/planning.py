@@ -15,20 +15,21 @@ from autosac import applying, curves
 from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.formulating import Formulation
 from autosac.plans import Plan
-from autosac.policies import RERUN, SAVE, OpPolicy, Policy, block_policies, op_policies
+from autosac.policies import OpPolicy, Policy, block_policies, op_policies
 from autosac.profiling import Profile, calibrate, profile
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.simulating import Simulator
+from autosac.spending import spend_slack
 from autosac.tracing import dry_run
 from autosac.units import Unit
-from solvers import knapsack, sac
+from solvers import sac
 from solvers._pulp import Backend
 
 Choice = Mapping[Unit, Policy]
 
 _ATTEMPTS = 6  # to correct the MILP's memory model by simulation
-_GAP = 1e-3  # the MILP stops this close to its bound; slack is spent afterwards
-_TIME_LIMIT_S = 10.0
+RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
+TIME_LIMIT_S = 10.0  # of a solve, unless the caller says otherwise
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
 
 
@@ -39,6 +40,8 @@ def plan(
     memory_budget: int | str,
     segments: int | None = None,
     backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
+    time_limit_s: float | None = TIME_LIMIT_S,
     dry_run: bool | None = None,
     **options: Any,
 ) -> Plan:
@@ -52,6 +55,11 @@ def plan(
             a number to fit each curve with so many linear segments (pwlf) and let
             the MILP choose the units on these: fewer variables, dearer plans.
         backend: MILP solver, "highs" or "cbc".
+        relative_gap: A solve stops when the plan's recompute time is proven this
+            close to the least.
+        time_limit_s: A solve stops after this long with the best plan so far, and
+            the plan's gap says what is left; None for no limit. Most take
+            milliseconds.
         dry_run: Whether to run the applied model once under fake tensors, which must
             confirm the simulated peak. None for always but in one case: the step has
             more than 10,000 ops, and a dry run of another plan from the same profile
@@ -63,10 +71,16 @@ def plan(
         ValueError: The budget cannot be read.
         SolverError: The dry run does not confirm the plan.
     """
-    made = _profile_of(model, inputs, options)
+    made = profile_of(model, inputs, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=made.device.memory_bytes)
     return make_plan(
-        made, budget_bytes, segments=segments, backend=backend, dry_run=dry_run
+        made,
+        budget_bytes,
+        segments=segments,
+        backend=backend,
+        relative_gap=relative_gap,
+        time_limit_s=time_limit_s,
+        dry_run=dry_run,
     )
 
 
@@ -86,7 +100,8 @@ def floor(made: Profile) -> int:
     return made.peak_bytes(lowest(made))
 
 
-def _profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
+def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
+    """The profile that was passed, or a new one, calibrated where the model lies."""
     if isinstance(model, Profile):
         if inputs is not None or options:
             raise TypeError(
@@ -110,6 +125,8 @@ def make_plan(
     *,
     segments: int | None = None,
     backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
+    time_limit_s: float | None = TIME_LIMIT_S,
     dry_run: bool | None = None,
 ) -> Plan:
     """Solve, simulate, spend what is left of the budget, dry-run.
@@ -125,7 +142,14 @@ def make_plan(
         InfeasibleBudgetError: No plan fits.
         SolverError: The applied model's dry run does not confirm the plan.
     """
-    chosen, bound_ms = choose(made, budget_bytes, segments=segments, backend=backend)
+    chosen, bound_ms = choose(
+        made,
+        budget_bytes,
+        segments=segments,
+        backend=backend,
+        relative_gap=relative_gap,
+        time_limit_s=time_limit_s,
+    )
     policies = _op_policies(made, chosen)
     if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
         _confirm(made, chosen, policies)
@@ -138,6 +162,8 @@ def choose(
     *,
     segments: int | None = None,
     backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
+    time_limit_s: float | None = TIME_LIMIT_S,
 ) -> tuple[Choice, float]:
     """The units of a plan with their policies, and the bound on recompute time.
 
@@ -146,91 +172,102 @@ def choose(
     """
     if made.baseline_peak_bytes <= budget_bytes:
         return {}, 0.0
+    problem = _Problem(made, segments, backend, relative_gap, time_limit_s)
     target, bound_ms = budget_bytes, 0.0
     for attempt in range(_ATTEMPTS):
-        chosen, found_ms = _solve(made, target, segments, backend)
+        chosen, found_ms = problem.solve(target)
         if chosen is None:
             break
-        chosen = spend_slack(made.simulator, chosen, target)
+        chosen = spend_slack(made.simulator, made.formulation, chosen, target)
         bound_ms = bound_ms if attempt else found_ms
         excess = made.peak_bytes(chosen) - budget_bytes
         if excess <= 0:
             return chosen, bound_ms
         target -= excess  # a GPU's allocator holds more than is asked of it
-    chosen = lowest(made, backend)
+    chosen = lowest(made, backend, time_limit_s)
     if made.peak_bytes(chosen) > budget_bytes:
         raise _infeasible(made, chosen, budget_bytes)
     return chosen, bound_ms
 
 
-def _solve(
-    made: Profile, budget_bytes: int, segments: int | None, backend: Backend
-) -> tuple[Choice | None, float]:
-    """Choice under the budget by simulation, and the bound on its time."""
-    formulation = made.formulation
-    # The MILP counts storages that two units share twice; at a budget that only the
-    # simulation can meet, the bound of its own least budget holds all the more.
-    least_bytes, _ = lowest_in_milp(formulation, backend)
-    target = max(budget_bytes, least_bytes)
-    bound_ms: float | None = None
-    for _ in range(_ATTEMPTS):
-        solution = _solve_once(formulation, target, segments, backend)
-        if bound_ms is None:
-            bound_ms = _bound_ms(formulation, target, segments, backend, solution)
-        if not solution.termination.has_incumbent:
-            break
-        chosen: Choice = decode(formulation, solution)
-        excess = made.simulator.peak_bytes(chosen) - budget_bytes
-        if excess <= 0:
-            return chosen, bound_ms
-        target -= excess
-    chosen = lowest(made, backend)
-    fits = made.simulator.peak_bytes(chosen) <= budget_bytes
-    return chosen if fits else None, bound_ms or 0.0
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """How the MILP of a profile is solved."""
 
+    made: Profile
+    segments: int | None
+    backend: Backend
+    relative_gap: float
+    time_limit_s: float | None
 
-def _solve_once(
-    formulation: Formulation, budget_bytes: int, segments: int | None, backend: Backend
-) -> sac.SacSolution:
-    """Exact points of all candidates, or of those a MILP on fitted curves picks."""
-    units = None
-    if segments is not None:
-        fitted = sac.solve(
-            formulation.fitted(segments).problem(budget_bytes),
-            integral=False,
-            backend=backend,
-            time_limit_s=_TIME_LIMIT_S,
-            relative_gap=_GAP,
+    def solve(self, budget_bytes: int) -> tuple[Choice | None, float]:
+        """Choice under the budget by simulation, and the bound on its time."""
+        formulation = self.made.formulation
+        # The MILP may see more memory than the simulation, where a unit holds an
+        # output that another one saves. At a budget that only the simulation can
+        # meet, the bound of the MILP's least budget holds all the more.
+        least_bytes, choice = _lowest(formulation, self.backend, self.time_limit_s)
+        target = max(budget_bytes, least_bytes)
+        bound_ms: float | None = None
+        for _ in range(_ATTEMPTS):
+            solution = self._solve_once(target)
+            if bound_ms is None:
+                bound_ms = self._bound_ms(target, solution)
+            if not solution.termination.has_incumbent:
+                break
+            chosen: Choice = decode(formulation, solution)
+            excess = self.made.simulator.peak_bytes(chosen) - budget_bytes
+            if excess <= 0:
+                return chosen, bound_ms
+            target -= excess
+        fits = self.made.simulator.peak_bytes(choice) <= budget_bytes
+        return choice if fits else None, bound_ms or 0.0
+
+    def _solve_once(self, budget_bytes: int) -> sac.SacSolution:
+        """Exact points of all candidates, or of those a MILP on fitted curves picks."""
+        formulation = self.made.formulation
+        units = None
+        if self.segments is not None:
+            fitted = sac.solve(
+                formulation.fitted(self.segments).problem(budget_bytes),
+                integral=False,
+                backend=self.backend,
+                time_limit_s=self.time_limit_s,
+                relative_gap=self.relative_gap,
+            )
+            if fitted.weights is not None:
+                units = [u for u, weights in enumerate(fitted.weights) if any(weights)]
+        return self._run(budget_bytes, self.relative_gap, units)
+
+    def _bound_ms(self, budget_bytes: int, solution: sac.SacSolution) -> float:
+        """Least time of any choice of units and Pareto points, as far as proven."""
+        curves = self.made.formulation.curves
+        if not all(curve.has_hull for curve in curves):
+            return 0.0  # some save sets are unknown: nothing is proven
+        if self.segments is not None:  # it knows only the units that the fit picked
+            solution = self._run(budget_bytes, math.inf, None)
+        return solution.bound_ms or 0.0
+
+    def _run(
+        self, budget_bytes: int, relative_gap: float, units: list[int] | None
+    ) -> sac.SacSolution:
+        formulation = self.made.formulation
+        return _solver(formulation).solve(
+            budget_bytes,
+            backend=self.backend,
+            time_limit_s=self.time_limit_s,
+            relative_gap=relative_gap,
+            fixed_units=units,
+            mixed_units=[
+                u for u, curve in enumerate(formulation.curves) if curve.is_selection
+            ],
         )
-        if fitted.weights is not None:
-            units = [u for u, weights in enumerate(fitted.weights) if any(weights)]
-    return sac.solve(
-        formulation.problem(budget_bytes),
-        integral=True,
-        backend=backend,
-        time_limit_s=_TIME_LIMIT_S,
-        relative_gap=_GAP,
-        fixed_units=units,
-    )
 
 
-def _bound_ms(
-    formulation: Formulation,
-    budget_bytes: int,
-    segments: int | None,
-    backend: Backend,
-    solution: sac.SacSolution,
-) -> float:
-    """Least time of any choice of units and points, as far as it is proven."""
-    if segments is not None:  # the solution knows only the units that the fit picked
-        solution = sac.solve(
-            formulation.problem(budget_bytes),
-            integral=True,
-            backend=backend,
-            time_limit_s=_TIME_LIMIT_S,
-            relative_gap=math.inf,
-        )
-    return solution.bound_ms or 0.0
+@lru_cache(maxsize=1)
+def _solver(formulation: Formulation) -> sac.Solver:
+    """What does not depend on the budget, worked out once."""
+    return sac.Solver(formulation.problem(0))
 
 
 def decode(formulation: Formulation, solution: sac.SacSolution) -> dict[Unit, Policy]:
@@ -245,21 +282,34 @@ def decode(formulation: Formulation, solution: sac.SacSolution) -> dict[Unit, Po
     }
 
 
-def lowest(made: Profile, backend: Backend = "highs") -> Choice:
+@lru_cache(maxsize=2)
+def lowest(
+    made: Profile,
+    backend: Backend = "highs",
+    time_limit_s: float | None = TIME_LIMIT_S,
+) -> Choice:
     """The choice of least peak."""
-    return lowest_in_milp(made.formulation, backend)[1]
+    least_bytes, choice = _lowest(made.formulation, backend, time_limit_s)
+    problem = _Problem(made, None, backend, RELATIVE_GAP, time_limit_s)
+    peak_bytes = made.simulator.peak_bytes(choice)
+    while peak_bytes > least_bytes:  # where the MILP is off, another may be lower
+        lower, _ = problem.solve(peak_bytes - 1)
+        if lower is None:
+            break
+        choice, peak_bytes = lower, made.simulator.peak_bytes(lower)
+    return choice
 
 
-@lru_cache(maxsize=1)
-def lowest_in_milp(formulation: Formulation, backend: Backend) -> tuple[int, Choice]:
+@lru_cache(maxsize=2)
+def _lowest(
+    formulation: Formulation, backend: Backend, time_limit_s: float | None
+) -> tuple[int, Choice]:
     """Least peak in the MILP's memory model, and the choice that reaches it."""
     if not formulation.units:
         return 0, {}
-    peak_bytes, solution = sac.lowest_peak(
-        formulation.problem(0), backend=backend, time_limit_s=_TIME_LIMIT_S
+    peak_bytes, solution = _solver(formulation).lowest_peak(
+        backend=backend, time_limit_s=time_limit_s
     )
-    if not solution.termination.has_incumbent:
-        raise SolverError("The solver found no plan of least peak in time.")
     return peak_bytes, decode(formulation, solution)
 
 
@@ -288,67 +338,6 @@ def _hint(made: Profile) -> str:
     kept = {m.fqn: m.activation_bytes or 0 for m in made.statistics.modules}
     fqn = max(refused, key=lambda fqn: kept.get(fqn, 0), default=None)
     return "" if fqn is None else f" `{fqn}` cannot be an AC unit: {refused[fqn]}."
-
-
-# --- spending what is left ----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Save one more result in a unit."""
-
-    unit: Unit
-    policy: Policy
-    gain_ms: float
-    cost_bytes: int
-
-
-def spend_slack(simulator: Simulator, chosen: Choice, budget_bytes: int) -> Choice:
-    """Save further results, dearest first, while the simulated peak fits.
-
-    A heuristic: one result at a time, so that bytes too few for any point of a
-    unit's curve are used as well.
-    """
-    chosen = dict(chosen)
-    peak_bytes = simulator.peak_bytes(chosen)
-    tried: set[tuple[Unit, str]] = set()
-    while True:
-        slack = budget_bytes - peak_bytes
-        moves = [
-            move
-            for unit, policy in chosen.items()
-            for move in _moves(unit, policy)
-            if move.cost_bytes <= slack and (unit, move.policy.choices) not in tried
-        ]
-        if not moves:
-            return chosen
-        move = max(moves, key=lambda move: move.gain_ms)
-        tried.add((move.unit, move.policy.choices))
-        changed = {**chosen, move.unit: move.policy}
-        changed_peak = simulator.peak_bytes(changed)
-        if changed_peak <= budget_bytes:
-            chosen, peak_bytes = changed, changed_peak
-
-
-def _moves(unit: Unit, policy: Policy) -> list[_Move]:
-    before_ms = curves.recompute_ms(unit, policy)
-    before_bytes = curves.kept(unit, policy)
-    problem = curves.save_problem(unit)
-    moves = []
-    for g, choice in enumerate(policy.choices):
-        if choice == RERUN and not unit.groups[g].unsavable:
-            saved = tuple(c == SAVE or i == g for i, c in enumerate(policy.choices))
-            rerun = knapsack.rerun_closure(problem, saved)
-            changed = Policy(curves.spell(saved, rerun))
-            moves.append(
-                _Move(
-                    unit,
-                    changed,
-                    before_ms - curves.recompute_ms(unit, changed),
-                    curves.kept(unit, changed) - before_bytes,
-                )
-            )
-    return [move for move in moves if move.gain_ms > 0]
 
 
 # --- the plan -----------------------------------------------------------------

@@ -48,7 +48,7 @@ class Plan:
         recompute_ms: Predicted time a step spends on recomputation.
         step_ms: Predicted time of a step, recomputation included.
         bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
-            the points of their curves, in the MILP's memory model.
+            their Pareto-optimal save sets, in the MILP's memory model.
         composition: Bytes alive at the peak per category.
         device: Name of the device that times are for.
         calibrated: Times and workspaces were measured, not modelled.

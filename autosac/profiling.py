@@ -26,6 +26,7 @@ from autosac.stepping import LossFn, normalize_inputs
 from autosac.tape import Tape
 from autosac.tracing import Step, trace
 from autosac.units import Unit, Units, find_units
+from solvers import knapsack
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,10 +96,16 @@ class Profile:
             return self._formulation()
 
     def _formulation(self) -> Formulation:
-        by_key: dict[Any, curves.UnitCurve | None] = {}
+        fronts: dict[Any, knapsack.Front] = {}
         for unit in self.units.candidates:
-            if unit.key not in by_key:
-                by_key[unit.key] = curves.trade_off(unit)
+            if unit.key not in fronts:
+                fronts[unit.key] = knapsack.front(curves.save_problem(unit))
+        sizes = [len(fronts[unit.key].solutions) for unit in self.units.candidates]
+        num_points = curves.affordable_points(sizes)
+        by_key = {
+            unit.key: curves.trade_off(unit, fronts[unit.key], num_points=num_points)
+            for unit in {unit.key: unit for unit in self.units.candidates}.values()
+        }
         for chain in self.chains:
             if chain.key not in by_key:
                 of_blocks = [by_key[block.unit.key] for block in chain.blocks]

@@ -1,188 +1,177 @@
-"""A first incumbent for the main MILP: round the relaxation, repair, then trim.
+"""Choices without a solver: round a relaxation, repair it, then trim it.
 
-A heuristic, and deterministic. Identical layers leave a MILP solver with many equal
-choices; with an incumbent in hand it has only the bound to prove.
+A heuristic, and deterministic: it turns what keeps most rows into what keeps all.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
 
-from solvers.sac_problem import Hold, SacProblem, live_bytes
+from solvers._sac_table import Choice, Floats, Ints, Table
 
-Choice = dict[int, int]  # unit -> point
-
-_MOVES_PER_UNIT = 4  # of the repair: more only shift memory back and forth
+_MOST_MOVES = 400  # of a repair: where more are needed it goes astray
 
 
 def round_and_repair(
-    problem: SacProblem, units: Collection[int], weights: Sequence[Sequence[float]]
-) -> list[list[float]] | None:
+    table: Table, budget_bytes: int, units: Collection[int], weights: Floats
+) -> Choice | None:
     """Whole points close to continuous weights that keep the budget exactly.
 
     Args:
-        problem: Units, memory and budget.
+        table: The units.
+        budget_bytes: Cap on the live memory at every position.
         units: Those that may be chosen.
-        weights: A solution of the LP relaxation.
+        weights: Weight of each column.
 
     Returns:
-        Weights of 0 and 1, or None if the repair got stuck.
+        The choice, or None if the repair got stuck.
     """
-    search = _Search(problem, units)
-    for u, k in _rounded(problem, weights):
-        if not any(v in search.choice for v in search.relatives[u]):
-            search.move(u, k)
+    search = _Search(table, budget_bytes, units, rounded(table, weights))
     if not search.repair():
         return None
     search.trim()
-    return [
-        [int(search.choice.get(u) == k) for k in range(len(unit.points))]
-        for u, unit in enumerate(problem.units)
-    ]
+    return search.choice
 
 
-def _rounded(
-    problem: SacProblem, weights: Sequence[Sequence[float]]
-) -> Iterator[tuple[int, int]]:
+def rounded(table: Table, weights: Floats) -> list[int | None]:
     """The likeliest units, each at the first point that frees what it frees now."""
-    totals = [sum(shares) for shares in weights]
-    for u in sorted(range(len(totals)), key=lambda u: (-totals[u], u)):
-        if totals[u] < 0.5:
-            return
-        freed = [point.freed_bytes for point in problem.units[u].points]
-        wanted = sum(f * w for f, w in zip(freed, weights[u], strict=True)) / totals[u]
-        near = [k for k, f in enumerate(freed) if f >= wanted - 1.0]
-        yield u, near[0] if near else len(freed) - 1
+    totals = np.bincount(table.owner, weights, len(table.parents))
+    choice: list[int | None] = [None] * len(table.parents)
+    likely = np.flatnonzero(totals >= 0.5)
+    for u in sorted(likely.tolist(), key=lambda u: (-totals[u], u)):
+        if any(choice[v] is not None for v in table.relatives(u)):
+            continue
+        own = slice(table.first[u], table.first[u + 1])
+        freed = table.freed[own]
+        wanted = float(freed @ weights[own]) / totals[u]
+        near = np.flatnonzero(freed >= wanted - 1.0)
+        choice[u] = int(near[0]) if len(near) else len(freed) - 1
+    return choice
 
 
 class _Search:
     """A choice of points, its live memory, and single moves from it."""
 
-    def __init__(self, problem: SacProblem, units: Collection[int]) -> None:
-        self.choice: Choice = {}
-        self.relatives = _relatives(problem)
-        self._problem = problem
-        self._units = sorted(units)
-        self._working = [dict(unit.working) for unit in problem.units]
-        self._holds: dict[int, list[Hold]] = defaultdict(list)
-        for hold in problem.holds:
+    def __init__(
+        self,
+        table: Table,
+        budget_bytes: int,
+        units: Collection[int],
+        choice: list[int | None],
+    ) -> None:
+        self.choice = choice
+        self._table = table
+        self._budget = budget_bytes
+        self._live: Ints = table.live(table.weights(choice)).astype(np.int64)
+        self._allowed = np.isin(table.owner, np.array(sorted(units), dtype=np.int64))
+        self._holds: list[list[int]] = [[] for _ in choice]
+        for index, hold in enumerate(table.problem.holds):
             for u, _ in hold.holders:
-                self._holds[u].append(hold)
-        nothing = [[0] * len(unit.points) for unit in problem.units]
-        self._live = np.array(live_bytes(problem, nothing), dtype=np.int64)
-
-    def move(self, u: int, k: int | None) -> None:
-        """Move a unit to a point or to None; units around or in it are dropped."""
-        self._live += self._change(u, k)
-        for v in (u, *self.relatives[u]):
-            if v == u or k is not None:
-                self.choice.pop(v, None)
-        if k is not None:
-            self.choice[u] = k
+                self._holds[u].append(index)
 
     def repair(self) -> bool:
         """Cheapest relief at the peak, until the peak is within the budget."""
-        budget = self._problem.budget_bytes
-        banned: set[tuple[int, int]] = set()
-        for _ in range(_MOVES_PER_UNIT * len(self._units) + 1):
+        banned = ~self._allowed
+        for _ in range(_MOST_MOVES):
             position = int(self._live.argmax())
-            excess = int(self._live[position]) - budget
+            excess = int(self._live[position]) - self._budget
             if excess <= 0:
                 return True
-            move = self._best_relief(position, excess, banned)
-            if move is None:
+            column = self._best_relief(position, excess, banned)
+            if column is None:
                 return False
-            before = self._violation(self._live)
-            if self._violation(self._live + self._change(*move)) < before:
-                self.move(*move)
+            u = int(self._table.owner[column])
+            k = column - self._table.first[u]
+            changed = self._live + self._change(u, k)
+            if self._violation(changed) < self._violation(self._live):
+                self._move(u, k, changed)
             else:
-                banned.add(move)
+                banned[column] = True
         return False
 
     def trim(self) -> None:
         """Recompute less in one unit after the other while the budget allows it."""
-        budget = self._problem.budget_bytes
-        for u in sorted(self.choice, key=lambda u: (-self._time(u), u)):
-            times = [point.recompute_ms for point in self._problem.units[u].points]
-            cheaper = [k for k, ms in enumerate(times) if ms < self._time(u)]
-            for k in (None, *sorted(cheaper, key=times.__getitem__)):
-                if (self._live + self._change(u, k)).max() <= budget:
-                    self.move(u, k)
+        times = self._table.times
+        used = [
+            (float(times[self._table.first[u] + k]), u)
+            for u, k in enumerate(self.choice)
+            if k is not None
+        ]
+        for now_ms, u in sorted(used, key=lambda entry: (-entry[0], entry[1])):
+            own = times[self._table.first[u] : self._table.first[u + 1]]
+            cheaper = np.flatnonzero(own < now_ms)
+            options = [None, *cheaper[np.argsort(own[cheaper])].tolist()]
+            for k in options:
+                changed = self._live + self._change(u, k)
+                if changed.max() <= self._budget:
+                    self._move(u, k, changed)
                     break
 
+    def _move(self, u: int, k: int | None, live: Ints) -> None:
+        """Move a unit to a point or to None; units around or in it are dropped."""
+        if k is not None:
+            for v in self._table.relatives(u):
+                self.choice[v] = None
+        self.choice[u] = k
+        self._live = live
+
     def _best_relief(
-        self, position: int, excess: int, banned: set[tuple[int, int]]
-    ) -> tuple[int, int] | None:
-        best: tuple[float, int, int] | None = None
-        for u in self._units:
-            family = [u, *self.relatives[u]]
-            now = sum(self._at(v, self.choice.get(v), position) for v in family)
-            now_ms = sum(self._time(v) for v in family)
-            for k, point in enumerate(self._problem.units[u].points):
-                relief = now - self._at(u, k, position)
-                if relief <= 0 or (u, k) in banned or self.choice.get(u) == k:
-                    continue
-                price = max(0.0, point.recompute_ms - now_ms) / min(relief, excess)
-                if best is None or (price, u, k) < best:
-                    best = (price, u, k)
-        return best and (best[1], best[2])
+        self, position: int, excess: int, banned: npt.NDArray[np.bool_]
+    ) -> int | None:
+        """Column that lowers a position at the least time per byte."""
+        table = self._table
+        row = table.row(position)
+        now = np.zeros(len(self.choice), dtype=np.int64)
+        now_ms = np.zeros(len(self.choice))
+        for u, k in enumerate(self.choice):
+            if k is not None:
+                family = [u, *table.relatives(u)]
+                now[family] += row[table.first[u] + k]
+                now_ms[family] += table.times[table.first[u] + k]
+        relief = now[table.owner] - row
+        possible = np.flatnonzero((relief > 0) & ~banned)
+        if not len(possible):
+            return None
+        more_ms = table.times[possible] - now_ms[table.owner[possible]]
+        price = np.maximum(more_ms, 0.0) / np.minimum(relief[possible], excess)
+        return int(possible[price.argmin()])
 
-    def _violation(self, live: npt.NDArray[np.int64]) -> int:
-        return int(np.maximum(live - self._problem.budget_bytes, 0).sum())
+    def _violation(self, live: Ints) -> int:
+        return int(np.maximum(live - self._budget, 0).sum())
 
-    def _time(self, u: int) -> float:
-        k = self.choice.get(u)
-        return 0.0 if k is None else self._problem.units[u].points[k].recompute_ms
-
-    def _at(self, u: int, k: int | None, position: int) -> int:
-        """What a unit at a point adds to the live memory at a position."""
-        if k is None:
-            return 0
-        unit = self._problem.units[u]
-        added = 0
-        if unit.freed_from <= position < unit.freed_until:
-            added -= unit.points[k].freed_bytes
-        extras = self._working[u].get(position)
-        return added if extras is None else added + extras[k]
-
-    def _change(self, u: int, k: int | None) -> npt.NDArray[np.int64]:
+    def _change(self, u: int, k: int | None) -> Ints:
         """Change of the live memory if a unit moves to a point."""
+        table = self._table
         change = np.zeros_like(self._live)
-        leaving = (u, *self.relatives[u]) if k is not None else (u,)
-        moves = [(v, self.choice[v], -1) for v in leaving if v in self.choice]
+        leaving = [u, *(table.relatives(u) if k is not None else ())]
+        moves = [(v, at, -1) for v in leaving if (at := self.choice[v]) is not None]
         if k is not None:
             moves.append((u, k, 1))
         for v, point, sign in moves:
-            unit = self._problem.units[v]
-            freed = unit.points[point].freed_bytes
-            change[unit.freed_from : unit.freed_until] -= sign * freed
-            for position, extras in unit.working:
-                change[position] += sign * extras[point]
-        left = {v for v, _, sign in moves if sign < 0}
-        taken = {v for v, _, sign in moves if sign > 0}
-        holds = {id(hold): hold for v in left | taken for hold in self._holds[v]}
-        for hold in holds.values():
-            before = _held_until(hold, self.choice.keys())
-            after = _held_until(hold, (self.choice.keys() - left) | taken)
-            change[before:after] += hold.nbytes
-            change[after:before] -= hold.nbytes
+            column = table.first[v] + point
+            freed = int(table.freed[column])
+            change[table.froms[v] : table.untils[v]] -= sign * freed
+            positions, work = table.working(column)
+            np.add.at(change, positions, sign * work)
+        touched = {index for v, _, _ in moves for index in self._holds[v]}
+        if touched:
+            self._change_holds(touched, {v for v, _, _ in moves}, u, k, change)
         return change
 
-
-def _held_until(hold: Hold, chosen: Set[int]) -> int:
-    return max((end for u, end in hold.holders if u in chosen), default=hold.held_from)
-
-
-def _relatives(problem: SacProblem) -> list[list[int]]:
-    """Units around and inside each unit: not to be chosen together with it."""
-    found: list[set[int]] = [set() for _ in problem.units]
-    for path in problem.paths():
-        for i, inner in enumerate(path):
-            for outer in path[i + 1 :]:
-                found[inner].add(outer)
-                found[outer].add(inner)
-    return [sorted(relatives) for relatives in found]
+    def _change_holds(
+        self, touched: set[int], moved: set[int], u: int, k: int | None, change: Ints
+    ) -> None:
+        for index in touched:
+            hold = self._table.problem.holds[index]
+            before = after = hold.held_from
+            for v, end in hold.holders:
+                if self.choice[v] is not None:
+                    before = max(before, end)
+                stays = self.choice[v] is not None and v not in moved
+                if stays or (v == u and k is not None):
+                    after = max(after, end)
+            change[before:after] += hold.nbytes
+            change[after:before] -= hold.nbytes

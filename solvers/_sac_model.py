@@ -1,6 +1,7 @@
-"""The MILP over AC units and their ratios, in PuLP.
+"""The MILP over AC units whose points may be mixed with their neighbours, in PuLP.
 
-y_u = 1 if unit u is under AC, z_uk the weight of point k of its curve:
+For fitted curves; whole points are in `_sac_counts.py`. y_u = 1 if unit u is under AC,
+z_uk the weight of point k of its curve:
 
 minimize    sum_uk t_uk z_uk                        recompute time [ms]
 subject to  sum_k z_uk = y_u                        for every unit             (1)
@@ -10,11 +11,10 @@ subject to  sum_k z_uk = y_u                        for every unit             (
             B_q - D_q + sum_uk x_uqk z_uk <= P      at every position q        (5)
             h_j >= h_j+1, h_j >= y_u                u holds until e_j or later (6)
 
-with m freed bytes, x working sets, B live memory without AC and P the budget, or a
-variable when the least peak is sought. (3) is there only if weights are continuous
-and a unit's curve is not convex: w_us = 1 for the segment in use. h_j = 1 if what some
-units hold together is alive between its ends e_j-1 and e_j; (4) takes it out of D from
-its first position on and puts it back end by end. Bytes are in MiB.
+with m freed bytes, x working sets, B live memory without AC and P the budget. (3) is
+there only if a unit's curve is not convex: w_us = 1 for the segment in use. h_j = 1 if
+what some units hold together is alive between its ends e_j-1 and e_j; (4) takes it out
+of D from its first position on and puts it back end by end. Bytes are in MiB.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
 
 
 _Terms = list[tuple[pulp.LpVariable, float]]
-_Link = tuple[pulp.LpVariable, pulp.LpVariable | None, _Terms]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,6 @@ class SacModel:
 
     Attributes:
         model: The PuLP model.
-        integral: Whether the weights are 0 or 1.
         units: Indices of the units that may be chosen.
         time_scale: Objective of the model per millisecond.
     """
@@ -61,14 +59,11 @@ class SacModel:
         self,
         problem: SacProblem,
         *,
-        integral: bool,
         units: Collection[int],
-        least_peak: bool = False,
     ) -> None:
         self.model = pulp.LpProblem("sac", pulp.LpMinimize)
         self._problem = problem
         self.units = sorted(units)
-        self.integral = integral
         longest = max(
             (p.recompute_ms for u in self.units for p in problem.units[u].points),
             default=0.0,
@@ -77,27 +72,13 @@ class SacModel:
         self.time_scale = math.ldexp(1.0, exponent)
         self._add_weights()
         self._add_no_nesting()
-        self._held: list[tuple[pulp.LpVariable, pulp.LpVariable | None, list[int]]] = []
-        self._peak: pulp.LpVariable | None = None
-        if least_peak:
-            least_bytes = max(least_live_bytes(problem, self.units))
-            self._peak = self.model.add_variable("peak", least_bytes / _MIB)
-        self._rows: list[tuple[pulp.LpConstraint, int]] = []
         self._add_memory()
-        if self._peak is None:
-            times = (
-                (z, point.recompute_ms * self.time_scale)
-                for u in self.units
-                for z, point in zip(self._z[u], problem.units[u].points, strict=True)
-            )
-            self.model.setObjective(_pulp.row(times))
-        else:
-            self.model.setObjective(_pulp.row([(self._peak, 1.0)]))
-
-    def set_budget(self, budget_bytes: int) -> None:
-        """Change the right-hand side of the memory rows."""
-        for constraint, base_bytes in self._rows:
-            constraint.changeRHS((budget_bytes - base_bytes) / _MIB)
+        times = (
+            (z, point.recompute_ms * self.time_scale)
+            for u in self.units
+            for z, point in zip(self._z[u], problem.units[u].points, strict=True)
+        )
+        self.model.setObjective(_pulp.row(times))
 
     def weights(self) -> list[list[float]]:
         """What the variables hold, for all units of the problem."""
@@ -106,43 +87,20 @@ class SacModel:
             found[u] = [min(1.0, max(0.0, z.varValue or 0.0)) for z in self._z[u]]
         return found
 
-    def is_integral(self) -> bool:
-        """Whether the variables that must be integers are."""
-        values = (
-            v.varValue or 0.0 for v in self.model.variables() if v.cat == pulp.LpInteger
-        )
-        return all(abs(value - round(value)) < 1e-6 for value in values)
-
-    def hint(self, weights: Sequence[Sequence[float]]) -> None:
-        """Write the weights of whole points into the variables for a warm start."""
-        for u in self.units:
-            self._y[u].varValue = float(sum(weights[u]))
-            for z, weight in zip(self._z[u], weights[u], strict=True):
-                z.varValue = float(weight)
-        for held, before, holders in self._held:
-            shares = [float(sum(weights[u])) for u in holders]
-            held.varValue = max(shares, default=0.0)
-            if before is not None:
-                held.varValue = max(held.varValue, before.varValue)
-        for freed, before, terms in self._chain:
-            total = sum(c * z.varValue for z, c in terms)
-            freed.varValue = total + (before.varValue if before is not None else 0.0)
-
     def _add_weights(self) -> None:
         """Row (1), and (3) where a curve needs it."""
         add = self.model.add_variable
-        whole = pulp.LpInteger if self.integral else pulp.LpContinuous
         self._y: dict[int, pulp.LpVariable] = {}
         self._z: dict[int, list[pulp.LpVariable]] = {}
         for u in self.units:
             unit = self._problem.units[u]
             self._y[u] = add(f"y_{u:05d}", 0, 1, pulp.LpInteger)
             self._z[u] = [
-                add(f"z_{u:05d}_{k:03d}", 0, 1, whole) for k in range(len(unit.points))
+                add(f"z_{u:05d}_{k:03d}", 0, 1) for k in range(len(unit.points))
             ]
             terms = [(z, 1.0) for z in self._z[u]]
             self.model += _pulp.row([*terms, (self._y[u], -1.0)]) == 0
-            if not self.integral and not bends_upwards(unit):
+            if not bends_upwards(unit):
                 self._add_segments(u)
 
     def _add_segments(self, u: int) -> None:
@@ -171,12 +129,11 @@ class SacModel:
         """Rows (4) and (5), left out where they cannot bind."""
         working = self._working()
         events = self._events()
-        self._chain: list[_Link] = []
         freed: pulp.LpVariable | None = None
         pending: dict[pulp.LpVariable, float] = defaultdict(float)
         positions = iter(sorted(events))
         upcoming = next(positions, None)
-        for row in _binding_rows(self._problem, self.units, self._peak is not None):
+        for row in _binding_rows(self._problem, self.units):
             while upcoming is not None and upcoming <= row.position:
                 for variable, coefficient in events[upcoming]:
                     pending[variable] += coefficient
@@ -195,13 +152,8 @@ class SacModel:
             ]
             if freed is not None:
                 terms.append((freed, -1.0))
-            if self._peak is not None:
-                terms.append((self._peak, -1.0))
-            constraint = _pulp.row(terms) <= -row.base_bytes / _MIB  # (5)
-            self.model += constraint
-            self._rows.append((constraint, row.base_bytes))
-        if self._peak is None:
-            self.set_budget(self._problem.budget_bytes)
+            spare_bytes = self._problem.budget_bytes - row.base_bytes
+            self.model += _pulp.row(terms) <= spare_bytes / _MIB  # (5)
 
     def _add_link(
         self, before: pulp.LpVariable | None, terms: _Terms, position: int
@@ -211,7 +163,6 @@ class SacModel:
         if before is not None:
             links.append((before, 1.0))
         self.model += _pulp.row(links) == 0
-        self._chain.append((freed, before, terms))
         return freed
 
     def _working(self) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
@@ -253,7 +204,6 @@ class SacModel:
             if later is not None:
                 self.model += _pulp.row([(held, 1.0), (later, -1.0)]) >= 0
                 events[end].append((later, -size))
-            self._held.append((held, later, own))
             later = held
         if later is not None:
             events[hold.held_from].append((later, -size))
@@ -277,22 +227,18 @@ def least_live_bytes(problem: SacProblem, units: Sequence[int]) -> list[int]:
     return _ranges(problem, units)[0]
 
 
-def _binding_rows(
-    problem: SacProblem, units: Sequence[int], least_peak: bool
-) -> Iterator[_Row]:
+def _binding_rows(problem: SacProblem, units: Sequence[int]) -> Iterator[_Row]:
     """Positions whose row can bind: of each stretch without changes, the highest.
 
-    A row cannot bind if its live memory stays within the budget (or, for the least
-    peak, below what another position cannot go below) whatever is chosen.
+    A row cannot bind if its live memory stays within the budget whatever is chosen.
     """
-    low, high, plain, edges = _ranges(problem, units)
-    cap = max(low) if least_peak else problem.budget_bytes
+    _, high, plain, edges = _ranges(problem, units)
     best: int | None = None
     for q, base in enumerate(problem.base_bytes):
         if q in edges and best is not None:
             yield _Row(position=best, base_bytes=problem.base_bytes[best])
             best = None
-        if high[q] <= cap and not (least_peak and high[q] == cap):
+        if high[q] <= problem.budget_bytes:
             continue
         if not plain[q]:
             yield _Row(position=q, base_bytes=base)

@@ -4,14 +4,17 @@ Groups are visited from the last to the first. What the decisions so far leave t
 decided is the set of earlier groups that a rerun reads (the frontier); labels with the
 same frontier are (saved bytes, recompute time), and of these only those that no other
 beats can become part of an optimum. Ops of a module read few results from far back, so
-frontiers are few, and sizes repeat, so labels are few. Where they are too many, labels
-of nearly the same size are thinned out: the front is then feasible, but not exact.
+frontiers are few, and sizes repeat, so labels are few. Where they are too many, only
+the vertices of each frontier's lower convex hull are kept. Whatever a byte costs, the
+cheapest label of a frontier is one of them, and all that may follow adds the same to
+all labels: so the hull of the front is exact, and only points above it are missing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # only its fields are read
@@ -20,30 +23,82 @@ if TYPE_CHECKING:  # only its fields are read
 # Saved bytes, recompute time, groups saved so far as a linked list.
 _Label = tuple[int, float, Any]
 
+_STEEPER = 1.0 + 1e-9  # than the line past it: a vertex, not rounding
 
-def save_front(problem: SaveProblem, *, most_labels: int) -> list[tuple[bool, ...]]:
-    """Which groups to save at every Pareto point, the most bytes first.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFront:
+    """What to save at Pareto points.
+
+    Attributes:
+        saved: Flags per group for each point, the most bytes first; empty if there is
+            no solution.
+        is_complete: No Pareto point is missing.
+        has_hull: The vertices of the lower convex hull of all Pareto points are there.
+    """
+
+    saved: list[tuple[bool, ...]]
+    is_complete: bool
+    has_hull: bool
+
+
+def save_front(
+    problem: SaveProblem, *, most_labels: int, most_frontiers: int = 4096
+) -> SaveFront:
+    """Find the Pareto points of a problem; its capacity is ignored.
 
     Args:
-        problem: The groups; its capacity is ignored.
+        problem: The groups.
         most_labels: Thin labels out when more are alive at once.
-
-    Returns:
-        Flags per group for each point; empty if there is no solution.
+        most_frontiers: Drop the widest frontiers when more are alive at once.
     """
     states: dict[int, list[_Label]] = {0: [(0, 0.0, None)]}
+    is_complete = has_hull = True
     for g in reversed(range(problem.num_groups)):
-        reached: dict[int, list[_Label]] = defaultdict(list)
-        for frontier, labels in states.items():
-            for onward, more in _decisions(problem, g, frontier, labels):
-                reached[onward] += more
+        reached = _step(problem, g, states)
         states = {frontier: _unbeaten(labels) for frontier, labels in reached.items()}
         if sum(map(len, states.values())) > most_labels:
-            narrow = sorted(states, key=int.bit_count)[: most_labels // 2]
-            share = most_labels // len(narrow)
-            states = {f: _thinned(states[f], share) for f in narrow}
+            is_complete = False
+            states = {
+                frontier: [labels[i] for i in lower_hull(labels)]
+                for frontier, labels in states.items()
+            }
+        if len(states) > most_frontiers:
+            is_complete = has_hull = False
+            narrow = sorted(states, key=int.bit_count)[: most_frontiers // 2]
+            states = {frontier: states[frontier] for frontier in narrow}
     front = states.get(0, [])
-    return [_flags(problem, label) for label in reversed(front)]
+    saved = [_flags(problem, label) for label in reversed(front)]
+    return SaveFront(saved=saved, is_complete=is_complete, has_hull=has_hull)
+
+
+def lower_hull(points: Sequence[tuple[Any, ...]]) -> list[int]:
+    """Indices of the vertices of the lower convex hull.
+
+    Args:
+        points: Bytes and time of each; bytes rise and times fall.
+    """
+    kept: list[int] = []
+    for i, point in enumerate(points):
+        while len(kept) > 1:
+            before, last = points[kept[-2]], points[kept[-1]]
+            steep = (before[1] - last[1]) / (last[0] - before[0])
+            if steep > _STEEPER * (before[1] - point[1]) / (point[0] - before[0]):
+                break
+            kept.pop()
+        kept.append(i)
+    return kept
+
+
+def _step(
+    problem: SaveProblem, g: int, states: dict[int, list[_Label]]
+) -> dict[int, list[_Label]]:
+    """Labels by frontier after a group is decided."""
+    reached: dict[int, list[_Label]] = defaultdict(list)
+    for frontier, labels in states.items():
+        for onward, more in _decisions(problem, g, frontier, labels):
+            reached[onward] += more
+    return reached
 
 
 def _decisions(
@@ -74,15 +129,6 @@ def _unbeaten(labels: list[_Label]) -> list[_Label]:
         if not kept or label[1] < kept[-1][1]:
             kept.append(label)
     return kept
-
-
-def _thinned(labels: list[_Label], most: int) -> list[_Label]:
-    """The fastest label of each of so many ranges of bytes, and the smallest one."""
-    first, last = labels[0][0], labels[-1][0]
-    width = (last - first) // most + 1
-    fastest = {(label[0] - first) // width: label for label in labels}
-    kept = list(fastest.values())
-    return kept if kept[0] is labels[0] else [labels[0], *kept]
 
 
 def _flags(problem: SaveProblem, label: _Label) -> tuple[bool, ...]:

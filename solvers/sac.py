@@ -1,6 +1,7 @@
 """Which modules to put under AC and how much each recomputes: the main MILP.
 
-The numbers are in `sac_problem.py`, the rows in `_sac_model.py`; here it is solved.
+The numbers are in `sac_problem.py`. Whole points are searched in `_sac_search.py`;
+points of fitted curves lie between breakpoints, and `_sac_model.py` has their rows.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from time import perf_counter
 
 from solvers import _pulp
 from solvers._pulp import Backend
-from solvers._sac_greedy import round_and_repair
 from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
+from solvers._sac_search import Search
+from solvers._sac_table import Choice, Table
 from solvers.sac_problem import (
     Breakpoint,
     Hold,
@@ -30,14 +32,13 @@ __all__ = [
     "Hold",
     "SacProblem",
     "SacSolution",
+    "Solver",
     "Unit",
     "live_bytes",
     "lowest_peak",
     "solve",
 ]
 
-_ATTEMPTS = 6  # at a solution that also keeps the budget in integers
-_MARGIN_BYTES = 4096  # of a lowered budget: weights off by 1e-6 move kilobytes
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -62,6 +63,103 @@ class SacSolution(Solution):
     predicted_peak_bytes: int | None = None
 
 
+class Solver:
+    """Solves problems that differ in nothing but their budgets.
+
+    What does not depend on the budget is worked out once. Nothing else is carried from
+    one budget to the next, so that answers do not depend on what was asked before.
+
+    Args:
+        problem: Units and memory; its budget is ignored.
+    """
+
+    def __init__(self, problem: SacProblem) -> None:
+        self.problem = problem
+        self._table = Table(problem)
+
+    def solve(
+        self,
+        budget_bytes: int,
+        *,
+        backend: Backend = "highs",
+        time_limit_s: float | None = None,
+        relative_gap: float = 1e-3,
+        fixed_units: Collection[int] | None = None,
+        mixed_units: Collection[int] = (),
+    ) -> SacSolution:
+        """Choose whole points with the least recompute time: see `solve`."""
+        started = perf_counter()
+        units = _candidates(self.problem, fixed_units)
+        nothing: Choice = [None] * len(self.problem.units)
+        if max(self.problem.base_bytes) <= budget_bytes:
+            return _finished(self._record(nothing), 0.0, relative_gap, started)
+        search = Search(
+            self._table,
+            units=units,
+            backend=backend,
+            time_limit_s=time_limit_s,
+            relative_gap=relative_gap,
+            mixed=mixed_units,
+        )
+        termination = search.least_time(budget_bytes)
+        if search.choice is None:
+            bound_ms = None if termination is Termination.INFEASIBLE else search.bound
+            found = SacSolution(termination=termination, bound_ms=bound_ms)
+            return replace(found, solve_s=perf_counter() - started)
+        return _finished(
+            self._record(search.choice), search.bound, relative_gap, started
+        )
+
+    def lowest_peak(
+        self,
+        *,
+        backend: Backend = "highs",
+        time_limit_s: float | None = None,
+        relative_gap: float = 0.0,
+        fixed_units: Collection[int] | None = None,
+    ) -> tuple[int, SacSolution]:
+        """Find the least budget that whole points can meet: see `lowest_peak`."""
+        started = perf_counter()
+        search = Search(
+            self._table,
+            units=_candidates(self.problem, fixed_units),
+            backend=backend,
+            time_limit_s=time_limit_s,
+            relative_gap=relative_gap,
+        )
+        termination = search.least_peak()
+        assert search.choice is not None
+        found = replace(
+            self._record(search.choice),
+            termination=termination,
+            solve_s=perf_counter() - started,
+        )
+        return _peak(found), found
+
+    def _record(self, choice: Choice) -> SacSolution:
+        """Record of whole points; its termination is yet to be found out."""
+        units = self.problem.units
+        weights = tuple(
+            tuple(float(k == point) for k in range(len(unit.points)))
+            for unit, point in zip(units, choice, strict=True)
+        )
+        pairs = [
+            None if point is None else unit.points[point]
+            for unit, point in zip(units, choice, strict=True)
+        ]
+        cost_ms = math.fsum(pair.recompute_ms for pair in pairs if pair is not None)
+        live = self._table.live(self._table.weights(choice))
+        return SacSolution(
+            termination=Termination.FEASIBLE,
+            objective_ms=cost_ms,
+            weights=weights,
+            ratios=tuple(0.0 if pair is None else pair.ratio for pair in pairs),
+            chosen=tuple(choice),
+            recompute_ms=cost_ms,
+            predicted_peak_bytes=int(live.max()),
+        )
+
+
 def solve(
     problem: SacProblem,
     *,
@@ -70,6 +168,7 @@ def solve(
     time_limit_s: float | None = None,
     relative_gap: float = 1e-3,
     fixed_units: Collection[int] | None = None,
+    mixed_units: Collection[int] = (),
 ) -> SacSolution:
     """Choose AC units and ratios with the least recompute time under the budget.
 
@@ -81,12 +180,24 @@ def solve(
         time_limit_s: Stop after this long with the best solution so far.
         relative_gap: Stop when proven this close to the least time.
         fixed_units: The only units that may be chosen; None for all.
+        mixed_units: With whole points: units whose points are a selection from a
+            finer curve, the vertices of its lower convex hull among them. The bound
+            then holds for all mixtures of their points, so for that curve.
 
     Returns:
         The outcome. A budget that nothing fits is an outcome, not an error. Whole
         points keep the budget exactly, continuous weights within the tolerance of
         `solvers.check`.
     """
+    if integral:
+        return Solver(problem).solve(
+            problem.budget_bytes,
+            backend=backend,
+            time_limit_s=time_limit_s,
+            relative_gap=relative_gap,
+            fixed_units=fixed_units,
+            mixed_units=mixed_units,
+        )
     started = perf_counter()
     units = _candidates(problem, fixed_units)
     if max(least_live_bytes(problem, units)) > problem.budget_bytes:
@@ -94,22 +205,19 @@ def solve(
             termination=Termination.INFEASIBLE, solve_s=perf_counter() - started
         )
     if max(problem.base_bytes) <= problem.budget_bytes:
-        nothing = [[0] * len(unit.points) for unit in problem.units]
-        found = _whole(problem, nothing) if integral else _between(problem, nothing)
-        return _finished(found, 0.0, relative_gap, started)
-    model = SacModel(problem, integral=integral, units=units)
-    search = _Search(model, backend, time_limit_s, relative_gap)
-    relaxed = search.relax()
-    if relaxed.termination is not Termination.OPTIMAL:
-        return SacSolution(
-            termination=relaxed.termination, solve_s=perf_counter() - started
-        )
-    assert relaxed.bound is not None
-    bound_ms = max(0.0, relaxed.bound / model.time_scale)
-    first = _from_relaxation(problem, model)
-    if first is not None and _is_within(first, bound_ms, relative_gap):
-        return _finished(first, bound_ms, relative_gap, started)
-    found, bound_ms = _branch(problem, model, search, first, bound_ms, relative_gap)
+        nothing = [[0.0] * len(unit.points) for unit in problem.units]
+        return _finished(_between(problem, nothing), 0.0, relative_gap, started)
+    model = SacModel(problem, units=units)
+    outcome = _pulp.run(
+        model.model,
+        backend=backend,
+        time_limit_s=time_limit_s,
+        relative_gap=relative_gap,
+    )
+    bound_ms = max(0.0, (outcome.bound or 0.0) / model.time_scale)
+    found = SacSolution(termination=outcome.termination)
+    if outcome.termination.has_incumbent:
+        found = _between(problem, _cleaned(problem, model.weights()))
     return _finished(found, bound_ms, relative_gap, started)
 
 
@@ -131,109 +239,17 @@ def lowest_peak(
         fixed_units: The only units that may be chosen; None for all.
 
     Returns:
-        The peak and a solution that has it. Its time is not minimised, and it has no
-        bound on it. At a time limit the peak is the lowest one known, at worst that
-        of no AC at all.
+        The peak and a solution that has it; it is optimal to 4 KiB, the tolerance of
+        a solver's rows, unless its termination says otherwise. Its time is not
+        minimised, and it has no bound on it. At a time limit the peak is the lowest
+        one known, at worst that of no AC at all.
     """
-    started = perf_counter()
-    units = _candidates(problem, fixed_units)
-    model = SacModel(problem, integral=True, units=units, least_peak=True)
-    outcome = _Search(model, backend, time_limit_s, relative_gap).branch()
-    found = _whole(problem, [[0] * len(unit.points) for unit in problem.units])
-    if outcome.termination.has_incumbent:
-        weights = _cleaned(problem, model.weights(), integral=True)
-        found = min(_whole(problem, weights), found, key=_peak)
-        found = replace(found, termination=outcome.termination)
-    found = replace(found, solve_s=perf_counter() - started)
-    return _peak(found), found
-
-
-class _Search:
-    """Runs of one model that share a time limit."""
-
-    def __init__(
-        self,
-        model: SacModel,
-        backend: Backend,
-        time_limit_s: float | None,
-        relative_gap: float,
-    ) -> None:
-        self._model = model
-        self._backend = backend
-        self._relative_gap = relative_gap
-        self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
-
-    def relax(self) -> _pulp.Outcome:
-        """Solve the LP relaxation."""
-        return self._run(relaxed=True, warm_start=False)
-
-    def branch(self, *, warm_start: bool = False) -> _pulp.Outcome:
-        """Solve the MILP."""
-        return self._run(relaxed=False, warm_start=warm_start)
-
-    def _run(self, *, relaxed: bool, warm_start: bool) -> _pulp.Outcome:
-        left = None if self._ends is None else max(0.0, self._ends - perf_counter())
-        return _pulp.run(
-            self._model.model,
-            backend=self._backend,
-            time_limit_s=left,
-            relative_gap=self._relative_gap,
-            relaxed=relaxed,
-            warm_start=warm_start,
-        )
-
-
-def _from_relaxation(problem: SacProblem, model: SacModel) -> SacSolution | None:
-    """The relaxation itself if it is integral, else what rounding makes of it."""
-    weights = model.weights()
-    if model.is_integral():
-        cleaned = _cleaned(problem, weights, integral=model.integral)
-        if not model.integral:
-            return _between(problem, cleaned)
-        found = _whole(problem, cleaned)
-        if _peak(found) <= problem.budget_bytes:
-            return found
-    rounded = round_and_repair(problem, model.units, weights)
-    if rounded is None:
-        return None
-    return (_whole if model.integral else _between)(problem, rounded)
-
-
-def _branch(
-    problem: SacProblem,
-    model: SacModel,
-    search: _Search,
-    incumbent: SacSolution | None,
-    bound_ms: float,
-    relative_gap: float,
-) -> tuple[SacSolution, float]:
-    """Solve the MILP; again with a lower budget while the budget is not kept."""
-    target = problem.budget_bytes
-    for attempt in range(_ATTEMPTS):
-        if incumbent is not None and incumbent.weights is not None:
-            model.hint(incumbent.weights)
-        outcome = search.branch(warm_start=incumbent is not None)
-        if attempt == 0 and outcome.bound is not None:
-            bound_ms = max(bound_ms, outcome.bound / model.time_scale)
-        if not outcome.termination.has_incumbent:
-            ended = SacSolution(termination=outcome.termination)
-            return incumbent or ended, bound_ms
-        weights = _cleaned(problem, model.weights(), integral=model.integral)
-        if not model.integral:
-            return _faster(_between(problem, weights), incumbent), bound_ms
-        found = _whole(problem, weights)
-        excess = _peak(found) - problem.budget_bytes
-        if excess <= 0:
-            return _faster(found, incumbent), bound_ms
-        # The rows were kept within their tolerance, not exactly.
-        repaired = round_and_repair(problem, model.units, weights)
-        if repaired is not None:
-            incumbent = _faster(_whole(problem, repaired), incumbent)
-            if _is_within(incumbent, bound_ms, relative_gap):
-                break
-        target -= max(excess, _MARGIN_BYTES) * 4**attempt
-        model.set_budget(target)
-    return incumbent or SacSolution(termination=Termination.NO_INCUMBENT), bound_ms
+    return Solver(problem).lowest_peak(
+        backend=backend,
+        time_limit_s=time_limit_s,
+        relative_gap=relative_gap,
+        fixed_units=fixed_units,
+    )
 
 
 def _candidates(problem: SacProblem, fixed_units: Collection[int] | None) -> list[int]:
@@ -250,13 +266,6 @@ def _candidates(problem: SacProblem, fixed_units: Collection[int] | None) -> lis
 def _peak(solution: SacSolution) -> int:
     assert solution.predicted_peak_bytes is not None
     return solution.predicted_peak_bytes
-
-
-def _faster(found: SacSolution, incumbent: SacSolution | None) -> SacSolution:
-    if incumbent is None:
-        return found
-    assert found.recompute_ms is not None and incumbent.recompute_ms is not None
-    return incumbent if incumbent.recompute_ms < found.recompute_ms else found
 
 
 def _is_within(found: SacSolution, bound_ms: float, relative_gap: float) -> bool:
@@ -279,12 +288,6 @@ def _finished(
     return replace(found, termination=termination)
 
 
-def _whole(problem: SacProblem, weights: Sequence[Sequence[float]]) -> SacSolution:
-    """Record of whole points; its termination is yet to be found out."""
-    chosen = tuple(shares.index(1) if any(shares) else None for shares in weights)
-    return replace(_between(problem, weights), chosen=chosen)
-
-
 def _between(problem: SacProblem, weights: Sequence[Sequence[float]]) -> SacSolution:
     """Record of continuous weights; its termination is yet to be found out."""
     cost_ms = total_ms(problem, weights)
@@ -303,19 +306,13 @@ def _between(problem: SacProblem, weights: Sequence[Sequence[float]]) -> SacSolu
 
 
 def _cleaned(
-    problem: SacProblem, weights: Sequence[Sequence[float]], *, integral: bool
+    problem: SacProblem, weights: Sequence[Sequence[float]]
 ) -> list[list[float]]:
-    """Round whole points; make the weights of a unit add up to 1 on neighbours."""
-    cleaned: list[list[float]] = []
-    for unit, shares in zip(problem.units, weights, strict=True):
-        if sum(shares) < 0.5:
-            cleaned.append([0] * len(shares))
-        elif integral:
-            best = max(range(len(shares)), key=shares.__getitem__)
-            cleaned.append([int(k == best) for k in range(len(shares))])
-        else:
-            cleaned.append(_on_neighbours(unit, shares))
-    return cleaned
+    """Make the weights of a unit add up to 1 on neighbours."""
+    return [
+        _on_neighbours(unit, shares) if sum(shares) >= 0.5 else [0.0] * len(shares)
+        for unit, shares in zip(problem.units, weights, strict=True)
+    ]
 
 
 def _on_neighbours(unit: Unit, shares: Sequence[float]) -> list[float]:

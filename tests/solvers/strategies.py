@@ -119,3 +119,82 @@ def sac_problems(draw: st.DrawFn, *, most: int = 4) -> SacProblem:
         budget_bytes=(max(base) - draw(st.integers(0, 10))) * MIB,
         holds=tuple(draw(st.lists(holds(num_units, num_positions), max_size=3))),
     )
+
+
+@st.composite
+def layered_problems(draw: st.DrawFn) -> SacProblem:
+    """Equal layers, each a unit with one or two inside, that run backward in turn."""
+    layers = draw(st.integers(2, 4))
+    num_positions = 2 * layers + 1
+    inner = draw(st.integers(1, 2))
+    shapes = [
+        (
+            [draw(st.integers(1, 6)) * MIB for _ in range(points)],
+            [float(draw(st.integers(0, 9))) for _ in range(points)],
+            [draw(st.integers(0, 4)) * MIB for _ in range(points)],
+        )
+        for points in [draw(st.integers(1, 2)), *[1] * inner]
+    ]
+    units: list[Unit] = []
+    for layer in range(layers):
+        outer = len(units)
+        for index, (freed, times, work) in enumerate(shapes):
+            units.append(
+                Unit(
+                    fqn=f"layers.{layer}.{index}",
+                    parent=outer if index else None,
+                    points=tuple(
+                        Breakpoint(ratio=1.0, freed_bytes=b, recompute_ms=t)
+                        for b, t in zip(freed, times, strict=True)
+                    ),
+                    freed_from=layer + 1,
+                    freed_until=2 * layers - layer,
+                    working=((2 * layers - layer, tuple(work)),),
+                )
+            )
+    held = [(u, 2 * layers - u // (inner + 1)) for u in range(len(units))]
+    base = [4 + 5 * min(q, 2 * layers - q) for q in range(num_positions)]
+    return SacProblem(
+        units=tuple(units),
+        base_bytes=tuple(nbytes * MIB for nbytes in base),
+        budget_bytes=(max(base) - draw(st.integers(0, 4 * layers))) * MIB,
+        holds=(
+            Hold(
+                nbytes=draw(st.integers(0, 3)) * MIB,
+                held_from=layers,
+                holders=tuple(held),
+            ),
+        ),
+    )
+
+
+@st.composite
+def deep_trees(draw: st.DrawFn) -> SacProblem:
+    """Up to twelve modules of one point each, in one another in any way."""
+    num_units = draw(st.integers(5, 12))
+    units = []
+    for index in range(num_units):
+        first = draw(st.integers(0, 4))
+        parent = draw(st.none() | st.integers(0, index - 1)) if index else None
+        point = Breakpoint(
+            ratio=1.0,
+            freed_bytes=draw(st.integers(0, 6)) * MIB,
+            recompute_ms=float(draw(st.integers(0, 9))),
+        )
+        work = (draw(st.integers(0, 4)), (draw(st.integers(-1, 3)) * MIB,))
+        units.append(
+            Unit(
+                fqn=f"u{index}",
+                parent=parent,
+                points=(point,),
+                freed_from=first,
+                freed_until=draw(st.integers(first, 5)),
+                working=(work,),
+            )
+        )
+    base = [draw(st.integers(15, 30)) for _ in range(5)]
+    return SacProblem(
+        units=tuple(units),
+        base_bytes=tuple(nbytes * MIB for nbytes in base),
+        budget_bytes=(max(base) - draw(st.integers(0, 12))) * MIB,
+    )

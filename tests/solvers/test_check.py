@@ -4,6 +4,7 @@ import pytest
 
 from solvers import knapsack, sac
 from solvers.check import violations
+from tests.solvers import save_milp
 from tests.solvers.strategies import MIB
 
 SAVING = knapsack.SaveProblem(
@@ -35,7 +36,7 @@ UNITS = sac.SacProblem(
 
 
 def test_solutions_of_the_solvers_break_nothing():
-    assert violations(SAVING, knapsack.solve(SAVING)) == ()
+    assert violations(SAVING, save_milp.solve(SAVING)) == ()
     assert violations(UNITS, sac.solve(UNITS, integral=True)) == ()
     assert violations(UNITS, sac.solve(UNITS, integral=False)) == ()
 
@@ -53,7 +54,7 @@ def test_solutions_of_the_solvers_break_nothing():
     ],
 )
 def test_each_flaw_of_a_saving_is_named(changes, flaws, sentence):
-    solution = replace(knapsack.solve(SAVING), **flaws)
+    solution = replace(save_milp.solve(SAVING), **flaws)
 
     found = violations(replace(SAVING, **changes), solution)
 

@@ -2,19 +2,21 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from solvers._save_front import save_front
 from solvers.check import violations
 from solvers.knapsack import (
     SaveProblem,
+    front,
     recompute_ms,
     rerun_closure,
     saved_bytes,
-    solve,
     trade_off,
 )
 from solvers.solution import Termination
 from tests.solvers.oracles import best_save, pareto_saves
+from tests.solvers.save_milp import solve
 from tests.solvers.strategies import MIB, save_problems
 
 both = pytest.mark.parametrize("backend", ["highs", "cbc"])
@@ -179,12 +181,14 @@ def test_more_capacity_never_costs_more(problem):
     assert times[len(times) - len(known) :] == known
 
 
-def test_two_points_are_the_ends_of_the_trade_off():
-    # Everything rerun: 15 ms. Nothing rerun: 1 and 3 saved, 6 MiB.
-    ends = trade_off(chain(), num_points=1)
+def test_the_least_selection_has_both_ends_and_the_vertices_of_the_hull():
+    # Everything rerun: 15 ms. Nothing rerun: 1 and 3 saved, 6 MiB. Saving 3 alone:
+    # 1.5 ms per MiB, then 3 ms. 2 alone (11 ms) lies above the line.
+    selected = trade_off(chain(), num_points=1)
 
-    assert [(s.recompute_ms, s.saved_bytes) for s in ends] == [
+    assert [(s.recompute_ms, s.saved_bytes) for s in selected] == [
         (0.0, 6 * MIB),
+        (3.0, 4 * MIB),
         (15.0, 0),
     ]
 
@@ -221,16 +225,46 @@ def test_wrong_problems_are_refused(changes, match):
         chain(**changes)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    problem=save_problems(most=8), prices=st.lists(st.floats(1e-9, 1e-4), max_size=5)
+)
+def test_a_thinned_front_still_has_the_vertices_of_the_hull(problem, prices):
+    complete, thinned = front(problem), front(problem, most_labels=2)
+
+    ends = [complete.solutions[i] for i in (0, -1)] if complete.solutions else []
+    steepness = [
+        (b.recompute_ms - a.recompute_ms) / (a.saved_bytes - b.saved_bytes)
+        for a in complete.solutions
+        for b in complete.solutions
+        if a.saved_bytes > b.saved_bytes
+    ]
+    assert complete.is_complete and thinned.has_hull
+    assert [thinned.solutions[i].saved_bytes for i in (0, -1) if ends] == [
+        end.saved_bytes for end in ends
+    ]
+    for price in steepness + prices:  # the least of time + price * bytes is the same
+        least = [
+            min(
+                (s.recompute_ms + price * s.saved_bytes for s in found.solutions),
+                default=0.0,
+            )
+            for found in (complete, thinned)
+        ]
+        assert least[0] == pytest.approx(least[1], rel=1e-9)
+
+
 @given(problem=save_problems())
 def test_a_thinned_front_is_feasible_and_ordered(problem):
     exact = save_front(problem, most_labels=10**6)
-    thinned = save_front(problem, most_labels=4)
+    thinned = save_front(problem, most_labels=4, most_frontiers=2)
 
     outcomes = []
-    for saved in thinned:
+    for saved in thinned.saved:
         rerun = rerun_closure(problem, saved)
         assert not any(rerun[g] for g in problem.pinned)
         assert not any(saved[g] for g in problem.unsavable)
         outcomes.append((recompute_ms(problem, rerun), saved_bytes(problem, saved)))
     assert outcomes == sorted(set(outcomes), key=lambda o: (o[0], -o[1]))
-    assert bool(thinned) <= bool(exact)
+    assert bool(thinned.saved) <= bool(exact.saved)
+    assert exact.is_complete and exact.has_hull

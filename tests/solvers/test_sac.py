@@ -3,12 +3,20 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from solvers import knapsack
 from solvers.check import violations
 from solvers.sac import Breakpoint, SacProblem, Unit, live_bytes, lowest_peak, solve
 from solvers.solution import Termination
-from tests.solvers.oracles import least_peak, least_time, peak_of
-from tests.solvers.strategies import MIB, sac_problems
+from tests.solvers.oracles import least_peak, least_time, peak_of, sac_choices
+from tests.solvers.strategies import (
+    MIB,
+    deep_trees,
+    layered_problems,
+    sac_problems,
+    save_problems,
+)
 
 both = pytest.mark.parametrize("backend", ["highs", "cbc"])
 either = pytest.mark.parametrize("integral", [True, False])
@@ -212,6 +220,70 @@ def test_whole_points_match_trying_every_choice(problem):
         assert solution.bound_ms <= best
         assert solution.bound_ms == pytest.approx(best, abs=1e-6)
         assert solution.predicted_peak_bytes == peak_of(problem, solution.chosen)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=layered_problems() | deep_trees())
+def test_layers_and_trees_of_modules_match_trying_every_choice(problem):
+    solution = solve(problem, integral=True, relative_gap=0.0)
+    lowest, _ = lowest_peak(problem)
+
+    choices = [(time, peak) for time, peak, _ in sac_choices(problem)]
+    fitting = [time for time, peak in choices if peak <= problem.budget_bytes]
+    assert violations(problem, solution) == ()
+    assert solution.recompute_ms == min(fitting, default=None)
+    assert lowest == min(peak for _, peak in choices)
+    if fitting:
+        assert solution.termination is Termination.OPTIMAL
+        assert solution.bound_ms <= min(fitting)
+
+
+@settings(max_examples=30, deadline=None)
+@given(saving=save_problems(most=12), budget=st.integers(0, 100))
+def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget):
+    # Two equal units with all their Pareto points, and with a selection of these.
+    front = knapsack.front(saving)
+    most = sum(saving.saved_bytes)
+
+    def two(indices):
+        points = tuple(
+            Breakpoint(
+                ratio=1.0,
+                freed_bytes=most - front.solutions[i].saved_bytes,
+                recompute_ms=front.solutions[i].recompute_ms,
+            )
+            for i in indices
+        )
+        alike = [
+            Unit(
+                fqn=name,
+                parent=None,
+                points=points,
+                freed_from=1,
+                freed_until=2,
+                working=(),
+            )
+            for name in "ab"
+        ]
+        return SacProblem(
+            units=tuple(alike),
+            base_bytes=(0, 2 * most, 0),
+            budget_bytes=2 * most * budget // 100,
+        )
+
+    if not front.solutions:
+        return
+    everything = two(range(len(front.solutions)))
+    selection = two(front.select(2))
+
+    best = least_time(everything)
+    found = solve(selection, integral=True, mixed_units=[0, 1])
+
+    if best is None:
+        assert found.termination is Termination.INFEASIBLE
+    elif found.bound_ms is not None:
+        assert found.bound_ms <= best * (1 + 1e-9)
+        assert found.recompute_ms is None or found.recompute_ms >= best
 
 
 @settings(max_examples=8, deadline=None)

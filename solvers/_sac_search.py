@@ -1,0 +1,324 @@
+"""Solve the main MILP by rows: only positions that turn out to bind are in the model.
+
+Every model solved here is a relaxation of the whole one: it has some of the rows, and
+counts units where these rows cannot tell them apart. So its bound holds for the whole
+problem. Its solution is dealt out to the units and checked at every position, in
+integers; the positions that are broken become rows of the next model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from solvers import _pulp
+from solvers._pulp import Backend
+from solvers._sac_classes import classify, spread
+from solvers._sac_counts import CountModel
+from solvers._sac_greedy import round_and_repair
+from solvers._sac_table import Choice, Floats, Numbers, Table
+from solvers.solution import Termination
+
+_LP_ROUNDS = 30  # of adding rows to the relaxation: a start, no proof hangs on it
+_NEW_ROWS = 3  # at a time: every row splits classes
+_TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
+_EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
+_FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
+_WIDER = 4.0  # and then fewer of them
+_NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
+
+
+class Search:
+    """One budget, or the least peak, of a table.
+
+    Args:
+        table: The units.
+        units: Those that may be chosen.
+        backend: Which solver to run.
+        time_limit_s: Stop after this long.
+        relative_gap: Stop when proven this close to the optimum.
+        mixed: Units whose points stand for a finer curve: the bound must hold for
+            mixtures of their points as well.
+
+    Attributes:
+        rows: Positions that turned out to bind.
+        bound: Proven lower bound, in ms, or bytes for the least peak.
+        choice: Best choice so far that keeps the budget.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        units: Collection[int],
+        backend: Backend,
+        time_limit_s: float | None,
+        relative_gap: float,
+        mixed: Collection[int] = (),
+    ) -> None:
+        self._table = table
+        self._units = frozenset(units)
+        self._mixed = frozenset(mixed) & self._units
+        self._backend = backend
+        self._gap = relative_gap
+        self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
+        self._kinds = [
+            (u in self._units) + (u in self._mixed) for u in range(len(table.parents))
+        ]
+        self.rows = [int(table.base.argmax())]
+        self.bound = 0.0
+        self.choice: Choice | None = None
+        self._best = math.inf
+        self._relaxed = 0.0  # optimum of the last LP relaxation, and what a column
+        self._surcharges = np.zeros(len(table.times))  # costs beyond it at least
+
+    # --- least time under a budget ------------------------------------------------
+
+    def least_time(self, budget_bytes: int) -> Termination:
+        """Search the choice of least time; `choice` and `bound` say what was found."""
+        relaxed = self._relax(budget_bytes)
+        if relaxed is not Termination.OPTIMAL:
+            return relaxed
+        if not self._is_done():
+            ended = self._branch(budget_bytes)
+            if ended is Termination.INFEASIBLE:
+                return ended
+        if self._mixed and self.choice is not None and not self._is_done():
+            self._raise_bound(budget_bytes)
+        if self.choice is None:
+            return Termination.NO_INCUMBENT
+        return Termination.OPTIMAL if self._is_done() else Termination.FEASIBLE
+
+    def _relax(self, budget_bytes: int) -> Termination:
+        """Solve LP relaxations until all rows are kept; round the last one."""
+        weights: Floats | None = None
+        for _ in range(_LP_ROUNDS):
+            if self._is_hopeless(budget_bytes):
+                return Termination.INFEASIBLE
+            model, outcome, found = self._solve(budget_bytes, relaxed=True)
+            if outcome.termination is not Termination.OPTIMAL:
+                if weights is None or outcome.termination is Termination.INFEASIBLE:
+                    return outcome.termination
+                break
+            assert outcome.bound is not None
+            self.bound = self._relaxed = max(self.bound, outcome.bound / model.scale)
+            self._surcharges = model.surcharges() / model.scale
+            weights = found
+            live = self._table.live(weights)
+            if not self._add_rows(live, budget_bytes + _TOLERANCE_BYTES):
+                break
+        if weights is not None:
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
+        return Termination.OPTIMAL
+
+    def _branch(self, budget_bytes: int) -> Termination:
+        """Solve MILPs over whole points until one keeps all rows.
+
+        Columns that would cost much beyond the relaxation are left out at first. A
+        solution that uses one of them takes `limit_ms` at least, so no bound above
+        that is proven.
+        """
+        target, lowered = budget_bytes, _TOLERANCE_BYTES
+        share = _FIRST_SHARE + self._gap
+        limit_ms = self._limit_ms(share)
+        while True:
+            if self._is_hopeless(budget_bytes):
+                return Termination.INFEASIBLE
+            model, outcome, weights = self._solve(target, whole=True, limit_ms=limit_ms)
+            is_true = target == budget_bytes  # else the model is no relaxation
+            if outcome.bound is not None and is_true and not self._mixed:
+                self._prove(min(outcome.bound / model.scale, limit_ms))
+            if not outcome.termination.has_incumbent:
+                if outcome.termination is not Termination.INFEASIBLE:
+                    return outcome.termination
+                if is_true and not self._mixed and self.choice is not None:
+                    self._prove(min(limit_ms, self._best))  # nothing is faster
+                if limit_ms >= self._best:
+                    if self.choice is not None:
+                        return Termination.FEASIBLE
+                    return outcome.termination  # at worst 4 KiB from what fits
+                share *= _WIDER
+                limit_ms = self._limit_ms(share)
+                continue
+            live = self._table.live(weights.astype(np.int64))
+            if live.max() <= budget_bytes:
+                self._offer(_choice(self._table, weights))
+                if self._is_done() or self._is_late():
+                    return outcome.termination
+                if limit_ms >= self._best:
+                    return outcome.termination
+                share *= _WIDER
+                limit_ms = self._limit_ms(share)
+                continue
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
+            if self._is_done() or self._is_late():
+                return Termination.FEASIBLE
+            if not self._add_rows(live, budget_bytes):
+                # The rows were kept within their tolerance, not exactly.
+                excess = int(live.max()) - budget_bytes
+                target -= max(excess, lowered)
+                lowered *= 4
+
+    def _raise_bound(self, budget_bytes: int) -> None:
+        """Solve MILPs in which points may be mixed, for their bounds."""
+        while not self._is_done() and not self._is_late():
+            limit_ms = self._best
+            model, outcome, weights = self._solve(budget_bytes, limit_ms=limit_ms)
+            if outcome.bound is not None:
+                self._prove(min(outcome.bound / model.scale, limit_ms))
+            if not outcome.termination.has_incumbent:
+                return
+            live = self._table.live(weights)
+            if not self._add_rows(live, budget_bytes + _TOLERANCE_BYTES):
+                return
+
+    # --- least peak ---------------------------------------------------------------
+
+    def least_peak(self) -> Termination:
+        """Search the choice of least peak; `bound` is in bytes."""
+        self._offer_peak([None] * len(self._table.parents))
+        for whole in (False, True):
+            while not self._is_least(_EXACT_BYTES) and not self._is_late():
+                model, outcome, weights = self._solve(
+                    None, relaxed=not whole, whole=whole
+                )
+                if outcome.bound is not None:
+                    self._prove(outcome.bound / model.scale)
+                if not outcome.termination.has_incumbent:
+                    break
+                dealt = weights.astype(np.int64) if whole else weights
+                if whole:
+                    self._offer_peak(_choice(self._table, weights))
+                else:
+                    self._repair_peak(weights)
+                live = self._table.live(dealt)
+                if not self._add_rows(live, int(self.bound) + _EXACT_BYTES):
+                    break
+        is_proven = self._is_least(_TOLERANCE_BYTES)
+        return Termination.OPTIMAL if is_proven else Termination.FEASIBLE
+
+    def _repair_peak(self, weights: Floats) -> None:
+        """Round to whole points, close to the bound if that can be had."""
+        for share in (0.0, 0.01, 0.1):
+            cap = int(self.bound + share * (self._best - self.bound)) + 1
+            found = round_and_repair(self._table, cap, self._units, weights)
+            if found is not None:
+                self._offer_peak(found)
+                return
+
+    def _offer_peak(self, choice: Choice) -> None:
+        peak = float(self._table.live(self._table.weights(choice)).max())
+        if peak < self._best:
+            self._best, self.choice = peak, choice
+
+    def _is_least(self, tolerance_bytes: int) -> bool:
+        left = self._best - self.bound
+        return left <= max(tolerance_bytes, self._gap * self._best)
+
+    # --- both -----------------------------------------------------------------------
+
+    def _solve(
+        self,
+        budget_bytes: int | None,
+        *,
+        relaxed: bool = False,
+        whole: bool = False,
+        limit_ms: float = math.inf,
+    ) -> tuple[CountModel, _pulp.Outcome, Floats]:
+        """Model of the rows, how it ended, and its weights dealt out to the units."""
+        classes = classify(self._table, self.rows, self._kinds)
+        model = CountModel(
+            self._table,
+            classes,
+            self.rows,
+            units=self._units,
+            budget_bytes=budget_bytes,
+            mixed=() if whole else self._mixed,
+            left_out=self._too_dear(limit_ms),
+        )
+        left = None if self._ends is None else max(0.0, self._ends - perf_counter())
+        outcome = _pulp.run(
+            model.model,
+            backend=self._backend,
+            time_limit_s=left,
+            relative_gap=self._gap,
+            relaxed=relaxed,
+        )
+        if not outcome.termination.has_incumbent:
+            return model, outcome, np.zeros(len(self._table.times))
+        totals = model.totals(whole=whole)
+        return model, outcome, spread(self._table, classes, totals)
+
+    def _add_rows(self, live: Numbers, cap: int) -> bool:
+        """Add the worst positions above a cap; False if all of them are rows."""
+        over = np.asarray(live - cap, dtype=np.float64)
+        over[self.rows] = 0.0
+        if over.max() <= 0.0:
+            return False
+        # One of each stretch above the cap: neighbours differ little.
+        bounds = np.flatnonzero(np.diff(over > 0.0)) + 1
+        peaks = [
+            (float(part.max()), int(start + part.argmax()))
+            for start, part in zip(
+                [0, *bounds.tolist()], np.split(over, bounds), strict=True
+            )
+        ]
+        worst = sorted(peaks, reverse=True)[:_NEW_ROWS]
+        self.rows += [position for excess, position in worst if excess > 0.0]
+        return True
+
+    def _is_hopeless(self, budget_bytes: int) -> bool:
+        """Whether a row is above the budget although all that lowers it is chosen."""
+        table = self._table
+        for position in self.rows:
+            falls = np.minimum(table.row(position), 0)
+            if table.base[position] + falls.sum() > budget_bytes:
+                return True
+        return False
+
+    def _offer(self, choice: Choice | None) -> None:
+        if choice is None:
+            return
+        time_ms = float(self._table.times @ self._table.weights(choice))
+        if time_ms < self._best:
+            self._best, self.choice = time_ms, choice
+
+    def _prove(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+
+    def _limit_ms(self, share: float) -> float:
+        """A share above the relaxation; all that may pay once that is a lot."""
+        if share > 1.0 or not self._relaxed:
+            return self._best
+        return min(self._best, self._relaxed * (1.0 + share))
+
+    def _too_dear(self, limit_ms: float) -> npt.NDArray[np.bool_]:
+        """Columns that no solution faster than a limit uses."""
+        found: npt.NDArray[np.bool_] = self._relaxed + self._surcharges > limit_ms * (
+            1.0 + _NOISE
+        )
+        return found
+
+    def _is_done(self) -> bool:
+        if self.choice is None:
+            return False
+        return self._best - self.bound <= (self._gap + _NOISE) * self._best
+
+    def _is_late(self) -> bool:
+        return self._ends is not None and perf_counter() >= self._ends
+
+
+def _choice(table: Table, weights: Floats) -> Choice:
+    choice: list[int | None] = [None] * len(table.parents)
+    for column in np.flatnonzero(weights > 0.5).tolist():
+        u = int(table.owner[column])
+        choice[u] = column - table.first[u]
+    return choice

@@ -1,0 +1,201 @@
+"""The numbers of a `SacProblem` in arrays: rows of memory and sums over choices.
+
+Points of all units are numbered through: ``first[u] + k`` is point k of unit u, called
+a *column* below. Nothing here depends on the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from solvers.sac_problem import SacProblem, Unit
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[Any]  # integers or floats
+Choice = Sequence[int | None]  # point of each unit, None if it is not under AC
+
+
+class Table:
+    """Columns of a problem.
+
+    Args:
+        problem: Its budget is ignored.
+
+    Attributes:
+        problem: The problem.
+        base: Live memory at each position without AC.
+        first: First column of each unit, and the number of columns.
+        owner: Unit of each column.
+        times: Recompute time of each column in ms.
+        freed: Bytes that each column frees.
+        depth_first: Units, every one after the unit around it.
+        parents: Unit around each unit, -1 for none.
+        shapes: Equal numbers for units with equal freed bytes and times.
+    """
+
+    def __init__(self, problem: SacProblem) -> None:
+        units = problem.units
+        self.problem = problem
+        self.base = np.array(problem.base_bytes, dtype=np.int64)
+        sizes = [len(unit.points) for unit in units]
+        self.first: list[int] = np.cumsum([0, *sizes]).tolist()
+        self.owner = np.repeat(np.arange(len(units)), sizes)
+        points = [point for unit in units for point in unit.points]
+        self.times = np.array([point.recompute_ms for point in points])
+        self.freed = np.array([point.freed_bytes for point in points], dtype=np.int64)
+        self.froms = np.array([unit.freed_from for unit in units], dtype=np.int64)
+        self.untils = np.array([unit.freed_until for unit in units], dtype=np.int64)
+        self.parents = [-1 if unit.parent is None else unit.parent for unit in units]
+        self.depth_first = _parents_first(self.parents)
+        self._number: dict[object, int] = {}
+        self.shapes = [self._numbered(unit.points) for unit in units]
+        self._by_column(units)
+        self._by_position(units)
+        self._holds = [
+            (
+                hold.nbytes,
+                hold.held_from,
+                np.array([u for u, _ in ordered], dtype=np.int64),
+                np.array([end for _, end in ordered], dtype=np.int64),
+            )
+            for hold in problem.holds
+            if (ordered := sorted(hold.holders, key=lambda held: -held[1]))
+        ]
+        self._relatives: list[list[int]] | None = None
+
+    def live(self, weights: Numbers) -> Numbers:
+        """Live memory at each position, given the weight of each column.
+
+        Exact integers if the weights are integers.
+        """
+        used = np.flatnonzero(weights)
+        shares = weights[used]
+        change = np.zeros(len(self.base) + 1, dtype=weights.dtype)
+        freed = self.freed[used] * shares
+        np.subtract.at(change, self.froms[self.owner[used]], freed)
+        np.add.at(change, self.untils[self.owner[used]], freed)
+        if self._holds:
+            self._hold(weights, change)
+        live: Numbers = self.base + np.cumsum(change[:-1])
+        for column, share in zip(used.tolist(), shares, strict=True):
+            low, high = self._work_first[column : column + 2]
+            np.add.at(live, self._work_at[low:high], self._work[low:high] * share)
+        return live
+
+    def row(self, position: int) -> Ints:
+        """What each column adds to the live memory at a position."""
+        covers = (self.froms <= position) & (position < self.untils)
+        added = np.where(covers[self.owner], -self.freed, 0)
+        for u, _ in self._workers.get(position, ()):
+            extras = self._extras[u][position]
+            added[self.first[u] : self.first[u + 1]] += np.array(extras)
+        return added
+
+    def role(self, position: int) -> Ints:
+        """Equal numbers for units of one shape that have equal entries in a row."""
+        covers = (self.froms <= position) & (position < self.untils)
+        found = covers.astype(np.int64)
+        for u, number in self._workers.get(position, ()):
+            found[u] += 2 + 2 * number
+        return found
+
+    def holders(self, position: int) -> list[tuple[int, int, Ints]]:
+        """Holds that can be alive at a position: their number, bytes and holders."""
+        return [
+            (index, nbytes, units[ends > position])
+            for index, (nbytes, held_from, units, ends) in enumerate(self._holds)
+            if held_from <= position < ends[0]
+        ]
+
+    def weights(self, choice: Choice) -> Ints:
+        """Weights of 0 and 1 for the columns."""
+        found = np.zeros(len(self.times), dtype=np.int64)
+        for u, k in enumerate(choice):
+            if k is not None:
+                found[self.first[u] + k] = 1
+        return found
+
+    def relatives(self, u: int) -> list[int]:
+        """Units around and inside a unit: not to be chosen together with it."""
+        if self._relatives is None:
+            around: list[list[int]] = [[] for _ in self.parents]
+            found: list[list[int]] = [[] for _ in self.parents]
+            for v in self.depth_first:
+                parent = self.parents[v]
+                if parent >= 0:
+                    around[v] = [parent, *around[parent]]
+                for outer in around[v]:
+                    found[v].append(outer)
+                    found[outer].append(v)
+            self._relatives = found
+        return self._relatives[u]
+
+    def working(self, column: int) -> tuple[Ints, Ints]:
+        """Positions of a column's working set, and its bytes there."""
+        low, high = self._work_first[column : column + 2]
+        return self._work_at[low:high], self._work[low:high]
+
+    def _numbered(self, key: object) -> int:
+        return self._number.setdefault(key, len(self._number))
+
+    def _by_column(self, units: Sequence[Unit]) -> None:
+        """Working sets, column by column."""
+        at: list[int] = []
+        work: list[int] = []
+        starts = [0]
+        for unit in units:
+            for k in range(len(unit.points)):
+                entries = [(q, extras[k]) for q, extras in unit.working if extras[k]]
+                at += [q for q, _ in entries]
+                work += [extra for _, extra in entries]
+                starts.append(len(at))
+        self._work_first = starts
+        self._work_at = np.array(at, dtype=np.int64)
+        self._work = np.array(work, dtype=np.int64)
+
+    def _by_position(self, units: Sequence[Unit]) -> None:
+        """Units that work at each position, with a number of what they add there."""
+        self._extras = [_added_up(unit) for unit in units]
+        self._workers: dict[int, list[tuple[int, int]]] = {}
+        for u, extras in enumerate(self._extras):
+            for position, added in extras.items():
+                entry = (u, self._numbered(added))
+                self._workers.setdefault(position, []).append(entry)
+
+    def _hold(self, weights: Numbers, change: Numbers) -> None:
+        shares = np.zeros(len(self.parents), dtype=weights.dtype)
+        np.add.at(shares, self.owner, weights)
+        for nbytes, held_from, units, ends in self._holds:
+            # From the last end backwards, what is held can only grow.
+            held = np.maximum.accumulate(shares[units])
+            if held[-1]:
+                gained = nbytes * np.diff(held, prepend=held.dtype.type(0))
+                change[held_from] += nbytes * held[-1]
+                np.subtract.at(change, ends, gained)
+
+
+def _added_up(unit: Unit) -> dict[int, tuple[int, ...]]:
+    """Working set by position; a position may be named twice."""
+    found: dict[int, tuple[int, ...]] = {}
+    for position, extras in unit.working:
+        before = found.get(position, (0,) * len(extras))
+        found[position] = tuple(map(int.__add__, before, extras))
+    return found
+
+
+def _parents_first(parents: Sequence[int]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for u, parent in enumerate(parents):
+        children.setdefault(parent, []).append(u)
+    found: list[int] = []
+    waiting = children.get(-1, [])[::-1]
+    while waiting:
+        u = waiting.pop()
+        found.append(u)
+        waiting += children.get(u, [])[::-1]
+    return found

@@ -1,0 +1,143 @@
+import builtins
+import itertools
+import sys
+
+import pytest
+import torch
+
+import autosac
+from autosac.planning import make_plan
+from tests.models import CASES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAMES = ["gpt", "convolutions", "list inputs"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def made(request):
+    return CASES[request.param].profile(torch.optim.SGD)
+
+
+@pytest.fixture(scope="module")
+def swept(made):
+    return autosac.sweep(made, n=9)
+
+
+def test_budgets_are_evenly_spaced_from_the_floor_to_the_baseline(made, swept):
+    budgets = [row.budget_bytes for row in swept.rows]
+    steps = {b - a for a, b in itertools.pairwise(budgets)}
+
+    assert budgets[0] == swept.floor_bytes == autosac.floor(made)
+    assert budgets[-1] == swept.baseline_peak_bytes == made.baseline_peak_bytes
+    assert len(budgets) == 9
+    assert max(steps) - min(steps) <= 1
+
+
+def test_more_budget_never_costs_more_and_the_baselines_is_free(made, swept):
+    times = [row.recompute_ms for row in swept.rows]
+    bounds = [row.bound_ms for row in swept.rows]
+
+    assert all(row.feasible and row.reason is None for row in swept.rows)
+    assert times == sorted(times, reverse=True)
+    assert bounds == sorted(bounds, reverse=True)
+    assert times[0] > times[-1] == 0.0
+    for row in swept.rows:
+        assert row.peak_bytes == row.plan.peak_bytes <= row.budget_bytes
+        assert row.plan.budget_bytes == row.budget_bytes
+        assert 0.0 <= row.bound_ms <= row.recompute_ms
+        assert row.optimality_gap == row.plan.optimality_gap
+        assert row.step_ms == pytest.approx(made.baseline_ms + row.recompute_ms)
+
+
+def test_a_sweep_is_nowhere_worse_than_single_plans(made, swept):
+    for row in swept.rows[::3]:
+        assert row.recompute_ms <= make_plan(made, row.budget_bytes).recompute_ms
+
+
+def test_budgets_that_nothing_fits_are_rows_with_their_reason(made):
+    lowest = autosac.floor(made)
+    budgets = [made.baseline_peak_bytes, lowest - 1, "1B", lowest]
+
+    found = autosac.sweep(made, memory_budgets=budgets)
+
+    assert [row.feasible for row in found.rows] == [True, False, False, True]
+    assert [row.budget_bytes for row in found.rows] == [
+        made.baseline_peak_bytes, lowest - 1, 1, lowest,
+    ]  # fmt: skip
+    for row in found.rows[1:3]:
+        assert f"{lowest} bytes" in row.reason
+        assert row.plan is row.peak_bytes is row.recompute_ms is row.bound_ms is None
+
+
+def test_a_plan_of_a_sweep_can_be_applied():
+    case = CASES["gpt"]
+    made = case.profile(torch.optim.SGD)
+
+    plan = autosac.sweep(made, memory_budgets=[autosac.floor(made)]).rows[0].plan
+
+    model = plan.apply(case.model())
+    assert plan.policy
+    plan.unapply(model)
+
+
+def test_the_table_has_a_row_for_each_budget(swept):
+    pytest.importorskip("pandas")
+
+    table = swept.to_dataframe()
+
+    assert list(table.columns) == [
+        "budget_bytes", "feasible", "peak_bytes", "recompute_ms", "step_ms",
+        "bound_ms", "optimality_gap", "reason",
+    ]  # fmt: skip
+    assert table["recompute_ms"].tolist() == [row.recompute_ms for row in swept.rows]
+
+
+def test_the_plot_shows_plans_bound_floor_and_baseline(swept):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+
+    axes = swept.plot()
+
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["plan", "bound", "least feasible budget", "peak without a plan"]
+    assert "GiB" in axes.get_xlabel() and "ms" in axes.get_ylabel()
+    assert axes.get_title()
+    assert len({line.get_linestyle() for line in axes.get_lines()}) == 4
+    drawn = axes.get_lines()[0].get_ydata().tolist()
+    assert drawn == [row.recompute_ms for row in swept.rows]
+
+
+@pytest.mark.parametrize(
+    ("method", "module", "name"),
+    [("to_dataframe", "pandas", "pandas"), ("plot", "matplotlib", "Matplotlib")],
+)
+def test_what_is_not_installed_is_named(method, module, name, swept, monkeypatch):
+    find = builtins.__import__
+
+    def refuse(wanted, *args, **kwargs):
+        if wanted.split(".")[0] == module:
+            raise ImportError(wanted)
+        return find(wanted, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    for loaded in [m for m in sys.modules if m.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, loaded)
+
+    with pytest.raises(ImportError, match=f"needs {name}: pip install"):
+        getattr(swept, method)()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({}, TypeError, "either"),
+        ({"n": 3, "memory_budgets": [1]}, TypeError, "either"),
+        ({"n": 1}, ValueError, "at least 2"),
+        ({"memory_budgets": []}, ValueError, "empty"),
+        ({"memory_budgets": ["much"]}, ValueError, "much"),
+        ({"n": 2, "optimizer": torch.optim.SGD}, TypeError, "profile"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        autosac.sweep(CASES["gpt"].profile(), **options)
