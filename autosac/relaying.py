@@ -137,7 +137,7 @@ class RelayedCall:
             OnwardMode(self.run),
         ):
             leaves = list(tensors_in(self.forward(*args, **kwargs)))
-        return {place: _as_leaf(leaves[place.leaf]) for place in wanted}
+        return {place: _cut_off(leaves[place.leaf]) for place in wanted}
 
 
 class _Reached(BaseException):
@@ -203,7 +203,7 @@ class Nest:
                 f"Parts of `{self.fqn}` do not go backward in the reverse order of"
                 " their calls. Exclude it from the plan with `exclude`."
             )
-        call.given = _map((args, kwargs), _as_leaf)
+        call.given = _map((args, kwargs), _cut_off)
         if call is self.asking:
             raise _Reached
         with OnwardMode(call.run):
@@ -242,8 +242,15 @@ class NestedCall:
         return args, kwargs
 
 
-def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+def _cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the graph behind it, which autocast still takes for a result.
+
+    Autocast caches what it casts of leaves, but not what it casts of results.
+    """
+    if tensor.is_leaf:
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    return leaf.view_as(leaf)
 
 
 def _drop(tensor: torch.Tensor) -> None:

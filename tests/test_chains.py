@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from autosac import applying, curves
 from autosac.demo import GPT
 from autosac.simulating import Simulator
 from autosac.tracing import dry_run
+from autosac.verifying import Recipe, verify_each
 from tests.models import Case, op_policies
 from tests.test_applying import assert_equal, train
 
@@ -140,6 +143,18 @@ CHAINS = {
 each_chain = pytest.mark.parametrize("case", CHAINS.values(), ids=CHAINS)
 
 
+@dataclass(frozen=True)
+class Applied:
+    """As much of a plan as verification wants."""
+
+    policies: tuple
+    peak_bytes: int
+    budget_bytes: int = 2**40
+
+    def apply(self, model):
+        applying.install(model, self.policies)
+
+
 def points(made):
     """Every point of every chain, as a choice."""
     found = dict(zip(made.formulation.units, made.formulation.curves, strict=True))
@@ -182,6 +197,31 @@ def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):
         dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
         expected = Simulator(dry).baseline.peak_bytes
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
+
+
+@each_chain
+def test_chains_hold_under_autocast_and_accumulation(case):
+    step = {"autocast": torch.bfloat16, "accumulate": 2}
+    made = autosac.profile(
+        case.model(), case.inputs(), optimizer=torch.optim.AdamW, **step
+    )
+    recipe = Recipe(
+        make_model=case.model,
+        make_inputs=case.inputs,
+        make_optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        timing_rounds=1,
+        **step,
+    )
+    plans = []
+    for chosen in points(made):
+        policies = op_policies(made, chosen)
+        dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
+        expected = Simulator(dry).baseline.peak_bytes
+        assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
+        plans.append(Applied(policies, made.peak_bytes(chosen)))
+
+    for found in verify_each(plans, recipe):
+        assert found.identical, found.differences
 
 
 @each_chain
