@@ -244,7 +244,7 @@ def page(record: Record) -> Iterator[str]:
     yield "| model | gap median | worst | never slower | saved, median | only autosac |"
     yield "| --- |" + " ---: |" * 5
     for model in models:
-        yield _row(model)
+        yield row(model)
     yield "\nLeast feasible budget in MiB, of the same step.\n"
     names = list(models[0]["least_bytes"]) if models else []
     yield f"| model | plain step | autosac | {' | '.join(names[1:])} |"
@@ -271,7 +271,8 @@ def _mib(nbytes: int | None) -> str:
     return "none" if nbytes is None else f"{nbytes / MIB:.2f}"
 
 
-def _row(model: Record) -> str:
+def row(model: Record) -> str:
+    """One model as a line of the table."""
     own, saved = gaps(model), savings(model["cells"])
     compared = _num_compared(model)
     alone = sum(best_ms(cell) is None for cell in model["cells"])
