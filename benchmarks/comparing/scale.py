@@ -313,9 +313,10 @@ def _ratios(found: list[Record]) -> Iterator[str]:
             memory = chain["rss_bytes"] / ours["rss_bytes"]
             further = chain["next"]["cpu_s"] / ours["next"]["cpu_s"]
             yield (
-                f"\nAt {size} layers PyTorch's chain takes {cpu:.1f} times our CPU time,"
-                f" {wall:.1f} times our wall time and {memory:.2f} times our memory for a"
-                f" cold plan; {further:.1f} times our CPU time for one budget more."
+                f"\nAt {size} layers PyTorch's chain takes {cpu:.1f} times our CPU"
+                f" time, {wall:.1f} times our wall time and {memory:.2f} times our"
+                f" memory for a cold plan; {further:.1f} times our CPU time for one"
+                " budget more."
             )
 
 

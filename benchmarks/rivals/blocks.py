@@ -13,7 +13,7 @@ from autosac.profiling import Profile
 from autosac.units import Unit
 from solvers import knapsack
 
-_SHARE = 0.8  # of what the modules of any one class keep
+_SHARE = 0.7  # of what the modules of any one class keep
 
 
 @lru_cache(maxsize=4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ class Chain:
 
         Infeasible and timed out look alike there.
         """
-        found, _, predicted = sac_milp(self.graph, budget_bytes / 2**30)
+        with _old_names():
+            found, _, predicted = sac_milp(self.graph, budget_bytes / 2**30)
         if predicted < 0:
             return None
         root = self.graph.nodes[0]["fqn"]
@@ -82,8 +84,17 @@ class Chain:
         """Names of a module's ops, and whether each is saved."""
         root = self.graph.nodes[0]["fqn"]
         stats = self.stats[f"{root}.{fqn}" if fqn else root]
-        flags = get_optimal_checkpointing_policy_per_module(stats, 1 - ratio)
+        with _old_names():
+            flags = get_optimal_checkpointing_policy_per_module(stats, 1 - ratio)
         return stats.func_names, flags
+
+
+@contextlib.contextmanager
+def _old_names() -> Iterator[None]:
+    """PyTorch calls PuLP by names that PuLP 3.3 deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 class _WithLoss(nn.Module):
