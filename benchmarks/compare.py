@@ -85,6 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.disable(logging.ERROR)  # sac_milp logs what its result says anyway
     path = options.output / "compare.json"
     results: Record = json.loads(path.read_text()) if path.exists() else {}
+    if options.render:
+        _write(results, options.output)
+        return 0
     for part in options.parts:
         started = time.perf_counter()
         for record in PARTS[part][0](options):
@@ -110,6 +113,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of timed steps")
     parser.add_argument("--full", action="store_true", help="scale up to 126 layers")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch")
+    parser.add_argument("--render", action="store_true", help="only write page again")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     for given, known in (
