@@ -251,7 +251,7 @@ def page(record: Record) -> Iterator[str]:
     saved = savings(cells)
     if saved:
         yield (
-            f"\nGreedy and uniform ratio take points of autosac's own exact curves, which"
+            "\nGreedy and uniform ratio take points of autosac's own exact curves, that"
             f" nobody else has. Without these two: {statistics.median(saved):.1%} below"
             f" the best rival in the median, at {len(saved)} budgets where one fits;"
             f" none fits at {sum(best_ms(c) is None for c in cells)} of {len(cells)}.\n"

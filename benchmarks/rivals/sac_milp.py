@@ -26,7 +26,7 @@ from torch.distributed._tools.ilp_utils import (
     get_peak_memory_runtime_baseline,
     parse_module_info,
 )
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mem_tracker import MemTracker, _ModState
 from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 from torch.distributed._tools.sac_estimator import SACEstimator, SACStats
 from torch.distributed._tools.sac_ilp import (
@@ -142,8 +142,28 @@ def chain_of_step(
             with tracker:
                 whole(*args, **kwargs).backward()
             whole.zero_grad()
+        _drop_what_it_cannot_read(memory, runtime)
         info = aggregate_stats(whole, memory, runtime, sac, torch.device("cpu"))
     return Chain(graph=parse_module_info(info), stats=sac.sac_mod_stats)
+
+
+def _drop_what_it_cannot_read(memory: MemTracker, runtime: RuntimeEstimator) -> None:
+    """Leave out modules that have no backward, and later calls of the same module.
+
+    `aggregate_stats` raises at the first and `parse_module_info` at the second; without
+    them the chain plans what is left.
+    """
+    for module, stats in list(memory.memory_tracking.items()):
+        if not {_ModState.PRE_BW, _ModState.PEAK_BW} <= stats.snapshots.keys():
+            del memory.memory_tracking[module]
+    known = {stats.mod_fqn for stats in memory.memory_tracking.values()}
+    for order in (
+        runtime.mod_fw_pre_order,
+        runtime.mod_fw_post_order,
+        runtime.mod_bw_pre_order,
+        runtime.mod_bw_post_order,
+    ):
+        order[:] = [fqn for fqn in dict.fromkeys(order) if fqn in known]
 
 
 def _is_tensor(value: Any) -> bool:
