@@ -16,7 +16,7 @@ from solvers import knapsack
 _SHARE = 0.7  # of what the modules of any one class keep
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def find_blocks(profile: Profile) -> tuple[Unit, ...]:
     """All calls of the model's blocks, in forward order.
 
@@ -78,7 +78,7 @@ def policy_saving(unit: Unit, saved: Collection[int]) -> Policy:
             keep[g] = True
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def unit_curves(profile: Profile) -> dict[Unit, UnitCurve]:
     """Trade-off curves of the candidates that free memory."""
     by_key = {
