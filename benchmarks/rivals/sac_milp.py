@@ -68,10 +68,14 @@ class Chain:
     def ratios(self, budget_bytes: int) -> tuple[dict[str, float], int] | None:
         """FQN of each AC unit -> ratio, and the predicted peak; None if infeasible.
 
-        Infeasible and timed out look alike there.
+        Infeasible and timed out look alike there, and it raises where the solver
+        leaves variables without a value.
         """
         with _old_names():
-            found, _, predicted = sac_milp(self.graph, budget_bytes / 2**30)
+            try:
+                found, _, predicted = sac_milp(self.graph, budget_bytes / 2**30)
+            except TypeError:
+                return None
         if predicted < 0:
             return None
         root = self.graph.nodes[0]["fqn"]
@@ -81,12 +85,15 @@ class Chain:
         return named, int(predicted)
 
     def saved_ops(self, fqn: str, ratio: float) -> tuple[list[str], list[int]]:
-        """Names of a module's ops, and whether each is saved."""
+        """Names of a module's ops, and whether each is saved.
+
+        None is where its own MILP finds nothing (some random op must be saved).
+        """
         root = self.graph.nodes[0]["fqn"]
         stats = self.stats[f"{root}.{fqn}" if fqn else root]
         with _old_names():
             flags = get_optimal_checkpointing_policy_per_module(stats, 1 - ratio)
-        return stats.func_names, flags
+        return stats.func_names, flags or [0] * len(stats.func_names)
 
 
 @contextlib.contextmanager
