@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.comparing import frontier, real, scale, zoo
 from benchmarks.environment import environment
+from benchmarks.models import workloads
 from benchmarks.models import zoo as models_of_zoo
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,7 +53,7 @@ def _scale(options: argparse.Namespace) -> Iterator[Record]:
 
 def _frontier(options: argparse.Namespace) -> Iterator[Record]:
     models = []
-    for name in frontier.subjects():
+    for name in options.frontier_models:
         models.append(frontier.run(name, options.frontier_budgets, options.rounds))
         gc.collect()
         record = {"rounds": options.rounds, "models": models}
@@ -62,7 +63,7 @@ def _frontier(options: argparse.Namespace) -> Iterator[Record]:
 
 def _real(options: argparse.Namespace) -> Iterator[Record]:
     models = []
-    for name in options.models or real.MODELS:
+    for name in options.real_models:
         models.append(real.run(name, options.rounds))
         gc.collect()
         print(f"real steps of {name} done", flush=True)
@@ -107,8 +108,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         return text.split(",")
 
     parser.add_argument("--parts", type=names, default=list(PARTS))
-    parser.add_argument("--models", type=names, help="of the zoo, for zoo and real")
+    parser.add_argument("--models", type=names, help="of the zoo; default: all")
     parser.add_argument("--budgets", type=int, default=16, help="per model of the zoo")
+    parser.add_argument("--real-models", type=names, default=list(real.MODELS))
+    parser.add_argument(
+        "--frontier-models", type=names, default=list(frontier.subjects())
+    )
     parser.add_argument("--frontier-budgets", type=int, default=6, help="beside theirs")
     parser.add_argument("--rounds", type=int, default=5, help="of timed steps")
     parser.add_argument("--full", action="store_true", help="scale up to 126 layers")
@@ -119,6 +124,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     for given, known in (
         (options.parts, list(PARTS)),
         (options.models or [], list(models_of_zoo())),
+        (options.real_models, list(workloads())),
+        (options.frontier_models, list(frontier.subjects())),
     ):
         unknown = sorted(set(given) - set(known))
         if unknown:
