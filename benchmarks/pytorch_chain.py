@@ -12,9 +12,7 @@ policies that save an in-place random op crash in backward.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import io
 import json
 import statistics
 import sys
@@ -23,28 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.ilp_utils import (
-    Graph,
-    aggregate_stats,
-    get_peak_memory_runtime_baseline,
-    parse_module_info,
-)
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed._tools.runtime_estimator import RuntimeEstimator
-from torch.distributed._tools.sac_estimator import (
-    OPS_TO_ALWAYS_SKIP,
-    SACEstimator,
-    SACStats,
-)
-from torch.distributed._tools.sac_ilp import (
-    get_optimal_checkpointing_policy_per_module,
-    sac_milp,
-)
+from torch.distributed._tools.sac_estimator import OPS_TO_ALWAYS_SKIP
 from torch.nn import functional
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -56,8 +36,8 @@ from autosac import demo, planning, profiling
 from autosac.errors import InfeasibleBudgetError
 from autosac.measuring import measure_peak, storage_bytes
 from benchmarks.environment import MIB, environment
+from benchmarks.rivals import sac_milp
 
-_DATASHEET = "NVIDIA H100"  # of the roofline: there is no entry for CPUs
 _VOCABULARY, _BATCH, _LENGTH = 4096, 4, 512
 
 
@@ -114,12 +94,14 @@ class GPTWithLoss(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _make_model() -> nn.Module:
+def make_model() -> nn.Module:
+    """The GPT, always with the same parameters."""
     torch.manual_seed(0)
     return GPTWithLoss()
 
 
-def _make_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+def make_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and those that follow, always the same."""
     generator = torch.Generator().manual_seed(0)
     size = (_BATCH, _LENGTH + 1)
     tokens = torch.randint(_VOCABULARY, size, generator=generator)
@@ -128,7 +110,7 @@ def _make_inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 def run(apply: Callable[[nn.Module], object], rounds: int) -> Run:
     """Measure the peak of a step with a plan applied, then time some more."""
-    model, inputs = _make_model(), _make_inputs()
+    model, inputs = make_model(), make_inputs()
     apply(model)
     _, peak_bytes = measure_peak(
         lambda: model(*inputs).backward(),
@@ -152,56 +134,29 @@ def run(apply: Callable[[nn.Module], object], rounds: int) -> Run:
 # --- PyTorch's chain ----------------------------------------------------------
 
 
-def pytorch_statistics() -> tuple[Graph, dict[str, SACStats]]:
+def pytorch_statistics() -> sac_milp.Chain:
     """Statistics of the step, as PyTorch's trackers see it."""
-    with (
-        FakeTensorMode(),
-        # The roofline asserts an accelerator, though it needs only a datasheet.
-        mock.patch("torch.accelerator.is_available", return_value=True),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        model = _make_model()
-        inputs = [torch.zeros(_BATCH, _LENGTH, dtype=torch.int64) for _ in range(2)]
-        memory = MemTracker()
-        runtime = RuntimeEstimator(gpu_type=_DATASHEET)
-        sac = SACEstimator(gpu_type=_DATASHEET)
-        memory.track_external(model, *inputs)
-        for tracker in (
-            memory,
-            runtime("operator-level-cost-model"),
-            sac("operator-level-cost-model"),
-        ):
-            with tracker:
-                model(*inputs).backward()
-            model.zero_grad()
-        info = aggregate_stats(model, memory, runtime, sac, torch.device("cpu"))
-    return parse_module_info(info), sac.sac_mod_stats
+    return sac_milp.chain_of_step(make_model(), make_inputs(), lambda loss: loss)
 
 
-def pytorch_cell(
-    graph: Graph, stats: dict[str, SACStats], share: float, plain: Run, rounds: int
-) -> Cell:
+def pytorch_cell(chain: sac_milp.Chain, share: float, plain: Run, rounds: int) -> Cell:
     """Plan, apply and measure one budget with PyTorch's chain."""
-    baseline_bytes, _ = get_peak_memory_runtime_baseline(graph)
-    budget_bytes = int(share * baseline_bytes)
+    budget_bytes = int(share * chain.baseline_bytes)
     started = time.perf_counter()
-    ratios, _, predicted_bytes = sac_milp(graph, budget_bytes / 2**30)
-    root = graph.nodes[0]["fqn"]
+    found = chain.ratios(budget_bytes)
+    ratios, predicted_bytes = found or ({}, None)
     saved = {
-        fqn.removeprefix(root).removeprefix("."): (
-            stats[fqn].func_names,
-            get_optimal_checkpointing_policy_per_module(stats[fqn], 1 - ratio),
-        )
+        fqn.removeprefix("model."): chain.saved_ops(fqn, ratio)
         for fqn, ratio in ratios.items()
     }
     cell = Cell(
         system="sac_milp",
         share=share,
         budget_bytes=budget_bytes,
-        predicted_bytes=None if predicted_bytes < 0 else predicted_bytes,
+        predicted_bytes=predicted_bytes,
         planning_s=time.perf_counter() - started,
     )
-    if predicted_bytes < 0:
+    if found is None:
         return cell
 
     def apply(model: nn.Module) -> None:
@@ -243,7 +198,7 @@ def _checkpoint(module: nn.Module, names: list[str], flags: list[int]) -> None:
 
 def autosac_profile() -> profiling.Profile:
     """The same step, as autosac sees it."""
-    traced = profiling.profile(_make_model(), _make_inputs(), loss_fn=lambda loss: loss)
+    traced = profiling.profile(make_model(), make_inputs(), loss_fn=lambda loss: loss)
     return profiling.calibrate(traced)
 
 
@@ -293,7 +248,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     started = time.perf_counter()
-    graph, stats = pytorch_statistics()
+    chain = pytorch_statistics()
     middle = time.perf_counter()
     traced = autosac_profile()
     lines = [
@@ -303,12 +258,11 @@ def main(arguments: list[str] | None = None) -> None:
         f" {time.perf_counter() - middle:.1f} s.",
     ]
     plain = run(lambda model: None, options.rounds)
-    baseline_bytes, _ = get_peak_memory_runtime_baseline(graph)
-    lines += _baselines(plain, baseline_bytes, traced)
+    lines += _baselines(plain, chain.baseline_bytes, traced)
     print("\n".join(lines), flush=True)
     cells = []
     for share in map(float, options.shares.split(",")):
-        cells.append(pytorch_cell(graph, stats, share, plain, options.rounds))
+        cells.append(pytorch_cell(chain, share, plain, options.rounds))
         budget_bytes = cells[-1].budget_bytes
         cells.append(autosac_cell(traced, share, budget_bytes, plain, options.rounds))
         for cell in cells[-2:]:

@@ -1,0 +1,160 @@
+"""autosac against everything else, side by side: `python -m benchmarks.compare`.
+
+    python -m benchmarks.compare [--parts zoo,scale] [--budgets 16] [--full]
+
+zoo: every rival on one profile at equal budgets and equal peaks; scale: planning time
+and memory against PyTorch's own chain; frontier: real peaks and times on the models
+that other systems were measured on; real: real steps of every rival. Results of each
+part are written as soon as it is done, beside those of parts that are not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.comparing import frontier, real, scale, zoo
+from benchmarks.environment import environment
+from benchmarks.models import workloads
+from benchmarks.models import zoo as models_of_zoo
+
+RESULTS = Path(__file__).parent / "results"
+Record = dict[str, Any]
+# One part: more of its record each time something is done.
+Part = Callable[[argparse.Namespace], Iterator[Record]]
+
+
+def _zoo(options: argparse.Namespace) -> Iterator[Record]:
+    models = []
+    for name in options.models or models_of_zoo():
+        models.append(zoo.run(name, options.budgets))
+        gc.collect()
+        print(*zoo.losses(models[-1]), zoo.row(models[-1]), sep="\n", flush=True)
+        yield {"num_budgets": options.budgets, "models": models}
+
+
+def _scale(options: argparse.Namespace) -> Iterator[Record]:
+    found = []
+    for job in scale.jobs(options.full):
+        found.append(scale.run(*job))
+        print(scale.row(found[-1]), flush=True)
+        yield {"jobs": found}
+
+
+def _frontier(options: argparse.Namespace) -> Iterator[Record]:
+    models = []
+    for name in options.frontier_models:
+        models.append(frontier.run(name, options.frontier_budgets, options.rounds))
+        gc.collect()
+        record = {"rounds": options.rounds, "models": models}
+        print(f"frontier of {name} done", flush=True)
+        yield record
+
+
+def _real(options: argparse.Namespace) -> Iterator[Record]:
+    models = []
+    for name in options.real_models:
+        models.append(real.run(name, options.rounds))
+        gc.collect()
+        print(f"real steps of {name} done", flush=True)
+        yield {"rounds": options.rounds, "models": models}
+
+
+PARTS: dict[str, tuple[Part, Callable[[Record], Iterator[str]]]] = {
+    "zoo": (_zoo, zoo.page),
+    "scale": (_scale, scale.page),
+    "frontier": (_frontier, frontier.page),
+    "real": (_real, real.page),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts; the exit code tells whether the zoo showed what is asked for."""
+    options = _options(arguments)
+    torch.set_num_threads(options.threads)
+    warnings.filterwarnings("ignore")  # of rivals and of models, about themselves
+    logging.disable(logging.ERROR)  # sac_milp logs what its result says anyway
+    path = options.output / "compare.json"
+    results: Record = json.loads(path.read_text()) if path.exists() else {}
+    if options.render:
+        _write(results, options.output)
+        return 0
+    for part in options.parts:
+        started = time.perf_counter()
+        for record in PARTS[part][0](options):
+            where = environment()
+            minutes = (time.perf_counter() - started) / 60
+            results[part] = {"environment": where, "minutes": minutes, **record}
+            _write(results, options.output)
+    if "zoo" not in options.parts:
+        return 0
+    return 0 if all(kept for *_, kept in zoo.summary(results["zoo"]["models"])) else 1
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare")
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser.add_argument("--parts", type=names, default=list(PARTS))
+    parser.add_argument("--models", type=names, help="of the zoo; default: all")
+    parser.add_argument("--budgets", type=int, default=16, help="per model of the zoo")
+    parser.add_argument("--real-models", type=names, default=list(real.MODELS))
+    parser.add_argument(
+        "--frontier-models", type=names, default=list(frontier.subjects())
+    )
+    parser.add_argument("--frontier-budgets", type=int, default=6, help="beside theirs")
+    parser.add_argument("--rounds", type=int, default=5, help="of timed steps")
+    parser.add_argument("--full", action="store_true", help="scale up to 126 layers")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch")
+    parser.add_argument("--render", action="store_true", help="only write page again")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    for given, known in (
+        (options.parts, list(PARTS)),
+        (options.models or [], list(models_of_zoo())),
+        (options.real_models, list(workloads())),
+        (options.frontier_models, list(frontier.subjects())),
+    ):
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            parser.error(f"unknown {unknown}; known are {known}")
+    if options.budgets < 2:
+        parser.error("`--budgets` must be at least 2: the floor and the baseline")
+    return options
+
+
+def _write(results: Record, folder: Path) -> None:
+    """The table, the figures and the pictures of all parts that are known."""
+    # Not at the top: matplotlib is optional, and tests do without pictures.
+    from benchmarks.comparing.plots import plot
+
+    lines = ["# autosac and the others\n"]
+    for part, (_, page) in PARTS.items():
+        if part in results:
+            where = results[part]["environment"]
+            lines += page(results[part])
+            lines.append(
+                f"\nTaken in {results[part]['minutes']:.0f} minutes: "
+                + ", ".join(f"{name} {value}" for name, value in where.items())
+                + ".\n"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "compare.md").write_text("\n".join(lines))
+    (folder / "compare.json").write_text(json.dumps(results) + "\n")
+    plot(results, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
