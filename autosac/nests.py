@@ -19,7 +19,7 @@ from dataclasses import replace
 from autosac.chains import joined_groups, make_block, placed
 from autosac.groups import Group, TapeIndex, may_run_again
 from autosac.tape import Tape
-from autosac.units import Block, Unit
+from autosac.units import Block, Unit, inner
 
 
 def find_nests(
@@ -45,14 +45,8 @@ def find_nests(
 
 def _parts(candidates: Sequence[Unit], place: int) -> list[Unit]:
     """The outermost candidates inside one, if they save all that it saves."""
-    around = candidates[place]
-    parts: list[Unit] = []
-    for unit in candidates[place + 1 :]:
-        if unit.call.enter > around.call.exit:
-            break
-        if not parts or unit.call.enter > parts[-1].call.exit:
-            parts.append(unit)
-    if sum(len(part.saved) for part in parts) != len(around.saved):
+    parts = inner(candidates, place)
+    if sum(len(part.saved) for part in parts) != len(candidates[place].saved):
         return []
     return parts
 

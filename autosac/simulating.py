@@ -17,7 +17,7 @@ made once more at the chain's trigger, just before its last block is rerun.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from autosac.allocator import Allocations, replay
 from autosac.groups import Group
 from autosac.policies import RERUN, SAVE, SKIP, Policy, block_policies, onward
 from autosac.tape import CATEGORIES, IntArray, Tape
-from autosac.units import Unit
+from autosac.units import Block, Unit
 
 # Of `torch.get_rng_state()`: the generator's legacy state of the Mersenne twister
 # (aten/src/ATen/CPUGeneratorImpl.cpp).
@@ -83,16 +83,31 @@ class Effect:
 
 
 class _Lifetimes:
-    """An `Effect` that is still being written; `copies` and `works` from, to, bytes."""
+    """An `Effect` that is still being written.
+
+    Attributes:
+        held: Storage -> key until when it is kept alive.
+        copies: From, to and bytes of what is made again,
+        works: and of what its kernels hold for themselves.
+        made: Storage, from, to and bytes of what is made on the way to a later block.
+    """
 
     def __init__(self) -> None:
         self.held: dict[int, int] = {}
+        self.made: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
         self.works: list[tuple[int, int, int]] = []
 
     def hold(self, storage: int, until: int) -> None:
         """Keep a storage alive at least until a key."""
         self.held[storage] = max(self.held.get(storage, 0), until)
+
+    def add(self, other: _Lifetimes) -> None:
+        """What happens to another part of the same unit."""
+        for storage, until in other.held.items():
+            self.hold(storage, until)
+        self.copies += other.copies
+        self.works += other.works
 
 
 class Simulator:
@@ -106,6 +121,8 @@ class Simulator:
         self.tape = tape
         self.span = tape.num_ticks + 2
         self._effects: dict[tuple[Unit, Policy], Effect] = {}
+        self._reruns: dict[tuple[Unit, Policy, tuple[int, ...]], _Lifetimes] = {}
+        self._onwards: dict[tuple[Unit, Policy], _Lifetimes] = {}
         self._until: dict[Unit, dict[int, int]] = {}
         self._allocator_peaks: dict[
             frozenset[tuple[Unit, Policy]], tuple[int, int]
@@ -227,7 +244,7 @@ class Simulator:
             self._add_chain(found, unit, policy)
         else:
             begin = (unit.trigger - 1) * self.span + 1 - unit.call.enter
-            self._add_rerun(found, unit, policy, begin)
+            found.add(self._rerun(unit, policy, begin))
         for storage in unit.call.inputs:
             found.hold(storage, unit.held_until(storage) * self.span)
         copied = np.array(found.copies, dtype=np.int64).reshape(-1, 3)
@@ -243,16 +260,16 @@ class Simulator:
             work_bytes=worked[:, 2],
         )
 
-    def _add_rerun(
+    def _rerun(
         self,
-        found: _Lifetimes,
         unit: Unit,
         policy: Policy,
         begin: int,
         relayed: tuple[int, ...] = (),
-    ) -> None:
+    ) -> _Lifetimes:
         """One module call, rerun at `begin` plus its ticks; some arguments relayed."""
         tape, span = self.tape, self.span
+        found = _Lifetimes()
         stop = unit.trigger * span - 1
         until = self._saved_until(unit)
         own = {s for group in unit.groups for s in group.storages}
@@ -277,6 +294,7 @@ class Simulator:
                     found.copies.append((begin + record.born, end, record.nbytes))
             if choice == RERUN:
                 found.works += self._workspaces(unit, group, begin)
+        return found
 
     def _add_chain(self, found: _Lifetimes, chain: Unit, policy: Policy) -> None:
         """Blocks run onward when the last one is due, then each is rerun in turn."""
@@ -286,34 +304,61 @@ class Simulator:
         needed_until: dict[int, int] = {}
         for block, part in parts:
             unit = block.unit
-            begin = (unit.trigger - 1) * span + 1 - unit.call.enter
             if unit.trigger == chain.trigger:
-                begin = start
-            self._add_rerun(found, unit, part, begin, block.relayed)
+                found.add(self._rerun(unit, part, start, block.relayed))
+            else:
+                found.add(self._later_rerun(block, part))
             until = self._saved_until(unit)
             for storage in block.relayed:
                 end = max(unit.trigger * span - 1, until.get(storage, 0) * span)
                 needed_until[storage] = max(needed_until.get(storage, 0), end)
-        onwards = [
-            (block.unit, block.unit.call.exit, group, choice)
-            for block, part in parts[:-1]
-            for group, choice in zip(
-                (*block.unit.groups, *block.tail), onward(block, part), strict=True
-            )
-        ]
         stop = parts[-1][0].unit.call.enter
-        onwards += [(chain, stop, group, RERUN) for group in chain.glue]
-        for unit, leave, group, choice in onwards:
-            for storage in group.storages:
-                record = self.tape.storages[storage]
-                end = start + min(record.died, leave)
-                end = needed_until.get(storage, end)
-                if choice == RERUN:
-                    found.copies.append((start + record.born, end, record.nbytes))
-                elif choice == SAVE and storage in needed_until:
-                    found.hold(storage, end)
-            if choice == RERUN:
-                found.works += self._workspaces(unit, group, start)
+        onwards = [self._onward(block, part) for block, part in parts[:-1]]
+        onwards.append(
+            self._made_onward(chain, chain.glue, RERUN * len(chain.glue), stop)
+        )
+        for passed in onwards:
+            for storage in passed.held:
+                if storage in needed_until:
+                    found.hold(storage, needed_until[storage])
+            for storage, born, end, nbytes in passed.made:
+                until_key = needed_until.get(storage, start + end)
+                found.copies.append((start + born, until_key, nbytes))
+            found.works += [(start + a, start + b, n) for a, b, n in passed.works]
+
+    def _later_rerun(self, block: Block, policy: Policy) -> _Lifetimes:
+        """A block that is rerun after the last one of its chain (cached)."""
+        key = (block.unit, policy, block.relayed)
+        if key not in self._reruns:
+            unit = block.unit
+            begin = (unit.trigger - 1) * self.span + 1 - unit.call.enter
+            self._reruns[key] = self._rerun(unit, policy, begin, block.relayed)
+        return self._reruns[key]
+
+    def _onward(self, block: Block, policy: Policy) -> _Lifetimes:
+        """A block that runs onward, in ticks of its forward pass (cached)."""
+        key = (block.unit, policy)
+        if key not in self._onwards:
+            unit, choices = block.unit, onward(block, policy)
+            groups = (*unit.groups, *block.tail)
+            leave = unit.call.exit
+            self._onwards[key] = self._made_onward(unit, groups, choices, leave)
+        return self._onwards[key]
+
+    def _made_onward(
+        self, unit: Unit, groups: Sequence[Group], choices: str, leave: int
+    ) -> _Lifetimes:
+        found = _Lifetimes()
+        for group, choice in zip(groups, choices, strict=True):
+            if choice == SAVE:
+                found.held.update(dict.fromkeys(group.storages, 0))
+            elif choice == RERUN:
+                for storage in group.storages:
+                    record = self.tape.storages[storage]
+                    end = min(record.died, leave)
+                    found.made.append((storage, record.born, end, record.nbytes))
+                found.works += self._workspaces(unit, group, 0)
+        return found
 
     def _workspaces(
         self, unit: Unit, group: Group, begin: int

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from autosac.groups import Group, TapeIndex, make_groups
 from autosac.tape import ModuleCall, Op, Tape
 
+_MOST_GROUPS = 2000  # of a unit with candidates inside: a whole model of many layers
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Block:
@@ -124,7 +126,23 @@ def find_units(
                 candidates.append(replace(unit, key=number))
             elif unit:
                 refused[fqn] = unit
+    for i in reversed(range(len(candidates))):
+        if len(candidates[i].groups) > _MOST_GROUPS and inner(candidates, i):
+            refused[candidates[i].fqn] = "it is very large; its parts can be units"
+            del candidates[i]
     return Units(candidates=tuple(candidates), refused=refused)
+
+
+def inner(candidates: Sequence[Unit], place: int) -> list[Unit]:
+    """The outermost candidates inside one of them; all are in forward order."""
+    around = candidates[place]
+    found: list[Unit] = []
+    for unit in candidates[place + 1 :]:
+        if unit.call.enter > around.call.exit:
+            break
+        if not found or unit.call.enter > found[-1].call.exit:
+            found.append(unit)
+    return found
 
 
 def _make_unit(

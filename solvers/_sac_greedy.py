@@ -68,9 +68,13 @@ class _Search:
         self._live: Ints = table.live(table.weights(choice)).astype(np.int64)
         self._allowed = np.isin(table.owner, np.array(sorted(units), dtype=np.int64))
         self._holds: list[list[int]] = [[] for _ in choice]
+        self._holders: list[tuple[Ints, Ints]] = []
         for index, hold in enumerate(table.problem.holds):
             for u, _ in hold.holders:
                 self._holds[u].append(index)
+            pairs = np.array(hold.holders, dtype=np.int64).reshape(-1, 2)
+            self._holders.append((pairs[:, 0], pairs[:, 1]))
+        self._is_chosen = np.array([k is not None for k in choice], dtype=np.bool_)
 
     def repair(self) -> bool:
         """Cheapest relief at the peak, until the peak is within the budget."""
@@ -115,7 +119,9 @@ class _Search:
         if k is not None:
             for v in self._table.relatives(u):
                 self.choice[v] = None
+                self._is_chosen[v] = False
         self.choice[u] = k
+        self._is_chosen[u] = k is not None
         self._live = live
 
     def _best_relief(
@@ -164,14 +170,14 @@ class _Search:
     def _change_holds(
         self, touched: set[int], moved: set[int], u: int, k: int | None, change: Ints
     ) -> None:
+        stays = self._is_chosen.copy()
+        stays[list(moved)] = False
+        stays[u] = k is not None
         for index in touched:
             hold = self._table.problem.holds[index]
-            before = after = hold.held_from
-            for v, end in hold.holders:
-                if self.choice[v] is not None:
-                    before = max(before, end)
-                stays = self.choice[v] is not None and v not in moved
-                if stays or (v == u and k is not None):
-                    after = max(after, end)
+            holders, ends = self._holders[index]
+            first = hold.held_from
+            before = int(ends.max(initial=first, where=self._is_chosen[holders]))
+            after = int(ends.max(initial=first, where=stays[holders]))
             change[before:after] += hold.nbytes
             change[after:before] -= hold.nbytes
