@@ -13,11 +13,29 @@ from typing import Any
 
 from autosac import cpu_convolutions
 
+_TINY = 16**3  # multiplications that oneDNN is not asked for
+
 
 def op_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """Bytes that a call allocates and frees inside its kernel; 0 if none is known."""
     formula = _FORMULAS.get(str(func))
     return 0 if formula is None else formula(args)
+
+
+def _product(args: tuple[Any, ...]) -> int:
+    """In half precision blocks of oneDNN: sums in float32, the right factor and, if it
+    is transposed, the left one; rough where more than 512 numbers are summed."""
+    left, right = args[-2:]
+    (size, inner), width = left.shape, right.shape[1]
+    if left.itemsize != 2 or min(size, width) < 2 or size * inner * width <= _TINY:
+        return 0
+    rows = -(-size // -(-size // 256))  # equal parts
+    depth = min(inner, 512 if inner <= 1024 else 1024)
+    sums_bytes = 4 * rows * min(width, 64)
+    right_bytes = -(-depth // 32) * 32 * 64 * right.itemsize
+    depth = -(-min(inner, 512) // 32) * 32
+    left_bytes = 0 if left.stride(1) == 1 else rows * depth * left.itemsize
+    return int(2**10 + sums_bytes + right_bytes + left_bytes)
 
 
 def _recurrent(args: tuple[Any, ...]) -> int:
@@ -62,6 +80,8 @@ def _contiguous_gradient(args: tuple[Any, ...]) -> int:
 _FORMULAS: dict[str, Callable[[tuple[Any, ...]], int]] = {
     "aten.convolution.default": cpu_convolutions.forward_bytes,
     "aten.convolution_backward.default": cpu_convolutions.backward_bytes,
+    "aten.mm.default": _product,
+    "aten.addmm.default": _product,
     "aten.mkldnn_rnn_layer.default": _recurrent,
     "aten.mkldnn_rnn_layer_backward.default": _recurrent_backward,
     "aten.upsample_nearest2d.default": _upsampling,

@@ -1,4 +1,4 @@
-"""Modelled workspaces of convolutions against the allocator's own events."""
+"""Modelled workspaces of CPU kernels against the allocator's own events."""
 
 import itertools
 
@@ -89,3 +89,24 @@ def test_workspaces_of_convolutions_are_those_of_the_allocator(dtype, last):
         if abs(modelled - measured) > 0.1 * (sizes.moved_bytes + measured):
             wrong[name, call.args[-1]] = (modelled, measured)
     assert len(calls) > 50 and wrong == {}
+
+
+PRODUCTS = [(8, 8, 8), (100, 8, 116), (1, 64, 64), (64, 64, 64), (96, 512, 16)]
+PRODUCTS += [(384, 512, 96), (2048, 256, 256), (128, 512, 128)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workspaces_of_products_are_those_of_the_allocator(dtype, transposed):
+    calls = {}
+    for size, inner, width in PRODUCTS:
+        left = torch.randn((inner, size) if transposed else (size, inner)).to(dtype)
+        args = (left.T if transposed else left, torch.randn(inner, width).to(dtype))
+        made = [torch.empty(size, width, dtype=dtype)]
+        call, sizes, modelled = _call(aten.mm.default, args, made)
+        calls[call] = (sizes, modelled)
+
+    found = measure_ops({call: sizes for call, (sizes, _) in calls.items()}, device=CPU)
+
+    for call, (_, modelled) in calls.items():
+        assert modelled == pytest.approx(found.costs[call].workspace_bytes, rel=0.1)
