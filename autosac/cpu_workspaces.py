@@ -23,8 +23,12 @@ def op_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def _product(args: tuple[Any, ...]) -> int:
-    """In half precision blocks of oneDNN: sums in float32, the right factor and, if it
-    is transposed, the left one; rough where more than 512 numbers are summed."""
+    """Blocks of oneDNN in half precision.
+
+    Sums in float32, the right factor and, if it is transposed, the left one. Rough if
+    more than 512 numbers are summed; with torch 2.10 a bound, as its oneDNN keeps no
+    sums of fewer.
+    """
     left, right = args[-2:]
     (size, inner), width = left.shape, right.shape[1]
     if left.itemsize != 2 or min(size, width) < 2 or size * inner * width <= _TINY:

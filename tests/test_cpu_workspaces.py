@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from autosac import cpu_workspaces
+from autosac import _compat, cpu_workspaces
 from autosac.signatures import signature
 from autosac.timing import OpSizes, measure_ops
 
@@ -95,6 +95,10 @@ PRODUCTS = [(8, 8, 8), (100, 8, 116), (1, 64, 64), (64, 64, 64), (96, 512, 16)]
 PRODUCTS += [(384, 512, 96), (2048, 256, 256), (128, 512, 128)]
 
 
+@pytest.mark.skipif(
+    _compat.TORCH_VERSION < (2, 15),
+    reason="oneDNN of torch 2.10 keeps no sums: the formula is a bound there",
+)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_workspaces_of_products_are_those_of_the_allocator(dtype, transposed):
