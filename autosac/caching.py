@@ -1,7 +1,7 @@
 """Measurements of ops on disk, so that each is made once on a device.
 
 There is one JSON file for each device in each state that changes what ops cost:
-    {"format": 1, "environment": {...}, "ops": {TEXT OF SIGNATURE: [ms, bytes]}}
+    {"format": 2, "environment": {...}, "ops": {TEXT OF SIGNATURE: [ms, bytes]}}
 A file that is missing, damaged or not writable costs time and one warning, no more.
 """
 
@@ -26,7 +26,7 @@ import torch
 from autosac.signatures import Layout, Signature
 from autosac.timing import OpMeasurement
 
-_FORMAT_VERSION = 1  # rises when the way of measuring changes
+_FORMAT_VERSION = 2  # rises when the way of measuring changes
 _NAMESPACES = ("aten.", "prims.")  # PyTorch's own: others change with no new version
 _PLAIN = (bool, int, float, complex, str, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)

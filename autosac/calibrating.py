@@ -10,7 +10,7 @@ from autosac import caching
 from autosac.signatures import Signature
 from autosac.sources import Source, modelled
 from autosac.tape import Op, Tape
-from autosac.timing import OpMeasurement, blas_bytes, measure_ops
+from autosac.timing import OpMeasurement, OpSizes, blas_bytes, measure_ops
 
 _PRODUCTS = frozenset(  # ops that call cuBLAS
     f"aten.{name}.default"
@@ -56,7 +56,7 @@ def calibrated(
         refresh: Measure what the table knows, too.
         progress: As in `measure_ops`.
     """
-    needed = _needed_bytes(tape)
+    needed = _sizes(tape)
     texts = {s: text for s in needed if (text := caching.text_of(s))} if cache else {}
     found: dict[Signature, tuple[OpMeasurement, Source]] = {}
     if cache:
@@ -66,7 +66,7 @@ def calibrated(
         for signature, text in texts.items():
             if text in table:
                 found[signature] = (table[text], "cached")
-    missing = {s: num_bytes for s, num_bytes in needed.items() if s not in found}
+    missing = {s: sizes for s, sizes in needed.items() if s not in found}
     made = measure_ops(missing, device=device, progress=progress)
     if cache:
         known = {texts[s]: cost for s, cost in made.costs.items() if s in texts}
@@ -84,13 +84,16 @@ def _library_bytes(tape: Tape, device: torch.device) -> tuple[int, ...]:
     return (blas_bytes(device),) * len(threads)
 
 
-def _needed_bytes(tape: Tape) -> dict[Signature, int]:
-    """Distinct ops that do some work -> size of what each reads and writes."""
-    needed: dict[Signature, int] = {}
+def _sizes(tape: Tape) -> dict[Signature, OpSizes]:
+    """Distinct ops that do some work -> what the tape counts of each."""
+    found: dict[Signature, OpSizes] = {}
     for op in tape.ops:
         if isinstance(op.signature, Signature) and not op.is_view:
-            needed[op.signature] = op.moved_bytes
-    return needed
+            made_bytes = sum(tape.storages[i].nbytes for i in op.creates)
+            found[op.signature] = OpSizes(
+                moved_bytes=op.moved_bytes, made_bytes=made_bytes
+            )
+    return found
 
 
 def _replaced(

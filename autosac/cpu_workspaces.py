@@ -1,9 +1,8 @@
 """Memory that CPU kernels allocate for themselves, where it has not been measured.
 
-oneDNN brings arguments into blocked layouts before it convolves. Which ones depends on
-the processor; the formulas here are those that explain measurements with torch 2.15 on
-an AVX-512 machine (`calibrate` gives the figures themselves). They are rough for a
-single op, and good enough for a peak.
+The formulas are those that explain measurements with torch 2.15 on an AVX-512 machine
+(`calibrate` gives the figures themselves). They are rough for a single op, and good
+enough for a peak.
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-_BLOCK = 16  # channels of a block
+from autosac import cpu_convolutions
+
+_TINY = 16**3  # multiplications that oneDNN is not asked for
 
 
 def op_bytes(func: Any, args: tuple[Any, ...]) -> int:
@@ -21,55 +22,24 @@ def op_bytes(func: Any, args: tuple[Any, ...]) -> int:
     return 0 if formula is None else formula(args)
 
 
-def _convolution(args: tuple[Any, ...]) -> int:
-    """Copies of input and weight, or of the output."""
-    images, weight, stride, padding, dilation = (*args[:2], *args[3:6])
-    if _is_product(weight, stride, padding):
+def _product(args: tuple[Any, ...]) -> int:
+    """Blocks of oneDNN in half precision.
+
+    Sums in float32, the right factor and, if it is transposed, the left one. Rough if
+    more than 512 numbers are summed; with torch 2.10 a bound, as its oneDNN keeps no
+    sums of fewer.
+    """
+    left, right = args[-2:]
+    (size, inner), width = left.shape, right.shape[1]
+    if left.itemsize != 2 or min(size, width) < 2 or size * inner * width <= _TINY:
         return 0
-    if args[6]:
-        return int(images.nbytes + weight.nbytes)
-    if args[8] > 1 and images.itemsize == 4:
-        copied = 0 if images.stride(1) == 1 else images.nbytes
-        return int(copied + _grouped_bytes(weight))
-    pixels = 1
-    for size, kernel, step, pad, wide in zip(
-        images.shape[2:], weight.shape[2:], stride, padding, dilation, strict=False
-    ):
-        pixels *= (size + 2 * pad - wide * (kernel - 1) - 1) // step + 1
-    output_bytes = len(images) * len(weight) * pixels * images.itemsize
-    return int(max(images.nbytes + _blocked_bytes(weight, args[8]), output_bytes))
-
-
-def _convolution_backward(args: tuple[Any, ...]) -> int:
-    """Copies of input and gradient, or the gradient of the weight in blocks."""
-    gradient, images, weight = args[:3]
-    if _is_product(weight, args[4], args[5]):
-        return 0
-    return int(max(gradient.nbytes + images.nbytes, _blocked_bytes(weight, args[9])))
-
-
-def _is_product(weight: Any, stride: Any, padding: Any) -> bool:
-    """Whether a convolution is a matrix product that needs no copies."""
-    taps = math.prod(weight.shape[2:])
-    return bool(taps == 1 and all(s == 1 for s in stride) and not any(padding))
-
-
-def _grouped_bytes(weight: Any) -> int:
-    """A weight in float32 as forward wants it: whole blocks of one-channel groups."""
-    if weight.shape[1] > 1:
-        return int(2 * weight.nbytes)
-    groups = -(-len(weight) // _BLOCK) * _BLOCK
-    return int(groups * math.prod(weight.shape[2:]) * weight.itemsize)
-
-
-def _blocked_bytes(weight: Any, groups: int) -> int:
-    """A weight whose channels are padded to whole blocks in each group."""
-    if groups == 1:
-        return int(weight.nbytes)
-    outputs = -(-(len(weight) // groups) // _BLOCK) * _BLOCK
-    inputs = -(-weight.shape[1] // _BLOCK) * _BLOCK
-    taps = math.prod(weight.shape[2:])
-    return int(groups * outputs * inputs * taps * weight.itemsize)
+    rows = -(-size // -(-size // 256))  # equal parts
+    depth = min(inner, 512 if inner <= 1024 else 1024)
+    sums_bytes = 4 * rows * min(width, 64)
+    right_bytes = -(-depth // 32) * 32 * 64 * right.itemsize
+    depth = -(-min(inner, 512) // 32) * 32
+    left_bytes = 0 if left.stride(1) == 1 else rows * depth * left.itemsize
+    return int(2**10 + sums_bytes + right_bytes + left_bytes)
 
 
 def _recurrent(args: tuple[Any, ...]) -> int:
@@ -112,8 +82,10 @@ def _contiguous_gradient(args: tuple[Any, ...]) -> int:
 
 
 _FORMULAS: dict[str, Callable[[tuple[Any, ...]], int]] = {
-    "aten.convolution.default": _convolution,
-    "aten.convolution_backward.default": _convolution_backward,
+    "aten.convolution.default": cpu_convolutions.forward_bytes,
+    "aten.convolution_backward.default": cpu_convolutions.backward_bytes,
+    "aten.mm.default": _product,
+    "aten.addmm.default": _product,
     "aten.mkldnn_rnn_layer.default": _recurrent,
     "aten.mkldnn_rnn_layer_backward.default": _recurrent_backward,
     "aten.upsample_nearest2d.default": _upsampling,

@@ -20,8 +20,7 @@ from rich.progress import Progress
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autosac import _compat, inventing
-from autosac.measuring import recorded_events, storage_bytes
-from autosac.pytrees import tensors_in
+from autosac.measuring import recorded_events
 from autosac.quantities import format_bytes
 from autosac.signatures import Signature
 
@@ -45,12 +44,27 @@ _REFUSALS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpSizes:
+    """Memory of one op call that its tape counts.
+
+    Attributes:
+        moved_bytes: Of its tensor arguments and results.
+        made_bytes: Of the storages that it makes for its results. A kernel may return
+            more than its fake one says: oneDNN's backward of a convolution returns the
+            gradient of a weight that only wants its bias's.
+    """
+
+    moved_bytes: int
+    made_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpMeasurement:
     """What one op call costs.
 
     Attributes:
         runtime_ms: Least of a few times: noise only adds.
-        workspace_bytes: Most bytes alive while it ran, less what it returned.
+        workspace_bytes: Most bytes alive while it ran, less what its tape counts.
     """
 
     runtime_ms: float
@@ -71,7 +85,7 @@ class Measurements:
 
 
 def measure_ops(
-    needed_bytes: Mapping[Signature, int],
+    sizes: Mapping[Signature, OpSizes],
     *,
     device: torch.device,
     progress: bool | None = None,
@@ -79,17 +93,17 @@ def measure_ops(
     """Run ops on made-up data.
 
     Args:
-        needed_bytes: The ops, and the size of all that each reads and writes.
+        sizes: The ops, and what their tape says of each.
         device: Where.
         progress: Show a bar on the standard error stream; None for only if that is
             a terminal.
     """
-    allowed: list[Signature] = []
+    allowed: dict[Signature, OpSizes] = {}
     failures: dict[Signature, str] = {}
-    for signature, num_bytes in needed_bytes.items():
-        reason = inventing.refusal(signature) or _too_large(num_bytes, device)
+    for signature, size in sizes.items():
+        reason = inventing.refusal(signature) or _too_large(size.moved_bytes, device)
         if reason is None:
-            allowed.append(signature)
+            allowed[signature] = size
         else:
             failures[signature] = reason
     first_runs = _first_runs_on_gpu if device.type == "cuda" else _first_runs_on_cpu
@@ -106,12 +120,12 @@ _FirstRuns = tuple[dict[Signature, OpMeasurement], dict[Signature, str]]
 
 
 def _first_runs_on_cpu(
-    signatures: list[Signature], device: torch.device, progress: bool | None
+    sizes: Mapping[Signature, OpSizes], device: torch.device, progress: bool | None
 ) -> _FirstRuns:
     """Workspaces and times, rough ones of short ops; why other ops do not run."""
-    ran: dict[str, tuple[float, int]] = {}
+    ran: dict[str, float] = {}
     failures = {}
-    names = {f"{_MARK}{i}": signature for i, signature in enumerate(signatures)}
+    names = {f"{_MARK}{i}": signature for i, signature in enumerate(sizes)}
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as in `measuring`
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
@@ -124,18 +138,16 @@ def _first_runs_on_cpu(
     costs = {}
     for event in recorded_events(recording):
         if event.name in ran:
-            runtime_ms, returned_bytes = ran[event.name]
-            workspace_bytes = max(0, _peak_bytes(event) - returned_bytes)
-            costs[names[event.name]] = OpMeasurement(
-                runtime_ms=runtime_ms, workspace_bytes=workspace_bytes
+            signature = names[event.name]
+            beyond_bytes = _peak_bytes(event) - sizes[signature].made_bytes
+            costs[signature] = OpMeasurement(
+                runtime_ms=ran[event.name], workspace_bytes=max(0, beyond_bytes)
             )
     return costs, failures
 
 
-def _first_run_on_cpu(
-    name: str, signature: Signature, device: torch.device
-) -> tuple[float, int]:
-    """Time of an op that is recorded under a name, and the bytes it returns."""
+def _first_run_on_cpu(name: str, signature: Signature, device: torch.device) -> float:
+    """Time in ms of an op that is recorded under a name."""
     args, kwargs = inventing.arguments(signature, device)
     call = partial(signature.func, *args, **kwargs)
     begin = time.perf_counter()
@@ -144,19 +156,21 @@ def _first_run_on_cpu(
     with torch.set_grad_enabled(is_forward), record_function(name):
         out = call()
     elapsed_ms = (time.perf_counter() - begin) * 1e3
-    returned_bytes = _returned_bytes(out, args, kwargs)
     del out  # before it runs again
     if elapsed_ms >= _SHORT_MS:
         elapsed_ms = _least_ms(call, device, elapsed_ms)
-    return elapsed_ms, returned_bytes
+    return elapsed_ms
 
 
 def _first_runs_on_gpu(
-    signatures: list[Signature], device: torch.device, progress: bool | None
+    sizes: Mapping[Signature, OpSizes], device: torch.device, progress: bool | None
 ) -> _FirstRuns:
-    """Workspaces and times, rough ones of short ops; why other ops do not run."""
+    """Workspaces and times, rough ones of short ops; why other ops do not run.
+
+    There, what an op returns counts, not what its tape says: blocks are rounded up.
+    """
     costs, failures = {}, {}
-    for signature in _watched(signatures, "workspaces", progress):
+    for signature in _watched(sizes, "workspaces", progress):
         try:
             costs[signature] = _first_run_on_gpu(signature, device)
         except _REFUSALS as error:
@@ -227,12 +241,6 @@ def _index_of(device: torch.device) -> int:
 def _summary(error: Exception) -> str:
     line = str(error).partition("\n")[0]
     return f"it fails on made-up data: {type(error).__name__}: {line[:100]}"
-
-
-def _returned_bytes(out: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that an op returned and did not get."""
-    given = list(tensors_in((args, kwargs)))
-    return storage_bytes([*given, *tensors_in((out,))]) - storage_bytes(given)
 
 
 def _peak_bytes(mark: Any) -> int:

@@ -8,7 +8,7 @@ from torch.nn import functional
 import autosac
 from autosac import inventing, timing
 from autosac.signatures import Layout, Signature, signature
-from autosac.timing import measure_ops
+from autosac.timing import OpSizes, measure_ops
 from tests.models import CASES
 
 CPU = torch.device("cpu")
@@ -19,6 +19,10 @@ aten = torch.ops.aten
 @pytest.fixture(scope="module")
 def gpt():
     return CASES["gpt"].profile(torch.optim.AdamW)
+
+
+def _sizes(made_bytes):
+    return OpSizes(moved_bytes=2 * made_bytes, made_bytes=made_bytes)
 
 
 def num_distinct(made):
@@ -107,7 +111,7 @@ def test_an_op_larger_than_memory_is_not_run(monkeypatch):
     monkeypatch.setattr(timing, "available_bytes", lambda device: 1000)
     small, large = (signature(aten.neg.default, [torch.ones(n)], {}) for n in (9, 999))
 
-    found = measure_ops({small: 72, large: 7992}, device=CPU)
+    found = measure_ops({small: _sizes(36), large: _sizes(3996)}, device=CPU)
 
     assert list(found.costs) == [small]
     assert found.failures == {large: "it needs 7.8 KiB, 1000 B are free"}
@@ -130,12 +134,26 @@ def test_a_workspace_is_what_a_kernel_allocates_and_frees():
     neg = signature(aten.neg.default, [x], {})
     wide = signature(torch.ops.autosac_tests.roomy.default, [x], {})
 
-    found = measure_ops({neg: 800, wide: 800}, device=CPU).costs
+    found = measure_ops({neg: _sizes(400), wide: _sizes(400)}, device=CPU).costs
 
     # 4000 bytes are gone before 400 are returned.
     assert found[neg].workspace_bytes == 0
     assert found[wide].workspace_bytes == 4000 - 400
     assert found[neg].runtime_ms > 0.0
+
+
+@torch.library.custom_op("autosac_tests::generous", mutates_args=())
+def generous(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.clone(), x.clone()]
+
+
+def test_what_a_kernel_returns_beyond_its_fake_one_is_workspace():
+    x = torch.ones(100)
+    call = signature(torch.ops.autosac_tests.generous.default, [x], {})
+
+    found = measure_ops({call: _sizes(400)}, device=CPU).costs
+
+    assert found[call].workspace_bytes == 400
 
 
 # --- made-up data ---------------------------------------------------------------------
@@ -250,7 +268,7 @@ def test_bytes_of_a_forward_kernel_are_not_made_up():
     nothing = Layout((0,), (1,), torch.uint8)
     call = Signature(aten.neg.default, (nothing,), ())
 
-    found = measure_ops({call: 0}, device=CPU)
+    found = measure_ops({call: _sizes(0)}, device=CPU)
 
     assert "forward kernel" in found.failures[call]
 

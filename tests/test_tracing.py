@@ -182,11 +182,22 @@ def _convolutions():
     )
 
 
+def _biases():
+    """oneDNN makes the gradient of a weight for that of its bias."""
+    model = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(2)))
+    for layer in model:
+        layer.weight.requires_grad_(False)
+    return model
+
+
 REAL = {
     "gpt": (_gpt, lambda: torch.randint(256, (8, 64))),
     "convolutions": (_convolutions, lambda: torch.randn(4, 3, 34, 34)),
     "lstm": (CASES["lstm"].make_model, lambda: torch.randint(16, (64, 64))),
     "resnet18": (CASES["resnet18"].make_model, lambda: torch.randn(4, 3, 32, 32)),
+    "biases": (_biases, lambda: torch.randn(2, 64, 8, 8)),
+    # Its kernel makes no gradient of images that need none.
+    "norm": (lambda: nn.BatchNorm2d(64), lambda: torch.randn(16, 64, 16, 16)),
 }
 
 
@@ -197,6 +208,8 @@ REAL = {
         ("convolutions", None),
         ("convolutions", torch.optim.AdamW),
         ("lstm", torch.optim.AdamW),
+        ("biases", torch.optim.AdamW),
+        ("norm", torch.optim.AdamW),
         pytest.param("resnet18", None, marks=pytest.mark.slow),
     ],
 )
