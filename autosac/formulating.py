@@ -10,7 +10,7 @@ what it changes at the positions of its own forward, rerun and backward.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -86,11 +86,16 @@ def formulate(
     cuts |= holders.cuts()
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
-    parents = _parents(units)
-    records = [
-        _solver_unit(simulator, holders, live, edges, base, unit, made, parent)
-        for unit, made, parent in zip(units, curves, parents, strict=True)
-    ]
+    step = _Step(simulator, holders, live, edges, base)
+    known: dict[Hashable, sac.Unit] = {}
+    records = []
+    for unit, made, parent in zip(units, curves, _parents(units), strict=True):
+        sight = _sight(step, unit, made)
+        twin = known.get(sight)
+        record = twin and _moved(step, unit, twin)
+        if record is None:
+            record = known[sight] = _solver_unit(step, unit, made)
+        records.append(replace(record, fqn=unit.fqn, parent=parent))
     return Formulation(
         units=tuple(units),
         curves=tuple(curves),
@@ -240,29 +245,86 @@ def _changes(
     return all_keys[order], all_deltas[order]
 
 
-def _solver_unit(
-    simulator: Simulator,
-    holders: _Holders,
-    live: IntArray,
-    edges: IntArray,
-    base: IntArray,
-    unit: Unit,
-    made: UnitCurve,
-    parent: int | None,
-) -> sac.Unit:
-    first, freed_from, freed_until, last = np.searchsorted(
-        edges,
-        [unit.call.enter, unit.call.exit + 1, unit.trigger - 1, unit.last_use + 1],
-    ).tolist()
-    freed_until = max(freed_from, freed_until)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all units have in common.
+
+    Attributes:
+        simulator: Of the tape.
+        holders: Who keeps which storage.
+        live: Bytes alive after every tick when nothing is recomputed.
+        edges: First tick of every position.
+        base: Most of these bytes at every position.
+    """
+
+    simulator: Simulator
+    holders: _Holders
+    live: IntArray
+    edges: IntArray
+    base: IntArray
+
+    def places(self, unit: Unit) -> list[int]:
+        """Positions at which a unit begins, has run, is about to be rerun, is done."""
+        ticks = [unit.call.enter, unit.call.exit + 1, unit.trigger - 1]
+        found = np.searchsorted(self.edges, [*ticks, unit.last_use + 1]).tolist()
+        return [found[0], found[1], max(found[1], found[2]), found[3]]
+
+
+def _sight(step: _Step, unit: Unit, made: UnitCurve) -> Hashable:
+    """Equal for units of which one can be formulated by moving the other.
+
+    They behave alike, memory rises and falls alike around them, and so does what the
+    first and the last point of their curves change.
+    """
+    first, freed_from, freed_until, last = step.places(unit)
+    stops = np.append(step.edges, len(step.live))
+    seen: list[bytes] = []
+    for low, high, origin in (
+        (first, freed_from, unit.call.enter),
+        (freed_until, last, unit.trigger),
+    ):
+        around = step.live[stops[low] : stops[high]]
+        seen.append((stops[low : high + 1] - origin).tobytes())
+        seen.append((around - (around[0] if len(around) else 0)).tobytes())
+    for policy in {made.policies[0]: None, made.policies[-1]: None}:
+        keys, deltas = _changes(step.simulator, step.holders, unit, policy)
+        span = step.simulator.span
+        late = keys >= (unit.trigger - 1) * span
+        moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
+        seen += [moved.tobytes(), deltas.tobytes()]
+    return (unit.key, tuple(seen))
+
+
+def _moved(step: _Step, unit: Unit, twin: sac.Unit) -> sac.Unit | None:
+    """The record of a unit that looks like its twin; None if it is not only moved."""
+    first, freed_from, freed_until, last = step.places(unit)
+    working = []
+    for position, extras in twin.working:
+        if position < twin.freed_from:
+            moved = position - twin.freed_from + freed_from
+        elif position >= twin.freed_until:
+            moved = position - twin.freed_until + freed_until
+        else:
+            return None
+        if not first <= moved < last:
+            return None
+        working.append((moved, extras))
+    return replace(
+        twin, freed_from=freed_from, freed_until=freed_until, working=tuple(working)
+    )
+
+
+def _solver_unit(step: _Step, unit: Unit, made: UnitCurve) -> sac.Unit:
+    simulator, edges, base = step.simulator, step.edges, step.base
+    first, freed_from, freed_until, last = step.places(unit)
     changes = np.stack(
         [
             _by_position(
-                live,
+                step.live,
                 edges,
                 base,
                 range(first, last),
-                *_changes(simulator, holders, unit, policy),
+                *_changes(simulator, step.holders, unit, policy),
                 simulator.span,
             )
             for policy in made.policies
@@ -277,7 +339,7 @@ def _solver_unit(
     working = np.flatnonzero(changes.any(axis=1))
     return sac.Unit(
         fqn=unit.fqn,
-        parent=parent,
+        parent=None,
         points=tuple(
             sac.Breakpoint(ratio=ratio, freed_bytes=nbytes, recompute_ms=ms)
             for ratio, nbytes, ms in zip(

@@ -150,7 +150,7 @@ def make_plan(
         relative_gap=relative_gap,
         time_limit_s=time_limit_s,
     )
-    policies = _op_policies(made, chosen)
+    policies = spell_out(made, chosen)
     if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
         _confirm(made, chosen, policies)
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
@@ -343,7 +343,8 @@ def _hint(made: Profile) -> str:
 # --- the plan -----------------------------------------------------------------
 
 
-def _op_policies(made: Profile, chosen: Choice) -> tuple[OpPolicy, ...]:
+def spell_out(made: Profile, chosen: Choice) -> tuple[OpPolicy, ...]:
+    """What a choice does to every op of its units."""
     return tuple(
         spelled
         for unit, policy in chosen.items()

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autosac import policies
 from autosac.curves import made_onward, save_problem, spell
 from autosac.demo import GPT
-from autosac.policies import OpPolicy, Policy
+from autosac.policies import Policy
 from autosac.profiling import Profile, profile
 from autosac.stepping import LossFn
 from autosac.tape import ModuleCall
@@ -446,17 +445,6 @@ def random_choice(
             if policy is not None:
                 chosen[unit] = policy
     return chosen
-
-
-def op_policies(made: Profile, chosen: dict[Unit, Policy]) -> tuple[OpPolicy, ...]:
-    """What `applying.install` takes."""
-    return tuple(
-        spelled
-        for unit, policy in chosen.items()
-        for spelled in policies.op_policies(
-            made.tape, unit, policy, training=made.training
-        )
-    )
 
 
 def _nest(one: ModuleCall, other: ModuleCall) -> bool:

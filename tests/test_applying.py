@@ -7,6 +7,7 @@ from torch import nn
 
 from autosac import applying
 from autosac.measuring import capture_state, differences
+from autosac.planning import spell_out
 from autosac.stepping import normalize_inputs, training_step
 from tests.models import (
     BATCH,
@@ -14,7 +15,6 @@ from tests.models import (
     WIDTH,
     Case,
     each_case,
-    op_policies,
     random_choice,
     random_policy,
 )
@@ -25,7 +25,7 @@ NUM_PLANS = 5
 
 def random_policies(case, seed=0, **options):
     made = case.profile()
-    return op_policies(made, random_choice(made, seed, **options))
+    return spell_out(made, random_choice(made, seed, **options))
 
 
 def planned(case, seed=0, **options):
@@ -64,7 +64,7 @@ def test_two_steps_are_bit_identical_with_any_policy(case):
     for seed in range(NUM_PLANS):
         chosen = random_choice(made, seed, save_share=shares.get(seed))
         model = case.model()
-        applying.install(model, op_policies(made, chosen))
+        applying.install(model, spell_out(made, chosen))
 
         assert_equal(expected, train(case, model))
 
@@ -238,7 +238,7 @@ def test_an_argument_that_changes_in_place_leaves_gradients_exact(seed, inside):
     case = Case(lambda: Accumulates(inside), rows)
     made = case.profile()
     model = case.model()
-    applying.install(model, op_policies(made, random_choice(made, seed)))
+    applying.install(model, spell_out(made, random_choice(made, seed)))
 
     assert_equal(train(case, case.model()), train(case, model))
 
@@ -292,7 +292,7 @@ def branching(branch, seed, num_rows=BATCH):
         if unit.fqn in ("parts.0", "parts.1")
     }
     model, plain = case.model(), case.model()
-    applying.install(model, op_policies(made, chosen))
+    applying.install(model, spell_out(made, chosen))
     for twin in (model, plain):
         twin.parts[0].branch = branch
     return case, model, plain
@@ -354,7 +354,7 @@ def test_a_departure_that_overwrites_a_result_keeps_gradients_exact(seed):
     case = Case(lambda: nn.Sequential(Overwriting(), nn.Tanh()), rows)
     made = case.profile()
     (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
-    policies = op_policies(made, {unit: random_policy(unit, seed)})
+    policies = spell_out(made, {unit: random_policy(unit, seed)})
     plain, model = case.model(), case.model()
     applying.install(model, policies)
     plain[0].overwrites = model[0].overwrites = True

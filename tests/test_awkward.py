@@ -8,11 +8,12 @@ import torch
 
 from autosac import applying
 from autosac.measuring import capture_state, differences
+from autosac.planning import spell_out
 from autosac.simulating import Simulator
 from autosac.stepping import normalize_inputs, training_step
 from autosac.tracing import dry_run
 from tests.awkward import AWKWARD
-from tests.models import op_policies, random_choice
+from tests.models import random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 each_habit = pytest.mark.parametrize("name", AWKWARD)
@@ -58,7 +59,7 @@ def train(case, policies):
 def test_the_simulated_peak_is_the_dry_runs_byte_for_byte(name):
     made = AWKWARD[name].profile(torch.optim.AdamW)
     for chosen in choices(made):
-        policies = op_policies(made, chosen)
+        policies = spell_out(made, chosen)
 
         dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
 
@@ -72,7 +73,7 @@ def test_three_steps_are_bit_identical(name):
     made = case.profile()
     plain, plain_attributes = train(case, ())
     for chosen in choices(made):
-        planned, planned_attributes = train(case, op_policies(made, chosen))
+        planned, planned_attributes = train(case, spell_out(made, chosen))
 
         for before, after in zip(plain, planned, strict=True):
             assert differences(before, after) == ()

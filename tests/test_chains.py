@@ -7,10 +7,11 @@ from torch import nn
 import autosac
 from autosac import applying, curves
 from autosac.demo import GPT
+from autosac.planning import spell_out
 from autosac.simulating import Simulator
 from autosac.tracing import dry_run
 from autosac.verifying import Recipe, verify_each
-from tests.models import Case, op_policies
+from tests.models import Case
 from tests.test_applying import assert_equal, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -193,7 +194,7 @@ def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):
     made = case.profile(torch.optim.AdamW)
 
     for chosen in points(made):
-        policies = op_policies(made, chosen)
+        policies = spell_out(made, chosen)
         dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
         expected = Simulator(dry).baseline.peak_bytes
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
@@ -214,7 +215,7 @@ def test_chains_hold_under_autocast_and_accumulation(case):
     )
     plans = []
     for chosen in points(made):
-        policies = op_policies(made, chosen)
+        policies = spell_out(made, chosen)
         dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
         expected = Simulator(dry).baseline.peak_bytes
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
@@ -231,7 +232,7 @@ def test_steps_with_a_chain_are_bit_identical(case):
 
     for chosen in points(made):
         model = case.model()
-        applying.install(model, op_policies(made, chosen))
+        applying.install(model, spell_out(made, chosen))
         assert_equal(expected, train(case, model))
 
 
@@ -259,7 +260,7 @@ def test_a_nest_that_runs_other_ops_still_computes_the_same():
     case = CHAINS["blocks in parts"]
     made = case.profile()
     model, plain = case.model(), case.model()
-    applying.install(model, op_policies(made, points(made)[-1]))
+    applying.install(model, spell_out(made, points(made)[-1]))
     for twin in (model, plain):
         twin.blocks[-1].extra = True
 
@@ -310,7 +311,7 @@ def test_blocks_whose_input_is_another_tensor_at_run_time_keep_it():
     case = CHAINS["noise"]
     made = case.profile()
     model, plain = case.model(), case.model()
-    applying.install(model, op_policies(made, points(made)[-1]))
+    applying.install(model, spell_out(made, points(made)[-1]))
     model.shift = plain.shift = True
 
     with pytest.warns(UserWarning, match="does not get what the block before it made"):
@@ -323,7 +324,7 @@ def test_an_argument_that_is_changed_before_backward_is_an_error():
     case = CHAINS["blocks"]
     made = case.profile()
     model, x = case.model(), case.inputs()
-    applying.install(model, op_policies(made, points(made)[-1]))
+    applying.install(model, spell_out(made, points(made)[-1]))
 
     loss = model(x).sum()
     x.add_(1)

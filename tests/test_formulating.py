@@ -1,7 +1,11 @@
 import random
 
 import pytest
+import torch
 
+import autosac
+from autosac import formulating
+from autosac.demo import GPT
 from solvers import sac
 from tests.models import CASES
 
@@ -62,3 +66,15 @@ def test_fitted_curves_keep_breakpoints_that_are_points_of_the_exact_curve():
         freed = [point.freed_bytes for point in exact.points]
         assert len(thinned.points) <= 3
         assert all(point.freed_bytes in freed for point in thinned.points)
+
+
+def test_units_that_look_alike_are_formulated_alike(monkeypatch):
+    made = autosac.profile(GPT(num_layers=6), torch.zeros(1, 32, dtype=torch.long))
+    moved = made.formulation
+    seen = len(moved.units)
+
+    monkeypatch.setattr(formulating, "_moved", lambda *_: None)
+    one_by_one = formulating.formulate(made.simulator, moved.units, moved.curves)
+
+    assert moved.solver_units == one_by_one.solver_units
+    assert len({unit.key for unit in moved.units}) < seen / 2

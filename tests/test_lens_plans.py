@@ -11,10 +11,10 @@ from autosac.demo import GPT, next_token_loss
 from autosac.devices import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
 from autosac.lens import lens
-from autosac.planning import _confirm, floor, make_plan
+from autosac.planning import _confirm, floor, make_plan, spell_out
 from autosac.profiling import profile
 from tests.fake_gpu import Attention, Language
-from tests.models import CASES, op_policies, random_choice
+from tests.models import CASES, random_choice
 
 A100, H100, MI300X = map(device_spec, ("a100", "h100", "mi300x"))
 BFLOAT16, HALF, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -97,7 +97,7 @@ def test_other_optimizers_step_too(kind):
     chosen = random_choice(made, 0)
 
     assert any("_foreach" in name for name in names(made, "optimizer"))
-    _confirm(made, chosen, op_policies(made, chosen))
+    _confirm(made, chosen, spell_out(made, chosen))
 
 
 def test_optimizers_in_backward_keep_their_steps_on_the_cpu():
@@ -185,7 +185,7 @@ def test_a_dry_run_confirms_random_plans(name, device, autocast):
 
     for seed in range(3):
         chosen = random_choice(made, seed)
-        _confirm(made, chosen, op_policies(made, chosen))
+        _confirm(made, chosen, spell_out(made, chosen))
 
 
 def meta_gpt():

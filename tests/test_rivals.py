@@ -8,6 +8,7 @@ import autosac
 from autosac import planning
 from autosac.curves import recompute_ms
 from autosac.demo import GPT, Block, next_token_loss
+from autosac.planning import spell_out
 from autosac.policies import RERUN, SAVE
 from autosac.verifying import Recipe, verify_each
 from benchmarks import rivals
@@ -15,7 +16,7 @@ from benchmarks.comparing import zoo
 from benchmarks.rivals import sac_milp
 from benchmarks.rivals.blocks import find_blocks, unit_curves
 from benchmarks.rivals.greedy import greedy_path
-from benchmarks.rivals.settings import as_plan, op_policies, priced
+from benchmarks.rivals.settings import as_plan, priced
 from tests.models import ConvNet
 
 NUM_LAYERS = 5
@@ -82,7 +83,7 @@ def test_the_simulated_peak_of_a_rival_is_that_of_its_dry_run(made, every_rival,
 
     for setting in {settings[-1], lowest}:
         # Raises if they differ by a byte.
-        planning._confirm(made, setting.choice, op_policies(made, setting.choice))
+        planning._confirm(made, setting.choice, spell_out(made, setting.choice))
 
 
 def test_every_rival_has_settings_for_a_transformer(every_rival):
@@ -249,7 +250,7 @@ def test_pytorchs_chain_becomes_a_policy_that_does_what_it_chose(made):
     assert plain == {}
     assert tight
     assert sac_milp.milp_choice(made, chain, 1) is None
-    planning._confirm(made, tight, op_policies(made, tight))
+    planning._confirm(made, tight, spell_out(made, tight))
     ratios, _ = chain.ratios(int(0.7 * chain.baseline_bytes))
     assert {f"model.{unit.fqn}" for unit in tight} == set(ratios)
     # What the chain saves is saved, op by op.

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from autosac import applying
+from autosac.planning import spell_out
 from autosac.simulating import Simulator
 from autosac.tracing import dry_run
-from tests.models import CASES, each_case, op_policies, random_choice
+from tests.models import CASES, each_case, random_choice
 
 NUM_PLANS = 5
 
@@ -18,7 +19,7 @@ def test_a_simulated_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
     shares = {0: 0.0, 1: 1.0}  # the extremes, then anything between
     for seed in range(NUM_PLANS):
         chosen = random_choice(made, seed, save_share=shares.get(seed))
-        policies = op_policies(made, chosen)
+        policies = spell_out(made, chosen)
 
         dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from autosac import applying, curves
-from autosac.planning import Choice
-from autosac.policies import OpPolicy, op_policy
+from autosac.planning import Choice, spell_out
+from autosac.policies import OpPolicy
 from autosac.profiling import Profile
 from benchmarks.rivals import checkpointing, op_lists
 from benchmarks.rivals.greedy import greedy_path
@@ -82,17 +82,9 @@ class RivalPlan:
 def as_plan(profile: Profile, setting: Setting, budget_bytes: int) -> RivalPlan:
     """A setting of a rival that can be applied to a model."""
     return RivalPlan(
-        op_policies=op_policies(profile, setting.choice),
+        op_policies=spell_out(profile, setting.choice),
         peak_bytes=setting.peak_bytes,
         budget_bytes=budget_bytes,
-    )
-
-
-def op_policies(profile: Profile, choice: Choice) -> tuple[OpPolicy, ...]:
-    """What a choice does to every op of its units."""
-    return tuple(
-        op_policy(profile.tape, unit, policy, training=profile.training)
-        for unit, policy in choice.items()
     )
 
 
