@@ -172,8 +172,26 @@ class Plan:
         if not self.dry_run:
             lines.append("checked   by simulation, without a dry run of its own")
         width = max(map(len, self.policy), default=0)
-        lines += [f"{fqn:{width}}  {ratio:6.1%}" for fqn, ratio in self.policy.items()]
+        notes = self._notes()
+        lines += [
+            f"{fqn:{width}}  {ratio:6.1%}  {notes.get(fqn, '')}".rstrip()
+            for fqn, ratio in self.policy.items()
+        ]
         return "\n".join(lines)
+
+    def _notes(self) -> dict[str, str]:
+        """Which chain or nest an AC unit belongs to, if it does."""
+        chains: dict[str, list[str]] = {}
+        for one in self.op_policies:
+            if one.chain:
+                chains.setdefault(one.chain, []).append(one.fqn)
+        return {
+            one.fqn: f"part of {one.around}"
+            if one.around
+            else f"input made again from {chains[one.chain][0]}"
+            for one in self.op_policies
+            if one.around or one.position
+        }
 
     def __str__(self) -> str:
         return self.report()
