@@ -184,7 +184,7 @@ def choose(
         if excess <= 0:
             return chosen, bound_ms
         target -= excess  # a GPU's allocator holds more than is asked of it
-    chosen = lowest(made, backend, time_limit_s)
+    chosen = lowest(made, backend)
     if made.peak_bytes(chosen) > budget_bytes:
         raise _infeasible(made, chosen, budget_bytes)
     return chosen, bound_ms
@@ -206,7 +206,7 @@ class _Problem:
         # The MILP may see more memory than the simulation, where a unit holds an
         # output that another one saves. At a budget that only the simulation can
         # meet, the bound of the MILP's least budget holds all the more.
-        least_bytes, choice = _lowest(formulation, self.backend, self.time_limit_s)
+        least_bytes, choice = _lowest(formulation, self.backend)
         target = max(budget_bytes, least_bytes)
         bound_ms: float | None = None
         for _ in range(_ATTEMPTS):
@@ -283,14 +283,10 @@ def decode(formulation: Formulation, solution: sac.SacSolution) -> dict[Unit, Po
 
 
 @lru_cache(maxsize=2)
-def lowest(
-    made: Profile,
-    backend: Backend = "highs",
-    time_limit_s: float | None = TIME_LIMIT_S,
-) -> Choice:
-    """The choice of least peak."""
-    least_bytes, choice = _lowest(made.formulation, backend, time_limit_s)
-    problem = _Problem(made, None, backend, RELATIVE_GAP, time_limit_s)
+def lowest(made: Profile, backend: Backend = "highs") -> Choice:
+    """The choice of least peak, found once for all budgets."""
+    least_bytes, choice = _lowest(made.formulation, backend)
+    problem = _Problem(made, None, backend, RELATIVE_GAP, TIME_LIMIT_S)
     peak_bytes = made.simulator.peak_bytes(choice)
     while peak_bytes > least_bytes:  # where the MILP is off, another may be lower
         lower, _ = problem.solve(peak_bytes - 1)
@@ -301,14 +297,12 @@ def lowest(
 
 
 @lru_cache(maxsize=2)
-def _lowest(
-    formulation: Formulation, backend: Backend, time_limit_s: float | None
-) -> tuple[int, Choice]:
+def _lowest(formulation: Formulation, backend: Backend) -> tuple[int, Choice]:
     """Least peak in the MILP's memory model, and the choice that reaches it."""
     if not formulation.units:
         return 0, {}
     peak_bytes, solution = _solver(formulation).lowest_peak(
-        backend=backend, time_limit_s=time_limit_s
+        backend=backend, time_limit_s=TIME_LIMIT_S
     )
     return peak_bytes, decode(formulation, solution)
 

@@ -244,7 +244,9 @@ class Search:
             mixed=() if whole else self._mixed,
             left_out=self._too_dear(limit_ms),
         )
-        left = None if self._ends is None else max(0.0, self._ends - perf_counter())
+        left = None
+        if self._ends is not None and not relaxed:  # a relaxation takes milliseconds
+            left = max(0.0, self._ends - perf_counter())
         outcome = _pulp.run(
             model.model,
             backend=self._backend,
