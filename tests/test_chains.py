@@ -213,8 +213,12 @@ def test_chains_hold_under_autocast_and_accumulation(case):
         timing_rounds=1,
         **step,
     )
+    longest = max(made.chains, key=lambda chain: len(chain.blocks))
+    wanted = [longest, *(chain for chain in made.chains if chain.around)][:2]
     plans = []
     for chosen in points(made):
+        if next(iter(chosen)) not in wanted:
+            continue
         policies = spell_out(made, chosen)
         dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
         expected = Simulator(dry).baseline.peak_bytes
