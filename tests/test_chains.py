@@ -213,8 +213,10 @@ def test_chains_hold_under_autocast_and_accumulation(case):
         timing_rounds=1,
         **step,
     )
-    longest = max(made.chains, key=lambda chain: len(chain.blocks))
-    wanted = [longest, *(chain for chain in made.chains if chain.around)][:2]
+    longest = sorted(made.chains, key=lambda chain: len(chain.blocks))[-1:]
+    wanted = [*longest, *(chain for chain in made.chains if chain.around)][:2]
+    # Calls after the first read casts of weights that are gone when they are rerun.
+    assert wanted or case is CHAINS["one block called often"]
     plans = []
     for chosen in points(made):
         if next(iter(chosen)) not in wanted:
