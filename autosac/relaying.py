@@ -203,7 +203,14 @@ class Nest:
                 f"Parts of `{self.fqn}` do not go backward in the reverse order of"
                 " their calls. Exclude it from the plan with `exclude`."
             )
-        call.given = _map((args, kwargs), _cut_off)
+        given: dict[int, torch.Tensor] = {}  # one for each: modules ask `key is value`
+
+        def give(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in given:
+                given[id(tensor)] = _cut_off(tensor)
+            return given[id(tensor)]
+
+        call.given = _map((args, kwargs), give)
         if call is self.asking:
             raise _Reached
         with OnwardMode(call.run):

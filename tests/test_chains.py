@@ -93,6 +93,30 @@ class InParts(nn.Module):
         return first + self.parts[1](self.norms[1](shifted), gate=first, mask=mask)
 
 
+class AsksForIdentity(nn.Module):
+    """Runs other ops if its arguments are one tensor, as nn.MultiheadAttention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = Mlp()
+
+    def forward(self, query, key):
+        key = query if key is query else key * 3
+        return self.mix(query, gate=key.tanh(), mask=key > -9)
+
+
+class WithIdentity(InParts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts[1] = AsksForIdentity()
+
+    def forward(self, x):
+        mask = x.new_ones(()).expand(len(x), 1)
+        first = x + self.parts[0](self.norms[0](x), gate=x, mask=mask)
+        normed = self.norms[1](first)
+        return first + self.parts[1](normed, normed)
+
+
 class Chain(nn.Module):
     def __init__(self, block, depth=DEPTH) -> None:
         super().__init__()
@@ -140,6 +164,7 @@ CHAINS = {
     "choices and statistics": Case(lambda: Chain(Routed), rows),
     "one block called often": Case(CalledOften, rows),
     "blocks in parts": Case(lambda: Chain(InParts), rows),
+    "one tensor twice": Case(lambda: Chain(WithIdentity), rows),
 }
 each_chain = pytest.mark.parametrize("case", CHAINS.values(), ids=CHAINS)
 
