@@ -102,7 +102,7 @@ class AsksForIdentity(nn.Module):
 
     def forward(self, query, key):
         key = query if key is query else key * 3
-        return self.mix(query, gate=key.tanh(), mask=key > -9)
+        return self.mix(query, gate=key.tanh(), mask=query[:, :1] > -9)
 
 
 class WithIdentity(InParts):
