@@ -39,7 +39,7 @@ class Search:
         table: The units.
         units: Those that may be chosen.
         backend: Which solver to run.
-        time_limit_s: Stop after this long.
+        time_limit_s: Stop branching after this long; relaxations are solved in full.
         relative_gap: Stop when proven this close to the optimum.
         mixed: Units whose points stand for a finer curve: the bound must hold for
             mixtures of their points as well.

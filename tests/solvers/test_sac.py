@@ -164,12 +164,18 @@ def test_an_infeasible_budget_is_an_outcome(backend, integral):
     )
 
 
-def test_a_time_limit_is_not_infeasible():
+def test_without_time_the_relaxation_and_what_rounding_makes_of_it_are_left():
     two = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=12)
+    best = solve(two, integral=True, relative_gap=0.0)
 
-    solution = solve(two, integral=True, time_limit_s=0.0)
+    solution = solve(two, integral=True, time_limit_s=0.0, relative_gap=0.0)
 
-    assert solution.termination in (Termination.NO_INCUMBENT, Termination.FEASIBLE)
+    assert solution.termination is not Termination.INFEASIBLE
+    assert solution.bound_ms is not None and best.objective_ms is not None
+    assert 0.0 < solution.bound_ms <= best.objective_ms
+    if solution.termination.has_incumbent:
+        assert solution.objective_ms >= best.objective_ms
+        assert solution.predicted_peak_bytes <= two.budget_bytes
 
 
 def test_only_fixed_units_are_chosen():
