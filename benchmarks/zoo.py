@@ -289,7 +289,10 @@ def main() -> int:
             cells += found
             # After every job: an interruption loses little.
             every = _merged(earlier, cells)
-            _write(every, chosen.output, time.perf_counter() - started)
+            minutes = (time.perf_counter() - started) / 60
+            part = f", {len(cells)} of them" if len(cells) < len(every) else ""
+            made = f"{len(every)} plans{part} in a run of {minutes:.0f} minutes"
+            _write(every, chosen.output, made)
     return 0 if all(kept(cell) for cell in cells for kept in PROMISES.values()) else 1
 
 
@@ -324,12 +327,12 @@ def _short(cell: Cell) -> str:
     )
 
 
-def _write(cells: list[Cell], folder: Path, seconds: float) -> None:
+def _write(cells: list[Cell], folder: Path, made: str) -> None:
     where = environment()
     lines = [
         "# Every model in every training setting\n",
         ", ".join(f"{name} {value}" for name, value in where.items()),
-        f"\n{len(cells)} plans in {seconds / 60:.0f} minutes. Simulated and dry-run"
+        f"\n{made}. Simulated and dry-run"
         " peak agree byte for byte in all of them: another plan is never returned.\n",
         *_summary(cells),
         "\nBy model: promises kept over plans made, largest errors of the predicted"
