@@ -103,7 +103,6 @@ def make_block(index: TapeIndex, unit: Unit, op_ms: Sequence[float]) -> Block | 
     )
     if not isinstance(tail, Tail):
         return None
-    # What must not run twice, and is on the way to the output, has to be saved.
     return Block(unit=unit, tail=tail.groups, outward=tail.outward, relayed=())
 
 
@@ -116,7 +115,7 @@ def _chain(index: TapeIndex, blocks: Sequence[Block | None]) -> Unit | None:
             return None
         call = block.unit.call
         relayed = _relayed(index, call, found)
-        if relayed is None or not passed.issuperset(relayed):
+        if not passed.issuperset(relayed):
             return None
         found.append(replace(block, relayed=relayed))
         passed |= set(call.outputs)
@@ -161,7 +160,7 @@ def _chain(index: TapeIndex, blocks: Sequence[Block | None]) -> Unit | None:
 
 def _relayed(
     index: TapeIndex, call: ModuleCall, before: Sequence[Block]
-) -> tuple[int, ...] | None:
+) -> tuple[int, ...]:
     """Arguments that earlier blocks of the chain made."""
     if not before:
         return ()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autosac import _compat
 from autosac.attributes import Attributes
 from autosac.pytrees import tensors_in
 from autosac.rerunning import OnwardMode, Run
@@ -68,9 +69,9 @@ class RelayedCall:
         self.run = run
         self.before = before
         self.position: int = 0 if before is None else before.position + 1
-        self.made: list[weakref.ref[torch.Tensor] | None] = []
+        self.made: list[tuple[weakref.ref[torch.Tensor], _Relayed]] = []
         self.given: dict[_Relayed, torch.Tensor] | None = None
-        known = {} if before is None else before._alive()
+        known = {} if before is None else _by_identity(before.made)
         self.template = _map((args, kwargs), lambda tensor: _slot(tensor, known))
         self.now: Any = (args, kwargs)
 
@@ -82,10 +83,12 @@ class RelayedCall:
     def finish(self, output: Any) -> None:
         """Note what the forward call returned, without keeping it."""
         held = {id(slot.tensor) for slot in _leaves(self.template, _Held)}
-        self.made = [
-            None if id(tensor) in held else weakref.ref(tensor)
-            for tensor in tensors_in(output)
-        ]
+        earlier = [] if self.before is None else self.before.made
+        self.made = [entry for entry in earlier if entry[0]() is not None]
+        for leaf, tensor in enumerate(tensors_in(output)):
+            if id(tensor) not in held:
+                place = _Relayed(self.position, leaf)
+                self.made.append((weakref.ref(tensor), place))
 
     def arguments(self) -> tuple[Any, Any]:
         """Arguments of the call in forward, and again in its rerun."""
@@ -98,16 +101,6 @@ class RelayedCall:
         given, self.given = self.given or {}, None
         args, kwargs = _filled(self.template, given, self.run.policy.fqn)
         return args, kwargs
-
-    def _alive(self) -> dict[int, _Relayed]:
-        """Tensors that this and earlier calls made, by identity."""
-        known = {} if self.before is None else self.before._alive()
-        for leaf, made in enumerate(self.made):
-            tensor = None if made is None else made()
-            if tensor is not None:
-                place = _Relayed(self.position, leaf)
-                known.setdefault(id(tensor), place)
-        return known
 
     def _relay(self) -> None:
         """Run the chain onward up to this call; every call gets what it needs."""
@@ -144,6 +137,37 @@ class _Reached(BaseException):
     """A nest has run as far as it has to."""
 
 
+class _GlueMode(_compat.TorchDispatchMode):
+    """Watches what a nest runs onward between its parts: it must be safe to repeat.
+
+    The plan saw no random op and no change of an outer tensor there. A real run that
+    has one would get other values or change the tensor twice: an error, not silence.
+    """
+
+    def __init__(self, nest: Nest) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nest = nest
+        self.made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = list(tensors_in(_compat.written_arguments(func, args, kwargs)))
+        if not self.nest.in_part:
+            outer = any(t.untyped_storage()._cdata not in self.made for t in written)
+            if outer or _compat.is_random(func):
+                raise RuntimeError(
+                    f"`{self.nest.fqn}` runs {func} between its parts, which its plan"
+                    " does not expect and a rerun must not repeat. Plan again, or"
+                    " exclude it from the plan with `exclude`."
+                )
+        out = func(*args, **kwargs)
+        if not written and not _compat.is_view(func):
+            self.made |= {t.untyped_storage()._cdata for t in tensors_in((out,))}
+        return out
+
+
 class Nest:
     """One forward call of the module of a nest; it keeps its arguments.
 
@@ -172,6 +196,7 @@ class Nest:
         self.template = _map((args, kwargs), lambda tensor: _slot(tensor, {}))
         self.calls: list[weakref.ref[NestedCall]] = []
         self.reached = 0
+        self.in_part = False
         self.asking: NestedCall | None = None
 
     def relay(self, asking: NestedCall) -> None:
@@ -181,7 +206,10 @@ class Nest:
         asking.run.paused = True
         present = self.attributes.resume()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse):
+            with (
+                torch.autograd.graph.saved_tensors_hooks(_drop, _refuse),
+                _GlueMode(self),
+            ):
                 self.forward(*args, **kwargs)
         except _Reached:
             pass
@@ -213,8 +241,12 @@ class Nest:
         call.given = _map((args, kwargs), give)
         if call is self.asking:
             raise _Reached
-        with OnwardMode(call.run):
-            return forward(*args, **kwargs)
+        self.in_part = True
+        try:
+            with OnwardMode(call.run):
+                return forward(*args, **kwargs)
+        finally:
+            self.in_part = False
 
 
 class NestedCall:
@@ -266,6 +298,18 @@ def _drop(tensor: torch.Tensor) -> None:
 
 def _refuse(nothing: None) -> torch.Tensor:
     raise RuntimeError("A block of a chain goes backward while it runs onward.")
+
+
+def _by_identity(
+    made: list[tuple[weakref.ref[torch.Tensor], _Relayed]],
+) -> dict[int, _Relayed]:
+    """Tensors that a chain made and that are alive; the first to make one counts."""
+    known: dict[int, _Relayed] = {}
+    for made_ref, place in made:
+        tensor = made_ref()
+        if tensor is not None:
+            known.setdefault(id(tensor), place)
+    return known
 
 
 def _slot(tensor: torch.Tensor, known: dict[int, _Relayed]) -> _Relayed | _Held:

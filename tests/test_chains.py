@@ -83,13 +83,15 @@ class InParts(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
         self.parts = nn.ModuleList([Mlp(), Mlp()])
         self.calls = 0
-        self.extra = False
+        self.extra = self.noisy = False
 
     def forward(self, x):
         self.calls += 1
         mask = x.new_ones(()).expand(len(x), 1)
         first = x + self.parts[0](self.norms[0](x), gate=x, mask=mask)
         shifted = first * 2 if self.extra else first
+        if self.noisy:
+            shifted = shifted + torch.rand_like(shifted)
         return first + self.parts[1](self.norms[1](shifted), gate=first, mask=mask)
 
 
@@ -296,6 +298,17 @@ def test_a_nest_that_runs_other_ops_still_computes_the_same():
         twin.blocks[-1].extra = True
 
     assert_equal(train(case, plain), train(case, model))
+
+
+def test_a_nest_that_draws_random_numbers_between_its_parts_is_an_error():
+    case = CHAINS["blocks in parts"]
+    made = case.profile()
+    model = case.model()
+    applying.install(model, spell_out(made, points(made)[-1]))
+    model.blocks[-1].noisy = True
+
+    with pytest.raises(RuntimeError, match=r"`blocks\.4` runs aten\.\w+.* between"):
+        model(case.inputs()).sum().backward()
 
 
 def deep_gpt():
