@@ -242,6 +242,24 @@ def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> int:
     )
 
 
+_item_lists: dict[Any, tuple[int, ...]] = {}
+
+
+def item_lists(func: Any) -> tuple[int, ...]:
+    """Positions of the lists that an op goes through item by item, none for others."""
+    found = _item_lists.get(func)
+    if found is None:
+        is_list_op = str(func).startswith(("aten._foreach_", "aten._fused_"))
+        kinds = ("List[Tensor]", "List[number]")
+        found = tuple(
+            i
+            for i, argument in enumerate(func._schema.arguments if is_list_op else ())
+            if str(argument.type) in kinds
+        )
+        _item_lists[func] = found
+    return found
+
+
 def is_random(func: Any) -> bool:
     """Whether an operator draws from a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
