@@ -159,6 +159,17 @@ def no_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def no_dispatch() -> contextlib.AbstractContextManager[Any]:
+    """Run ops as they are, past modes and subclasses."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def is_profiling(func: Any) -> bool:
+    """Whether an op only tells a profiler where a stretch begins or ends."""
+    return getattr(func, "namespace", None) == "profiler"
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a fake one."""
     return isinstance(tensor, FakeTensor)
@@ -202,7 +213,7 @@ def new_fake(
     offset: int = 0,
 ) -> torch.Tensor:
     """A fake tensor with memory of its own, or in that of another one."""
-    with torch._C._DisableTorchDispatch():
+    with no_dispatch():
         if base is None:
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         else:

@@ -22,6 +22,7 @@ from autosac.tape import ModuleCall, Op, SavedTensor, Storage, Tape
 from autosac.values import refuse_sparse, run_op
 
 _FORWARD_PHASES = ("forward", "loss")
+_LITERAL = torch.ops.aten.lift_fresh.default
 
 
 class _Holder:
@@ -241,7 +242,7 @@ class Recorder(_compat.TorchDispatchMode):
 
     def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
         """What is computed from CPU scalars alone, stays on the CPU."""
-        if func is torch.ops.aten.lift_fresh.default or (
+        if func is _LITERAL or (
             inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
         ):
             self.exempt(tensors_in((out,)))
@@ -332,7 +333,7 @@ class Recorder(_compat.TorchDispatchMode):
         if call is None:
             self._refuse_own_parameters(func, inputs)
         # A literal becomes a tensor here: its memory is born with the output.
-        is_literal = func is torch.ops.aten.lift_fresh.default
+        is_literal = func is _LITERAL
         strided = key is not None
         reads = () if is_literal else self._indices(inputs, 0, "input", strided=strided)
         if call is None:
@@ -410,7 +411,7 @@ class Recorder(_compat.TorchDispatchMode):
         call = self.repeated.find(key)
         if call is not None:
             return self.repeated.repeat(call, tensors)
-        if key is not None:
+        if key is not None or self._is_count(func, args):
             out = self._call(key, func, args, kwargs, tensors)
             self.repeated.learn(key, func, args, kwargs, out)
             return out
@@ -433,9 +434,16 @@ class Recorder(_compat.TorchDispatchMode):
         def run(args: Any) -> Any:
             return run_op(func, args, kwargs, inputs, on_gpu=self.target is not None)
 
+        if self._is_count(func, args):
+            layout = ((), (), args[0].dtype, args[0].device)
+            return _compat.new_fake(self.repeated.mode, *layout)
         if key is None:
             return run(args)
         return run_distinct(self.repeated.mode, func, args, kwargs, run)
+
+    def _is_count(self, func: Any, args: Any) -> bool:
+        """Whether a number becomes a tensor whose value nobody reads: see ITEM."""
+        return self.phase == "optimizer" and func is _LITERAL and not args[0].dim()
 
     def _module(self) -> int:
         """Index of the module that the running op belongs to."""
