@@ -159,6 +159,17 @@ def no_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def no_dispatch() -> contextlib.AbstractContextManager[Any]:
+    """Run ops as they are, past modes and subclasses."""
+    guard: contextlib.AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def is_profiling(func: Any) -> bool:
+    """Whether an op only tells a profiler where a stretch begins or ends."""
+    return getattr(func, "namespace", None) == "profiler"
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a fake one."""
     return isinstance(tensor, FakeTensor)
@@ -202,7 +213,7 @@ def new_fake(
     offset: int = 0,
 ) -> torch.Tensor:
     """A fake tensor with memory of its own, or in that of another one."""
-    with torch._C._DisableTorchDispatch():
+    with no_dispatch():
         if base is None:
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         else:
@@ -240,6 +251,24 @@ def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> int:
     return sum(
         isinstance(args[i], (int, float, complex)) for i in positions if i < len(args)
     )
+
+
+_item_lists: dict[Any, tuple[int, ...]] = {}
+
+
+def item_lists(func: Any) -> tuple[int, ...]:
+    """Positions of the lists that an op goes through item by item, none for others."""
+    found = _item_lists.get(func)
+    if found is None:
+        is_list_op = str(func).startswith(("aten._foreach_", "aten._fused_"))
+        kinds = ("List[Tensor]", "List[number]")
+        found = tuple(
+            i
+            for i, argument in enumerate(func._schema.arguments if is_list_op else ())
+            if str(argument.type) in kinds
+        )
+        _item_lists[func] = found
+    return found
 
 
 def is_random(func: Any) -> bool:

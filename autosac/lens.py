@@ -91,12 +91,13 @@ def lens(mode: Any, device: DeviceSpec | None) -> Iterator[None]:
 
 def host_state(optimizer: AnyOptimizer) -> list[torch.Tensor]:
     """State that an optimizer keeps on the CPU though its parameters are on a GPU."""
+    state = optimizer.state  # put together anew each time it is asked for
     return [
         value
         for group in optimizer.param_groups
         if not (group.get("capturable") or group.get("fused"))
         for parameter in group["params"]
-        for name, value in optimizer.state.get(parameter, {}).items()
+        for name, value in state.get(parameter, {}).items()
         if name in _HOST_STATE and isinstance(value, torch.Tensor) and not value.dim()
     ]
 

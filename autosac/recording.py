@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,14 +13,16 @@ from autosac import _compat, workspaces
 from autosac.accumulating import Accumulations
 from autosac.devices import DeviceSpec
 from autosac.errors import TraceError
+from autosac.foreach import run_distinct
 from autosac.op_facts import VIEW, Costs, Facts, costs
 from autosac.probing import Call, Probe, module_tree, random_numbers
 from autosac.pytrees import opaque_type, tensors_in
-from autosac.repeating import RepeatedCalls
+from autosac.repeating import KnownCalls, RepeatedCalls
 from autosac.tape import ModuleCall, Op, SavedTensor, Storage, Tape
 from autosac.values import refuse_sparse, run_op
 
 _FORWARD_PHASES = ("forward", "loss")
+_LITERAL = torch.ops.aten.lift_fresh.default
 
 
 class _Holder:
@@ -61,6 +63,7 @@ class Recorder(_compat.TorchDispatchMode):
         granularity_bytes: Allocations are rounded up to a multiple of this.
         only_storages: Track memory as a real run holds it and nothing else.
         target: The GPU that the tensors stand for though they are on the CPU.
+        known: Calls that earlier runs of the step made.
     """
 
     def __init__(
@@ -72,11 +75,11 @@ class Recorder(_compat.TorchDispatchMode):
         granularity_bytes: int,
         only_storages: bool,
         target: DeviceSpec | None = None,
+        known: KnownCalls | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
-        self.repeated = RepeatedCalls(mode)
-        self.repeated_unrecorded = RepeatedCalls(mode)
+        self.repeated = RepeatedCalls(mode, known)
         self.device_type = device_type
         self.granularity_bytes = granularity_bytes
         self.only_storages = only_storages
@@ -239,7 +242,7 @@ class Recorder(_compat.TorchDispatchMode):
 
     def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
         """What is computed from CPU scalars alone, stays on the CPU."""
-        if func is torch.ops.aten.lift_fresh.default or (
+        if func is _LITERAL or (
             inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
         ):
             self.exempt(tensors_in((out,)))
@@ -330,11 +333,11 @@ class Recorder(_compat.TorchDispatchMode):
         if call is None:
             self._refuse_own_parameters(func, inputs)
         # A literal becomes a tensor here: its memory is born with the output.
-        is_literal = func is torch.ops.aten.lift_fresh.default
+        is_literal = func is _LITERAL
         strided = key is not None
         reads = () if is_literal else self._indices(inputs, 0, "input", strided=strided)
         if call is None:
-            out = run_op(func, args, kwargs, inputs, on_gpu=self.target is not None)
+            out = self._call(key, func, args, kwargs, inputs)
             refuse_sparse(func, tensors_in((out,)))
             call = self.repeated.learn(key, func, args, kwargs, out)
         else:
@@ -404,16 +407,43 @@ class Recorder(_compat.TorchDispatchMode):
     def _unrecorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op that a real step does not."""
         tensors: list[torch.Tensor] = []
-        key = self.repeated_unrecorded.key(func, args, kwargs, tensors)
-        call = self.repeated_unrecorded.find(key)
+        key = self.repeated.key(func, args, kwargs, tensors)
+        call = self.repeated.find(key)
         if call is not None:
-            return self.repeated_unrecorded.repeat(call, tensors)
+            return self.repeated.repeat(call, tensors)
+        if key is not None or self._is_count(func, args):
+            out = self._call(key, func, args, kwargs, tensors)
+            self.repeated.learn(key, func, args, kwargs, out)
+            return out
         out = func(*args, **kwargs)
         if self.phase == "optimizer":
             # Nobody reads step counts (see ITEM above), and counting takes long.
             _compat.forget_values(tensors_in((out,)))
-        self.repeated_unrecorded.learn(key, func, args, kwargs, out)
         return out
+
+    def _call(
+        self,
+        key: Hashable,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+    ) -> Any:
+        """Run an op that no equal one is known of."""
+
+        def run(args: Any) -> Any:
+            return run_op(func, args, kwargs, inputs, on_gpu=self.target is not None)
+
+        if self._is_count(func, args):
+            layout = ((), (), args[0].dtype, args[0].device)
+            return _compat.new_fake(self.repeated.mode, *layout)
+        if key is None:
+            return run(args)
+        return run_distinct(self.repeated.mode, func, args, kwargs, run)
+
+    def _is_count(self, func: Any, args: Any) -> bool:
+        """Whether a number becomes a tensor whose value nobody reads: see ITEM."""
+        return self.phase == "optimizer" and func is _LITERAL and not args[0].dim()
 
     def _module(self) -> int:
         """Index of the module that the running op belongs to."""

@@ -92,16 +92,20 @@ class Call:
         self.facts: Facts | None = None
 
 
+KnownCalls = dict[Hashable, Call]
+
+
 class RepeatedCalls:
     """The distinct calls of a trace.
 
     Args:
         mode: The fake tensor mode of the trace.
+        known: What other traces of the same device learned, and this one will.
     """
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: Any, known: KnownCalls | None = None) -> None:
         self.mode = mode
-        self._known: dict[Hashable, Call] = {}
+        self._known: KnownCalls = {} if known is None else known
         self._repeatable: dict[Any, bool] = {}
 
     def key(self, func: Any, args: Any, kwargs: Any, tensors: Tensors) -> Hashable:
@@ -245,7 +249,8 @@ class _Templates:
         )
         if not bases:
             self.bases[storage._cdata] += [-1, -1]  # no other result may share it
-        is_new = not made.offset and storage.nbytes() == _extent(made) * out.itemsize
+        taken = extent(made.size, made.stride) * out.itemsize
+        is_new = not made.offset and storage.nbytes() == taken
         if len(bases) > 1 or not (bases or is_new) or out.requires_grad:
             raise _NotRepeatable
         return made
@@ -259,9 +264,8 @@ class _Templates:
         )
 
 
-def _extent(made: _Made) -> int:
+def extent(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Elements of the memory that a layout takes."""
-    if 0 in made.size:
+    if 0 in size:
         return 0
-    steps = zip(made.size, made.stride, strict=True)
-    return 1 + sum((size - 1) * step for size, step in steps)
+    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

@@ -15,7 +15,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from autosac.errors import TraceError
 from autosac.lens import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.recording import Recorder
+from autosac.repeating import KnownCalls
 from autosac.stepping import (
     AnyOptimizer,
     LossFn,
@@ -58,6 +59,7 @@ class Step:
             gradients that the earlier ones left.
         clip_grad_norm: Largest norm of all gradients together, or None.
         lens: The GPU whose kernels are traced though the model is not there.
+        known: Calls of ops that its runs have made so far.
     """
 
     model: torch.nn.Module
@@ -71,6 +73,7 @@ class Step:
     accumulate: int = 1
     clip_grad_norm: float | None = None
     lens: DeviceSpec | None = None
+    known: KnownCalls = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def traced_type(self) -> str:
@@ -115,6 +118,7 @@ def _run(
             granularity_bytes=step.granularity_bytes,
             only_storages=only_storages,
             target=step.lens,
+            known=step.known,
         )
         own, given = step.model, (step.args, step.kwargs)
         for originals, copies, category in (
