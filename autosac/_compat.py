@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "DEFAULT_SDP_ORDER",
@@ -35,7 +33,6 @@ __all__ = [
     "current_node_sequence_nr",
     "current_node_variable",
     "fake_like",
-    "flops_of",
     "is_random",
     "next_sequence_nr",
     "written_arguments",
@@ -118,11 +115,16 @@ def pick_arguments(
     func: Any, positions: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The arguments at some positions of a call, as the call would return them."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = argument_names(func)
     picked = tuple(args[i] if i < len(args) else kwargs[names[i]] for i in positions)
     if not picked:
         return None
     return picked[0] if len(picked) == 1 else picked
+
+
+def argument_names(func: Any) -> list[str]:
+    """Names of an op's arguments in order."""
+    return [argument.name for argument in func._schema.arguments]
 
 
 def is_view(func: Any) -> bool:
@@ -148,6 +150,18 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
 def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """A tensor subclass instance without memory."""
     return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A dispatch mode whose calls take no detour through torch.compile's switch.
+
+    The detour keeps calls from being compiled. Under this mode nothing is compiled:
+    `ignore_compile_internals` is False, so `torch.compile` runs eagerly.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # For subclasses that only dispatch; typed as what torch expects of an override.
@@ -202,6 +216,9 @@ def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor
     return FakeTensor(mode, meta, device)
 
 
+_META = torch.device("meta")
+
+
 def new_fake(
     mode: Any,
     size: tuple[int, ...],
@@ -215,24 +232,36 @@ def new_fake(
     """A fake tensor with memory of its own, or in that of another one."""
     with no_dispatch():
         if base is None:
-            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            meta = torch.empty_strided(size, stride, dtype=dtype, device=_META)
         else:
-            meta = torch.empty(0, dtype=dtype, device="meta")
+            meta = torch.empty(0, dtype=dtype, device=_META)
             meta.set_(base.untyped_storage(), offset, size, stride)
-    known = vars(mode).setdefault("autosac_known", {})
+    of_mode = vars(mode)
+    known = of_mode.get("autosac_known")
+    if known is None:
+        known = of_mode["autosac_known"] = {}
     attributes = known.get(device)
     if attributes is None:
         first = FakeTensor(mode, meta, device)
         known[device] = dict(vars(first))
         return first
     # What the constructor does, without its checks: it is called for every result.
-    backend = vars(mode).get("autosac_backend", device)
+    backend = of_mode.get("autosac_backend", device)
     fake = torch.Tensor._make_subclass(
         FakeTensor, meta, dispatch_device=True, device_for_backend_keys=backend
     )
     torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(attributes)
     return fake
+
+
+def detached(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()` below all modes; for a fake tensor without its dispatch."""
+    if not has_layout_only(mode, tensor) or tensor.is_complex() or tensor.is_neg():
+        with no_modes():
+            return tensor.detach()
+    layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    return new_fake(mode, *layout, base=tensor, offset=int(tensor.storage_offset()))
 
 
 _tensor_positions: dict[Any, tuple[int, ...]] = {}
@@ -274,30 +303,6 @@ def item_lists(func: Any) -> tuple[int, ...]:
 def is_random(func: Any) -> bool:
     """Whether an operator draws from a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-
-
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating point operations of a call, 0 for ops without a formula."""
-    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-    if formula is None:
-        return 0
-    return int(formula(*_with_all_heads(func, args), **kwargs, out_val=out))
-
-
-def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Attention with a key head for each query head, for the formulas of torch 2.10."""
-    if "_scaled_dot_product" not in str(func):
-        return args
-    names = [argument.name for argument in func._schema.arguments]
-    batch, heads = args[names.index("query")].shape[:2]
-    places = {names.index("key"), names.index("value")}
-    with no_modes():
-        return tuple(
-            torch.empty(batch, heads, *arg.shape[2:], device="meta")
-            if i in places
-            else arg
-            for i, arg in enumerate(args)
-        )
 
 
 def next_sequence_nr() -> int:
@@ -362,7 +367,8 @@ def fake_like(
     else:
         fake = mode.from_tensor(data, static_shapes=True)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        # What its constructor does, without a dispatched `detach` for each.
+        vars(fake)["_is_param"] = True
     return fake.requires_grad_(tensor.requires_grad)
 
 
@@ -478,30 +484,6 @@ def real_foreach(*, on_gpu: bool) -> Iterator[None]:
 def is_channels_last(tensor: torch.Tensor, wished: torch.memory_format) -> bool:
     """Whether ATen's `suggest_memory_format` gives a channels-last format."""
     return torch._prims_common.suggest_memory_format(tensor) == wished
-
-
-def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function on fake GPU tensors in place of its tensors; no backward.
-
-    Fake tensors that say "cuda" run forward without a GPU, and some fake kernels give
-    their results another layout or type than on the CPU.
-    """
-    gpu = torch.device("cuda", 0)
-    with no_modes(), torch.no_grad():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-        def moved(value: Any) -> Any:
-            if isinstance(value, torch.device):
-                return gpu
-            if not isinstance(value, torch.Tensor):
-                return value
-            meta = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
-            return FakeTensor(mode, meta, gpu)
-
-        with mode:
-            return func(*tree_map(moved, args), **tree_map(moved, kwargs))
 
 
 def makes_all_results(func: Any) -> bool:

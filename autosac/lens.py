@@ -34,6 +34,7 @@ import torch
 from autosac import _compat, lens_attention
 from autosac.devices import DeviceSpec
 from autosac.lens_autocast import gpu_autocast
+from autosac.on_gpu import on_fake_gpu
 from autosac.stepping import AnyOptimizer
 
 # Composite ops that would choose a kernel whose memory is not known here.
@@ -181,7 +182,7 @@ def _keeps_channels_last() -> bool:
         probe = torch.empty(
             2, 2, 2, 2, device="meta", memory_format=torch.channels_last
         )
-        out = _compat.on_fake_gpu(torch.nn.functional.group_norm, (probe, 1), {})
+        out = on_fake_gpu(torch.nn.functional.group_norm, (probe, 1), {})
     return _memory_format(out) == torch.channels_last
 
 

@@ -16,6 +16,7 @@ import torch
 from autosac import _compat
 from autosac import lens_choice as choice
 from autosac.devices import DeviceSpec
+from autosac.on_gpu import on_fake_gpu
 
 
 def attend(
@@ -98,7 +99,7 @@ def _makes_batches() -> bool:
         with seen:
             torch.nn.functional.scaled_dot_product_attention(*moved)
 
-    _compat.on_fake_gpu(call, (probe, probe, probe), {})
+    on_fake_gpu(call, (probe, probe, probe), {})
     return "aten.unsqueeze.default" in seen.names
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from autosac import _compat, cpu_workspaces, workspaces
 from autosac.devices import DeviceSpec
@@ -94,8 +95,32 @@ def costs(
     elif device_type == "cpu":
         workspace_bytes = cpu_workspaces.op_bytes(func, args)
     return Costs(
-        flops=_compat.flops_of(func, args, kwargs, out),
+        flops=_flops(func, args, kwargs, out),
         moved_bytes=sum(tensor.nbytes for tensor in tensors),
         workspace_bytes=workspace_bytes,
         signature=signature(func, args, kwargs),
     )
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating point operations of a call, 0 for ops without a formula."""
+    formula = flop_registry.get(getattr(func, "overloadpacket", None))
+    if formula is None:
+        return 0
+    return int(formula(*_with_all_heads(func, args), **kwargs, out_val=out))
+
+
+def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Attention with a key head for each query head, for the formulas of torch 2.10."""
+    if "_scaled_dot_product" not in str(func):
+        return args
+    names = _compat.argument_names(func)
+    batch, heads = args[names.index("query")].shape[:2]
+    places = {names.index("key"), names.index("value")}
+    with _compat.no_modes():
+        return tuple(
+            torch.empty(batch, heads, *arg.shape[2:], device="meta")
+            if i in places
+            else arg
+            for i, arg in enumerate(args)
+        )

@@ -18,42 +18,15 @@ from autosac.op_facts import VIEW, Costs, Facts, costs
 from autosac.probing import Call, Probe, module_tree, random_numbers
 from autosac.pytrees import opaque_type, tensors_in
 from autosac.repeating import KnownCalls, RepeatedCalls
-from autosac.tape import ModuleCall, Op, SavedTensor, Storage, Tape
+from autosac.saving import Holder, Saved
+from autosac.tape import ModuleCall, Op, Storage, Tape
 from autosac.values import refuse_sparse, run_op
 
 _FORWARD_PHASES = ("forward", "loss")
 _LITERAL = torch.ops.aten.lift_fresh.default
 
 
-class _Holder:
-    """Stands in for a tensor that autograd saved; reports when it is dropped."""
-
-    __slots__ = ("__weakref__", "index", "layout", "recorder", "tensor")
-
-    def __init__(self, recorder: Recorder, index: int) -> None:
-        self.recorder = recorder
-        self.index = index
-        self.tensor: torch.Tensor | None = None
-        self.layout: tuple[Any, ...] = ()
-
-    def __del__(self) -> None:
-        self.recorder.saved[self.index].released = self.recorder.tick()
-
-
-class _Saved:
-    """A `SavedTensor` that is still being written."""
-
-    __slots__ = ("packed", "released", "storage", "unpacked", "used_until")
-
-    def __init__(self, storage: int, packed: int) -> None:
-        self.storage = storage
-        self.packed = packed
-        self.unpacked: int | None = None
-        self.released: int | None = None
-        self.used_until: int | None = None
-
-
-class Recorder(_compat.TorchDispatchMode):
+class Recorder(_compat.PlainDispatchMode):
     """Records storages, and on request ops, saved tensors and module calls.
 
     Args:
@@ -99,7 +72,7 @@ class Recorder(_compat.TorchDispatchMode):
         self.watchers: dict[int, weakref.ref[Any]] = {}
         self.originals: dict[int, int] = {}
         self.ops: list[Op] = []
-        self.saved: list[_Saved] = []
+        self.saved: list[Saved] = []
         self.calls: list[Call] = []
         self.stack: list[int] = [0]
         self.module_of_node: dict[int, int] = {}
@@ -149,7 +122,7 @@ class Recorder(_compat.TorchDispatchMode):
             modules=self.tree,
             storages=storages + self._blas_storages(end),
             ops=tuple(self.ops),
-            saved=tuple(self._finish(saved, end) for saved in self.saved),
+            saved=tuple(saved.finished(end) for saved in self.saved),
             calls=tuple(
                 ModuleCall(
                     module=call.module,
@@ -175,17 +148,6 @@ class Recorder(_compat.TorchDispatchMode):
         storage = Storage(nbytes=nbytes, category="temporary", born=0, died=end)
         threads = {phase == "backward" for phase in self.blas_phases}
         return (storage,) * len(threads)
-
-    @staticmethod
-    def _finish(saved: _Saved, end: int) -> SavedTensor:
-        released = end if saved.released is None else saved.released
-        return SavedTensor(
-            storage=saved.storage,
-            packed=saved.packed,
-            unpacked=saved.unpacked,
-            released=released,
-            used_until=released if saved.used_until is None else saved.used_until,
-        )
 
     # --- storages ---------------------------------------------------------
 
@@ -332,10 +294,10 @@ class Recorder(_compat.TorchDispatchMode):
         call = self.repeated.find(key)
         if call is None:
             self._refuse_own_parameters(func, inputs)
-        # A literal becomes a tensor here: its memory is born with the output.
-        is_literal = func is _LITERAL
         strided = key is not None
-        reads = () if is_literal else self._indices(inputs, 0, "input", strided=strided)
+        reads: tuple[int, ...] = ()
+        if func is not _LITERAL:  # its memory is born here, with the output
+            reads = self._indices(inputs, 0, "input", strided=strided)
         if call is None:
             out = self._call(key, func, args, kwargs, inputs)
             refuse_sparse(func, tensors_in((out,)))
@@ -411,7 +373,8 @@ class Recorder(_compat.TorchDispatchMode):
         call = self.repeated.find(key)
         if call is not None:
             return self.repeated.repeat(call, tensors)
-        if key is not None or self._is_count(func, args):
+        is_marginal = self._is_count(func, args) or _compat.is_profiling(func)
+        if key is not None or is_marginal:
             out = self._call(key, func, args, kwargs, tensors)
             self.repeated.learn(key, func, args, kwargs, out)
             return out
@@ -431,15 +394,16 @@ class Recorder(_compat.TorchDispatchMode):
     ) -> Any:
         """Run an op that no equal one is known of."""
 
-        def run(args: Any) -> Any:
-            return run_op(func, args, kwargs, inputs, on_gpu=self.target is not None)
-
+        mode, on_gpu = self.repeated.mode, self.target is not None
         if self._is_count(func, args):
-            layout = ((), (), args[0].dtype, args[0].device)
-            return _compat.new_fake(self.repeated.mode, *layout)
+            return _compat.new_fake(mode, (), (), args[0].dtype, args[0].device)
         if key is None:
-            return run(args)
-        return run_distinct(self.repeated.mode, func, args, kwargs, run)
+            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu)
+
+        def run(args: Any) -> Any:
+            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu)
+
+        return run_distinct(mode, func, args, kwargs, run)
 
     def _is_count(self, func: Any, args: Any) -> bool:
         """Whether a number becomes a tensor whose value nobody reads: see ITEM."""
@@ -466,21 +430,20 @@ class Recorder(_compat.TorchDispatchMode):
 
     # --- saved tensors ----------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> _Holder | torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
         if not self._counts(tensor):
             return tensor
         storage = self._index(tensor, 0, "input")
-        holder = _Holder(self, len(self.saved))
-        self.saved.append(_Saved(storage, self.tick()))
+        holder = Holder(self, len(self.saved))
+        self.saved.append(Saved(storage, self.tick()))
         if self.born[storage] == 0:
-            with _compat.no_modes():
-                holder.tensor = tensor.detach()
+            holder.tensor = _compat.detached(self.repeated.mode, tensor)
         else:
             layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
             holder.layout = layout
         return holder
 
-    def _unpack(self, holder: _Holder | torch.Tensor) -> torch.Tensor:
+    def _unpack(self, holder: Holder | torch.Tensor) -> torch.Tensor:
         if isinstance(holder, torch.Tensor):
             return holder
         saved = self.saved[holder.index]

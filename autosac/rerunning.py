@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from autosac.attributes import Attributes
 from autosac.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
 from autosac.pytrees import tensors_in
 from autosac.random_states import RandomState, random_state
-from autosac.shells import is_shell, layout_of, shell_of, view_of_shell
+from autosac.shells import Layout, is_shell, layout_of, shell_of, view_of_shell
 
 
 class _Rerunning(threading.local):
@@ -104,9 +105,9 @@ class ForwardMode(_compat.TorchDispatchMode):
             if self.run.departed and _compat.is_view(func):
                 entry.action = VIEW
             elif not _compat.returned_arguments(func):
-                entry.outputs = tree_map(_detached, out)
+                entry.outputs = _mapped(_detached, out)
         elif entry.action == SKIP:
-            entry.outputs = tree_map(layout_of, out)
+            entry.outputs = _mapped(layout_of, out)
         self.run.entries.append(entry)
         return out
 
@@ -154,7 +155,7 @@ class _ReplayMode(_compat.TorchDispatchMode):
             if changed or action == DETACHED:
                 return _compat.pick_arguments(func, changed, args, kwargs)
             if action == SKIP:
-                return tree_map(shell_of, entry.outputs)
+                return _mapped(shell_of, entry.outputs)
             return self._saved(entry)
         if any(is_shell(t) for t in tensors_in((args, kwargs))):
             return view_of_shell(func, args, kwargs, known=action == VIEW)
@@ -208,7 +209,14 @@ class OnwardMode(_ReplayMode):
         return self.run.policy.onward[place] if is_planned else entry.action
 
     def _saved(self, entry: _Entry) -> Any:
-        return tree_map(_detached, entry.outputs)
+        return _mapped(_detached, entry.outputs)
+
+
+def _mapped(change: Callable[[Any], Any], out: Any) -> Any:
+    """`tree_map` for an op's results, which mostly are one tensor."""
+    if isinstance(out, (torch.Tensor, Layout)):
+        return change(out)
+    return tree_map(change, out)
 
 
 def _detached(value: Any) -> Any:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from autosac import _compat, real_layouts
 from autosac.errors import TraceError
+from autosac.on_gpu import on_fake_gpu
 from autosac.pytrees import tensors_in
 from autosac.signatures import Signature, signature
 
@@ -106,7 +107,7 @@ def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
 def _layouts_on_gpu(func: Any, args: Any, kwargs: Any) -> _Layouts | None:
     """Size, stride and type of an op's results on a GPU; None if nobody knows."""
     try:
-        out = _compat.on_fake_gpu(func, args, kwargs)
+        out = on_fake_gpu(func, args, kwargs)
     except (RuntimeError, AssertionError, NotImplementedError):
         return None  # it asks for properties of a GPU
     return tuple(

@@ -8,6 +8,7 @@ partial sums of reductions and norms (all but the first small).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ _BLAS = frozenset(
 _HALF = (torch.float16, torch.bfloat16)
 
 
+@functools.cache
 def runs_blas(func: Any) -> bool:
     """Whether an op is one that calls cuBLAS."""
     return str(func) in _BLAS
