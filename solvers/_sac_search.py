@@ -29,6 +29,7 @@ _TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
 _EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
 _FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
+_FAR_BELOW = -(2.0**60)  # any peak in bytes
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -184,6 +185,7 @@ class Search:
 
     def least_peak(self) -> Termination:
         """Search the choice of least peak; `bound` is in bytes."""
+        self.bound = _FAR_BELOW  # numbers made up may have peaks below 0
         self._offer_peak([None] * len(self._table.parents))
         for whole in (False, True):
             while not self._is_least(_EXACT_BYTES) and not self._is_late():
