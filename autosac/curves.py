@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class UnitCurve:
         finer: Every Pareto point that is known: saved bytes, time and policy, the
             fewest bytes first.
         is_selection: There are more Pareto points than `points`.
+        complete_below_ms: No faster Pareto point is missing in `finer`.
         has_hull: No Pareto point lies below the lines between those of `points`.
     """
 
@@ -35,6 +37,7 @@ class UnitCurve:
     ratios: tuple[float, ...]
     finer: tuple[tuple[int, float, Policy], ...] = ()
     is_selection: bool = False
+    complete_below_ms: float = math.inf
     has_hull: bool = True
 
 
@@ -114,6 +117,7 @@ def trade_off(
         ratios=tuple(min(1.0, nbytes / most) for nbytes in exact.freed_bytes),
         finer=tuple(reversed(finer)),
         is_selection=not front.is_complete or len(finer) > len(freed),
+        complete_below_ms=front.complete_below_ms,
         has_hull=front.has_hull,
     )
 

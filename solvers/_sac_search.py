@@ -13,7 +13,6 @@ from collections.abc import Collection
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
 
 from solvers import _pulp
 from solvers._pulp import Backend
@@ -243,8 +242,9 @@ class Search:
             self.rows,
             units=self._units,
             budget_bytes=budget_bytes,
-            mixed=() if whole else self._mixed,
-            left_out=self._too_dear(limit_ms),
+            mixed=() if whole or relaxed else self._mixed,
+            surcharges=self._surcharges,
+            room_ms=limit_ms * (1.0 + _NOISE) - self._relaxed,
         )
         left = None
         if self._ends is not None and not relaxed:  # a relaxation takes milliseconds
@@ -303,13 +303,6 @@ class Search:
         if share > 1.0 or not self._relaxed:
             return self._best
         return min(self._best, self._relaxed * (1.0 + share))
-
-    def _too_dear(self, limit_ms: float) -> npt.NDArray[np.bool_]:
-        """Columns that no solution faster than a limit uses."""
-        found: npt.NDArray[np.bool_] = self._relaxed + self._surcharges > limit_ms * (
-            1.0 + _NOISE
-        )
-        return found
 
     def _is_done(self) -> bool:
         if self.choice is None:

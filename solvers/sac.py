@@ -18,6 +18,7 @@ from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
 from solvers._sac_search import Search
 from solvers._sac_table import Choice, Table
 from solvers.sac_problem import (
+    Between,
     Breakpoint,
     Hold,
     SacProblem,
@@ -28,6 +29,7 @@ from solvers.sac_problem import (
 from solvers.solution import Solution, Termination
 
 __all__ = [
+    "Between",
     "Breakpoint",
     "Hold",
     "SacProblem",

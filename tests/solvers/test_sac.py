@@ -1,3 +1,5 @@
+import bisect
+import math
 import time
 from dataclasses import replace
 
@@ -7,7 +9,15 @@ from hypothesis import strategies as st
 
 from solvers import knapsack
 from solvers.check import violations
-from solvers.sac import Breakpoint, SacProblem, Unit, live_bytes, lowest_peak, solve
+from solvers.sac import (
+    Between,
+    Breakpoint,
+    SacProblem,
+    Unit,
+    live_bytes,
+    lowest_peak,
+    solve,
+)
 from solvers.solution import Termination
 from tests.solvers.oracles import least_peak, least_time, peak_of, sac_choices
 from tests.solvers.strategies import (
@@ -245,13 +255,18 @@ def test_layers_and_trees_of_modules_match_trying_every_choice(problem):
 
 
 @settings(max_examples=30, deadline=None)
-@given(saving=save_problems(most=12), budget=st.integers(0, 100))
-def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget):
-    # Two equal units with all their Pareto points, and with a selection of these.
+@given(
+    saving=save_problems(most=12),
+    budget=st.integers(0, 100),
+    known=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget, known):
+    # Two equal units with all their Pareto points, and with a selection of these; of
+    # the others, those that take less than a share of the longest time are known.
     front = knapsack.front(saving)
     most = sum(saving.saved_bytes)
 
-    def two(indices):
+    def two(indices, **more):
         points = tuple(
             Breakpoint(
                 ratio=1.0,
@@ -268,6 +283,7 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget):
                 freed_from=1,
                 freed_until=2,
                 working=(),
+                **more,
             )
             for name in "ab"
         ]
@@ -280,7 +296,14 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget):
     if not front.solutions:
         return
     everything = two(range(len(front.solutions)))
-    selection = two(front.select(2))
+    selected = front.select(2)
+    times = [solution.recompute_ms for solution in front.solutions]
+    known_ms = times[-1] * known if known < 1.0 else math.inf
+    selection = two(
+        selected,
+        between=tuple(_between(front, selected, known_ms)),
+        mixed_from_ms=known_ms,
+    )
 
     best = least_time(everything)
     found = solve(selection, integral=True, mixed_units=[0, 1])
@@ -290,6 +313,19 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget):
     elif found.bound_ms is not None:
         assert found.bound_ms <= best * (1 + 1e-9)
         assert found.recompute_ms is None or found.recompute_ms >= best
+        if known == 1.0 and found.recompute_ms is not None:  # nothing is missing
+            assert found.bound_ms >= best * (1 - 2e-3) - 1e-9
+
+
+def _between(front, selected, known_ms):
+    """Known points that are not selected, placed between those that are."""
+    sizes = [solution.saved_bytes for solution in front.solutions]
+    for i, solution in enumerate(front.solutions):
+        if i not in selected and solution.recompute_ms < known_ms:
+            at = bisect.bisect_left(selected, i) - 1
+            low, high = selected[at], selected[at + 1]
+            share = (sizes[low] - sizes[i]) / (sizes[low] - sizes[high])
+            yield Between(index=at, share=share, recompute_ms=solution.recompute_ms)
 
 
 @settings(max_examples=8, deadline=None)
