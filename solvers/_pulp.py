@@ -72,6 +72,7 @@ def run(
     threads: int = 1,
     relaxed: bool = False,
     warm_start: bool = False,
+    again: bool = False,
 ) -> Outcome:
     """Minimise a model; its variables hold the incumbent afterwards.
 
@@ -83,6 +84,8 @@ def run(
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
         warm_start: Offer the values the variables hold now as a first incumbent.
+        again: The model was solved before, and only right-hand sides have changed
+            since: HiGHS starts from where it ended.
 
     Returns:
         How it ended, the proven bound and the time it took.
@@ -99,7 +102,12 @@ def run(
     options = {"timeLimit": time_limit_s, "gapRel": relative_gap, "threads": threads}
     started = time.perf_counter()
     runner = _run_highs if backend == "highs" else _run_cbc
-    termination, bound = runner(model, options, relaxed=relaxed, warm_start=warm_start)
+    if again and backend == "highs":
+        termination, bound = _rerun_highs(model)
+    else:
+        termination, bound = runner(
+            model, options, relaxed=relaxed, warm_start=warm_start
+        )
     if termination.has_incumbent and not _keeps_rows(model, relaxed=relaxed):
         if termination is Termination.OPTIMAL:
             raise ArithmeticError(
@@ -195,6 +203,26 @@ def _run_highs(
             highspy.Highs.resetGlobalScheduler(True)
         elif status != highspy.HighsModelStatus.kUnboundedOrInfeasible:
             break  # else only a run without presolve can tell which of the two it is
+    return _highs_outcome(model, status, relaxed=relaxed)
+
+
+def _rerun_highs(model: pulp.LpProblem) -> tuple[Termination, float | None]:
+    for constraint in _rows(model):
+        low, high = constraint.getLb(), constraint.getUb()
+        model.solverModel.changeRowBounds(
+            constraint.index,
+            -highspy.kHighsInf if low is None else low,
+            highspy.kHighsInf if high is None else high,
+        )
+    model.solver.callSolver(model)
+    model.assignStatus(*model.solver.findSolutionValues(model))
+    status = model.solverModel.getModelStatus()
+    return _highs_outcome(model, status, relaxed=not model.solver.mip)
+
+
+def _highs_outcome(
+    model: pulp.LpProblem, status: highspy.HighsModelStatus, *, relaxed: bool
+) -> tuple[Termination, float | None]:
     termination = _PAIRS[model.sol_status]
     info = model.solverModel.getInfo()
     if status == highspy.HighsModelStatus.kTimeLimit:

@@ -48,6 +48,7 @@ class CountModel:
 
     Attributes:
         model: The PuLP model.
+        classes: As above.
         scale: Objective of the model per millisecond, or per byte of the cap.
     """
 
@@ -65,7 +66,7 @@ class CountModel:
     ) -> None:
         self.model = pulp.LpProblem("counts", pulp.LpMinimize)
         self._table = table
-        self._classes = classes
+        self.classes = classes
         self._surcharges = np.zeros(len(table.times))
         if surcharges is not None:
             self._surcharges = surcharges
@@ -113,7 +114,7 @@ class CountModel:
         """
         found = np.zeros(len(self._table.times))
         for c, y in self._y.items():
-            members = self._classes.members[c]
+            members = self.classes.members[c]
             first = self._table.first[members[0]]
             size = self._table.first[members[0] + 1] - first
             own = np.zeros(size)
@@ -131,7 +132,7 @@ class CountModel:
         self._y: dict[int, pulp.LpVariable] = {}
         self._z: dict[int, pulp.LpVariable] = {}
         self._between: list[tuple[pulp.LpVariable, int, float, float]] = []
-        for c, members in enumerate(self._classes.members):
+        for c, members in enumerate(self.classes.members):
             first, size = members[0], len(members)
             if first not in units:
                 continue
@@ -201,19 +202,19 @@ class CountModel:
 
     def _add_no_nesting(self) -> None:
         """Row (2)."""
-        for c in self._classes.innermost:
-            path = self._classes.path(c)
+        for c in self.classes.innermost:
+            path = self.classes.path(c)
             terms = self._shares(c, path)
             if len(terms) > 1:
-                self.model += _pulp.row(terms) <= len(self._classes.members[c])
+                self.model += _pulp.row(terms) <= len(self.classes.members[c])
 
     def _shares(
         self, c: int, path: Sequence[int]
     ) -> list[tuple[pulp.LpVariable, float]]:
         """How many members of a class are, or lie in, chosen units of classes."""
-        size = len(self._classes.members[c])
+        size = len(self.classes.members[c])
         return [
-            (self._y[d], size / len(self._classes.members[d]))
+            (self._y[d], size / len(self.classes.members[d]))
             for d in path
             if d in self._y
         ]
@@ -249,10 +250,10 @@ class CountModel:
         held = self.model.add_variable(
             f"h_{index:05d}_{count:05d}", 0, 1, pulp.LpInteger
         )
-        holding = {self._classes.of_unit[u] for u in holders}
+        holding = {self.classes.of_unit[u] for u in holders}
         for c in sorted(holding & self._y.keys()):
-            path = [d for d in self._classes.path(c) if d in holding]
-            size = float(len(self._classes.members[c]))
+            path = [d for d in self.classes.path(c) if d in holding]
+            size = float(len(self.classes.members[c]))
             terms = [(y, -share) for y, share in self._shares(c, path)]
             self.model += _pulp.row([(held, size), *terms]) >= 0
         return held

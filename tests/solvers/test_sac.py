@@ -13,6 +13,8 @@ from solvers.sac import (
     Between,
     Breakpoint,
     SacProblem,
+    Solver,
+    Start,
     Unit,
     live_bytes,
     lowest_peak,
@@ -326,6 +328,27 @@ def _between(front, selected, known_ms):
             low, high = selected[at], selected[at + 1]
             share = (sizes[low] - sizes[i]) / (sizes[low] - sizes[high])
             yield Between(index=at, share=share, recompute_ms=solution.recompute_ms)
+
+
+@pytest.mark.parametrize(
+    ("backend", "most", "examples"), [("highs", 4, 40), ("cbc", 3, 4)]
+)
+def test_budgets_that_share_a_start_match_trying_every_choice(backend, most, examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(problem=sac_problems(most=most))
+    def check(problem):
+        solver, start = Solver(problem), Start()
+        highest = max(problem.base_bytes)
+        # A budget may also be smaller than the one before: a plan that did not fit.
+        for share in (0.2, 0.4, 0.5, 0.45, 0.6, 0.8, 0.9):
+            budget = replace(problem, budget_bytes=int(share * highest))
+            found = solver.solve(
+                budget.budget_bytes, backend=backend, relative_gap=0.0, start=start
+            )
+            assert violations(budget, found) == ()
+            assert found.recompute_ms == least_time(budget)
+
+    check()
 
 
 @settings(max_examples=8, deadline=None)
