@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autosac.groups import Group
 from autosac.policies import RERUN, SAVE, SKIP, Policy, block_policies, onward
@@ -27,6 +28,7 @@ class UnitCurve:
         finer: Every Pareto point that is known: saved bytes, time and policy, the
             fewest bytes first.
         is_selection: There are more Pareto points than `points`.
+        complete_below_ms: No faster Pareto point is missing in `finer`.
         has_hull: No Pareto point lies below the lines between those of `points`.
     """
 
@@ -35,6 +37,7 @@ class UnitCurve:
     ratios: tuple[float, ...]
     finer: tuple[tuple[int, float, Policy], ...] = ()
     is_selection: bool = False
+    complete_below_ms: float = math.inf
     has_hull: bool = True
 
 
@@ -92,19 +95,19 @@ def trade_off(
     """
     if front is None:
         front = knapsack.front(save_problem(unit))
-    selected = set(front.select(num_points))
     most = max(unit.activation_bytes, unit.sole_bytes, 1)
     finer: list[tuple[int, float, Policy]] = []
-    freed: dict[int, tuple[float, Policy]] = {}
-    for i, solution in enumerate(front.solutions):
+    within: list[knapsack.SaveSolution] = []
+    for solution in front.solutions:
         assert solution.saved is not None and solution.rerun is not None
         policy = Policy(spell(solution.saved, solution.rerun))
-        time_ms = recompute_ms(unit, policy)
         kept_bytes = kept(unit, policy)
         if kept_bytes <= most:
-            finer.append((kept_bytes, time_ms, policy))
-            if i in selected:
-                freed[most - kept_bytes] = (time_ms, policy)
+            finer.append((kept_bytes, recompute_ms(unit, policy), policy))
+            within.append(solution)
+    # Selected among these, so that they have the hull's vertices of their own.
+    chosen = replace(front, solutions=tuple(within)).select(num_points)
+    freed = {most - finer[i][0]: finer[i][1:] for i in chosen} if within else {}
     if not freed or max(freed) == 0:
         return None
     exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
@@ -114,6 +117,7 @@ def trade_off(
         ratios=tuple(min(1.0, nbytes / most) for nbytes in exact.freed_bytes),
         finer=tuple(reversed(finer)),
         is_selection=not front.is_complete or len(finer) > len(freed),
+        complete_below_ms=front.complete_below_ms,
         has_hull=front.has_hull,
     )
 

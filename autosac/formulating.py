@@ -9,6 +9,7 @@ what it changes at the positions of its own forward, rerun and backward.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -349,7 +350,22 @@ def _solver_unit(step: _Step, unit: Unit, made: UnitCurve) -> sac.Unit:
         freed_from=freed_from,
         freed_until=freed_until,
         working=tuple((first + int(q), tuple(changes[q].tolist())) for q in working),
+        between=_between(made) if made.is_selection else (),
+        mixed_from_ms=made.complete_below_ms if made.is_selection else 0.0,
     )
+
+
+def _between(made: UnitCurve) -> tuple[sac.Between, ...]:
+    """Points that are known and not among those of the MILP."""
+    freed = made.points.freed_bytes
+    most = freed[-1] + min(nbytes for nbytes, _, _ in made.finer)
+    found = []
+    for nbytes, time_ms, _ in made.finer:
+        at = bisect_right(freed, most - nbytes) - 1
+        if freed[at] != most - nbytes:
+            share = (most - nbytes - freed[at]) / (freed[at + 1] - freed[at])
+            found.append(sac.Between(index=at, share=share, recompute_ms=time_ms))
+    return tuple(found)
 
 
 def _most_frequent(values: IntArray) -> int:

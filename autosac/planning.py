@@ -128,6 +128,7 @@ def make_plan(
     relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = TIME_LIMIT_S,
     dry_run: bool | None = None,
+    start: sac.Start | None = None,
 ) -> Plan:
     """Solve, simulate, spend what is left of the budget, dry-run.
 
@@ -137,6 +138,7 @@ def make_plan(
         segments: As in `plan`, like what follows.
         backend: MILP solver.
         dry_run: Whether to dry-run the plan.
+        start: What smaller budgets of a sweep found.
 
     Raises:
         InfeasibleBudgetError: No plan fits.
@@ -149,6 +151,7 @@ def make_plan(
         backend=backend,
         relative_gap=relative_gap,
         time_limit_s=time_limit_s,
+        start=start,
     )
     policies = spell_out(made, chosen)
     if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
@@ -164,6 +167,7 @@ def choose(
     backend: Backend = "highs",
     relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = TIME_LIMIT_S,
+    start: sac.Start | None = None,
 ) -> tuple[Choice, float]:
     """The units of a plan with their policies, and the bound on recompute time.
 
@@ -172,7 +176,7 @@ def choose(
     """
     if made.baseline_peak_bytes <= budget_bytes:
         return {}, 0.0
-    problem = _Problem(made, segments, backend, relative_gap, time_limit_s)
+    problem = _Problem(made, segments, backend, relative_gap, time_limit_s, start)
     target, bound_ms = budget_bytes, 0.0
     for attempt in range(_ATTEMPTS):
         chosen, found_ms = problem.solve(target)
@@ -199,6 +203,7 @@ class _Problem:
     backend: Backend
     relative_gap: float
     time_limit_s: float | None
+    start: sac.Start | None = None
 
     def solve(self, budget_bytes: int) -> tuple[Choice | None, float]:
         """Choice under the budget by simulation, and the bound on its time."""
@@ -254,6 +259,7 @@ class _Problem:
         formulation = self.made.formulation
         return _solver(formulation).solve(
             budget_bytes,
+            start=self.start if units is None else None,
             backend=self.backend,
             time_limit_s=self.time_limit_s,
             relative_gap=relative_gap,

@@ -13,8 +13,10 @@ from autosac.planning import floor, make_plan, profile_of
 from autosac.plans import Plan
 from autosac.profiling import Profile
 from autosac.quantities import parse_bytes
+from solvers import sac
 
-TIME_LIMIT_S = 0.3  # of a solve: 64 of them should not outlast a few plans
+# Of a solve: 64 of them should not outlast a few plans, and few need the time.
+RELATIVE_GAP, TIME_LIMIT_S = 1e-2, 3.0
 _GIB = 2**30
 
 
@@ -138,7 +140,8 @@ def sweep(
         plan_options: What `plan` takes besides its budget: ``backend``,
             ``relative_gap``, ``time_limit_s``, ``segments``, ``dry_run``. Unless it is
             given, one plan is dry-run and the others are simulated (`Plan.dry_run`),
-            and a solve ends after 0.3 s with what it has; its row says the gap.
+            and a solve ends when proven within 1 %, or after 3 s; its row says the
+            gap.
         options: As in `profile`.
 
     Returns:
@@ -162,8 +165,9 @@ def sweep(
     else:
         total = made.device.memory_bytes
         budgets = [parse_bytes(b, total_bytes=total) for b in memory_budgets]
+    start = sac.Start()  # smaller budgets first: what they found holds for larger ones
     answers = {
-        budget: _answer(made, budget, plan_options or {})
+        budget: _answer(made, budget, {"start": start, **(plan_options or {})})
         for budget in sorted(set(budgets))
     }
     rows = {row.budget_bytes: row for row in _monotone(answers)}
@@ -178,6 +182,7 @@ def _answer(made: Profile, budget_bytes: int, options: dict[str, Any]) -> Plan |
     """A plan, or why there is none."""
     options = {
         "dry_run": not any(made.dry_runs),
+        "relative_gap": RELATIVE_GAP,
         "time_limit_s": TIME_LIMIT_S,
         **options,
     }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import highspy
+import numpy as np
 import pulp
 from pulp import constants
 
@@ -25,6 +26,17 @@ from solvers.solution import Termination
 Backend = Literal["highs", "cbc"]
 
 _ROW_TOLERANCE = 1e-5  # 10 x the absolute row tolerance of HiGHS; rows are in MiB
+# Models are small and rounded elsewhere: HiGHS's own search for incumbents takes most
+# of its time and proves nothing.
+_NO_HEURISTICS = {
+    "mip_heuristic_effort": 0.0,
+    "mip_heuristic_run_feasibility_jump": False,
+    "mip_heuristic_run_rins": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_root_reduced_cost": False,
+    "mip_allow_restart": False,
+    "mip_detect_symmetry": False,
+}
 _CBC_BOUND = "Lower bound:"  # CBC prints it only if a gap is left
 
 _PAIRS = {
@@ -60,6 +72,7 @@ def run(
     threads: int = 1,
     relaxed: bool = False,
     warm_start: bool = False,
+    again: bool = False,
 ) -> Outcome:
     """Minimise a model; its variables hold the incumbent afterwards.
 
@@ -71,6 +84,8 @@ def run(
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
         warm_start: Offer the values the variables hold now as a first incumbent.
+        again: The model was solved before, and only right-hand sides have changed
+            since: HiGHS starts from where it ended.
 
     Returns:
         How it ended, the proven bound and the time it took.
@@ -87,7 +102,12 @@ def run(
     options = {"timeLimit": time_limit_s, "gapRel": relative_gap, "threads": threads}
     started = time.perf_counter()
     runner = _run_highs if backend == "highs" else _run_cbc
-    termination, bound = runner(model, options, relaxed=relaxed, warm_start=warm_start)
+    if again and backend == "highs":
+        termination, bound = _rerun_highs(model)
+    else:
+        termination, bound = runner(
+            model, options, relaxed=relaxed, warm_start=warm_start
+        )
     if termination.has_incumbent and not _keeps_rows(model, relaxed=relaxed):
         if termination is Termination.OPTIMAL:
             raise ArithmeticError(
@@ -110,9 +130,48 @@ def row(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpressi
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's in-process HiGHS, with a first incumbent."""
+    """PuLP's in-process HiGHS, with a first incumbent and a model passed as a whole."""
 
     start: list[float] | None = None
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        """Pass columns and rows in arrays: one by one takes longer than most solves."""
+        infinite = highspy.kHighsInf
+        variables, constraints = lp.variables(), _rows(lp)
+        passed = highspy.HighsLp()
+        passed.num_col_, passed.num_row_ = len(variables), len(constraints)
+        for i, v in enumerate(variables):
+            v.index = i
+        passed.col_cost_ = np.array([lp.objective.get(v, 0.0) for v in variables])
+        passed.col_lower_ = np.array(
+            [-infinite if v.lowBound is None else v.lowBound for v in variables]
+        )
+        passed.col_upper_ = np.array(
+            [infinite if v.upBound is None else v.upBound for v in variables]
+        )
+        if self.mip:
+            kinds = highspy.HighsVarType
+            passed.integrality_ = [
+                kinds.kInteger if v.cat == pulp.LpInteger else kinds.kContinuous
+                for v in variables
+            ]
+        starts, indices, coefficients = [0], [], []
+        for i, constraint in enumerate(constraints):
+            constraint.index = i
+            for v, coefficient in constraint.items():
+                if coefficient:
+                    indices.append(v.index)
+                    coefficients.append(coefficient)
+            starts.append(len(indices))
+        lowest = [c.getLb() for c in constraints]
+        highest = [c.getUb() for c in constraints]
+        passed.row_lower_ = np.array([-infinite if b is None else b for b in lowest])
+        passed.row_upper_ = np.array([infinite if b is None else b for b in highest])
+        passed.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        passed.a_matrix_.start_ = np.array(starts)
+        passed.a_matrix_.index_ = np.array(indices)
+        passed.a_matrix_.value_ = np.array(coefficients)
+        lp.solverModel.passModel(passed)
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
         if self.start is not None:
@@ -128,7 +187,14 @@ def _run_highs(
     start = [v.varValue or 0.0 for v in model.variables()] if warm_start else None
     status = highspy.HighsModelStatus.kNotset
     for extra in ({}, {}, {"presolve": "off"}):
-        solver = _Highs(msg=False, mip=not relaxed, gapAbs=0.0, **options, **extra)
+        solver = _Highs(
+            msg=False,
+            mip=not relaxed,
+            gapAbs=0.0,
+            **options,
+            **_NO_HEURISTICS,
+            **extra,
+        )
         solver.start = start
         model.solve(solver)
         status = model.solverModel.getModelStatus()
@@ -137,6 +203,26 @@ def _run_highs(
             highspy.Highs.resetGlobalScheduler(True)
         elif status != highspy.HighsModelStatus.kUnboundedOrInfeasible:
             break  # else only a run without presolve can tell which of the two it is
+    return _highs_outcome(model, status, relaxed=relaxed)
+
+
+def _rerun_highs(model: pulp.LpProblem) -> tuple[Termination, float | None]:
+    for constraint in _rows(model):
+        low, high = constraint.getLb(), constraint.getUb()
+        model.solverModel.changeRowBounds(
+            constraint.index,
+            -highspy.kHighsInf if low is None else low,
+            highspy.kHighsInf if high is None else high,
+        )
+    model.solver.callSolver(model)
+    model.assignStatus(*model.solver.findSolutionValues(model))
+    status = model.solverModel.getModelStatus()
+    return _highs_outcome(model, status, relaxed=not model.solver.mip)
+
+
+def _highs_outcome(
+    model: pulp.LpProblem, status: highspy.HighsModelStatus, *, relaxed: bool
+) -> tuple[Termination, float | None]:
     termination = _PAIRS[model.sol_status]
     info = model.solverModel.getInfo()
     if status == highspy.HighsModelStatus.kTimeLimit:

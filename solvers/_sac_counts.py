@@ -18,15 +18,14 @@ one member each this is the MILP over units itself. Bytes are in MiB.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pulp
 
 from solvers import _pulp
 from solvers._sac_classes import Classes
-from solvers._sac_table import Floats, Table
+from solvers._sac_table import Floats, Numbers, Table
 
 MIB = 2**20  # coefficients of (3) in MiB stay within row tolerances
 _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
@@ -41,11 +40,15 @@ class CountModel:
         rows: Positions whose memory is capped.
         units: Those that may be chosen.
         budget_bytes: The cap; None to minimise it.
-        mixed: Units whose points may be mixed; others take whole points.
-        left_out: Columns that must not be used.
+        mixed: Units that may take points between theirs, see `_add_between`, and
+            mixtures of their points; others take whole points.
+        surcharges: What a solution costs at least beyond the relaxation if it uses a
+            column, in ms.
+        room_ms: Columns with a larger surcharge are left out.
 
     Attributes:
         model: The PuLP model.
+        classes: As above.
         scale: Objective of the model per millisecond, or per byte of the cap.
     """
 
@@ -58,12 +61,16 @@ class CountModel:
         units: Collection[int],
         budget_bytes: int | None,
         mixed: Collection[int] = (),
-        left_out: npt.NDArray[np.bool_] | None = None,
+        surcharges: Floats | None = None,
+        room_ms: float = math.inf,
     ) -> None:
         self.model = pulp.LpProblem("counts", pulp.LpMinimize)
         self._table = table
-        self._classes = classes
-        self._left_out = left_out
+        self.classes = classes
+        self._surcharges = np.zeros(len(table.times))
+        if surcharges is not None:
+            self._surcharges = surcharges
+        self._room_ms = room_ms
         longest = float(table.times.max(initial=0.0))
         exponent = math.frexp(_LARGEST_TIME / longest)[1] if longest else 0
         self.scale = 1.0 / MIB if budget_bytes is None else math.ldexp(1.0, exponent)
@@ -75,10 +82,7 @@ class CountModel:
             self.model.setObjective(_pulp.row([(self._peak, 1.0)]))
         else:
             self.model.setObjective(
-                _pulp.row(
-                    (z, float(table.times[column]) * self.scale)
-                    for column, z in self._z.items()
-                )
+                _pulp.row((z, time_ms * self.scale) for z, time_ms in self._timed())
             )
         self._held: dict[tuple[int, int], pulp.LpVariable] = {}
         self._limits = [(self._add_row(q), int(table.base[q])) for q in rows]
@@ -96,6 +100,11 @@ class CountModel:
         for column, z in self._z.items():
             value = max(0.0, z.varValue or 0.0)
             found[column] = round(value) if whole else value
+        for b, column, share, _ in self._between:
+            value = max(0.0, b.varValue or 0.0)
+            found[column] += (1.0 - share) * value
+            if share:
+                found[column + 1] += share * value
         return found
 
     def surcharges(self) -> Floats:
@@ -105,14 +114,14 @@ class CountModel:
         """
         found = np.zeros(len(self._table.times))
         for c, y in self._y.items():
-            members = self._classes.members[c]
+            members = self.classes.members[c]
             first = self._table.first[members[0]]
             size = self._table.first[members[0] + 1] - first
             own = np.zeros(size)
             for k in range(size):
                 z = self._z.get(first + k)
                 if z is not None:
-                    own[k] = max(0.0, z.dj or 0.0) + max(0.0, y.dj or 0.0)
+                    own[k] = (z.dj or 0.0) + max(0.0, y.dj or 0.0)
             for u in members:
                 found[self._table.first[u] : self._table.first[u + 1]] = own
         return found
@@ -122,37 +131,90 @@ class CountModel:
         add = self.model.add_variable
         self._y: dict[int, pulp.LpVariable] = {}
         self._z: dict[int, pulp.LpVariable] = {}
-        for c, members in enumerate(self._classes.members):
+        self._between: list[tuple[pulp.LpVariable, int, float, float]] = []
+        for c, members in enumerate(self.classes.members):
             first, size = members[0], len(members)
             if first not in units:
                 continue
-            kind = pulp.LpContinuous if first in mixed else pulp.LpInteger
+            terms = []
             columns = [*range(*self._table.first[first : first + 2])]
-            if self._left_out is not None:
-                columns = [j for j in columns if not self._left_out[j]]
-            if not columns:
-                continue
-            points = {j: add(f"z_{j:06d}", 0, size, kind) for j in columns}
-            self._y[c] = add(f"y_{c:05d}", 0, size, pulp.LpInteger)
-            terms = [(z, 1.0) for z in points.values()]
-            self.model += _pulp.row([*terms, (self._y[c], -1.0)]) == 0
-            self._z |= points
+            if first in mixed:
+                terms += self._add_between(first, columns, size)
+                terms += self._add_mixture(first, columns, size)
+            else:
+                for j in columns:
+                    if self._surcharges[j] <= self._room_ms:
+                        self._z[j] = add(f"z_{j:06d}", 0, size, pulp.LpInteger)
+                        terms.append((self._z[j], 1.0))
+            if terms:
+                self._y[c] = add(f"y_{c:05d}", 0, size, pulp.LpInteger)
+                self.model += _pulp.row([*terms, (self._y[c], -1.0)]) == 0
+
+    def _add_between(
+        self, u: int, columns: Sequence[int], size: int
+    ) -> list[tuple[pulp.LpVariable, float]]:
+        """All points of a unit that are faster than any that is missing."""
+        unit = self._table.problem.units[u]
+        points = [(j, 0.0, float(self._table.times[j])) for j in columns]
+        points += [(columns[b.index], b.share, b.recompute_ms) for b in unit.between]
+        terms = []
+        for n, (j, share, time_ms) in enumerate(points):
+            own, nearest = self._mixed(self._surcharges, j, share), j + (share > 0.0)
+            own += time_ms - self._mixed(self._table.times, j, share)
+            if time_ms < unit.mixed_from_ms and own <= self._room_ms:
+                b = self.model.add_variable(
+                    f"b_{nearest:06d}_{n:05d}", 0, size, pulp.LpInteger
+                )
+                self._between.append((b, j, share, time_ms))
+                terms.append((b, 1.0))
+        return terms
+
+    def _add_mixture(
+        self, u: int, columns: Sequence[int], size: int
+    ) -> list[tuple[pulp.LpVariable, float]]:
+        """What stands for missing points: mixtures that take as long as any of them."""
+        least_ms = self._table.problem.units[u].mixed_from_ms
+        times = self._table.times[columns]
+        own = self._surcharges[columns]
+        if _least_on_hull(times, own, least_ms) > self._room_ms:
+            return []
+        add = self.model.add_variable
+        points = [(j, add(f"z_{j:06d}", 0, size)) for j in columns]
+        count = add(f"m_{columns[0]:06d}", 0, size, pulp.LpInteger)
+        self.model += _pulp.row([*((z, 1.0) for _, z in points), (count, -1.0)]) == 0
+        if least_ms > 0.0:
+            slower = [(z, float(self._table.times[j]) * self.scale) for j, z in points]
+            self.model += _pulp.row([*slower, (count, -least_ms * self.scale)]) >= 0
+        self._z |= dict(points)
+        return [(count, 1.0)]
+
+    def _mixed(self, values: Numbers, column: int, share: float) -> float:
+        """Between a column and the next one."""
+        if not share:
+            return float(values[column])
+        return float(values[column] * (1.0 - share) + values[column + 1] * share)
+
+    def _timed(self) -> Iterator[tuple[pulp.LpVariable, float]]:
+        for column, z in self._z.items():
+            yield z, float(self._table.times[column])
+        for b, _, _, time_ms in self._between:
+            yield b, time_ms
 
     def _add_no_nesting(self) -> None:
         """Row (2)."""
-        for c in self._classes.innermost:
-            path = self._classes.path(c)
+        for c in self.classes.innermost:
+            path = self.classes.path(c)
             terms = self._shares(c, path)
             if len(terms) > 1:
-                self.model += _pulp.row(terms) <= len(self._classes.members[c])
+                self.model += _pulp.row(terms) <= len(self.classes.members[c])
 
     def _shares(
         self, c: int, path: Sequence[int]
     ) -> list[tuple[pulp.LpVariable, float]]:
         """How many members of a class are, or lie in, chosen units of classes."""
-        size = len(self._classes.members[c])
+        size = len(self.classes.members[c])
         return [
-            (self._y[d], size / len(self._classes.members[d]))
+            (self._y[d], size / len(self.classes.members[d]))
             for d in path
             if d in self._y
         ]
@@ -164,6 +226,10 @@ class CountModel:
             (z, float(added[column]) / MIB)
             for column, z in self._z.items()
             if added[column]
+        ]
+        terms += [
+            (b, self._mixed(added, column, share) / MIB)
+            for b, column, share, _ in self._between
         ]
         for index, nbytes, holders in self._table.holders(position):
             key = (index, len(holders))  # holders of a hold are nested sets
@@ -184,10 +250,25 @@ class CountModel:
         held = self.model.add_variable(
             f"h_{index:05d}_{count:05d}", 0, 1, pulp.LpInteger
         )
-        holding = {self._classes.of_unit[u] for u in holders}
+        holding = {self.classes.of_unit[u] for u in holders}
         for c in sorted(holding & self._y.keys()):
-            path = [d for d in self._classes.path(c) if d in holding]
-            size = float(len(self._classes.members[c]))
+            path = [d for d in self.classes.path(c) if d in holding]
+            size = float(len(self.classes.members[c]))
             terms = [(y, -share) for y, share in self._shares(c, path)]
             self.model += _pulp.row([(held, size), *terms]) >= 0
         return held
+
+
+def _least_on_hull(times: Floats, values: Floats, least_ms: float) -> float:
+    """Least value of a mixture of points that takes a time at least; inf if none."""
+    slow = times >= least_ms
+    if not slow.any():
+        return math.inf
+    least = float(values[slow].min())
+    if slow.all():
+        return least
+    # A mixture of a faster and a slower point, at exactly that time.
+    fast_ms, slow_ms = times[~slow][:, None], times[slow][None, :]
+    share = (least_ms - fast_ms) / (slow_ms - fast_ms)
+    mixed = values[~slow][:, None] * (1.0 - share) + values[slow][None, :] * share
+    return min(least, float(mixed.min()))

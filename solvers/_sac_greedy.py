@@ -107,8 +107,15 @@ class _Search:
         for now_ms, u in sorted(used, key=lambda entry: (-entry[0], entry[1])):
             own = times[self._table.first[u] : self._table.first[u + 1]]
             cheaper = np.flatnonzero(own < now_ms)
-            options = [None, *cheaper[np.argsort(own[cheaper])].tolist()]
-            for k in options:
+            without = self._live + self._change(u, None)
+            worst = int(without.argmax())
+            if without[worst] <= self._budget:
+                self._move(u, None, without)
+                continue
+            # What does not relieve the worst position need not be tried.
+            row = self._table.row(worst)[self._table.first[u] + cheaper]
+            cheaper = cheaper[without[worst] + row <= self._budget]
+            for k in cheaper[np.argsort(own[cheaper])].tolist():
                 changed = self._live + self._change(u, k)
                 if changed.max() <= self._budget:
                     self._move(u, k, changed)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
 
 from solvers import _pulp
 from solvers._pulp import Backend
@@ -29,7 +29,25 @@ _TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
 _EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
 _FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
+_FAR_BELOW = -(2.0**60)  # any peak in bytes
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
+
+
+@dataclass(slots=True)
+class Start:
+    """What a budget hands to the next larger one of a sweep.
+
+    Attributes:
+        rows: Positions that bound its relaxation.
+        choice: Its choice, which keeps the larger budget too.
+        model: Its last relaxation.
+        model_rows: The positions that are rows of it.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    choice: Choice | None = None
+    model: CountModel | None = None
+    model_rows: list[int] = field(default_factory=list)
 
 
 class Search:
@@ -43,6 +61,8 @@ class Search:
         relative_gap: Stop when proven this close to the optimum.
         mixed: Units whose points stand for a finer curve: the bound must hold for
             mixtures of their points as well.
+        start: From a smaller budget of the same table and units; it is left with what
+            the next one can use. None to begin from nothing.
 
     Attributes:
         rows: Positions that turned out to bind.
@@ -59,8 +79,10 @@ class Search:
         time_limit_s: float | None,
         relative_gap: float,
         mixed: Collection[int] = (),
+        start: Start | None = None,
     ) -> None:
         self._table = table
+        self._start = start
         self._units = frozenset(units)
         self._mixed = frozenset(mixed) & self._units
         self._backend = backend
@@ -70,6 +92,8 @@ class Search:
             (u in self._units) + (u in self._mixed) for u in range(len(table.parents))
         ]
         self.rows = [int(table.base.argmax())]
+        if start is not None and start.rows:
+            self.rows = list(start.rows)
         self.bound = 0.0
         self.choice: Choice | None = None
         self._best = math.inf
@@ -80,9 +104,20 @@ class Search:
 
     def least_time(self, budget_bytes: int) -> Termination:
         """Search the choice of least time; `choice` and `bound` say what was found."""
+        if self._start is not None and self._start.choice is not None:
+            live = self._table.live(self._table.weights(self._start.choice))
+            if live.max() <= budget_bytes:  # unless this budget is smaller after all
+                self._offer(self._start.choice)
         relaxed = self._relax(budget_bytes)
         if relaxed is not Termination.OPTIMAL:
             return relaxed
+        ended = self._search(budget_bytes)
+        if self._start is not None:
+            self._start.choice = self.choice
+        return ended
+
+    def _search(self, budget_bytes: int) -> Termination:
+        """What follows the relaxation."""
         if not self._is_done():
             ended = self._branch(budget_bytes)
             if ended is Termination.INFEASIBLE:
@@ -109,6 +144,9 @@ class Search:
             self._surcharges = model.surcharges() / model.scale
             weights = found
             live = self._table.live(weights)
+            if self._start is not None:  # rows that bind at the next budget too
+                near = budget_bytes - _TOLERANCE_BYTES
+                self._start.rows = [q for q in self.rows if live[q] >= near]
             if not self._add_rows(live, budget_bytes + _TOLERANCE_BYTES):
                 break
         if weights is not None:
@@ -184,6 +222,7 @@ class Search:
 
     def least_peak(self) -> Termination:
         """Search the choice of least peak; `bound` is in bytes."""
+        self.bound = _FAR_BELOW  # numbers made up may have peaks below 0
         self._offer_peak([None] * len(self._table.parents))
         for whole in (False, True):
             while not self._is_least(_EXACT_BYTES) and not self._is_late():
@@ -234,16 +273,25 @@ class Search:
         limit_ms: float = math.inf,
     ) -> tuple[CountModel, _pulp.Outcome, Floats]:
         """Model of the rows, how it ended, and its weights dealt out to the units."""
-        classes = classify(self._table, self.rows, self._kinds)
-        model = CountModel(
-            self._table,
-            classes,
-            self.rows,
-            units=self._units,
-            budget_bytes=budget_bytes,
-            mixed=() if whole else self._mixed,
-            left_out=self._too_dear(limit_ms),
-        )
+        start = self._start if relaxed else None
+        again = start is not None and start.model_rows == self.rows
+        if again and start is not None and start.model is not None:
+            assert budget_bytes is not None
+            model = start.model
+            model.set_budget(budget_bytes)
+        else:
+            model = CountModel(
+                self._table,
+                classify(self._table, self.rows, self._kinds),
+                self.rows,
+                units=self._units,
+                budget_bytes=budget_bytes,
+                mixed=() if whole or relaxed else self._mixed,
+                surcharges=self._surcharges,
+                room_ms=limit_ms * (1.0 + _NOISE) - self._relaxed,
+            )
+        if start is not None:
+            start.model, start.model_rows = model, list(self.rows)
         left = None
         if self._ends is not None and not relaxed:  # a relaxation takes milliseconds
             left = max(0.0, self._ends - perf_counter())
@@ -253,11 +301,12 @@ class Search:
             time_limit_s=left,
             relative_gap=self._gap,
             relaxed=relaxed,
+            again=again,
         )
         if not outcome.termination.has_incumbent:
             return model, outcome, np.zeros(len(self._table.times))
         totals = model.totals(whole=whole)
-        return model, outcome, spread(self._table, classes, totals)
+        return model, outcome, spread(self._table, model.classes, totals)
 
     def _add_rows(self, live: Numbers, cap: int) -> bool:
         """Add the worst positions above a cap; False if all of them are rows."""
@@ -301,13 +350,6 @@ class Search:
         if share > 1.0 or not self._relaxed:
             return self._best
         return min(self._best, self._relaxed * (1.0 + share))
-
-    def _too_dear(self, limit_ms: float) -> npt.NDArray[np.bool_]:
-        """Columns that no solution faster than a limit uses."""
-        found: npt.NDArray[np.bool_] = self._relaxed + self._surcharges > limit_ms * (
-            1.0 + _NOISE
-        )
-        return found
 
     def _is_done(self) -> bool:
         if self.choice is None:

@@ -35,7 +35,7 @@ class Table:
         freed: Bytes that each column frees.
         depth_first: Units, every one after the unit around it.
         parents: Unit around each unit, -1 for none.
-        shapes: Equal numbers for units with equal freed bytes and times.
+        shapes: Equal numbers for units with equal curves.
     """
 
     def __init__(self, problem: SacProblem) -> None:
@@ -53,7 +53,7 @@ class Table:
         self.parents = [-1 if unit.parent is None else unit.parent for unit in units]
         self.depth_first = _parents_first(self.parents)
         self._number: dict[object, int] = {}
-        self.shapes = [self._numbered(unit.points) for unit in units]
+        self.shapes = [self._numbered(_curve(unit)) for unit in units]
         self._by_column(units)
         self._by_position(units)
         self._holds = [
@@ -177,6 +177,10 @@ class Table:
                 gained = nbytes * np.diff(held, prepend=held.dtype.type(0))
                 change[held_from] += nbytes * held[-1]
                 np.subtract.at(change, ends, gained)
+
+
+def _curve(unit: Unit) -> object:
+    return (unit.points, unit.between, unit.mixed_from_ms)
 
 
 def _added_up(unit: Unit) -> dict[int, tuple[int, ...]]:

@@ -5,13 +5,16 @@ decided is the set of earlier groups that a rerun reads (the frontier); labels w
 same frontier are (saved bytes, recompute time), and of these only those that no other
 beats can become part of an optimum. Ops of a module read few results from far back, so
 frontiers are few, and sizes repeat, so labels are few. Where they are too many, only
-the vertices of each frontier's lower convex hull are kept. Whatever a byte costs, the
-cheapest label of a frontier is one of them, and all that may follow adds the same to
-all labels: so the hull of the front is exact, and only points above it are missing.
+the vertices of each frontier's lower convex hull are kept, and the fastest half.
+Whatever a byte costs, the cheapest label of a frontier is one of the vertices, and all
+that may follow adds the same to all labels: so the hull of the front is exact, and only
+points above it are missing. Labels only grow slower: so up to the least time at which
+labels were dropped, no point is missing.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,12 +36,12 @@ class SaveFront:
     Attributes:
         saved: Flags per group for each point, the most bytes first; empty if there is
             no solution.
-        is_complete: No Pareto point is missing.
+        complete_below_ms: No faster Pareto point is missing; infinite if none is.
         has_hull: The vertices of the lower convex hull of all Pareto points are there.
     """
 
     saved: list[tuple[bool, ...]]
-    is_complete: bool
+    complete_below_ms: float
     has_hull: bool
 
 
@@ -53,23 +56,42 @@ def save_front(
         most_frontiers: Drop the widest frontiers when more are alive at once.
     """
     states: dict[int, list[_Label]] = {0: [(0, 0.0, None)]}
-    is_complete = has_hull = True
+    complete_below_ms, has_hull = math.inf, True
     for g in reversed(range(problem.num_groups)):
         reached = _step(problem, g, states)
         states = {frontier: _unbeaten(labels) for frontier, labels in reached.items()}
         if sum(map(len, states.values())) > most_labels:
-            is_complete = False
+            complete_below_ms = min(
+                complete_below_ms, _time_of_rank(states, most_labels // 2)
+            )
             states = {
-                frontier: [labels[i] for i in lower_hull(labels)]
+                frontier: _thinned(labels, complete_below_ms)
                 for frontier, labels in states.items()
             }
         if len(states) > most_frontiers:
-            is_complete = has_hull = False
+            complete_below_ms, has_hull = 0.0, False
             narrow = sorted(states, key=int.bit_count)[: most_frontiers // 2]
             states = {frontier: states[frontier] for frontier in narrow}
     front = states.get(0, [])
     saved = [_flags(problem, label) for label in reversed(front)]
-    return SaveFront(saved=saved, is_complete=is_complete, has_hull=has_hull)
+    return SaveFront(
+        saved=saved, complete_below_ms=complete_below_ms, has_hull=has_hull
+    )
+
+
+def _time_of_rank(states: dict[int, list[_Label]], rank: int) -> float:
+    """Time that so many labels are faster than."""
+    return sorted(label[1] for labels in states.values() for label in labels)[rank]
+
+
+def _thinned(labels: list[_Label], complete_below_ms: float) -> list[_Label]:
+    """The fast labels and the hull's vertices."""
+    hull = set(lower_hull(labels))
+    return [
+        label
+        for i, label in enumerate(labels)
+        if i in hull or label[1] < complete_below_ms
+    ]
 
 
 def lower_hull(points: Sequence[tuple[Any, ...]]) -> list[int]:

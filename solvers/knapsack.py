@@ -101,14 +101,19 @@ class Front:
 
     Attributes:
         solutions: Most saved bytes (and least recompute time) first.
-        is_complete: No Pareto point is missing.
+        complete_below_ms: No faster Pareto point is missing; infinite if none is.
         has_hull: The vertices of the lower convex hull of all Pareto points are among
             them: no save set lies below the line through two neighbours of these.
     """
 
     solutions: tuple[SaveSolution, ...]
-    is_complete: bool
+    complete_below_ms: float
     has_hull: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """No Pareto point is missing."""
+        return math.isinf(self.complete_below_ms)
 
     def select(self, num_points: int) -> tuple[int, ...]:
         """Indices of the hull's vertices and of points evenly spaced in bytes.
@@ -142,8 +147,10 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
         most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
     found = save_front(problem, most_labels=most_labels)
     return Front(
-        solutions=tuple(_solution(problem, s, found.is_complete) for s in found.saved),
-        is_complete=found.is_complete,
+        solutions=tuple(
+            _solution(problem, s, found.complete_below_ms) for s in found.saved
+        ),
+        complete_below_ms=found.complete_below_ms,
         has_hull=found.has_hull,
     )
 
@@ -157,11 +164,12 @@ def trade_off(
 
 
 def _solution(
-    problem: SaveProblem, saved: tuple[bool, ...], is_proven: bool
+    problem: SaveProblem, saved: tuple[bool, ...], complete_below_ms: float
 ) -> SaveSolution:
     """Record of a point; no other one takes as few bytes in less time, if proven."""
     rerun = rerun_closure(problem, saved)
     cost_ms = recompute_ms(problem, rerun)
+    is_proven = cost_ms < complete_below_ms
     return SaveSolution(
         termination=Termination.OPTIMAL if is_proven else Termination.FEASIBLE,
         objective_ms=cost_ms,

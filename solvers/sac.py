@@ -15,9 +15,10 @@ from time import perf_counter
 from solvers import _pulp
 from solvers._pulp import Backend
 from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
-from solvers._sac_search import Search
+from solvers._sac_search import Search, Start
 from solvers._sac_table import Choice, Table
 from solvers.sac_problem import (
+    Between,
     Breakpoint,
     Hold,
     SacProblem,
@@ -28,11 +29,13 @@ from solvers.sac_problem import (
 from solvers.solution import Solution, Termination
 
 __all__ = [
+    "Between",
     "Breakpoint",
     "Hold",
     "SacProblem",
     "SacSolution",
     "Solver",
+    "Start",
     "Unit",
     "live_bytes",
     "lowest_peak",
@@ -67,7 +70,8 @@ class Solver:
     """Solves problems that differ in nothing but their budgets.
 
     What does not depend on the budget is worked out once. Nothing else is carried from
-    one budget to the next, so that answers do not depend on what was asked before.
+    one budget to the next, so that answers do not depend on what was asked before;
+    within a sweep, a `Start` carries more.
 
     Args:
         problem: Units and memory; its budget is ignored.
@@ -86,8 +90,12 @@ class Solver:
         relative_gap: float = 1e-3,
         fixed_units: Collection[int] | None = None,
         mixed_units: Collection[int] = (),
+        start: Start | None = None,
     ) -> SacSolution:
-        """Choose whole points with the least recompute time: see `solve`."""
+        """Choose whole points with the least recompute time: see `solve`.
+
+        Budgets of a sweep, the smallest first, share a `start`: new for each sweep.
+        """
         started = perf_counter()
         units = _candidates(self.problem, fixed_units)
         nothing: Choice = [None] * len(self.problem.units)
@@ -100,6 +108,7 @@ class Solver:
             time_limit_s=time_limit_s,
             relative_gap=relative_gap,
             mixed=mixed_units,
+            start=start,
         )
         termination = search.least_time(budget_bytes)
         if search.choice is None:

@@ -24,6 +24,23 @@ class Breakpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Between:
+    """A point that lies between two neighbours of a curve's selected points.
+
+    What it does to memory is taken to lie between what these two do.
+
+    Attributes:
+        index: Index of the neighbour that frees less.
+        share: Place between them: 0 at that one, 1 at the next one.
+        recompute_ms: What the point takes.
+    """
+
+    index: int
+    share: float
+    recompute_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """A candidate for an AC unit.
 
@@ -35,6 +52,9 @@ class Unit:
         freed_until: First position at which it is not freed any more.
         working: Pairs of a position and the bytes that each point adds there to the
             live memory (negative ones take away): the working set of the rerun.
+        between: Further points of the curve, for bounds only.
+        mixed_from_ms: No point that takes less time is missing; slower ones may be,
+            and then lie above the lower convex hull of `points`.
     """
 
     fqn: str
@@ -43,6 +63,8 @@ class Unit:
     freed_from: int
     freed_until: int
     working: tuple[tuple[int, tuple[int, ...]], ...]
+    between: tuple[Between, ...] = ()
+    mixed_from_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -52,6 +74,12 @@ class Unit:
                 raise ValueError(
                     f"`recompute_ms` of {self.fqn!r} must be finite and not negative,"
                     f" got {point.recompute_ms}."
+                )
+        for known in self.between:
+            if not 0 <= known.index < len(self.points) - 1:
+                raise ValueError(
+                    f"`between` of {self.fqn!r} must have indices below"
+                    f" {len(self.points) - 1}, got {known.index}."
                 )
         for position, extras in self.working:
             if len(extras) != len(self.points):

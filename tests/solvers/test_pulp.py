@@ -50,6 +50,20 @@ def test_the_optimum_comes_with_its_bound(backend):
 
 
 @both
+def test_a_relaxation_run_again_has_the_optimum_of_its_new_right_hand_sides(backend):
+    model = cover(1, num_items=5)
+    constraint = _pulp._rows(model)[0]
+    _pulp.run(model, backend=backend, relaxed=True)
+
+    for least in (3, 2, 6, 5):
+        constraint.changeRHS(least)
+        outcome = _pulp.run(model, backend=backend, relaxed=True, again=True)
+        fresh = _pulp.run(cover(least, num_items=5), backend=backend, relaxed=True)
+        assert outcome.termination is fresh.termination
+        assert outcome.bound == pytest.approx(fresh.bound)
+
+
+@both
 def test_a_constant_in_the_objective_counts_in_the_bound(backend):
     model = cover(2)
     model.setObjective(model.objective + 10)

@@ -1,3 +1,5 @@
+import bisect
+import math
 import time
 from dataclasses import replace
 
@@ -7,7 +9,17 @@ from hypothesis import strategies as st
 
 from solvers import knapsack
 from solvers.check import violations
-from solvers.sac import Breakpoint, SacProblem, Unit, live_bytes, lowest_peak, solve
+from solvers.sac import (
+    Between,
+    Breakpoint,
+    SacProblem,
+    Solver,
+    Start,
+    Unit,
+    live_bytes,
+    lowest_peak,
+    solve,
+)
 from solvers.solution import Termination
 from tests.solvers.oracles import least_peak, least_time, peak_of, sac_choices
 from tests.solvers.strategies import (
@@ -245,13 +257,18 @@ def test_layers_and_trees_of_modules_match_trying_every_choice(problem):
 
 
 @settings(max_examples=30, deadline=None)
-@given(saving=save_problems(most=12), budget=st.integers(0, 100))
-def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget):
-    # Two equal units with all their Pareto points, and with a selection of these.
+@given(
+    saving=save_problems(most=12),
+    budget=st.integers(0, 100),
+    known=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget, known):
+    # Two equal units with all their Pareto points, and with a selection of these; of
+    # the others, those that take less than a share of the longest time are known.
     front = knapsack.front(saving)
     most = sum(saving.saved_bytes)
 
-    def two(indices):
+    def two(indices, **more):
         points = tuple(
             Breakpoint(
                 ratio=1.0,
@@ -268,6 +285,7 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget):
                 freed_from=1,
                 freed_until=2,
                 working=(),
+                **more,
             )
             for name in "ab"
         ]
@@ -280,7 +298,14 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget):
     if not front.solutions:
         return
     everything = two(range(len(front.solutions)))
-    selection = two(front.select(2))
+    selected = front.select(2)
+    times = [solution.recompute_ms for solution in front.solutions]
+    known_ms = times[-1] * known if known < 1.0 else math.inf
+    selection = two(
+        selected,
+        between=tuple(_between(front, selected, known_ms)),
+        mixed_from_ms=known_ms,
+    )
 
     best = least_time(everything)
     found = solve(selection, integral=True, mixed_units=[0, 1])
@@ -290,6 +315,40 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget):
     elif found.bound_ms is not None:
         assert found.bound_ms <= best * (1 + 1e-9)
         assert found.recompute_ms is None or found.recompute_ms >= best
+        if known == 1.0 and found.recompute_ms is not None:  # nothing is missing
+            assert found.bound_ms >= best * (1 - 2e-3) - 1e-9
+
+
+def _between(front, selected, known_ms):
+    """Known points that are not selected, placed between those that are."""
+    sizes = [solution.saved_bytes for solution in front.solutions]
+    for i, solution in enumerate(front.solutions):
+        if i not in selected and solution.recompute_ms < known_ms:
+            at = bisect.bisect_left(selected, i) - 1
+            low, high = selected[at], selected[at + 1]
+            share = (sizes[low] - sizes[i]) / (sizes[low] - sizes[high])
+            yield Between(index=at, share=share, recompute_ms=solution.recompute_ms)
+
+
+@pytest.mark.parametrize(
+    ("backend", "most", "examples"), [("highs", 4, 40), ("cbc", 3, 4)]
+)
+def test_budgets_that_share_a_start_match_trying_every_choice(backend, most, examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(problem=sac_problems(most=most))
+    def check(problem):
+        solver, start = Solver(problem), Start()
+        highest = max(problem.base_bytes)
+        # A budget may also be smaller than the one before: a plan that did not fit.
+        for share in (0.2, 0.4, 0.5, 0.45, 0.6, 0.8, 0.9):
+            budget = replace(problem, budget_bytes=int(share * highest))
+            found = solver.solve(
+                budget.budget_bytes, backend=backend, relative_gap=0.0, start=start
+            )
+            assert violations(budget, found) == ()
+            assert found.recompute_ms == least_time(budget)
+
+    check()
 
 
 @settings(max_examples=8, deadline=None)
