@@ -12,10 +12,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-
 import autosac
 from autosac import Plan, Profile
+from benchmarks.comparing.profiles import budget_at, calibrated_profile
 from benchmarks.environment import MIB
 from benchmarks.models import zoo
 from benchmarks.rivals import Rival, Setting, rivals
@@ -32,28 +31,17 @@ def run(name: str, num_budgets: int) -> Record:
     """Everything about one model."""
     warnings.filterwarnings("ignore", message=".*functorch.*")
     work = zoo()[name]
-    torch.manual_seed(0)
-    model = work.make_model()
-    made = autosac.calibrate(
-        autosac.profile(
-            model,
-            work.make_inputs(),
-            loss_fn=work.loss_fn,
-            optimizer=work.make_optimizer(model),
-        ),
-        progress=False,
-    )
+    made = calibrated_profile(work)
     systems = (
         *rivals(made),
         rival_of_step(made, work.make_model(), work.make_inputs(), work.loss_fn),
     )
-    low, high = autosac.floor(made), made.baseline_peak_bytes
-    budgets = [low + (high - low) * k // (num_budgets - 1) for k in range(num_budgets)]
+    budgets = [budget_at(made, k / (num_budgets - 1)) for k in range(num_budgets)]
     plans = _Plans(made)
     return {
         "model": name,
-        "floor_bytes": low,
-        "baseline_bytes": high,
+        "floor_bytes": autosac.floor(made),
+        "baseline_bytes": made.baseline_peak_bytes,
         "baseline_ms": made.baseline_ms,
         "num_blocks": len(find_blocks(made)),
         "least_bytes": {rival.name: rival.least_bytes for rival in systems},
