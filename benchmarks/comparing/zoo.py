@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -161,6 +162,18 @@ def losses(model: Record) -> list[str]:
     return found
 
 
+def ties(model: Record) -> Counter[str]:
+    """Rival -> budgets at which it recomputes exactly as long as our plan."""
+    return Counter(
+        name
+        for cell in model["cells"]
+        for name, rival in cell["rivals"].items()
+        if rival and rival["recompute_ms"] > 0
+        if abs(rival["recompute_ms"] - cell["recompute_ms"])
+        <= _ROUNDING * rival["recompute_ms"]
+    )
+
+
 def _num_compared(model: Record) -> int:
     pairs = sum(r is not None for c in model["cells"] for r in c["rivals"].values())
     return pairs + len(model["equal"])
@@ -283,6 +296,18 @@ def _remarks(models: list[Record]) -> Iterator[str]:
     if notes:
         yield "\nWhere a rival has no setting:\n"
         yield from (f"- {model}: {name} {why}" for model, name, why in notes)
+    tied = [
+        f"{model['model']}: {name} at {count}"
+        for model in models
+        for name, count in ties(model).items()
+    ]
+    if tied:
+        yield (
+            "\nBudgets at which a rival ties autosac. Close below the plain step's"
+            " peak one cheap result has to go, and greedy finds it; where nearly all"
+            " memory belongs to few ops, there is little to choose.\n"
+        )
+        yield from (f"- {text}" for text in tied)
     lost = [text for model in models for text in losses(model)]
     if lost:
         yield "\nWhere a rival is faster:\n"
