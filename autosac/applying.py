@@ -208,6 +208,48 @@ class _NestForward(_StandIn):
             self.step.nests.pop(self.chain, None)
 
 
+class _SlicedForward(_StandIn):
+    """Stands in for an `nn.Sequential`'s ``forward`` and runs slices of it as units.
+
+    Args:
+        module: The `nn.Sequential`.
+        policies: One for each slice.
+        step: What is shared with the other units of the model.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        policies: tuple[OpPolicy, ...],
+        step: _Step,
+    ) -> None:
+        super().__init__(module)
+        names, layers = list(module._modules), _layers(module)
+        self.slices: dict[int, tuple[int, CheckpointedForward]] = {}
+        for policy in policies:
+            first = names.index(policy.fqn.rpartition(".")[2])
+            end = names.index(policy.until.rpartition(".")[2]) + 1
+            part = torch.nn.Sequential(*layers[first:end])
+            self.slices[first] = (end, CheckpointedForward(part, (policy,), step))
+
+    def __call__(self, value: Any) -> Any:
+        layers = _layers(self.module)
+        position = 0
+        while position < len(layers):
+            if position in self.slices:
+                position, run = self.slices[position]
+                run.module.training = self.module.training
+                value = run(value)
+            else:
+                value = layers[position](value)
+                position += 1
+        return value
+
+
+def _layers(sequence: torch.nn.Module) -> list[torch.nn.Module]:
+    return [sequence.get_submodule(name) for name in sequence._modules]
+
+
 class _CountedForward(_StandIn):
     """Stands in for the whole model's ``forward``; every call begins a new count."""
 
@@ -234,11 +276,18 @@ def install(model: torch.nn.Module, policies: tuple[OpPolicy, ...]) -> None:
     """Make modules of a model AC units; names and state dict stay as they are."""
     step = _Step()
     by_fqn: dict[str, list[OpPolicy]] = {}
+    sliced: dict[str, list[OpPolicy]] = {}
     for policy in policies:
-        by_fqn.setdefault(policy.fqn, []).append(policy)
+        if policy.until:
+            sliced.setdefault(policy.fqn.rpartition(".")[0], []).append(policy)
+        else:
+            by_fqn.setdefault(policy.fqn, []).append(policy)
     for fqn, of_module in by_fqn.items():
         module = model.get_submodule(fqn)
         module.forward = CheckpointedForward(module, tuple(of_module), step)
+    for fqn, slices in sliced.items():
+        module = model.get_submodule(fqn)
+        module.forward = _SlicedForward(module, tuple(slices), step)
     nests: dict[str, list[OpPolicy]] = {}
     for policy in policies:
         if policy.around:
@@ -256,15 +305,17 @@ def installed(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(
         fqn
         for fqn, module in model.named_modules()
-        if isinstance(module.__dict__.get("forward"), CheckpointedForward)
+        if isinstance(
+            module.__dict__.get("forward"), (CheckpointedForward, _SlicedForward)
+        )
     )
 
 
 def remove(model: torch.nn.Module) -> None:
     """Undo `install`."""
     for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, _StandIn):
+        # A whole model that is a sequence may have two, one around the other.
+        while isinstance(forward := module.__dict__.get("forward"), _StandIn):
             del module.forward
             if forward.own_forward is not None:
                 module.forward = forward.own_forward

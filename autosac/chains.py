@@ -36,7 +36,7 @@ def find_chains(
     chains = []
     for run in _runs(index, candidates):
         blocks = [make_block(index, unit, op_ms) for unit in run]
-        for first, last in _spans(len(run)):
+        for first, last in spans(len(run)):
             chain = _chain(index, blocks[first:last])
             if chain is not None:
                 chains.append(chain)
@@ -83,7 +83,7 @@ def _follows(index: TapeIndex, before: Unit, after: Unit) -> bool:
     )
 
 
-def _spans(length: int) -> list[tuple[int, int]]:
+def spans(length: int) -> list[tuple[int, int]]:
     """Where chains of so many linked blocks begin and end; they nest."""
     spans: dict[tuple[int, int], None] = {}
     size = 2

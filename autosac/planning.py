@@ -411,11 +411,11 @@ def _ratios(made: Profile, chosen: Choice) -> dict[str, float]:
     """Share of each module's activation memory that is recomputed, over all calls."""
     most: dict[str, int] = defaultdict(int)
     freed: dict[str, int] = defaultdict(int)
-    for unit in made.units.candidates:
-        most[unit.fqn] += unit.activation_bytes
+    for unit in (*made.units.candidates, *made.slices):
+        most[unit.label] += unit.activation_bytes
     for unit, policy in chosen.items():
         parts = [(block.unit, p) for block, p in block_policies(unit, policy)]
         for call, part in parts or [(unit, policy)]:
             left = call.activation_bytes - curves.kept(call, part)
-            freed[call.fqn] += max(left, 0)
+            freed[call.label] += max(left, 0)
     return {fqn: nbytes / max(most[fqn], 1) for fqn, nbytes in freed.items()}

@@ -40,7 +40,8 @@ class Plan:
 
     Attributes:
         policy: FQN of each AC unit -> share (0 to 1) of its activation memory that
-            is recomputed instead of saved.
+            is recomputed instead of saved. A slice of an `nn.Sequential` is named by
+            its first and last layer, as ``features.0-features.4``.
         op_policies: What happens to every op of each unit.
         budget_bytes: The cap that was asked for.
         peak_bytes: Predicted peak of a step with the plan, simulated on the tape.

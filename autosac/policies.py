@@ -45,6 +45,7 @@ class OpPolicy:
         position: its place there, from 0,
         onward: and what to do with its ops when only its output is made again.
         around: FQN of the module of the nest that the chain is, if it is one.
+        until: FQN of the last layer of a slice, of which `fqn` is the first.
     """
 
     fqn: str
@@ -57,6 +58,12 @@ class OpPolicy:
     position: int = 0
     onward: str = ""
     around: str = ""
+    until: str = ""
+
+    @property
+    def label(self) -> str:
+        """As `Unit.label`."""
+        return f"{self.fqn}-{self.until}" if self.until else self.fqn
 
 
 def block_policies(unit: Unit, policy: Policy) -> list[tuple[Block, Policy]]:
@@ -132,6 +139,7 @@ def _op_policy(tape: Tape, unit: Unit, policy: Policy, training: bool) -> OpPoli
         training=training,
         call_index=unit.call_index,
         num_calls=unit.num_calls,
+        until=unit.until,
     )
 
 
@@ -164,7 +172,7 @@ def chosen_by(
         if one.chain:
             chains.setdefault(one.chain, []).append(one)
         else:
-            wanted["", ((one.fqn, one.call_index),)] = [one]
+            wanted["", ((one.label, one.call_index),)] = [one]
     for parts in chains.values():
         parts.sort(key=lambda one: one.position)
         names = tuple((one.fqn, one.call_index) for one in parts)
@@ -172,7 +180,7 @@ def chosen_by(
     chosen = {}
     for unit in units:
         calls = [block.unit for block in unit.blocks] or [unit]
-        names = tuple((u.fqn, u.call_index) for u in calls)
+        names = tuple((u.label, u.call_index) for u in calls)
         parts = wanted.pop((unit.around, names), [])
         if parts:
             pairs = zip(calls, parts, strict=True)

@@ -20,6 +20,7 @@ from autosac.nests import find_nests
 from autosac.plans import Fingerprint, fingerprint
 from autosac.policies import Policy
 from autosac.simulating import Simulator
+from autosac.slices import find_slices, plain_sequences
 from autosac.sources import Calibration, Source, calibration, modelled
 from autosac.statistics import Statistics, module_statistics
 from autosac.stepping import LossFn, normalize_inputs
@@ -84,9 +85,16 @@ class Profile:
             return find_chains(*found) + find_nests(*found)
 
     @cached_property
+    def slices(self) -> tuple[Unit, ...]:
+        """Consecutive layers of sequences that can be AC units."""
+        sequences = plain_sequences(self.step.model)
+        with no_collections():
+            return find_slices(self.tape, self.op_ms, sequences, exclude=self.exclude)
+
+    @cached_property
     def candidates(self) -> tuple[Unit, ...]:
-        """Module calls and chains in forward order, those around others first."""
-        units = [*self.chains, *self.units.candidates]
+        """All candidates in forward order, those around others first."""
+        units = [*self.chains, *self.units.candidates, *self.slices]
         return tuple(sorted(units, key=lambda u: (u.call.enter, -u.call.exit)))
 
     @cached_property
@@ -97,14 +105,15 @@ class Profile:
 
     def _formulation(self) -> Formulation:
         fronts: dict[Any, knapsack.Front] = {}
-        for unit in self.units.candidates:
+        single = (*self.units.candidates, *self.slices)
+        for unit in single:
             if unit.key not in fronts:
                 fronts[unit.key] = knapsack.front(curves.save_problem(unit))
-        sizes = [len(fronts[unit.key].solutions) for unit in self.units.candidates]
+        sizes = [len(fronts[unit.key].solutions) for unit in single]
         num_points = curves.affordable_points(sizes)
         by_key = {
             unit.key: curves.trade_off(unit, fronts[unit.key], num_points=num_points)
-            for unit in {unit.key: unit for unit in self.units.candidates}.values()
+            for unit in {unit.key: unit for unit in single}.values()
         }
         for chain in self.chains:
             if chain.key not in by_key:

@@ -56,6 +56,8 @@ class Unit:
             empty for a single call.
         glue: Of a nest: what its module does between its blocks,
         around: and the name of that module.
+        until: Of a slice (`autosac.slices`): name of its last layer; `fqn` is the
+            first one.
     """
 
     fqn: str
@@ -76,6 +78,12 @@ class Unit:
     blocks: tuple[Block, ...] = ()
     glue: tuple[Group, ...] = ()
     around: str = ""
+    until: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name for people; that of its module unless it is a slice."""
+        return f"{self.fqn}-{self.until}" if self.until else self.fqn
 
     def held_until(self, storage: int) -> int:
         """Tick until which it holds one of its arguments."""
@@ -120,7 +128,7 @@ def find_units(
         elif call.module in in_backward:
             refused[fqn] = "it runs in backward as well: it has its own checkpointing"
         elif fqn and call.phase == "forward":
-            unit = _make_unit(index, call, place, op_ms)
+            unit = make_unit(index, call, place, op_ms)
             if isinstance(unit, Unit):
                 number = keys.setdefault(unit.key, len(keys))
                 candidates.append(replace(unit, key=number))
@@ -145,7 +153,7 @@ def inner(candidates: Sequence[Unit], place: int) -> list[Unit]:
     return found
 
 
-def _make_unit(
+def make_unit(
     index: TapeIndex, call: ModuleCall, place: tuple[int, int], op_ms: Sequence[float]
 ) -> Unit | str:
     """The unit of a module call, or why it cannot be one ('' if it saves nothing)."""

@@ -231,10 +231,11 @@ def _predicted(
 
 def same_choice(made: Profile, plan: Plan) -> tuple[dict[Unit, Policy], list[str]]:
     """A plan's units and policies in a profile, or FQNs of units with other ops."""
-    calls = {(unit.fqn, unit.call_index): unit for unit in made.units.candidates}
+    single = (*made.units.candidates, *made.slices)
+    calls = {(unit.label, unit.call_index): unit for unit in single}
     departures = []
     for spelled in plan.op_policies:
-        unit = calls.get((spelled.fqn, spelled.call_index))
+        unit = calls.get((spelled.label, spelled.call_index))
         if unit is None or op_names(made.tape, unit) != spelled.names:
             departures.append(spelled.fqn)
     if departures:

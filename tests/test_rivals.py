@@ -336,3 +336,22 @@ def test_a_loss_in_the_comparison_is_told_in_words(made):
 
     assert "tiny" in text and "every block" in text
     assert zoo.savings([cell]) == [pytest.approx(-1.0)]
+    assert not zoo.ties(model)
+
+
+def test_ties_of_the_comparison_are_counted_by_rival():
+    def cell(ours, **rivals):
+        shown = {
+            name: None if ms is None else {"recompute_ms": ms}
+            for name, ms in rivals.items()
+        }
+        return {"recompute_ms": ours, "rivals": shown}
+
+    cells = [
+        cell(1.0, greedy=1.0, uniform=2.0),
+        cell(3.0, greedy=3.0 * (1 + 1e-12), uniform=3.0),
+        cell(4.0, greedy=4.1, uniform=None),
+        cell(0.0, greedy=0.0),  # nothing is recomputed: no tie
+    ]
+
+    assert zoo.ties({"cells": cells}) == {"greedy": 2, "uniform": 1}

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-
 import autosac
 from autosac.verifying import AppliesToModel, Recipe
+from benchmarks.comparing.profiles import budget_at, calibrated_profile
 from benchmarks.comparing.timing import measure
 from benchmarks.environment import MIB
 from benchmarks.models import workloads
@@ -32,19 +31,8 @@ def run(name: str, rounds: int) -> Record:
     A rival that does not fit the budget runs at its least peak.
     """
     work = workloads()[name]
-    torch.manual_seed(0)
-    model = work.make_model()
-    made = autosac.calibrate(
-        autosac.profile(
-            model,
-            work.make_inputs(),
-            loss_fn=work.loss_fn,
-            optimizer=work.make_optimizer(model),
-        ),
-        progress=False,
-    )
-    low, high = autosac.floor(made), made.baseline_peak_bytes
-    budget_bytes = int(low + _SHARE * (high - low))
+    made = calibrated_profile(work)
+    budget_bytes = budget_at(made, _SHARE)
     systems = (
         *rivals(made),
         rival_of_step(made, work.make_model(), work.make_inputs(), work.loss_fn),

@@ -22,6 +22,7 @@ import torch
 
 import autosac
 from autosac import demo
+from benchmarks.comparing.profiles import budget_at
 from benchmarks.environment import MIB
 
 LAYERS, FULL_LAYERS = (8, 32), (126,)
@@ -165,9 +166,7 @@ def _planned(
     baseline = made.baseline_peak_bytes
     for name, share in zip(("plan", "next"), shares, strict=False):
         if share is None:
-            low = autosac.floor(made)
-            above = 0.5 if name == "plan" else 0.25
-            budget_bytes = int(low + above * (baseline - low))
+            budget_bytes = budget_at(made, 0.5 if name == "plan" else 0.25)
         else:
             budget_bytes = int(share * baseline)
         try:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-
 import autosac
 from autosac import Plan, Profile
+from benchmarks.comparing.profiles import budget_at, calibrated_profile
 from benchmarks.environment import MIB
 from benchmarks.models import zoo
 from benchmarks.rivals import Rival, Setting, rivals
@@ -32,28 +32,17 @@ def run(name: str, num_budgets: int) -> Record:
     """Everything about one model."""
     warnings.filterwarnings("ignore", message=".*functorch.*")
     work = zoo()[name]
-    torch.manual_seed(0)
-    model = work.make_model()
-    made = autosac.calibrate(
-        autosac.profile(
-            model,
-            work.make_inputs(),
-            loss_fn=work.loss_fn,
-            optimizer=work.make_optimizer(model),
-        ),
-        progress=False,
-    )
+    made = calibrated_profile(work)
     systems = (
         *rivals(made),
         rival_of_step(made, work.make_model(), work.make_inputs(), work.loss_fn),
     )
-    low, high = autosac.floor(made), made.baseline_peak_bytes
-    budgets = [low + (high - low) * k // (num_budgets - 1) for k in range(num_budgets)]
+    budgets = [budget_at(made, k / (num_budgets - 1)) for k in range(num_budgets)]
     plans = _Plans(made)
     return {
         "model": name,
-        "floor_bytes": low,
-        "baseline_bytes": high,
+        "floor_bytes": autosac.floor(made),
+        "baseline_bytes": made.baseline_peak_bytes,
         "baseline_ms": made.baseline_ms,
         "num_blocks": len(find_blocks(made)),
         "least_bytes": {rival.name: rival.least_bytes for rival in systems},
@@ -171,6 +160,18 @@ def losses(model: Record) -> list[str]:
                 f" {'does not fit' if ours is None else f'{ours:.4f} ms'}"
             )
     return found
+
+
+def ties(model: Record) -> Counter[str]:
+    """Rival -> budgets at which it recomputes exactly as long as our plan."""
+    return Counter(
+        name
+        for cell in model["cells"]
+        for name, rival in cell["rivals"].items()
+        if rival and rival["recompute_ms"] > 0
+        if abs(rival["recompute_ms"] - cell["recompute_ms"])
+        <= _ROUNDING * rival["recompute_ms"]
+    )
 
 
 def _num_compared(model: Record) -> int:
@@ -295,6 +296,18 @@ def _remarks(models: list[Record]) -> Iterator[str]:
     if notes:
         yield "\nWhere a rival has no setting:\n"
         yield from (f"- {model}: {name} {why}" for model, name, why in notes)
+    tied = [
+        f"{model['model']}: {name} at {count}"
+        for model in models
+        for name, count in ties(model).items()
+    ]
+    if tied:
+        yield (
+            "\nBudgets at which a rival ties autosac. Close below the plain step's"
+            " peak one cheap result has to go, and greedy finds it; where nearly all"
+            " memory belongs to few ops, there is little to choose.\n"
+        )
+        yield from (f"- {text}" for text in tied)
     lost = [text for model in models for text in losses(model)]
     if lost:
         yield "\nWhere a rival is faster:\n"
