@@ -3,9 +3,10 @@
 Bandwidths are those that NCCL reaches, in one direction and per GPU: links per GPU,
 from the data sheet of the GPU, times the rate of one link in NCCL's src/graph/topo.h
 (20.0 GB/s on Ampere, 20.6 on Hopper, 40.1 on Blackwell; the data sheets' peaks are 25,
-25 and 50). A GPU's share of the node's network is the line rate of its adapter. Latencies are
-those of NCCL's src/graph/tuning.cc for rings with the SIMPLE protocol, which carries
-large messages. `autosac.calibrate_cluster` replaces them by measured ones.
+25 and 50). A GPU's share of the node's network is the line rate of its adapter.
+Latencies are those of NCCL's src/graph/tuning.cc for rings with the SIMPLE protocol,
+which carries large messages. `autosac.calibrate_cluster` replaces them by measured
+ones.
 """
 
 from __future__ import annotations
