@@ -1,0 +1,407 @@
+"""Which modules are FSDP units, which of them reshard, and what is recomputed: a MILP.
+
+The numbers are in `fsdp_problem.py`, the rows in `_fsdp_model.py`. Rows of memory are
+added on demand: a solution is checked at every position in whole bytes, and positions
+that it breaks become rows.
+
+Problems with modules of one kind are solved in two steps. The first decides on the
+units, equal modules alike, with resharding and AC points in shares: a relaxation, so
+that its bound holds for every plan that makes equal modules alike. The second decides
+the rest in whole for these units. The others are solved at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+
+from solvers import _pulp, step_time
+from solvers._fsdp_model import FsdpModel
+from solvers._fsdp_sites import Sites
+from solvers._pulp import Backend
+from solvers._sac_table import Table
+from solvers.fsdp_problem import (
+    FsdpChoice,
+    FsdpModule,
+    FsdpProblem,
+    broken_rules,
+    live,
+    mixed_live,
+    predicted,
+    schedule,
+)
+from solvers.solution import Solution, Termination
+from solvers.step_time import StepTime
+
+__all__ = [
+    "FsdpChoice",
+    "FsdpModule",
+    "FsdpProblem",
+    "FsdpSolution",
+    "broken_rules",
+    "estimate",
+    "live",
+    "lowest_peak",
+    "predicted",
+    "schedule",
+    "solve",
+]
+
+_MIB = 2**20
+_NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
+_SLACK_BYTES = 256.0  # whole rows are kept, shares only to a solver's tolerance
+_MOST_ROWS = 8  # new rows a round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpSolution(Solution):
+    """FSDP units, what reshards and AC points; all None without an incumbent.
+
+    Attributes:
+        choice: What was decided. `objective_ms` is the time of a step under it in the
+            linear form of `step_time`, and `bound_ms` is on that.
+        step: Where that time goes.
+        simulated: The same by `step_time.simulate`.
+        predicted_peak_bytes: Most live memory of a rank at any position.
+    """
+
+    choice: FsdpChoice | None = None
+    step: StepTime | None = None
+    simulated: StepTime | None = None
+    predicted_peak_bytes: int | None = None
+
+
+def estimate(problem: FsdpProblem, choice: FsdpChoice) -> FsdpSolution:
+    """Time and peak of a choice; nothing is optimised, and the budget is ignored.
+
+    Raises:
+        ValueError: The choice breaks a rule of FSDP2 or AC.
+    """
+    if broken := broken_rules(problem, choice):
+        raise ValueError(f"`choice` breaks rules: {' '.join(broken)}")
+    plan = schedule(problem, choice)
+    step = step_time.linear(plan)
+    return FsdpSolution(
+        termination=Termination.FEASIBLE,
+        objective_ms=step.total_ms,
+        choice=choice,
+        step=step,
+        simulated=step_time.simulate(plan),
+        predicted_peak_bytes=int(live(problem, choice).max()),
+    )
+
+
+def solve(
+    problem: FsdpProblem,
+    *,
+    backend: Backend = "highs",
+    time_limit_s: float | None = None,
+    relative_gap: float = 1e-3,
+    fixed_units: Collection[int] | None = None,
+    fixed_reshard: Mapping[int, bool] | None = None,
+    fixed_points: Sequence[int | None] | None = None,
+) -> FsdpSolution:
+    """Choose units, resharding and AC points with the least step time in the budget.
+
+    Args:
+        problem: Modules, AC units, costs and budget.
+        backend: Which MILP solver to run.
+        time_limit_s: Stop branching after this long with the best solution so far.
+        relative_gap: Stop when proven this close to the least time.
+        fixed_units: Indices of the units besides the root, if that is decided.
+        fixed_reshard: Index of a module -> whether it reshards if it is a unit.
+        fixed_points: Point of each AC unit, if that is decided.
+
+    Returns:
+        The outcome; its bound holds for plans that make modules of one kind alike.
+        A budget that nothing fits is an outcome, not an error.
+
+    Raises:
+        ValueError: What is fixed breaks a rule of FSDP2 or AC, or names no module.
+    """
+    search = _Search(
+        problem,
+        backend=backend,
+        time_limit_s=time_limit_s,
+        relative_gap=relative_gap,
+        fixed_reshard=fixed_reshard,
+        fixed_points=fixed_points,
+    )
+    return search.run(fixed_units, peak=False)
+
+
+def lowest_peak(
+    problem: FsdpProblem,
+    *,
+    backend: Backend = "highs",
+    time_limit_s: float | None = None,
+    relative_gap: float = 0.0,
+    fixed_units: Collection[int] | None = None,
+    fixed_reshard: Mapping[int, bool] | None = None,
+    fixed_points: Sequence[int | None] | None = None,
+) -> FsdpSolution:
+    """Find the least peak of a rank that any choice reaches; the budget is ignored.
+
+    Args: as `solve`.
+
+    Returns:
+        A solution with that peak, to 4 KiB of the least one if it is optimal. Its time
+        is not minimised and has no bound.
+
+    Raises:
+        ValueError: As `solve`.
+    """
+    search = _Search(
+        problem,
+        backend=backend,
+        time_limit_s=time_limit_s,
+        relative_gap=relative_gap,
+        fixed_reshard=fixed_reshard,
+        fixed_points=fixed_points,
+    )
+    return search.run(fixed_units, peak=True)
+
+
+def candidates(problem: FsdpProblem) -> list[int]:
+    """Modules that may be FSDP units: those of a kind only if all of it may."""
+    barred = {
+        module.kind
+        for module in problem.modules
+        if module.kind is not None and not module.can_be_unit
+    }
+    return [
+        index
+        for index, module in enumerate(problem.modules)
+        if index == 0 or (module.can_be_unit and module.kind not in barred)
+    ]
+
+
+class _Search:
+    """Solves with few rows of memory, and adds those that solutions break."""
+
+    def __init__(
+        self,
+        problem: FsdpProblem,
+        *,
+        backend: Backend,
+        time_limit_s: float | None,
+        relative_gap: float,
+        fixed_reshard: Mapping[int, bool] | None,
+        fixed_points: Sequence[int | None] | None,
+    ) -> None:
+        self._started = perf_counter()
+        self._problem = problem
+        self._table = Table(problem.sac)
+        self._backend: Backend = backend
+        self._limit_s = time_limit_s
+        self._gap = relative_gap
+        self._reshard = dict(fixed_reshard or {})
+        self._points = None if fixed_points is None else tuple(fixed_points)
+        self._rows: set[int] = set()
+        self._check()
+
+    def run(self, fixed_units: Collection[int] | None, *, peak: bool) -> FsdpSolution:
+        """Decide on what is open."""
+        problem = self._problem
+        if fixed_units is not None:
+            chosen = {0, *fixed_units}
+            self._check_units(chosen)
+            return self._whole(sorted(chosen), forced=True, peak=peak, bound=None)
+        open_ones = candidates(problem)
+        kinds = [problem.modules[index].kind for index in open_ones]
+        named = [kind for kind in kinds if kind is not None]
+        if len(named) == len(set(named)):
+            return self._whole(open_ones, forced=False, peak=peak, bound=None)
+        model = self._model(open_ones, forced=False, integral=False, peak=peak)
+        termination, bound = self._until_kept(model, integral=False, peak=peak)
+        if not termination.has_incumbent:
+            return self._nothing(termination, bound)
+        units = model.units()
+        chosen = {index for index, unit in enumerate(units) if unit}
+        return self._whole(sorted(chosen), forced=True, peak=peak, bound=bound)
+
+    def _whole(
+        self,
+        open_ones: Sequence[int],
+        *,
+        forced: bool,
+        peak: bool,
+        bound: float | None,
+    ) -> FsdpSolution:
+        """Decide in whole; a bound that is given holds instead of the model's own."""
+        model = self._model(open_ones, forced=forced, integral=True, peak=peak)
+        termination, own_bound = self._until_kept(model, integral=True, peak=peak)
+        if bound is None:
+            bound = own_bound
+        if not termination.has_incumbent:
+            return self._nothing(termination, bound)
+        found = estimate(self._problem, model.choice())
+        solve_s = perf_counter() - self._started
+        if peak:
+            return replace(found, termination=termination, solve_s=solve_s)
+        assert found.objective_ms is not None
+        if bound is not None:
+            bound = min(bound, found.objective_ms)  # rounding may put it above
+        is_proven = (
+            bound is not None
+            and found.objective_ms - bound <= (self._gap + _NOISE) * found.objective_ms
+        )
+        return replace(
+            found,
+            termination=Termination.OPTIMAL if is_proven else Termination.FEASIBLE,
+            bound_ms=bound,
+            solve_s=solve_s,
+        )
+
+    def _nothing(self, termination: Termination, bound: float | None) -> FsdpSolution:
+        if termination is Termination.INFEASIBLE:
+            bound = None
+        return FsdpSolution(
+            termination=termination,
+            bound_ms=bound,
+            solve_s=perf_counter() - self._started,
+        )
+
+    def _model(
+        self, open_ones: Sequence[int], *, forced: bool, integral: bool, peak: bool
+    ) -> FsdpModel:
+        sites = Sites(self._problem, open_ones, forced=forced)
+        model = FsdpModel(
+            self._problem,
+            self._table,
+            sites,
+            forced=forced,
+            integral=integral,
+            peak=peak,
+            reshard=self._reshard,
+            points=self._points,
+        )
+        self._rows |= self._first_rows(open_ones)
+        for position in sorted(self._rows):
+            model.add_row(position)
+        return model
+
+    def _first_rows(self, open_ones: Sequence[int]) -> set[int]:
+        """Where memory peaks with all candidates as units, or none, resharded."""
+        problem = self._problem
+        nothing = [[0.0] * len(unit.points) for unit in problem.sac.units]
+        every = [index in set(open_ones) for index in range(len(problem.modules))]
+        none = [index == 0 for index in range(len(problem.modules))]
+        found = set()
+        for units in (every, none):
+            shares = [float(unit and index > 0) for index, unit in enumerate(units)]
+            found.add(int(mixed_live(problem, units, shares, nothing).argmax()))
+        return found
+
+    def _until_kept(
+        self, model: FsdpModel, *, integral: bool, peak: bool
+    ) -> tuple[Termination, float | None]:
+        """Solve until no position is broken; the bound is of the rows as they are."""
+        bound: float | None = None
+        tightened = False
+        while True:
+            outcome = _pulp.run(
+                model.model,
+                backend=self._backend,
+                time_limit_s=self._left_s(),
+                relative_gap=self._gap if integral else self._gap / 2,
+            )
+            if not tightened and outcome.bound is not None:
+                bound = outcome.bound + model.constant_ms
+            if not outcome.termination.has_incumbent:
+                return outcome.termination, bound
+            broken = self._broken(model, integral=integral, peak=peak)
+            if not broken:
+                return outcome.termination, bound
+            if self._limit_s is not None and self._left_s() == _LEAST_S:
+                return Termination.NO_INCUMBENT, bound
+            for position, excess in broken:
+                if model.has_row(position):  # broken within the solver's tolerance
+                    model.add_row(position, slack_bytes=excess + _SLACK_BYTES)
+                    tightened = True
+                else:
+                    model.add_row(position)
+                    self._rows.add(position)
+
+    def _broken(
+        self, model: FsdpModel, *, integral: bool, peak: bool
+    ) -> list[tuple[int, float]]:
+        """Positions above the cap, the worst of their surroundings, and by how much."""
+        problem = self._problem
+        if integral:
+            found = live(problem, model.choice())
+        else:
+            found = mixed_live(
+                problem, model.units(), model.reshards(), model.weights()
+            )
+        cap = float(problem.sac.budget_bytes) + (0.0 if integral else _SLACK_BYTES)
+        if peak:
+            # A peak that rows already cap is what it is.
+            capped = [found[q] for q in self._rows if model.has_row(q)]
+            cap = max(capped, default=0.0) + 4096.0
+        excess = found - cap
+        above = np.flatnonzero(excess > 0.0)
+        if not len(above):
+            return []
+        # One per stretch of broken positions, the worst first.
+        stretches = np.split(above, np.flatnonzero(np.diff(above) > 1) + 1)
+        worst = [int(part[excess[part].argmax()]) for part in stretches]
+        worst.sort(key=lambda q: -excess[q])
+        return [(q, float(excess[q])) for q in worst[:_MOST_ROWS]]
+
+    def _left_s(self) -> float | None:
+        if self._limit_s is None:
+            return None
+        return max(_LEAST_S, self._limit_s - (perf_counter() - self._started))
+
+    def _check(self) -> None:
+        count = len(self._problem.modules)
+        for index in self._reshard:
+            if not 0 <= index < count:
+                raise ValueError(
+                    f"`fixed_reshard` must name modules below {count}, got {index}."
+                )
+        if self._reshard.get(0):
+            raise ValueError("`fixed_reshard` names the root, which does not reshard.")
+        units = self._problem.sac.units
+        if self._points is None:
+            return
+        if len(self._points) != len(units):
+            raise ValueError(
+                f"`fixed_points` must have an entry for each of {len(units)} AC units,"
+                f" got {len(self._points)}."
+            )
+        for unit, point in zip(units, self._points, strict=True):
+            if point is not None and not 0 <= point < len(unit.points):
+                raise ValueError(
+                    f"`fixed_points` of {unit.fqn!r} must be below"
+                    f" {len(unit.points)}, got {point}."
+                )
+        alone = FsdpChoice(
+            units=(True, *(False,) * (count - 1)),
+            reshard=(False,) * count,
+            points=self._points,
+        )
+        nested = [text for text in broken_rules(self._problem, alone) if "nest" in text]
+        if nested:
+            raise ValueError(f"`fixed_points` breaks rules: {' '.join(nested)}")
+
+    def _check_units(self, chosen: Collection[int]) -> None:
+        count = len(self._problem.modules)
+        if not all(0 <= index < count for index in chosen):
+            raise ValueError(
+                f"`fixed_units` must name modules below {count}, got {sorted(chosen)}."
+            )
+        choice = FsdpChoice(
+            units=tuple(index in chosen for index in range(count)),
+            reshard=(False,) * count,
+            points=self._points or (None,) * len(self._problem.sac.units),
+        )
+        if broken := broken_rules(self._problem, choice):
+            raise ValueError(f"`fixed_units` breaks rules: {' '.join(broken)}")
+
+
+_LEAST_S = 0.01  # a solver is never given less
