@@ -21,7 +21,7 @@ AC units are those of `_sac_counts`, with one member per class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pulp
 
@@ -198,7 +198,7 @@ class FsdpModel:
         """Row (6)."""
         self._gathered = self._sums("g", self._sites.gather)
         self._reduced = self._sums("r", self._sites.reduce)
-        self._shards = self._sums("s", self._sites.shard)
+        self._shards = self._sums("sh", self._sites.shard)
 
     def _sums(self, name: str, values: Sequence[int]) -> list[pulp.LpVariable]:
         found = []
@@ -287,6 +287,15 @@ class FsdpModel:
             )
             for u, at in enumerate(self._problem.rerun_at)
         ]
+
+    def fix_units(self, chosen: Collection[int] | None) -> None:
+        """Fix which modules are units, or free that again."""
+        for site, index in enumerate(self._sites.modules):
+            x = self._x[site]
+            x.lowBound = 1 if site == 0 else 0
+            x.upBound = 1
+            if chosen is not None:
+                x.lowBound = x.upBound = int(index in chosen)
 
     # --- rows of memory ---
 

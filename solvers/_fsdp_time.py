@@ -89,10 +89,13 @@ class TimeRows:
         self._most_reduce = [reduce.ms(nbytes) for nbytes in sites.most_reduce]
         self._most_total = [total.ms(nbytes) for nbytes in sites.most_reduce]
         self._reruns = reruns
+        self._forward_waits: list[pulp.LpVariable] = []
         self._waits: dict[int, pulp.LpVariable] = {}  # e of backward, by candidate
         self._add_forward()
         self._add_backward()
         self._add_tail()
+        if not forced:
+            self._add_cuts()
 
     def _owns(self, name: str, values: Sequence[int]) -> list[pulp.LpVariable]:
         """By candidate, whether it owns parameters with a value."""
@@ -137,8 +140,9 @@ class TimeRows:
             wait = self._model.add_variable(f"ef_{unit:05d}", 0)
             terms = [(wait, 1.0), (here, -1.0), (self._x[unit], -most)]
             self._model += _pulp.row(terms) >= -most
-            self.objective.append((wait, 1.0))
+            self._forward_waits.append(wait)
             left, most_left = here, most
+        self.objective += [(wait, 1.0) for wait in self._forward_waits]
 
     def _add_backward(self) -> None:
         sites, order = self._sites, self._sites.backward_order
@@ -254,6 +258,35 @@ class TimeRows:
                     if sites.begins[begun] >= sites.ends[unit]
                 ]
                 self._model += _pulp.row(row) >= -hidden
+
+    def _add_cuts(self) -> None:
+        """Forward and backward as a whole take no less than their collectives.
+
+        Implied by the rows above if units are whole; not in the relaxation. A
+        reduce-scatter counts if a module of the same kind begins after its end: then
+        some unit does, if it is one.
+        """
+        sites = self._sites
+        modules = [sites.problem.modules[index] for index in sites.modules]
+        last: dict[int, int] = {}
+        for module in modules:
+            if module.kind is not None:
+                latest = max(last.get(module.kind, 0), module.backward[0])
+                last[module.kind] = latest
+        forward = [term for terms in self._gathers[1:] for term in terms]
+        backward = [term for terms in self._regathers for term in terms]
+        for unit, module in enumerate(modules):
+            if module.kind is not None and last[module.kind] >= module.backward[1]:
+                backward += self._reduces[unit]
+        compute = sites.compute_between(sites.starts[0], sites.begins[0])
+        terms = [(wait, 1.0) for wait in self._forward_waits]
+        terms += [(v, -c) for v, c in forward]
+        self._model += _pulp.row(terms) >= -compute
+        compute = sites.compute_between(sites.begins[0], sites.ends[0])
+        terms = [(wait, 1.0) for wait in self._waits.values()]
+        terms += [(v, -c) for v, c in backward]
+        terms += self._rerun_within(sites.begins[0], sites.ends[0])
+        self._model += _pulp.row(terms) >= -compute
 
     def _summed(self, name: str, later: Terms, unit: int, kind: str) -> Terms:
         """A variable for a sum that goes on from unit to unit."""

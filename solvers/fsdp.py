@@ -12,11 +12,13 @@ the rest in whole for these units. The others are solved at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
+import pulp
 
 from solvers import _pulp, step_time
 from solvers._fsdp_model import FsdpModel
@@ -53,7 +55,9 @@ __all__ = [
 _MIB = 2**20
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 _SLACK_BYTES = 256.0  # whole rows are kept, shares only to a solver's tolerance
+_PEAK_BYTES = 4096.0  # a least peak is found to this
 _MOST_ROWS = 8  # new rows a round
+_MOST_ROUNDS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,8 @@ def solve(
     Args:
         problem: Modules, AC units, costs and budget.
         backend: Which MILP solver to run.
-        time_limit_s: Stop branching after this long with the best solution so far.
+        time_limit_s: Stop branching after about this long with the best solution so
+            far; a tenth of it is left for each solve that must come after.
         relative_gap: Stop when proven this close to the least time.
         fixed_units: Indices of the units besides the root, if that is decided.
         fixed_reshard: Index of a module -> whether it reshards if it is a unit.
@@ -179,6 +184,33 @@ def candidates(problem: FsdpProblem) -> list[int]:
     ]
 
 
+def _simple_units(
+    problem: FsdpProblem, open_ones: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Plans that people write by hand: every layer, or every part of one, a unit."""
+    modules = problem.modules
+    alone = [index for index in open_ones if index and modules[index].kind is None]
+    kinds = dict.fromkeys(modules[index].kind for index in open_ones)
+    plans = [{0, *alone}, {0}]
+    for kind in kinds:
+        if kind is not None:
+            same = [index for index in open_ones if modules[index].kind == kind]
+            plans.append({0, *alone, *same})
+    around = {modules[index].parent for index in open_ones}
+    plans.append({0, *(index for index in open_ones if index not in around)})
+    found = []
+    for plan in plans:
+        choice = FsdpChoice(
+            units=tuple(index in plan for index in range(len(modules))),
+            reshard=(False,) * len(modules),
+            points=(None,) * len(problem.sac.units),
+        )
+        chosen = tuple(sorted(plan))
+        if chosen not in found and not broken_rules(problem, choice):
+            found.append(chosen)
+    return found
+
+
 class _Search:
     """Solves with few rows of memory, and adds those that solutions break."""
 
@@ -196,7 +228,7 @@ class _Search:
         self._problem = problem
         self._table = Table(problem.sac)
         self._backend: Backend = backend
-        self._limit_s = time_limit_s
+        self._limit_s = self._deadline_s = time_limit_s
         self._gap = relative_gap
         self._reshard = dict(fixed_reshard or {})
         self._points = None if fixed_points is None else tuple(fixed_points)
@@ -215,13 +247,51 @@ class _Search:
         named = [kind for kind in kinds if kind is not None]
         if len(named) == len(set(named)):
             return self._whole(open_ones, forced=False, peak=peak, bound=None)
+        return self._two_steps(open_ones, peak=peak)
+
+    def _two_steps(self, open_ones: Sequence[int], *, peak: bool) -> FsdpSolution:
+        """Decide on the units with the rest in shares, then on the rest."""
+        self._deadline_s = None if self._limit_s is None else self._limit_s / 2
+        best = self._best_simple(open_ones, peak=peak)
         model = self._model(open_ones, forced=False, integral=False, peak=peak)
-        termination, bound = self._until_kept(model, integral=False, peak=peak)
-        if not termination.has_incumbent:
+        # A limit ends branching; the relaxation is always solved, for its bound.
+        relaxed = _pulp.run(model.model, backend=self._backend, relaxed=True).bound
+        if best is not None:
+            self._offer(model, best)
+        termination, bound = self._until_kept(
+            model, integral=False, peak=peak, warm_start=best is not None
+        )
+        if relaxed is not None:
+            bound = max(relaxed + model.constant_ms, bound or 0.0)
+        self._deadline_s = self._limit_s
+        if termination.has_incumbent:
+            best = tuple(index for index, unit in enumerate(model.units()) if unit)
+        elif termination is Termination.INFEASIBLE or best is None:
             return self._nothing(termination, bound)
-        units = model.units()
-        chosen = {index for index, unit in enumerate(units) if unit}
-        return self._whole(sorted(chosen), forced=True, peak=peak, bound=bound)
+        found = self._whole(best, forced=True, peak=peak, bound=bound)
+        if found.termination is Termination.INFEASIBLE:  # in shares it was not
+            return self._whole(open_ones, forced=False, peak=peak, bound=bound)
+        return found
+
+    def _best_simple(
+        self, open_ones: Sequence[int], *, peak: bool
+    ) -> tuple[int, ...] | None:
+        """Units of the best of a few plans by hand, with the rest in shares."""
+        best: tuple[float, tuple[int, ...]] | None = None
+        for chosen in _simple_units(self._problem, open_ones):
+            model = self._model(chosen, forced=True, integral=False, peak=peak)
+            termination, _ = self._until_kept(model, integral=False, peak=peak)
+            if termination.has_incumbent:
+                value = float(pulp.value(model.model.objective)) + model.constant_ms
+                if best is None or value < best[0]:
+                    best = value, chosen
+        return None if best is None else best[1]
+
+    def _offer(self, model: FsdpModel, chosen: Sequence[int]) -> None:
+        """Leave the best solution with given units in the variables."""
+        model.fix_units(chosen)
+        _pulp.run(model.model, backend=self._backend, relaxed=True)
+        model.fix_units(None)
 
     def _whole(
         self,
@@ -241,6 +311,11 @@ class _Search:
         found = estimate(self._problem, model.choice())
         solve_s = perf_counter() - self._started
         if peak:
+            assert found.predicted_peak_bytes is not None
+            least = 0.0 if bound is None else bound * _MIB
+            slack = _PEAK_BYTES + self._gap * found.predicted_peak_bytes
+            if found.predicted_peak_bytes - least > slack:
+                termination = Termination.FEASIBLE
             return replace(found, termination=termination, solve_s=solve_s)
         assert found.objective_ms is not None
         if bound is not None:
@@ -297,17 +372,23 @@ class _Search:
         return found
 
     def _until_kept(
-        self, model: FsdpModel, *, integral: bool, peak: bool
+        self,
+        model: FsdpModel,
+        *,
+        integral: bool,
+        peak: bool,
+        warm_start: bool = False,
     ) -> tuple[Termination, float | None]:
         """Solve until no position is broken; the bound is of the rows as they are."""
         bound: float | None = None
         tightened = False
-        while True:
+        for num_rounds in itertools.count(1):
             outcome = _pulp.run(
                 model.model,
                 backend=self._backend,
-                time_limit_s=self._left_s(),
+                time_limit_s=self._left_s(num_rounds),
                 relative_gap=self._gap if integral else self._gap / 2,
+                warm_start=warm_start and num_rounds == 1,
             )
             if not tightened and outcome.bound is not None:
                 bound = outcome.bound + model.constant_ms
@@ -316,8 +397,8 @@ class _Search:
             broken = self._broken(model, integral=integral, peak=peak)
             if not broken:
                 return outcome.termination, bound
-            if self._limit_s is not None and self._left_s() == _LEAST_S:
-                return Termination.NO_INCUMBENT, bound
+            if num_rounds == _MOST_ROUNDS:
+                break
             for position, excess in broken:
                 if model.has_row(position):  # broken within the solver's tolerance
                     model.add_row(position, slack_bytes=excess + _SLACK_BYTES)
@@ -325,6 +406,7 @@ class _Search:
                 else:
                     model.add_row(position)
                     self._rows.add(position)
+        return Termination.NO_INCUMBENT, bound
 
     def _broken(
         self, model: FsdpModel, *, integral: bool, peak: bool
@@ -341,7 +423,7 @@ class _Search:
         if peak:
             # A peak that rows already cap is what it is.
             capped = [found[q] for q in self._rows if model.has_row(q)]
-            cap = max(capped, default=0.0) + 4096.0
+            cap = max(capped, default=0.0) + _PEAK_BYTES
         excess = found - cap
         above = np.flatnonzero(excess > 0.0)
         if not len(above):
@@ -352,10 +434,12 @@ class _Search:
         worst.sort(key=lambda q: -excess[q])
         return [(q, float(excess[q])) for q in worst[:_MOST_ROWS]]
 
-    def _left_s(self) -> float | None:
-        if self._limit_s is None:
+    def _left_s(self, num_rounds: int) -> float | None:
+        """Time for a solve; rounds that the limit would end get a share of it."""
+        if self._deadline_s is None or self._limit_s is None:
             return None
-        return max(_LEAST_S, self._limit_s - (perf_counter() - self._started))
+        left = self._deadline_s - (perf_counter() - self._started)
+        return max(left, self._limit_s / (10 * num_rounds))
 
     def _check(self) -> None:
         count = len(self._problem.modules)
@@ -402,6 +486,3 @@ class _Search:
         )
         if broken := broken_rules(self._problem, choice):
             raise ValueError(f"`fixed_units` breaks rules: {' '.join(broken)}")
-
-
-_LEAST_S = 0.01  # a solver is never given less

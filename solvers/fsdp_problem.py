@@ -8,15 +8,15 @@ if it is an FSDP unit, and ``backward[1] - 1`` is where its gradients are reduce
 
 A parameter belongs to the nearest FSDP unit around it. Of unit m, with G, R and S the
 bytes of its parameters, of its reduce-scatter input and of its gradient shards, alive
-are, besides what is there in any case (shards of parameters and optimizer state):
+are, besides what is there in any case (shards of parameters, optimizer state):
 
-    G  parameters            in its forward and backward; in between if it stays       (1)
-    G  all-gather buffer     in forward until the next unit begins                     (2)
-    G  all-gather buffer     in backward from after the unit before began until its own
-                             first instant, if it does not stay                        (3)
-       gradients             of each parameter from `grad_from` until backward ends    (4)
-    R  reduce-scatter input  from its last instant until that of the next one          (5)
-    S  gradient shards       from its last instant on                                  (6)
+    G  parameters            in its forward and backward; in between if it stays     (1)
+    G  all-gather buffer     in forward until the next unit begins                   (2)
+    G  all-gather buffer     in backward from after the unit before began until its
+                             own first instant, if it does not stay                  (3)
+       gradients             of each parameter from `grad_from` until backward ends  (4)
+    R  reduce-scatter input  from its last instant until that of the next one        (5)
+    S  gradient shards       from its last instant on                                (6)
 
 This is how FSDP2 allocates (torch/distributed/fsdp/_fully_shard), host's order and
 collectives with one input buffer in flight; padding is in the bytes that are given.
@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from solvers import step_time
-from solvers.collectives import AffineCost
+from solvers.collectives import FREE, AffineCost
 from solvers.sac_problem import SacProblem, live_bytes
 from solvers.step_time import BackwardEvent, Schedule, StepTime, UnitTimes
 
@@ -62,8 +62,8 @@ class FsdpModule:
             of its backward.
         dtype: Of its own parameters, None if there are none.
         can_be_unit: Whether it may be one.
-        kind: Modules of one number are units together or not at all; None for those
-            that decide alone.
+        kind: Modules of one number, 0 or more, are units together or not at all; None
+            for those that decide alone.
     """
 
     fqn: str
@@ -109,7 +109,7 @@ class FsdpProblem:
     compute_ms: tuple[float, ...]
     gather: AffineCost
     reduce: AffineCost
-    all_reduce: AffineCost = AffineCost(latency_ms=0.0, ms_per_byte=0.0)
+    all_reduce: AffineCost = FREE
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -161,9 +161,9 @@ def broken_rules(problem: FsdpProblem, choice: FsdpChoice) -> tuple[str, ...]:
             found.append(f"{module.fqn!r} cannot be a unit.")
         if choice.reshard[index] and not units[index]:
             found.append(f"{module.fqn!r} reshards without being a unit.")
-        if module.kind is not None:
-            if kinds.setdefault(module.kind, units[index]) != units[index]:
-                found.append(f"{module.fqn!r} decides otherwise than its kind.")
+        kind = -1 - index if module.kind is None else module.kind
+        if kinds.setdefault(kind, units[index]) != units[index]:
+            found.append(f"{module.fqn!r} decides otherwise than its kind.")
         if module.gather_bytes:
             dtypes.setdefault(owner[index], set()).add(module.dtype or "")
     for index, module in enumerate(modules):
@@ -352,10 +352,13 @@ def _check_tree(modules: Sequence[FsdpModule], num_positions: int) -> None:
                     )
         if not 0 <= module.grads_from < module.backward[1]:
             raise ValueError(f"`grad_from` of {module.fqn!r} must be before its end.")
-    for name, instants in (
-        ("forward[0]", [module.forward[0] for module in modules]),
-        ("backward[0]", [module.backward[0] for module in modules]),
-        ("backward[1]", [module.backward[1] for module in modules]),
-    ):
-        if len(set(instants)) != len(instants):
-            raise ValueError(f"`{name}` must differ between modules.")
+    for name in ("forward", "backward"):
+        _check_siblings(modules, name)
+
+
+def _check_siblings(modules: Sequence[FsdpModule], name: str) -> None:
+    ordered = sorted(modules[1:], key=lambda m: (m.parent or 0, getattr(m, name)))
+    for before, after in pairwise(ordered):
+        overlap = getattr(before, name)[1] > getattr(after, name)[0]
+        if before.parent == after.parent and overlap:
+            raise ValueError(f"`{name}` of {before.fqn!r} and {after.fqn!r} overlap.")

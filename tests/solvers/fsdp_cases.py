@@ -138,3 +138,90 @@ def every_choice(problem):
                 choice = FsdpChoice(units=units, reshard=reshard, points=chosen)
                 if not broken_rules(problem, choice):
                     yield choice
+
+
+def layers(count, *, budget_bytes):
+    """A network of equal layers, each of two parts: 0.5 and 1 GiB of parameters."""
+    gib = 2**30
+    spans = {"forward": {}, "backward": {}}
+    base, times = [], []
+
+    def run(name, module, inner=(), ms=0.0):
+        start = len(base)
+        base.append(8 * gib)
+        times.append(0.0)
+        for part in inner:
+            part()
+        base.extend((8 * gib,) * 2)
+        times.extend((ms, 0.0))
+        spans[name][module] = (start, len(base))
+
+    def layer(name, k, ms, order):
+        parts = [
+            lambda part=part: run(name, 3 * k + 2 + part, ms=ms * (1 + part))
+            for part in order
+        ]
+        run(name, 3 * k + 1, parts)
+
+    for name, ms, order in (("forward", 1.0, 1), ("backward", 2.0, -1)):
+        inner = [
+            lambda k=k, name=name, ms=ms, order=order: layer(
+                name, k, ms, (0, 1)[::order]
+            )
+            for k in range(count)
+        ]
+        run(name, 0, inner[::order])
+    base.append(8 * gib)
+    times.append(0.0)
+    modules, units = [], []
+    for m in range(3 * count + 1):
+        role = (m - 1) % 3
+        own = 0 if m and role == 0 else (gib // 2) * max(1, role)
+        modules.append(
+            FsdpModule(
+                fqn=f"m{m}",
+                parent=None if m == 0 else 0 if role == 0 else m - role,
+                forward=spans["forward"][m],
+                backward=spans["backward"][m],
+                gather_bytes=own,
+                grad_bytes=own,
+                reduce_bytes=own,
+                dtype="bfloat16" if own else None,
+                kind=role if m else None,
+            )
+        )
+        if m and role == 0:
+            start, stop = modules[m].forward[1], spans["backward"][m][0]
+            for q in range(start, stop):
+                base[q] += 2 * gib
+            units.append((m, start, stop))
+    return FsdpProblem(
+        modules=tuple(modules),
+        sac=SacProblem(
+            units=tuple(
+                Unit(
+                    fqn=f"m{m}",
+                    parent=None,
+                    points=tuple(
+                        Breakpoint(
+                            ratio=k / 4,
+                            freed_bytes=k * gib // 2,
+                            recompute_ms=k * k / 5,
+                        )
+                        for k in (1, 2, 3, 4)
+                    ),
+                    freed_from=start,
+                    freed_until=stop,
+                    working=(),
+                )
+                for m, start, stop in units
+            ),
+            base_bytes=tuple(base),
+            budget_bytes=budget_bytes,
+        ),
+        inside=tuple(frozenset({m + 1, m + 2}) for m, _, _ in units),
+        rerun_at=tuple(stop for _, _, stop in units),
+        compute_ms=tuple(times),
+        gather=AffineCost(latency_ms=0.1, ms_per_byte=1.0 / gib),
+        reduce=AffineCost(latency_ms=0.1, ms_per_byte=1.0 / gib),
+    )
