@@ -147,6 +147,40 @@ def owners(problem: FsdpProblem, units: Sequence[bool]) -> list[int]:
     return found
 
 
+def owner_of_shared(
+    parents: Sequence[int | None], holders: Sequence[int]
+) -> tuple[int, frozenset[int]]:
+    """Where a parameter that several modules share belongs.
+
+    Args:
+        parents: Module around each module, None for the root; see `FsdpProblem`.
+        holders: Modules that hold the parameter.
+
+    Returns:
+        The innermost module around all holders (a holder itself if the others are
+        inside it), and those that must not be units, because the parameter would be
+        gathered with one of them and missing elsewhere.
+
+    Raises:
+        ValueError: There are no holders.
+    """
+    if not holders:
+        raise ValueError("`holders` must name at least one module.")
+    paths = []
+    for holder in holders:
+        path: list[int] = []
+        at: int | None = holder
+        while at is not None:
+            path.append(at)
+            at = parents[at]
+        paths.append(path[::-1])
+    common = [
+        same for same, *others in zip(*paths, strict=False) if {same} >= {*others}
+    ]
+    inside = {index for path in paths for index in path[len(common) :]}
+    return common[-1], frozenset(inside)
+
+
 def broken_rules(problem: FsdpProblem, choice: FsdpChoice) -> tuple[str, ...]:
     """Say which rules of FSDP2 and AC a choice breaks, a sentence for each."""
     modules, units = problem.modules, choice.units

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from solvers import fsdp
 from solvers.collectives import AffineCost
-from solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem, estimate, lowest_peak
+from solvers.fsdp import (
+    FsdpChoice,
+    FsdpModule,
+    FsdpProblem,
+    estimate,
+    lowest_peak,
+    owner_of_shared,
+)
 from solvers.fsdp import schedule as schedule_of
 from solvers.sac import Breakpoint, SacProblem, Unit
 from solvers.solution import Termination
@@ -161,7 +168,7 @@ def test_matches_trying_every_choice_with_replicas(problem):
     _check(problem, solve(problem))
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(problem=fsdp_problems(most=4))
 def test_cbc_agrees(problem):
     _check(problem, solve(problem, backend="cbc"))
@@ -263,6 +270,27 @@ def test_choices_that_break_rules_are_errors():
         solve(problem, fixed_points=(3,))
     with pytest.raises(ValueError, match="entry for each of 1 AC units, got 2"):
         solve(problem, fixed_points=(None, None))
+
+
+def test_a_shared_parameter_belongs_to_the_innermost_module_around_its_holders():
+    # 0 around 1 (around 2 and 3) and 4.
+    parents = (None, 0, 1, 1, 0)
+
+    assert owner_of_shared(parents, [2, 3]) == (1, {2, 3})
+    assert owner_of_shared(parents, [2, 4]) == (0, {1, 2, 4})
+    assert owner_of_shared(parents, [1, 3]) == (1, {3})
+    assert owner_of_shared(parents, [3]) == (3, frozenset())
+    with pytest.raises(ValueError, match="`holders` must name at least one"):
+        owner_of_shared(parents, [])
+
+
+def test_small_modules_are_no_candidates_if_asked():
+    problem = _two_units()
+
+    assert fsdp.candidates(problem) == [0, 1, 2]
+    assert fsdp.candidates(problem, least_unit_bytes=3 * MIB) == [0, 2]
+    found = solve(problem, least_unit_bytes=4 * MIB)
+    assert found.choice.units == (True, False, False)
 
 
 def test_problems_that_are_out_of_order_are_errors():
