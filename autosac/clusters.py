@@ -30,6 +30,21 @@ _NETWORK_MS = 0.014
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpCosts:
+    """Costs of an FSDP unit's collectives, each by the bytes of the whole unit.
+
+    Attributes:
+        gather: All-gather of its parameters.
+        reduce: Reduce-scatter of its gradients.
+        all_reduce: All-reduce of the gradients' shards between replicas.
+    """
+
+    gather: AffineCost
+    reduce: AffineCost
+    all_reduce: AffineCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """Equal nodes of equal GPUs, and the links between them.
 
@@ -120,6 +135,24 @@ class ClusterSpec:
         """
         return collectives.fastest(
             self.fabric, group, collective, nbytes, algorithms=algorithms
+        )
+
+    def fsdp_costs(self, degree: int, nbytes: float) -> FsdpCosts:
+        """What the collectives of FSDP units cost that are sharded `degree` times.
+
+        Args:
+            degree: Ranks that parameters are sharded over; the others are replicas.
+            nbytes: Size of a typical unit, for which the algorithms are the fastest.
+
+        Raises:
+            ValueError: As `shard_group`.
+        """
+        shard, replicas = self.shard_group(degree), self.replica_group(degree)
+        total = self.cost("all_reduce", replicas, nbytes / degree)
+        return FsdpCosts(
+            gather=self.cost("all_gather", shard, nbytes),
+            reduce=self.cost("reduce_scatter", shard, nbytes),
+            all_reduce=replace(total, ms_per_byte=total.ms_per_byte / degree),
         )
 
     def collective_ms(

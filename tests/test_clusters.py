@@ -87,3 +87,17 @@ def test_a_gather_of_one_gigabyte_on_eight_h100():
 
     # 7/8 GB at 370.8 GB/s, 8.4 us and seven steps of 3.4 us.
     assert found == pytest.approx(875 / 370.8 + 0.0084 + 7 * 0.0034)
+
+
+def test_replicas_reduce_only_their_shards():
+    spec = cluster_spec("hgx-h100", num_gpus=64)
+    costs = spec.fsdp_costs(8, 10**9)
+
+    assert costs.gather.ms(10**9) == spec.collective_ms(
+        "all_gather", spec.shard_group(8), 10**9
+    )
+    assert costs.reduce == spec.cost("reduce_scatter", spec.shard_group(8), 10**9)
+    assert costs.all_reduce.ms(10**9) == pytest.approx(
+        spec.collective_ms("all_reduce", spec.replica_group(8), 10**9 / 8)
+    )
+    assert spec.fsdp_costs(64, 10**9).all_reduce.ms(10**9) == 0.0

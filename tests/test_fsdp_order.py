@@ -1,6 +1,7 @@
 """FSDP2 itself, in a fake process group: the order of its collectives."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def _expected(model, chosen):
     owns = {u for u, times in enumerate(found.units) if times.gather_ms}
     events = [("gather", units[u]) for u, _ in found.forward if u in owns]
     begins = [event.unit for event in found.backward if event.begins]
-    following = dict(zip(begins, begins[1:], strict=False))
+    following = dict(itertools.pairwise(begins))
     for event in found.backward:
         target = following.get(event.unit)
         if event.begins and target is not None and found.units[target].regather_ms:
