@@ -1,5 +1,7 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
+from autosac.cluster_timing import calibrate_cluster
+from autosac.clusters import ClusterSpec
 from autosac.devices import DeviceSpec
 from autosac.errors import (
     AutosacError,
@@ -17,6 +19,7 @@ from autosac.verifying import Verification, verify
 
 __all__ = [
     "AutosacError",
+    "ClusterSpec",
     "DeviceSpec",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
@@ -28,6 +31,7 @@ __all__ = [
     "TraceError",
     "Verification",
     "calibrate",
+    "calibrate_cluster",
     "floor",
     "plan",
     "policy",

@@ -1,0 +1,128 @@
+"""Which modules are FSDP units, which of them reshard, and what is recomputed: a MILP.
+
+The numbers are in `fsdp_problem.py`, the rows in `_fsdp_model.py`. Rows of memory are
+added on demand: a solution is checked at every position in whole bytes, and positions
+that it breaks become rows.
+
+Problems with modules of one kind are solved in two steps. The first decides on the
+units, equal modules alike, with resharding and AC points in shares: a relaxation, so
+that its bound holds for every plan that makes equal modules alike. The second decides
+the rest in whole for these units. The others are solved at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from solvers._fsdp_search import FsdpSolution, Search, candidates, estimate
+from solvers._pulp import Backend
+from solvers.fsdp_problem import (
+    FsdpChoice,
+    FsdpModule,
+    FsdpProblem,
+    broken_rules,
+    live,
+    owner_of_shared,
+    predicted,
+    schedule,
+)
+
+__all__ = [
+    "FsdpChoice",
+    "FsdpModule",
+    "FsdpProblem",
+    "FsdpSolution",
+    "broken_rules",
+    "candidates",
+    "estimate",
+    "live",
+    "lowest_peak",
+    "owner_of_shared",
+    "predicted",
+    "schedule",
+    "solve",
+]
+
+
+def solve(
+    problem: FsdpProblem,
+    *,
+    backend: Backend = "highs",
+    time_limit_s: float | None = None,
+    relative_gap: float = 1e-3,
+    least_unit_bytes: int = 0,
+    fixed_units: Collection[int] | None = None,
+    fixed_reshard: Mapping[int, bool] | None = None,
+    fixed_points: Sequence[int | None] | None = None,
+) -> FsdpSolution:
+    """Choose units, resharding and AC points with the least step time in the budget.
+
+    Args:
+        problem: Modules, AC units, costs and budget.
+        backend: Which MILP solver to run.
+        time_limit_s: Stop branching after about this long with the best solution so
+            far; a tenth of it is left for each solve that must come after.
+        relative_gap: Stop when proven this close to the least time.
+        least_unit_bytes: Modules with fewer bytes of parameters in them are no units,
+            unless they are fixed; the bound holds for that.
+        fixed_units: Indices of the units besides the root, if that is decided.
+        fixed_reshard: Index of a module -> whether it reshards if it is a unit.
+        fixed_points: Point of each AC unit, if that is decided.
+
+    Returns:
+        The outcome; its bound holds for plans that make modules of one kind alike.
+        A budget that nothing fits is an outcome, not an error.
+
+    Raises:
+        ValueError: What is fixed breaks a rule of FSDP2 or AC, or names no module.
+    """
+    search = Search(
+        problem,
+        backend=backend,
+        time_limit_s=time_limit_s,
+        relative_gap=relative_gap,
+        fixed_reshard=fixed_reshard,
+        fixed_points=fixed_points,
+    )
+    return search.run(fixed_units, least_unit_bytes, peak=False)
+
+
+def lowest_peak(
+    problem: FsdpProblem,
+    *,
+    backend: Backend = "highs",
+    time_limit_s: float | None = None,
+    relative_gap: float = 0.0,
+    least_unit_bytes: int = 0,
+    fixed_units: Collection[int] | None = None,
+    fixed_reshard: Mapping[int, bool] | None = None,
+    fixed_points: Sequence[int | None] | None = None,
+) -> FsdpSolution:
+    """Find the least peak of a rank that any choice reaches; the budget is ignored.
+
+    Args:
+        problem: Modules, AC units and costs.
+        backend: As in `solve`, and so are the others.
+        time_limit_s: Stop branching after about this long.
+        relative_gap: Stop when proven this close to the least peak.
+        least_unit_bytes: Modules with fewer bytes are no units.
+        fixed_units: The units besides the root.
+        fixed_reshard: What reshards.
+        fixed_points: Points of AC units.
+
+    Returns:
+        A solution with that peak, to 4 KiB of the least one if it is optimal. Its time
+        is not minimised and has no bound.
+
+    Raises:
+        ValueError: As `solve`.
+    """
+    search = Search(
+        problem,
+        backend=backend,
+        time_limit_s=time_limit_s,
+        relative_gap=relative_gap,
+        fixed_reshard=fixed_reshard,
+        fixed_points=fixed_points,
+    )
+    return search.run(fixed_units, least_unit_bytes, peak=True)

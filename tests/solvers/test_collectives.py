@@ -1,0 +1,135 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from solvers.collectives import FREE, Fabric, Group, affine_cost, fastest
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+ALGORITHMS = ("ring", "tree", "two-level")
+# 1 MB/ms inside a node, 0.25 MB/ms to other nodes.
+FABRIC = Fabric(
+    base_latency_ms=3.0,
+    intra_latency_ms=1.0,
+    inter_latency_ms=10.0,
+    intra_bandwidth_bytes_per_s=1e9,
+    inter_bandwidth_bytes_per_s=0.25e9,
+)
+
+groups = st.builds(
+    Group, ranks_per_node=st.integers(1, 16), num_nodes=st.integers(1, 200)
+)
+sizes = st.integers(0, 2**40)
+
+
+def test_a_ring_inside_a_node_by_hand():
+    group = Group(ranks_per_node=4, num_nodes=1)
+
+    # 3 + 3 steps, 3/4 of 8 MB at 1 MB/ms; all-reduce does both ways.
+    assert affine_cost(FABRIC, group, "all_gather", "ring").ms(8e6) == 3 + 3 + 6
+    assert affine_cost(FABRIC, group, "reduce_scatter", "ring").ms(8e6) == 3 + 3 + 6
+    assert affine_cost(FABRIC, group, "all_reduce", "ring").ms(8e6) == 3 + 6 + 12
+
+
+def test_a_ring_over_nodes_enters_each_by_all_its_links():
+    two = Group(ranks_per_node=2, num_nodes=2)
+    one = Group(ranks_per_node=1, num_nodes=4)
+
+    # Two ranks a node have 0.5 MB/ms to other nodes together, one has 0.25.
+    assert affine_cost(FABRIC, two, "all_gather", "ring").ms(8e6) == 3 + 2 + 10 + 12
+    assert affine_cost(FABRIC, one, "all_gather", "ring").ms(8e6) == 3 + 30 + 24
+
+
+def test_a_tree_takes_logarithmic_steps():
+    group = Group(ranks_per_node=8, num_nodes=16)
+
+    assert affine_cost(FABRIC, group, "all_gather", "tree").latency_ms == 3 + 3 + 40
+    assert affine_cost(FABRIC, group, "all_reduce", "tree").latency_ms == 3 + 14 + 80
+
+
+def test_two_levels_send_only_a_share_between_nodes():
+    group = Group(ranks_per_node=4, num_nodes=2)
+    found = affine_cost(FABRIC, group, "all_reduce", "two-level")
+
+    # Inside 2 * 3/4 of 8 MB at 1 MB/ms, between nodes all of 2 MB at 0.25 MB/ms.
+    assert found.ms(8e6) == pytest.approx(3 + 6 + 12 + 3 + 20 + 8)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_rank_costs_nothing(collective, algorithm):
+    group = Group(ranks_per_node=1, num_nodes=1)
+
+    assert affine_cost(FABRIC, group, collective, algorithm) == FREE
+    assert fastest(FABRIC, group, collective, 10**9) == FREE
+
+
+@given(
+    group=groups,
+    collective=st.sampled_from(COLLECTIVES),
+    small=sizes,
+    large=sizes,
+    algorithms=st.sets(st.sampled_from(ALGORITHMS), min_size=1).map(tuple),
+)
+def test_more_bytes_never_take_less_time(group, collective, small, large, algorithms):
+    small, large = sorted((small, large))
+    times = [
+        fastest(FABRIC, group, collective, size, algorithms=algorithms).ms(size)
+        for size in (small, large)
+    ]
+
+    assert 0.0 <= times[0] <= times[1]
+
+
+@given(group=groups, collective=st.sampled_from(COLLECTIVES), size=sizes)
+def test_the_line_of_one_size_never_understates_another(group, collective, size):
+    line = fastest(FABRIC, group, collective, size)
+
+    for other in (1, 2**10, 2**20, 2**30, 2**40):
+        best = fastest(FABRIC, group, collective, other).ms(other)
+        assert line.ms(other) >= best * (1 - 1e-12)
+
+
+@given(group=groups)
+def test_large_buffers_run_at_the_bandwidth_of_the_narrowest_link(group):
+    size = 10**15
+    n, nodes = group.size, group.num_nodes
+    rate = 1e9 if nodes == 1 else min(1e9, 0.25e9 * group.ranks_per_node)
+
+    found = fastest(FABRIC, group, "all_gather", size).ms(size)
+
+    assert found == pytest.approx(1e3 * size * (n - 1) / n / rate, rel=1e-3)
+
+
+@given(group=groups)
+def test_an_all_reduce_by_rings_is_a_reduce_scatter_and_an_all_gather(group):
+    parts = [
+        affine_cost(FABRIC, group, c, "ring") for c in ("reduce_scatter", "all_gather")
+    ]
+    whole = affine_cost(FABRIC, group, "all_reduce", "ring")
+    base = FABRIC.base_latency_ms if group.size > 1 else 0.0
+
+    assert whole.latency_ms == sum(part.latency_ms for part in parts) - base
+    assert whole.ms_per_byte == pytest.approx(sum(part.ms_per_byte for part in parts))
+
+
+def test_wrong_names_and_sizes_are_errors():
+    group = Group(ranks_per_node=2, num_nodes=1)
+
+    with pytest.raises(ValueError, match=r"`collective` must be .* got 'gather'"):
+        affine_cost(FABRIC, group, "gather", "ring")
+    with pytest.raises(ValueError, match=r"`algorithm` must be .* got 'star'"):
+        affine_cost(FABRIC, group, "all_gather", "star")
+    with pytest.raises(ValueError, match="`nbytes` must not be negative, got -1"):
+        fastest(FABRIC, group, "all_gather", -1)
+    with pytest.raises(ValueError, match="`algorithms` must name at least one"):
+        fastest(FABRIC, group, "all_gather", 1, algorithms=())
+    with pytest.raises(ValueError, match="must be at least 1, got 0 and 1"):
+        Group(ranks_per_node=0, num_nodes=1)
+    with pytest.raises(ValueError, match="`inter_bandwidth_bytes_per_s` must be"):
+        Fabric(
+            base_latency_ms=0.0,
+            intra_latency_ms=0.0,
+            inter_latency_ms=0.0,
+            intra_bandwidth_bytes_per_s=1.0,
+            inter_bandwidth_bytes_per_s=0.0,
+        )

@@ -1,0 +1,334 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from solvers import fsdp
+from solvers.collectives import AffineCost
+from solvers.fsdp import (
+    FsdpChoice,
+    FsdpModule,
+    FsdpProblem,
+    estimate,
+    lowest_peak,
+    owner_of_shared,
+)
+from solvers.fsdp import schedule as schedule_of
+from solvers.sac import Breakpoint, SacProblem, Unit
+from solvers.solution import Termination
+from tests.solvers.fsdp_cases import MIB, every_choice, fsdp_problems, layers
+
+few = settings(max_examples=25, deadline=None)
+
+
+def solve(problem, **options):
+    return fsdp.solve(problem, relative_gap=0.0, **options)
+
+
+def _best(problem, allowed=lambda choice: True):
+    """Least time within the budget, and least peak, of all choices."""
+    found = [
+        (fsdp.predicted(problem, choice).total_ms, fsdp.live(problem, choice).max())
+        for choice in every_choice(problem)
+        if allowed(choice)
+    ]
+    fitting = [time for time, peak in found if peak <= problem.sac.budget_bytes]
+    return min(fitting, default=None), min((peak for _, peak in found), default=None)
+
+
+def _check(problem, found, allowed=lambda choice: True):
+    least_ms, _ = _best(problem, allowed)
+    if least_ms is None:
+        assert found.termination is Termination.INFEASIBLE
+        return
+    assert found.termination is Termination.OPTIMAL
+    assert found.objective_ms == least_ms
+    assert found.bound_ms == pytest.approx(least_ms, abs=1e-6)
+    assert found.predicted_peak_bytes <= problem.sac.budget_bytes
+    assert allowed(found.choice)
+    assert not fsdp.broken_rules(problem, found.choice)
+
+
+def _two_units(budget=100 * MIB):
+    """A root of 1 MiB around two parts of 2 and 3 MiB; positions count by hand.
+
+    0 root's instant, 1-3 and 4-6 its parts, 7 its end; 8 the loss; 9 the root again,
+    10-12 the second part, 13-15 the first, 16 the root's end; 17 the optimizer.
+    """
+    modules = tuple(
+        FsdpModule(
+            fqn=fqn,
+            parent=parent,
+            forward=forward,
+            backward=backward,
+            gather_bytes=size * MIB,
+            grad_bytes=size * MIB,
+            reduce_bytes=size * MIB,
+            dtype="bfloat16",
+        )
+        for fqn, parent, forward, backward, size in (
+            ("", None, (0, 8), (9, 17), 1),
+            ("a", 0, (1, 4), (13, 16), 2),
+            ("b", 0, (4, 7), (10, 13), 3),
+        )
+    )
+    saves = Unit(
+        fqn="a",
+        parent=None,
+        points=(Breakpoint(ratio=1.0, freed_bytes=4 * MIB, recompute_ms=5.0),),
+        freed_from=4,
+        freed_until=13,
+        working=(),
+    )
+    return FsdpProblem(
+        modules=modules,
+        sac=SacProblem(
+            units=(saves,), base_bytes=(10 * MIB,) * 18, budget_bytes=budget
+        ),
+        inside=(frozenset(),),
+        rerun_at=(13,),
+        compute_ms=tuple(2.0 if q in (2, 5, 11, 14) else 0.0 for q in range(18)),
+        gather=AffineCost(latency_ms=1.0, ms_per_byte=1.0 / MIB),
+        reduce=AffineCost(latency_ms=0.0, ms_per_byte=1.0 / MIB),
+    )
+
+
+BOTH = FsdpChoice(units=(True, True, True), reshard=(False, True, True), points=(None,))
+
+
+def test_memory_by_hand():
+    live = fsdp.live(_two_units(), BOTH) / MIB - 10
+
+    assert live.tolist() == [
+        1 + 1,  # the root and its buffer
+        *[1 + 2 + 2] * 3,  # the root, part a and its buffer
+        *[1 + 3 + 3] * 3,
+        1 + 3,  # the last buffer is there until the root ends
+        1,  # the loss: the root stays
+        1 + 1,  # the root's gradient counts from the beginning of its backward
+        1 + 1 + 3 + 3 + 3,  # part b, its gradients, and its buffer at its instant
+        1 + 1 + 3 + 3 + 2,  # and the buffer of part a
+        1 + 1 + 3 + 3 + 2 + 3,  # what b reduces
+        1 + 1 + 2 + 2 + 2 + 3,
+        1 + 1 + 2 + 2 + 3,
+        1 + 1 + 2 + 2 + 2,  # what a reduces
+        1 + 1 + 1,  # what the root reduces
+        0,
+    ]
+
+
+def test_time_by_hand():
+    found = estimate(_two_units(), BOTH)
+
+    # Forward: gathers of 2, 3 and 4 ms beside 0, 2 and 2 ms of compute: 2 + 3 + 4 + 2.
+    # Backward: 4 + max(2, 3) + max(2, 3) + 2 + 1, all of it collectives.
+    assert found.step.compute_ms == 8.0
+    assert found.step.exposed_forward_ms == 2 + 3 + 2
+    assert found.step.exposed_backward_ms == 4 + 1 + 1 + 2 + 1
+    assert found.objective_ms == 8.0 + 7.0 + 9.0
+    assert found.simulated.total_ms <= found.objective_ms
+
+
+def test_recomputation_hides_the_next_gather():
+    problem = _two_units()
+    alone = replace(BOTH, points=(0,))
+    plain = estimate(problem, BOTH).objective_ms
+
+    # 5 ms of recomputation in part a, whose backward waits 1 ms for what b reduces.
+    assert estimate(problem, alone).objective_ms == plain + 5.0 - 1.0
+
+
+def test_ample_memory_leaves_nothing_to_reshard_or_to_recompute():
+    found = solve(_two_units())
+
+    assert not any(found.choice.reshard)
+    assert found.choice.points == (None,)
+
+
+def test_a_budget_that_nothing_fits_is_an_outcome():
+    problem = _two_units(budget=5 * MIB)
+    found, floor = solve(problem), lowest_peak(problem)
+
+    assert found.termination is Termination.INFEASIBLE
+    assert found.choice is None and found.bound_ms is None
+    assert floor.termination is Termination.OPTIMAL
+    assert floor.predicted_peak_bytes == _best(problem)[1]
+
+
+@few
+@given(problem=fsdp_problems())
+def test_matches_trying_every_choice(problem):
+    _check(problem, solve(problem))
+
+
+@few
+@given(problem=fsdp_problems(most=4, replicas=True))
+def test_matches_trying_every_choice_with_replicas(problem):
+    _check(problem, solve(problem))
+
+
+@settings(max_examples=8, deadline=None)
+@given(problem=fsdp_problems(most=4))
+def test_cbc_agrees(problem):
+    _check(problem, solve(problem, backend="cbc"))
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(problem=fsdp_problems(most=8))
+def test_matches_trying_every_choice_of_eight_modules(problem):
+    _check(problem, solve(problem))
+
+
+@few
+@given(problem=fsdp_problems(most=4))
+def test_the_least_peak_is_that_of_every_choice(problem):
+    least = _best(problem)[1]
+    if least is not None:
+        found = lowest_peak(problem)
+
+        assert found.predicted_peak_bytes == least
+        assert found.termination is Termination.OPTIMAL
+
+
+@few
+@given(problem=fsdp_problems(kinds=True))
+def test_equal_modules_are_alike_and_the_bound_holds_for_that(problem):
+    found, least_ms = solve(problem), _best(problem)[0]
+
+    if least_ms is None:
+        assert found.termination is Termination.INFEASIBLE
+        return
+    assert found.bound_ms <= least_ms + 1e-6
+    assert found.objective_ms >= least_ms
+    assert not fsdp.broken_rules(problem, found.choice)
+    assert found.predicted_peak_bytes <= problem.sac.budget_bytes
+
+
+@few
+@given(problem=fsdp_problems(), data=st.data())
+def test_what_the_user_fixes_stays(problem, data):
+    choices = list(every_choice(problem))
+    if not choices:
+        return
+    fixed = data.draw(st.sampled_from(choices))
+    units = [m for m, unit in enumerate(fixed.units) if unit and m]
+
+    def same_units(choice):
+        return choice.units == fixed.units
+
+    def same_points(choice):
+        return choice.points == fixed.points
+
+    def all_the_same(choice):
+        return choice == fixed
+
+    _check(problem, solve(problem, fixed_units=units), same_units)
+    _check(problem, solve(problem, fixed_points=fixed.points), same_points)
+    everything = solve(
+        problem,
+        fixed_units=units,
+        fixed_points=fixed.points,
+        fixed_reshard={m: fixed.reshard[m] for m in units},
+    )
+    _check(problem, everything, all_the_same)
+    if everything.choice is not None:
+        assert estimate(problem, fixed).objective_ms == everything.objective_ms
+
+
+@few
+@given(problem=fsdp_problems(most=4), more=st.integers(0, 10))
+def test_more_memory_never_takes_longer(problem, more):
+    tight = solve(problem)
+    larger = problem.with_budget(problem.sac.budget_bytes + more * MIB)
+
+    if tight.objective_ms is not None:
+        assert solve(larger).objective_ms <= tight.objective_ms
+
+
+def test_choices_that_break_rules_are_errors():
+    problem = replace(_two_units(), inside=(frozenset({1}),))
+    around = replace(BOTH, points=(0,))
+    mixed = replace(
+        problem,
+        modules=(*problem.modules[:2], replace(problem.modules[2], dtype="float32")),
+    )
+    whole = FsdpChoice(units=(True, False, False), reshard=(False,) * 3, points=(None,))
+
+    with pytest.raises(ValueError, match="AC unit 'a' lies around the FSDP unit 'a'"):
+        estimate(problem, around)
+    with pytest.raises(ValueError, match=r"gather parameters of \['bfloat16', 'flo"):
+        estimate(mixed, whole)
+    with pytest.raises(ValueError, match="`fixed_units` breaks rules"):
+        solve(mixed, fixed_units=())
+    with pytest.raises(ValueError, match="`fixed_units` must name modules below 3"):
+        solve(problem, fixed_units=[7])
+    with pytest.raises(ValueError, match="names the root, which does not reshard"):
+        solve(problem, fixed_reshard={0: True})
+    with pytest.raises(ValueError, match="`fixed_points` of 'a' must be below 1"):
+        solve(problem, fixed_points=(3,))
+    with pytest.raises(ValueError, match="entry for each of 1 AC units, got 2"):
+        solve(problem, fixed_points=(None, None))
+
+
+def test_a_shared_parameter_belongs_to_the_innermost_module_around_its_holders():
+    # 0 around 1 (around 2 and 3) and 4.
+    parents = (None, 0, 1, 1, 0)
+
+    assert owner_of_shared(parents, [2, 3]) == (1, {2, 3})
+    assert owner_of_shared(parents, [2, 4]) == (0, {1, 2, 4})
+    assert owner_of_shared(parents, [1, 3]) == (1, {3})
+    assert owner_of_shared(parents, [3]) == (3, frozenset())
+    with pytest.raises(ValueError, match="`holders` must name at least one"):
+        owner_of_shared(parents, [])
+
+
+def test_small_modules_are_no_candidates_if_asked():
+    problem = _two_units()
+
+    assert fsdp.candidates(problem) == [0, 1, 2]
+    assert fsdp.candidates(problem, least_unit_bytes=3 * MIB) == [0, 2]
+    found = solve(problem, least_unit_bytes=4 * MIB)
+    assert found.choice.units == (True, False, False)
+
+
+def test_problems_that_are_out_of_order_are_errors():
+    problem = _two_units()
+    root, a, b = problem.modules
+
+    with pytest.raises(ValueError, match="must begin with the root"):
+        replace(problem, modules=(a, b))
+    with pytest.raises(ValueError, match="`forward` of 'a' must lie within"):
+        replace(problem, modules=(root, replace(a, forward=(0, 3)), b))
+    with pytest.raises(ValueError, match=r"`backward` of 'b' and 'a' overlap"):
+        replace(problem, modules=(root, replace(a, backward=(12, 15)), b))
+    with pytest.raises(ValueError, match="`rerun_at` must lie in backward, got 2"):
+        replace(problem, rerun_at=(2,))
+    with pytest.raises(ValueError, match="time for each of the 18 positions, got 1"):
+        replace(problem, compute_ms=(1.0,))
+
+
+@pytest.mark.parametrize("budget_gib", [40, 60, 90])
+def test_many_equal_layers_are_solved_with_few_rows(budget_gib):
+    problem = layers(48, budget_bytes=budget_gib * 2**30)
+
+    found = fsdp.solve(problem, relative_gap=5e-3)
+
+    assert found.termination is Termination.OPTIMAL
+    assert found.gap <= 5e-3
+    assert found.predicted_peak_bytes <= problem.sac.budget_bytes
+    assert found.simulated.total_ms <= found.objective_ms * (1 + 1e-9)
+    by_hand = [m for m, module in enumerate(problem.modules) if module.parent == 0]
+    fixed = fsdp.solve(problem, fixed_units=by_hand, relative_gap=5e-3)
+    if fixed.objective_ms is not None:
+        assert found.objective_ms <= fixed.objective_ms * (1 + 5e-3)
+
+
+def test_a_schedule_has_the_compute_of_the_step():
+    problem = _two_units()
+    found = schedule_of(problem, replace(BOTH, points=(0,)))
+
+    forward = sum(ms for _, ms in found.forward)
+    backward = sum(event.compute_ms for event in found.backward)
+    assert (forward, backward, found.rest_ms) == (4.0, 9.0, 0.0)
