@@ -1,5 +1,6 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
+from autosac.analyzing import GraphInfo, graph_info
 from autosac.devices import DeviceSpec
 from autosac.errors import (
     AutosacError,
@@ -18,6 +19,7 @@ from autosac.verifying import Verification, verify
 __all__ = [
     "AutosacError",
     "DeviceSpec",
+    "GraphInfo",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
     "Plan",
@@ -29,6 +31,7 @@ __all__ = [
     "Verification",
     "calibrate",
     "floor",
+    "graph_info",
     "plan",
     "policy",
     "profile",
