@@ -11,6 +11,12 @@ from autosac.errors import (
 )
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
+from autosac.preceding import (
+    Checkpointed,
+    is_checkpointing,
+    is_recomputing,
+    pipeline_checkpoint,
+)
 from autosac.profiling import Profile, calibrate, profile
 from autosac.stepping import OptimizerInBackward
 from autosac.sweeping import Sweep, sweep
@@ -18,6 +24,7 @@ from autosac.verifying import Verification, verify
 
 __all__ = [
     "AutosacError",
+    "Checkpointed",
     "DeviceSpec",
     "GraphInfo",
     "InfeasibleBudgetError",
@@ -32,6 +39,9 @@ __all__ = [
     "calibrate",
     "floor",
     "graph_info",
+    "is_checkpointing",
+    "is_recomputing",
+    "pipeline_checkpoint",
     "plan",
     "policy",
     "profile",
