@@ -213,7 +213,7 @@ class Call:
                 continue
             seen.add(node)
             if node.name().endswith("AccumulateGrad"):
-                is_known = id(node.variable) in leaves
+                is_known = id(getattr(node, "variable", None)) in leaves
             else:
                 is_known = _compat.sequence_nr(node) >= first
             if not is_known:
