@@ -47,7 +47,9 @@ class ModuleInfo:
         fwd_flop: Floating point operations of its forward ops (PyTorch's formulas,
             ``torch.utils.flop_counter``: products and convolutions only).
         bwd_flop: Those of the backward ops that differentiate them; what is
-            recomputed under a checkpoint of the module's own is among them.
+            recomputed under a checkpoint of the module's own is among them. What is
+            inside a reentrant checkpoint or `pipeline_checkpoint` has no graph in
+            forward: all of its backward counts for modules around that.
         fwd_mem_in: Bytes that autograd saves in a call and that existed before this
             call: its inputs, and tensors that it reaches in other ways. What counts as
             `fwd_mem_tmp` of another call does not count again.

@@ -1,4 +1,9 @@
-"""One call of a function that runs without a graph and is recomputed with one."""
+"""One call of a function that keeps nothing for backward and is recomputed for it.
+
+The first run has gradients enabled, as a plain call has: kernels and models may do
+otherwise without. But autograd is kept from saving anything, and the graph goes as soon
+as it has told which results require gradients and which tensors it reads.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +26,14 @@ from autosac.surroundings import Surroundings
 
 RECOMPUTATION = "autosac::recompute"  # of its range in a profile
 _Versions = list[int]
-_Layout = tuple[torch.Size, torch.dtype, torch.device]
+_Layout = tuple[torch.Size, torch.dtype, torch.device, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
     """How nested values are put together from tensors, each of which counts once.
+
+    Equal for values of the same containers, plain values and order of tensors.
 
     Attributes:
         spec: The containers.
@@ -109,7 +116,6 @@ class Call:
     ) -> None:
         self.fn = fn
         self.preserve_rng = preserve_rng
-        self.arguments: Any = (args, kwargs)
         self.structure, self.tensors = _take_apart((args, kwargs), "an argument")
         self.reached = reached(fn)
         self.parameters = self.reached.parameters()
@@ -129,8 +135,8 @@ class Call:
         self.begin = Moment(devices)
         self.devices = devices
         versions, drawn = _versions(self.tensors), random_numbers()
-        args, kwargs = self.arguments
-        output = self.fn(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(_drop, _refuse_backward):
+            _, outputs, self.results = self._run(self.tensors)
         self.surroundings.finish()
         if random_numbers() != drawn:
             raise RuntimeError(
@@ -139,10 +145,32 @@ class Call:
             )
         self._refuse_changed(versions)
         self.fixed_versions = _versions(self.fixed)
-        self.results, tensors = _take_apart(output, "the result")
-        self.layouts = [_layout(tensor) for tensor in tensors]
+        self.layouts = [_layout(tensor) for tensor in outputs]
         # Detached: an argument or a buffer that is handed on becomes another tensor.
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple(tensor.detach() for tensor in outputs)
+
+    def _run(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], _Structure]:
+        """Leaves that stand for the arguments' tensors, results, and their structure.
+
+        Raises:
+            RuntimeError: It changes a container, or reads tensors that nobody knows.
+        """
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        first = _compat.next_sequence_nr()
+        with torch.enable_grad():
+            arguments = self.structure.fill(inputs)
+            before, _ = _take_apart(arguments, "an argument")
+            output = self.fn(*arguments[0], **arguments[1])
+        if _take_apart(arguments, "an argument")[0] != before:
+            raise RuntimeError(
+                "`pipeline_checkpoint`: the function changes a list or dict that it is"
+                " given, and would do that again; let it change a copy."
+            )
+        structure, outputs = _take_apart(output, "the result")
+        self._refuse_unknown(outputs, inputs, first)
+        return inputs, outputs, structure
 
     def _refuse_changed(self, versions: _Versions) -> None:
         for place, (before, now) in enumerate(
@@ -159,7 +187,11 @@ class Call:
     def leave_to(self, node: Any) -> None:
         """Let go of the tensors, which an autograd function keeps from here on."""
         self.node = weakref.ref(node)
-        self.arguments, self.tensors = None, []
+        self.tensors = []
+
+    def has_no_gradient(self) -> list[bool]:
+        """Which results require none."""
+        return [not requires_grad for *_, requires_grad in self.layouts]
 
     def output(self, results: Sequence[torch.Tensor]) -> Any:
         """The function's result, put together from tensors."""
@@ -180,23 +212,14 @@ class Call:
                 " step the optimizer after the last backward pass."
             )
         self.begin.wait([*saved, *self.fixed, *self.surroundings.tensors()])
-        inputs = [t.detach().requires_grad_(t.requires_grad) for t in saved]
-        first = _compat.next_sequence_nr()
-        with (
-            record_function(RECOMPUTATION),
-            torch.enable_grad(),
-            self.surroundings.again(),
-        ):
-            args, kwargs = self.structure.fill(inputs)
-            output = self.fn(*args, **kwargs)
-        results, outputs = _take_apart(output, "the result")
+        with record_function(RECOMPUTATION), self.surroundings.again():
+            inputs, outputs, results = self._run(saved)
         if results != self.results or list(map(_layout, outputs)) != self.layouts:
             raise RuntimeError(
                 "`pipeline_checkpoint`: the function returned other shapes, types or"
                 " values when it was recomputed than in forward: it depends on"
                 " something that changed in between. Pass that as an argument."
             )
-        self._refuse_unknown(outputs, inputs, first)
         self.graph = _Graph(inputs, outputs, Moment(self.devices))
 
     def _refuse_unknown(
@@ -263,7 +286,18 @@ def _versions(tensors: Iterable[torch.Tensor]) -> _Versions:
 
 
 def _layout(tensor: torch.Tensor) -> _Layout:
-    return tensor.shape, tensor.dtype, tensor.device
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Saves nothing."""
+
+
+def _refuse_backward(_: None) -> torch.Tensor:
+    raise RuntimeError(
+        "`pipeline_checkpoint`: the function goes backward inside its own forward pass,"
+        " which keeps nothing for that; leave that part out of it."
+    )
 
 
 def _refuse_hooks(tensors: Iterable[torch.Tensor]) -> None:

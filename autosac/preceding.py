@@ -3,7 +3,7 @@
 A stage of a pipeline sends its output on and then waits for the gradient. Ordinary
 checkpointing recomputes the stage after that gradient has come; here it is recomputed
 while it is awaited. A pair of autograd functions does it: `_Checkpoint` runs forward
-without a graph, and `_Recompute`, which lies after whatever waits, makes it again.
+and keeps no graph; `_Recompute`, which lies after whatever waits, makes it again.
 
 The idea is that of torchgpipe (Kim et al. 2020, "torchgpipe: On-the-fly Pipeline
 Parallelism for Training Giant Models", section 3.3).
@@ -72,7 +72,8 @@ class Checkpointed:
         """Recompute now, on the current stream; backward then does it no more.
 
         Called between forward and backward, best while the gradient is awaited. A
-        second call does nothing, nor does one when nothing is to be recomputed.
+        second call does nothing, nor does one when nothing is to be recomputed. No
+        other thread may run the same modules or draw random numbers meanwhile.
 
         Raises:
             RuntimeError: The function cannot be recomputed as it ran: an input, a
@@ -113,8 +114,8 @@ def pipeline_checkpoint(
 ) -> Checkpointed:
     """Call a stage of a pipeline without keeping activations for its backward.
 
-    ``fn(*args, **kwargs)`` runs without a graph. `Checkpointed.recompute` runs it again
-    with one; where nobody calls that, backward does. The second run finds random
+    ``fn(*args, **kwargs)`` runs and leaves no graph. `Checkpointed.recompute` runs it
+    again for one; where nobody calls that, backward does. The second run finds random
     states, autocast, buffers and plain attributes of modules as the first one did and
     leaves them as it finds them, so that gradients, buffers and random streams are bit
     for bit those of a plain call. (Gradients of a tensor that ``fn`` uses several times
@@ -132,16 +133,15 @@ def pipeline_checkpoint(
         kwargs: Like ``args``.
 
     Returns:
-        The output and the means to recompute early. Floating-point and complex outputs
-        require gradients; others do not.
+        The output and the means to recompute early.
 
     Raises:
         TypeError: An argument or result is neither tensor nor plain value.
-        RuntimeError: It was called inside itself; or ``fn`` changes an argument in
-            place, draws from Python's or NumPy's random numbers, or reads a parameter
-            with a hook, which would run twice. At recomputation: `fn` depends on what
-            has changed in between, or reads a tensor that requires a gradient and was
-            not found. Each says what to do.
+        RuntimeError: It was called inside itself; or ``fn`` changes an argument,
+            draws from Python's or NumPy's random numbers, goes backward by itself,
+            reads a parameter with a gradient hook, which would run twice, or a tensor
+            that requires a gradient and was not found. At recomputation: ``fn`` depends
+            on what has changed in between. Each says what to do.
     """
     if _state.checkpointing or _state.recomputing:
         raise RuntimeError(_NESTED)
@@ -157,12 +157,13 @@ def _recompute(call: Call) -> None:
     with call.lock:
         node = None if call.node is None else call.node()
         if node is not None and call.graph is None:
+            saved = node.saved_tensors  # an outer checkpoint may rerun all this for it
             with _doing("recomputing"):
-                call.recompute(node.saved_tensors)
+                call.recompute(saved)
 
 
 class _Checkpoint(torch.autograd.Function):
-    """Runs a call without a graph; goes backward through the recomputed one."""
+    """Runs a call and keeps no graph; goes backward through the recomputed one."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Any:
@@ -172,9 +173,8 @@ class _Checkpoint(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[: len(call.tensors)])
         call.leave_to(ctx)
-        ctx.mark_non_differentiable(
-            *(t for t in results if not (t.is_floating_point() or t.is_complex()))
-        )
+        without = zip(results, call.has_no_gradient(), strict=True)
+        ctx.mark_non_differentiable(*(t for t, has_none in without if has_none))
         return results
 
     @staticmethod

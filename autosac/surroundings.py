@@ -30,7 +30,7 @@ class Surroundings:
         *,
         preserve_rng: bool,
     ) -> None:
-        self.devices = [device for device in devices if device.type != "cpu"]
+        self.devices = [d for d in devices if d.type not in ("cpu", "meta")]
         self.autocast = [
             _autocast(kind) for kind in {"cpu", *(d.type for d in self.devices)}
         ]
