@@ -1,4 +1,5 @@
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -229,6 +230,18 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(name, one_thread):
     found = {one.fqn: (one.fwd_mem_in, one.fwd_mem_tmp) for one in info.modules}
     assert found == {fqn: truth[fqn] for fqn in found}
     assert sum(map(sum, found.values())) > 0
+
+
+def test_a_leaf_has_the_same_figures_inside_a_model_and_alone(one_thread):
+    leaves = [nn.Linear(24, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 24)]
+    x = rows()
+    inside = autosac.graph_info(nn.Sequential(*leaves), x)
+
+    for place, leaf in enumerate(leaves):
+        alone = autosac.graph_info(leaf, x).total
+        x = leaf(x).detach().requires_grad_()
+        named = replace(alone, fqn=f"{place}", depth=1)
+        assert inside[f"{place}"] == named
 
 
 def test_flops_are_those_that_pytorch_counts_in_a_real_step(one_thread):
