@@ -1,5 +1,6 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
+from autosac.analyzing import GraphInfo, graph_info
 from autosac.cluster_timing import calibrate_cluster
 from autosac.clusters import ClusterSpec
 from autosac.devices import DeviceSpec
@@ -12,6 +13,12 @@ from autosac.errors import (
 )
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
+from autosac.preceding import (
+    Checkpointed,
+    is_checkpointing,
+    is_recomputing,
+    pipeline_checkpoint,
+)
 from autosac.profiling import Profile, calibrate, profile
 from autosac.stepping import OptimizerInBackward
 from autosac.sweeping import Sweep, sweep
@@ -19,8 +26,10 @@ from autosac.verifying import Verification, verify
 
 __all__ = [
     "AutosacError",
+    "Checkpointed",
     "ClusterSpec",
     "DeviceSpec",
+    "GraphInfo",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
     "Plan",
@@ -33,6 +42,10 @@ __all__ = [
     "calibrate",
     "calibrate_cluster",
     "floor",
+    "graph_info",
+    "is_checkpointing",
+    "is_recomputing",
+    "pipeline_checkpoint",
     "plan",
     "policy",
     "profile",

@@ -331,8 +331,11 @@ def held_by_engine_only(gradient: torch.Tensor) -> bool:
 def current_node_sequence_nr() -> int | None:
     """Sequence number of the autograd node that runs now, None outside backward."""
     node = torch._C._current_autograd_node()
-    if node is None:
-        return None
+    return None if node is None else sequence_nr(node)
+
+
+def sequence_nr(node: Any) -> int:
+    """Number of an autograd node, in the order in which its thread made them."""
     return int(node._sequence_nr())
 
 

@@ -278,7 +278,7 @@ def _forward(tape: Tape, op_ms: Sequence[float]) -> dict[int, _Forward]:
         figures = found[call.module]
         figures.calls.append(call)
         figures.exit = max(figures.exit, call.exit)
-    open_calls = _OpenCalls(tape.calls)
+    open_calls = OpenCalls(tape.calls)
     for op, ms in zip(tape.ops, op_ms, strict=True):
         for call in open_calls.at(op.start):
             found[call.module].ms += ms
@@ -293,7 +293,7 @@ def _forward(tape: Tape, op_ms: Sequence[float]) -> dict[int, _Forward]:
     return dict(found)
 
 
-class _OpenCalls:
+class OpenCalls:
     """Finds the module calls that are open at a tick."""
 
     def __init__(self, calls: Sequence[ModuleCall]) -> None:
