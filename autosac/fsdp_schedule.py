@@ -1,0 +1,147 @@
+"""When in a step the hooks of FSDP2 run, read off the tape.
+
+Forward hooks run around a module's call. The hook before backward is one of the
+module's outputs: it runs just before the first autograd node inside the module does.
+The hook after backward is an autograd node of its own, made as the module is entered
+and due when all nodes inside are done; where no argument of the module requires a
+gradient, there is no such node, and what it does is done when backward is over.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_state.py and _fsdp_param_group.py of
+torch 2.15 (`_register_pre_backward_hook`, `RegisterPostBackwardFunction`,
+`_root_post_backward_final_callback`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from autosac.tape import IntArray, ModuleCall, Tape
+
+_NEVER = np.iinfo(np.int64).max
+
+
+class Hook(IntEnum):
+    """What runs; at the same tick in this order."""
+
+    POST_FORWARD = 0
+    PRE_FORWARD = 1
+    POST_BACKWARD = 2
+    PRE_BACKWARD = 3
+    FINAL = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """Ticks after which the hooks of one module run.
+
+    Attributes:
+        pre_forward: Before its forward.
+        post_forward: After it.
+        pre_backward: Before its backward; None if its output gets no gradient.
+        post_backward: After it; None if that waits for the end of backward.
+    """
+
+    pre_forward: int
+    post_forward: int
+    pre_backward: int | None
+    post_backward: int | None
+
+
+class Schedule:
+    """Places of hooks on a tape.
+
+    Args:
+        tape: The traced step.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.final = tape.phases["finish"]
+        self._calls: dict[int, list[ModuleCall]] = {}
+        for call in tape.calls:
+            self._calls.setdefault(call.module, []).append(call)
+        self._packed = [saved.packed for saved in tape.saved]
+        self._unpacked: IntArray = np.array(
+            [_NEVER if s.unpacked is None else s.unpacked for s in tape.saved],
+            dtype=np.int64,
+        )
+        starts = [op.start for op in tape.ops if op.phase == "backward"]
+        read = self._unpacked[self._unpacked < _NEVER].tolist()
+        self._events = sorted({*starts, *read})
+        self._first, self._last = self._backward_spans()
+        self._found: dict[int, Hooks | None] = {}
+
+    def hooks(self, module: int) -> Hooks | None:
+        """Where the hooks of a module run, None if it is never called.
+
+        Raises:
+            NotImplementedError: It is called several times, or in backward.
+        """
+        if module not in self._found:
+            self._found[module] = self._find(module)
+        return self._found[module]
+
+    def call(self, module: int) -> ModuleCall | None:
+        """The only call of a module, None if there is none."""
+        calls = self._calls.get(module, [])
+        if not calls:
+            return None
+        fqn = self.tape.modules[module].fqn
+        if len(calls) > 1:
+            raise NotImplementedError(
+                f"FSDP unit `{fqn}` is called {len(calls)} times in a step, which is"
+                " not modelled; make a module around all its calls the unit."
+            )
+        if calls[0].phase != "forward":
+            raise NotImplementedError(
+                f"FSDP unit `{fqn}` runs in {calls[0].phase}, which is not modelled;"
+                " make a module around it the unit."
+            )
+        return calls[0]
+
+    def _find(self, module: int) -> Hooks | None:
+        call = self.call(module)
+        if call is None:
+            return None
+        inside = slice(
+            bisect_left(self._packed, call.enter),
+            bisect_right(self._packed, call.exit),
+        )
+        read = self._unpacked[inside]
+        read = read[read < _NEVER]
+        first, last = int(self._first[module]), int(self._last[module])
+        if len(read):
+            first, last = min(first, int(read.min())), max(last, int(read.max()))
+        before = after = None
+        if call.gives_gradients and first < _NEVER:
+            before = first - 1
+        if call.takes_gradients and last > 0:
+            place = bisect_right(self._events, last)
+            following = [*self._events[place : place + 1], self.final]
+            after = following[0] - 1
+        return Hooks(
+            pre_forward=call.enter - 1,
+            post_forward=call.exit,
+            pre_backward=before,
+            post_backward=after,
+        )
+
+    def _backward_spans(self) -> tuple[IntArray, IntArray]:
+        """Start of the first and end of the last backward op in each module."""
+        modules = self.tape.modules
+        first = np.full(len(modules), _NEVER, dtype=np.int64)
+        last = np.zeros(len(modules), dtype=np.int64)
+        of_model = self.tape.phases.get("model backward", _NEVER)
+        for op in self.tape.ops:
+            if op.phase == "backward" and op.made >= of_model:
+                first[op.module] = min(first[op.module], op.start)
+                last[op.module] = max(last[op.module], op.end)
+        for module in reversed(range(1, len(modules))):
+            parent = modules[module].parent
+            first[parent] = min(first[parent], first[module])
+            last[parent] = max(last[parent], last[module])
+        return first, last
