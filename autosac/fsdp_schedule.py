@@ -60,7 +60,7 @@ class Schedule:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.final = tape.phases["finish"]
+        self.final = tape.phases["finish"] - 1
         self._calls: dict[int, list[ModuleCall]] = {}
         for call in tape.calls:
             self._calls.setdefault(call.module, []).append(call)
