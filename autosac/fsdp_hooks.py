@@ -155,6 +155,7 @@ class _State:
     unsharded: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     pending: int | None = None  # gathered, and not yet copied out
+    late: int | None = None
     all_reduced: int | None = None
     place: int | None = None  # in the order in which forward hooks ended
     is_done: bool = False
@@ -222,6 +223,9 @@ class Replay:
 
     def pre_backward(self, state: _State) -> None:
         """Gather what is not there, and begin to gather for the next unit."""
+        hooks = state.group.hooks
+        if hooks is not None and hooks.late_bytes and hooks.post_backward is not None:
+            state.late = self._allocate(hooks.late_bytes, "activation")
         if not state.unsharded:
             self._unshard(state)
             gathered = self._copy_out(state)
@@ -238,6 +242,7 @@ class Replay:
         self._free(self.reduced)
         self.reduced = None
         if not group.gradients:
+            self._free(state.late)
             return
         degree = self.sharding.shard_degree
         self.reduced = self._allocate(group.reduced_bytes, "reduce-scatter buffer")
@@ -254,6 +259,7 @@ class Replay:
                 state.all_reduced = output
             else:
                 self._free(output)
+        self._free(state.late)
 
     def final(self) -> None:
         """Reduce what is left; drop all buffers."""

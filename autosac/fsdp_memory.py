@@ -204,23 +204,23 @@ class RankSimulator:
         )
 
     def _run_hooks(self, replay: Replay) -> None:
-        events: list[tuple[int, Hook, int, int]] = [
-            (self.schedule.final, Hook.FINAL, 0, 0)
+        events: list[tuple[int, Hook, int, int, int]] = [
+            (self.schedule.final, Hook.FINAL, 0, 0, 0)
         ]
         for i, state in enumerate(replay.states):
             hooks = state.group.hooks
             if hooks is None:
                 continue
-            events.append((hooks.pre_forward, Hook.PRE_FORWARD, 0, i))
-            events.append((hooks.post_forward, Hook.POST_FORWARD, 0, i))
-            # Inner modules end backward first, and begin it last.
-            if hooks.post_backward is not None:
-                enter = hooks.pre_forward
-                events.append((hooks.post_backward, Hook.POST_BACKWARD, -enter, i))
-            if hooks.pre_backward is not None:
-                leave = hooks.post_forward
-                events.append((hooks.pre_backward, Hook.PRE_BACKWARD, -leave, i))
-        for tick, hook, _, i in sorted(events):
+            enter, leave = hooks.pre_forward, hooks.post_forward
+            events.append((enter, Hook.PRE_FORWARD, 0, 0, i))
+            events.append((leave, Hook.POST_FORWARD, 0, 0, i))
+            # Inner modules end backward first. They begin it last, but where both have
+            # one output: then theirs is its first hook.
+            if (tick := hooks.post_backward) is not None:
+                events.append((tick, Hook.POST_BACKWARD, -enter, 0, i))
+            if (tick := hooks.pre_backward) is not None:
+                events.append((tick, Hook.PRE_BACKWARD, -hooks.last_op, leave, i))
+        for tick, hook, _, _, i in sorted(events):
             replay.at(tick * self.simulator.span)
             state = replay.states[i]
             if hook == Hook.FINAL:

@@ -16,11 +16,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 
 from autosac.tape import IntArray, ModuleCall, Tape
 
+_SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # how autograd sums gradients
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -43,12 +45,18 @@ class Hooks:
         post_forward: After it.
         pre_backward: Before its backward; None if its output gets no gradient.
         post_backward: After it; None if that waits for the end of backward.
+        last_op: Number of ops of the step until its forward ends. Modules that have it
+            in common pass one output on.
+        late_bytes: Gradients of arguments that other modules take as well and that it
+            sums up itself first: FSDP2's node keeps them apart until it is done.
     """
 
     pre_forward: int
     post_forward: int
     pre_backward: int | None
     post_backward: int | None
+    last_op: int
+    late_bytes: int
 
 
 class Schedule:
@@ -60,10 +68,11 @@ class Schedule:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.final = tape.phases["finish"] - 1
+        self.final = _end_of_backward(tape)
         self._calls: dict[int, list[ModuleCall]] = {}
         for call in tape.calls:
             self._calls.setdefault(call.module, []).append(call)
+        self._op_ends = [op.end for op in tape.ops]
         self._packed = [saved.packed for saved in tape.saved]
         self._unpacked: IntArray = np.array(
             [_NEVER if s.unpacked is None else s.unpacked for s in tape.saved],
@@ -116,6 +125,11 @@ class Schedule:
         first, last = int(self._first[module]), int(self._last[module])
         if len(read):
             first, last = min(first, int(read.min())), max(last, int(read.max()))
+        shared = self._shared_inputs(call)
+        ending = self.tape.ops[bisect_left(self._op_ends, last)] if last else None
+        if shared and ending is not None and ending.name in _SUMS:
+            # The sum with the gradient from elsewhere comes after FSDP2's node.
+            last = ending.start - 1
         before = after = None
         if call.gives_gradients and first < _NEVER:
             before = first - 1
@@ -128,7 +142,36 @@ class Schedule:
             post_forward=call.exit,
             pre_backward=before,
             post_backward=after,
+            last_op=bisect_left(self._op_ends, call.exit),
+            late_bytes=sum(
+                self.tape.storages[s].nbytes for s, inside in shared if inside > 1
+            ),
         )
+
+    def _shared_inputs(self, call: ModuleCall) -> list[tuple[int, int]]:
+        """Arguments that ops outside of a call read too, and how many inside do."""
+        found = []
+        for storage in call.inputs:
+            readers = self._readers.get(storage, [])
+            inside = sum(call.enter < start < call.exit for start in readers)
+            if 0 < inside < len(readers):
+                found.append((storage, inside))
+        return found
+
+    @cached_property
+    def _readers(self) -> dict[int, list[int]]:
+        """Storage of an argument of some module -> starts of forward ops that read it.
+
+        Ops that only look at it in another shape or change it in place do not count.
+        """
+        wanted = {s for calls in self._calls.values() for c in calls for s in c.inputs}
+        found: dict[int, list[int]] = {}
+        for op in self.tape.ops:
+            if op.phase in ("forward", "loss") and not op.is_view:
+                for storage in op.reads:
+                    if storage in wanted and storage not in op.writes:
+                        found.setdefault(storage, []).append(op.start)
+        return found
 
     def _backward_spans(self) -> tuple[IntArray, IntArray]:
         """Start of the first and end of the last backward op in each module."""
@@ -145,3 +188,14 @@ class Schedule:
             first[parent] = min(first[parent], first[module])
             last[parent] = max(last[parent], last[module])
         return first, last
+
+
+def _end_of_backward(tape: Tape) -> int:
+    """Tick after which the callbacks of the autograd engine run.
+
+    Its caller then still holds the gradient that backward began with.
+    """
+    first = next(op for op in tape.ops if op.phase == "backward")
+    last = max(op.end for op in tape.ops if op.phase == "backward")
+    gone = max((tape.storages[s].died for s in first.creates), default=0)
+    return (gone if last < gone < tape.phases["finish"] else tape.phases["finish"]) - 1
