@@ -25,7 +25,7 @@ def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: The mesh has another shape.
     """
-    shape = (sharding.shard_degree,)
+    shape: tuple[int, ...] = (sharding.shard_degree,)
     if sharding.replicate_degree > 1:
         shape = (sharding.replicate_degree, sharding.shard_degree)
     if tuple(mesh.shape) != shape:

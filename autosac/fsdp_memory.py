@@ -10,25 +10,27 @@ sharding runs it. A rank does the same on its own batch, so only this changes:
 AC policies change lifetimes as in `simulating`; reruns find parameters gathered, because
 FSDP2 gathers before the first op of backward of a module that is unit of both kinds.
 
-Per position q of the step, memory is linear in the choice of units. Unit u with
-parameters of P_u bytes in the gathered type, S_u = P_u / degree, reduced gradients of
-G_u bytes, and y_u = 1 if u is a unit, k_u = 1 if u is kept after forward, adds
-    always                                its padded chunks and state;
-    in forward of u                       P_u (parameters) + P_u (all-gather buffer, freed
-                                          when the next unit's has been filled), at entry
-                                          also S_u if it casts;
-    after forward, until backward of u    k_u P_u;
-    backward of the unit before u in      P_u: the buffer of the prefetched all-gather,
-      backward order, if k_u = 0          unless u is kept;
-    in backward of u                      P_u, and its unsharded gradients as they come;
-    at the end of backward of u           G_u (reduce-scatter input) while its gradients
-                                          live, then G_u + G_u / degree; P_u is gone;
-    until the next unit's backward ends   G_u (the input is kept that long);
-    from then on                          its sharded gradients, G_u / degree at least.
-The parameters that no chosen unit holds are the root's: P_root = P - sum_u y_u P_u, with
-k_root = 1 by default and reduction at the end of backward. So a position has a term in
-y_u and one in k_u per unit that is near it; only "the unit before u in backward order"
-couples units. With blocks of one size charge the prefetch to each unit's own backward.
+Per position of the step, memory is linear in the choice of units. Let unit u have P_u
+bytes of parameters in the gathered type and G_u of gradients in the reduced one (both
+padded), y_u = 1 if u is a unit and k_u = 1 if it is kept after forward. It adds
+    always: its chunks P_u / degree (in their own type) and state;
+    in forward of u: 2 P_u, the parameters and the buffer they were gathered in. The
+        buffer goes when the next unit's is full, so at the entry of u it meets that of
+        the unit before; with gloo once more P_u there, with a cast P_u / degree;
+    from then until backward of u: k_u P_u;
+    in backward of the unit after u: (1 - k_u) P_u, the buffer of the prefetch;
+    at the entry of backward of u: (1 - k_u) 2 P_u for an instant;
+    in backward of u: P_u, and its gradients as they are made;
+    at the end of backward of u: G_u for the input of reduce-scatter while the gradients
+        live, then G_u + G_u / degree (with gloo 2 G_u + G_u / degree); P_u is gone;
+    until the end of backward of the unit before u: G_u, an input that is kept;
+    from the end of its backward on: G_u / degree, its sharded gradients.
+Parameters that no chosen unit holds are those of the model itself, P - sum of y_u P_u,
+kept after forward by default and reduced at the very end of backward, with all their
+gradients alive until then. Before and after are meant in the order of forward. So each
+position has one term in y_u and one in k_u for every unit that is near it; where the
+neighbour depends on the choice, charge the prefetch to the unit in whose backward it
+falls, with the size of the largest possible neighbour, and let the simulation correct.
 """
 
 from __future__ import annotations
@@ -111,6 +113,17 @@ class RankSimulator:
     ) -> int:
         """Peak of the rank whose peak is highest, which is the first one."""
         return self.timeline(sharding, chosen).peak_bytes
+
+    def late_bytes(self, sharding: Sharding) -> int:
+        """What a step may take beyond its peak when threads of gloo are slow.
+
+        Each of its two threads may still hold the copy that it has just reduced
+        (`ProcessGroupGloo::runLoop`). 0 on a GPU.
+        """
+        if not self.how.copies:
+            return 0
+        groups = self._shard(sharding).groups
+        return 2 * max(group.reduced_bytes for group in groups)
 
     def timeline(
         self,

@@ -81,7 +81,7 @@ class Schedule:
         starts = [op.start for op in tape.ops if op.phase == "backward"]
         read = self._unpacked[self._unpacked < _NEVER].tolist()
         self._events = sorted({*starts, *read})
-        self._first, self._last = self._backward_spans()
+        self._first, self._last, self._ending = self._backward_spans()
         self._found: dict[int, Hooks | None] = {}
 
     def hooks(self, module: int) -> Hooks | None:
@@ -126,10 +126,10 @@ class Schedule:
         if len(read):
             first, last = min(first, int(read.min())), max(last, int(read.max()))
         shared = self._shared_inputs(call)
-        ending = self.tape.ops[bisect_left(self._op_ends, last)] if last else None
-        if shared and ending is not None and ending.name in _SUMS:
+        ending = int(self._ending[module])
+        if shared and ending >= 0 and self.tape.ops[ending].name in _SUMS:
             # The sum with the gradient from elsewhere comes after FSDP2's node.
-            last = ending.start - 1
+            last = self.tape.ops[ending].start - 1
         before = after = None
         if call.gives_gradients and first < _NEVER:
             before = first - 1
@@ -173,21 +173,28 @@ class Schedule:
                         found.setdefault(storage, []).append(op.start)
         return found
 
-    def _backward_spans(self) -> tuple[IntArray, IntArray]:
-        """Start of the first and end of the last backward op in each module."""
+    def _backward_spans(self) -> tuple[IntArray, IntArray, IntArray]:
+        """For each module: its first backward op's start and its last one's end.
+
+        The third array has the index of its last one that is no view, or -1.
+        """
         modules = self.tape.modules
         first = np.full(len(modules), _NEVER, dtype=np.int64)
         last = np.zeros(len(modules), dtype=np.int64)
+        ending = np.full(len(modules), -1, dtype=np.int64)
         of_model = self.tape.phases.get("model backward", _NEVER)
-        for op in self.tape.ops:
+        for i, op in enumerate(self.tape.ops):
             if op.phase == "backward" and op.made >= of_model:
                 first[op.module] = min(first[op.module], op.start)
                 last[op.module] = max(last[op.module], op.end)
+                if not op.is_view:
+                    ending[op.module] = i
         for module in reversed(range(1, len(modules))):
             parent = modules[module].parent
             first[parent] = min(first[parent], first[module])
             last[parent] = max(last[parent], last[module])
-        return first, last
+            ending[parent] = max(ending[parent], ending[module])
+        return first, last, ending
 
 
 def _end_of_backward(tape: Tape) -> int:
@@ -195,7 +202,7 @@ def _end_of_backward(tape: Tape) -> int:
 
     Its caller then still holds the gradient that backward began with.
     """
-    first = next(op for op in tape.ops if op.phase == "backward")
-    last = max(op.end for op in tape.ops if op.phase == "backward")
-    gone = max((tape.storages[s].died for s in first.creates), default=0)
+    ops = [op for op in tape.ops if op.phase == "backward" and not op.is_view]
+    last = max(op.end for op in ops)
+    gone = max((tape.storages[s].died for s in ops[0].creates), default=0)
     return (gone if last < gone < tape.phases["finish"] else tape.phases["finish"]) - 1

@@ -116,7 +116,6 @@ class Call:
         )
 
 
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as ``float32``."""
     return str(dtype).removeprefix("torch.")

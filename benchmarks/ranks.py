@@ -1,4 +1,9 @@
-"""Really running ranks of FSDP2 on the CPU: gloo processes, or one of a fake group."""
+"""Really running ranks of FSDP2 on the CPU, and what their allocators say.
+
+Ranks are processes that gloo connects, or this process alone as one of a fake group
+whose collectives do nothing: then FSDP2, autograd and the allocator are the real ones,
+at any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import contextlib
 import gc
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,29 +23,57 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as profiler
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autosac import applying
+from autosac import applying, profiling
 from autosac.fsdp_applying import shard
 from autosac.measuring import optimizer_tensors, recorded_events, storage_bytes
 from autosac.policies import OpPolicy
+from autosac.profiling import Profile
 from autosac.sharding import Sharding
 from autosac.stepping import LossFn, finish_step, micro_step, normalize_inputs
-
-PHASES = ("forward", "loss", "backward", "finish", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A step that every rank runs; picklable, so functions are those of a module."""
+    """A step that every rank runs, each on its own batch.
+
+    Attributes:
+        make_model: Builds the model in training mode, like what follows a function of
+            a module, so that it can be pickled.
+        make_inputs: Makes a batch.
+        loss_fn: Output -> scalar; None for the output's own loss.
+        make_optimizer: Builds the optimizer of parameters; None for none.
+        clip_grad_norm: Largest norm of all gradients, or None.
+        blocks: FQNs of its blocks.
+    """
 
     make_model: Callable[[], nn.Module]
     make_inputs: Callable[[], Any]
     loss_fn: LossFn | None = None
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = torch.optim.AdamW
     clip_grad_norm: float | None = None
-    equal_batches: bool = True
+    blocks: tuple[str, ...] = ()
+
+    def model(self) -> nn.Module:
+        """The model; the same on every rank."""
+        return seeded(self.make_model, 0)
+
+    def inputs(self, rank: int = 0) -> Any:
+        """The batch of a rank."""
+        return seeded(self.make_inputs, 1 + rank)
+
+    def profile(self) -> Profile:
+        """The step that one process runs."""
+        return profiling.profile(
+            self.model(),
+            self.inputs(),
+            loss_fn=self.loss_fn,
+            optimizer=self.make_optimizer,
+            clip_grad_norm=self.clip_grad_norm,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +81,24 @@ class RankResult:
     """What one rank measured.
 
     Attributes:
-        peak_bytes: The most that was alive in a steady-state step,
-        phase_peaks: and in each phase of it.
+        peak_bytes: The most that was alive in a steady-state step: of several the one
+            in which that was least. A thread of gloo drops what it has reduced when it
+            is scheduled, which may be late on a busy machine.
+        highest_peak_bytes: The same of the step in which it was most.
+        phase_peaks: The most in each phase of the former.
         loss: The loss of the first step.
         gradients: Name -> whole gradient of the first step, if asked for.
     """
 
     peak_bytes: int
+    highest_peak_bytes: int
     phase_peaks: dict[str, int]
     loss: float
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def seeded(make: Callable[[], Any], seed: int) -> Any:
+    """What a function makes after seeding; generators are left as they were."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
@@ -71,10 +110,20 @@ def run_rank(
     policies: tuple[OpPolicy, ...] = (),
     *,
     want_gradients: bool = False,
+    num_measured: int = 1,
     ac_first: bool = True,
 ) -> RankResult:
-    """Train a few steps in the process group that is there, and measure the last."""
-    model = seeded(recipe.make_model, 0)
+    """Train a few steps in the process group that is there, and measure the last.
+
+    Args:
+        recipe: The step.
+        sharding: How the model is sharded.
+        policies: Op policies of AC units.
+        want_gradients: Gather the gradients of the first step.
+        num_measured: How many steps are measured.
+        ac_first: Install AC units before the model is sharded, not after.
+    """
+    model = recipe.model()
     if ac_first:
         applying.install(model, policies)
     shard(model, sharding, _mesh(sharding))
@@ -82,8 +131,7 @@ def run_rank(
         applying.install(model, policies)
     make = recipe.make_optimizer
     optimizer = None if make is None else make(model.parameters())
-    rank = 0 if recipe.equal_batches else dist.get_rank()
-    args, kwargs = normalize_inputs(seeded(recipe.make_inputs, 1 + rank))
+    args, kwargs = normalize_inputs(recipe.inputs(dist.get_rank()))
     running = contextlib.ExitStack()
 
     def mark(phase: str, loss: Any = None) -> None:
@@ -109,7 +157,7 @@ def run_rank(
     loss = float(step())
     gradients = _whole_gradients(model) if want_gradients else {}
     model.zero_grad()
-    with profile(
+    with profiler(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as recording:
         step()
@@ -119,44 +167,60 @@ def run_rank(
         if optimizer is not None:
             tensors += optimizer_tensors(optimizer)
         persistent = storage_bytes(map(_local, tensors))
-        with record_function("measured step"):
-            kept = step()
-        del kept
+        for _ in range(num_measured):
+            with record_function("measured step"):
+                kept = step()
+            del kept
+            model.zero_grad()
     phases = phase_peaks(recording, persistent)
+    peaks = [max(of_step.values()) for of_step in phases]
     return RankResult(
-        peak_bytes=max(phases.values()),
-        phase_peaks=phases,
+        peak_bytes=min(peaks),
+        highest_peak_bytes=max(peaks),
+        phase_peaks=phases[peaks.index(min(peaks))],
         loss=loss,
         gradients=gradients,
     )
 
 
-def phase_peaks(recording: profile, persistent: int) -> dict[str, int]:
-    """Most bytes alive in each phase of the measured step, on all threads."""
-    ranges: dict[str, list[tuple[int, int]]] = {}
-    events = []
+def phase_peaks(recording: profiler, persistent: int) -> list[dict[str, int]]:
+    """Most bytes alive in each phase of each measured step, on all threads."""
+    steps: list[tuple[int, int]] = []
+    phases: list[tuple[int, str]] = []
+    events: list[tuple[int, int, int]] = []
     for event in recorded_events(recording):
         kind, fields = event.typed
         if kind.name == "Allocation":
             events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-        elif event.name == "measured step" or event.name.startswith("phase "):
-            span = (event.start_time_ns, event.end_time_ns)
-            ranges.setdefault(event.name.removeprefix("phase "), []).append(span)
-    begin, end = ranges.pop("measured step")[0]
-    starts = sorted((max(spans)[0], name) for name, spans in ranges.items())
+        elif event.name == "measured step":
+            steps.append((event.start_time_ns, event.end_time_ns))
+        elif event.name.startswith("phase "):
+            phases.append((event.start_time_ns, event.name.removeprefix("phase ")))
+    events.sort(key=lambda event: event[0])
+    phases.sort()
+    return [_of_one_step(step, phases, events, persistent) for step in sorted(steps)]
+
+
+def _of_one_step(
+    step: tuple[int, int],
+    phases: list[tuple[int, str]],
+    events: list[tuple[int, int, int]],
+    persistent: int,
+) -> dict[str, int]:
+    starts = [start for start, _ in phases]
     live: dict[int, int] = {}
-    added, peaks, phase = 0, dict.fromkeys(ranges, 0), ""
-    for when, address, num_bytes in sorted(events, key=lambda event: event[0]):
+    alive, peaks = persistent, {}
+    for when, address, num_bytes in events:
         change = num_bytes
         if num_bytes > 0:
             live[address] = num_bytes
         else:
             change = -live.pop(address, 0)
-        if begin <= when <= end:
-            phase = max(((t, n) for t, n in starts if t <= when), default=(0, phase))[1]
-            added += change
-            peaks[phase] = max(peaks[phase], added)
-    return {name: persistent + peak for name, peak in peaks.items()}
+        if step[0] <= when <= step[1]:
+            phase = phases[bisect_right(starts, when) - 1][1]
+            alive += change
+            peaks[phase] = max(peaks.get(phase, 0), alive)
+    return peaks
 
 
 def _mesh(sharding: Sharding) -> DeviceMesh:
@@ -183,15 +247,33 @@ def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def reference(
+    recipe: Recipe, num_ranks: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Loss of each rank's batch and mean of the gradients, without any sharding."""
+    losses, mean = [], {}
+    for rank in range(num_ranks):
+        model = recipe.model()
+        args, kwargs = normalize_inputs(recipe.inputs(rank))
+        torch.manual_seed(2)
+        loss = micro_step(
+            model, args, kwargs, loss_fn=recipe.loss_fn, autocast=None, accumulate=1
+        )
+        losses.append(float(loss))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad / num_ranks
+                mean[name] = mean[name] + grad if name in mean else grad
+    return losses, mean
+
+
 # --- process groups -----------------------------------------------------------
 
 
 @contextlib.contextmanager
 def fake_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
     """This process is one of many ranks; collectives do nothing."""
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=rank, world_size=num_ranks
-    )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield
     finally:
