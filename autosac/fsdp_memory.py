@@ -5,9 +5,9 @@ sharding runs it. A rank does the same on its own batch, so only this changes:
     - a parameter takes one padded chunk, its optimizer state the rows of the rank;
     - gathered parameters come and go with the hooks of `fsdp_hooks`, at the places that
       `fsdp_schedule` finds on the tape, and so do the buffers of collectives;
-    - an unsharded gradient is freed when it is reduced, and a chunk of its unit's stays;
+    - an unsharded gradient is freed when it is reduced, and a sharded one stays;
     - what the optimizer makes of parameters has the size of the rank's rows.
-AC policies change lifetimes as in `simulating`; reruns find parameters gathered, because
+AC policies change lifetimes as in `simulating`; reruns find parameters gathered, as
 FSDP2 gathers before the first op of backward of a module that is unit of both kinds.
 
 Per position of the step, memory is linear in the choice of units. Let unit u have P_u
@@ -36,7 +36,7 @@ falls, with the size of the largest possible neighbour, and let the simulation c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -46,9 +46,9 @@ from autosac.fsdp_schedule import Hook, Schedule
 from autosac.policies import Policy
 from autosac.profiling import Profile
 from autosac.sharding import Sharding, chunk_numel, owned_parameters, unit_around
-from autosac.simulating import Timeline
+from autosac.simulating import Simulator, Timeline
 from autosac.stepping import OptimizerInBackward
-from autosac.tape import CATEGORIES, IntArray
+from autosac.tape import CATEGORIES, IntArray, Tape
 from autosac.units import Unit
 
 
@@ -96,8 +96,9 @@ class RankSimulator:
     def __init__(self, profile: Profile, *, copies: bool | None = None) -> None:
         _check_step(profile)
         self.profile = profile
-        self.simulator = profile.simulator
-        self.tape = profile.tape
+        self.tape = _in_real_types(profile)
+        same = self.tape is profile.tape
+        self.simulator = profile.simulator if same else Simulator(self.tape)
         self.schedule = Schedule(self.tape)
         on_cpu = profile.device.type == "cpu"
         self.how = Collectives(
@@ -306,6 +307,25 @@ class RankSimulator:
                     " entry; that is not modelled. Cast them in the model, or make a"
                     " module around it the unit."
                 )
+
+
+def _in_real_types(profile: Profile) -> Tape:
+    """The tape, with room for the optimizer's kernels to work in the real types.
+
+    What these allocate inside themselves is known for the types of the trace only. It
+    grows with the type at most in proportion.
+    """
+    tape = profile.tape
+    wider = max((p.itemsize // p.traced_itemsize for p in tape.parameters), default=1)
+    if wider <= 1:
+        return tape
+    ops = (
+        replace(op, workspace_bytes=op.workspace_bytes * wider)
+        if op.phase == "optimizer" and op.workspace_bytes
+        else op
+        for op in tape.ops
+    )
+    return replace(tape, ops=tuple(ops))
 
 
 def _live(
