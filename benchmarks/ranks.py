@@ -286,11 +286,12 @@ def run_fake_rank(
     policies: tuple[OpPolicy, ...] = (),
     *,
     rank: int = 0,
+    ac_first: bool = True,
 ) -> RankResult:
     """Run one of many ranks alone."""
     num_ranks = sharding.shard_degree * sharding.replicate_degree
     with fake_group(num_ranks, rank):
-        return run_rank(recipe, sharding, policies)
+        return run_rank(recipe, sharding, policies, ac_first=ac_first)
 
 
 def _gloo_rank(

@@ -107,7 +107,7 @@ RECIPES = {
         loss_fn=_mean_exponential,
         blocks=numbered("blocks", 4),
     ),
-    "HF Llama, grouped queries": Recipe(
+    "HF Llama": Recipe(
         make_model=_llama, make_inputs=_labelled, blocks=numbered("model.layers", 4)
     ),
     "ViT": Recipe(

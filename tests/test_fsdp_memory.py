@@ -88,19 +88,35 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
-@pytest.mark.parametrize(
-    "degrees, rank",
-    [((4, 1), 0), ((4, 1), 3), ((2, 2), 1), ((1, 2), 0), ((256, 1), 130)],
-    ids=str,
-)
-def test_every_phase_peaks_at_the_very_byte_of_the_allocator(
-    made, units, degrees, rank
-):
-    if degrees[0] % 2 and any(u.reshard_after_forward == 2 for u in units):
-        pytest.skip("cannot be kept on two ranks")
+# Shard degree, replicate degree, rank among those that share parameters.
+DEGREES = [(4, 1, 0), (4, 1, 3), (2, 2, 1), (1, 2, 0), (256, 1, 130), (1024, 1, 0)]
+QUICK = {
+    ("blocks", (4, 1, 3)),
+    ("model only", (4, 1, 3)),
+    ("kept", (2, 2, 1)),
+    ("kept on two ranks", (4, 1, 3)),
+    ("embedding and head", (256, 1, 130)),
+    ("nested", (4, 1, 0)),
+    ("model resharded", (1, 2, 0)),
+}
+PAIRS = [
+    pytest.param(
+        UNITS[name],
+        degrees,
+        id=f"{name}, {degrees}",
+        marks=[] if (name, degrees) in QUICK else [pytest.mark.slow],
+    )
+    for name in UNITS
+    for degrees in DEGREES
+    if not (name == "kept on two ranks" and degrees[0] == 1)
+]
+
+
+@pytest.mark.parametrize("units, degrees", PAIRS)
+def test_every_phase_peaks_at_the_very_byte_of_the_allocator(made, units, degrees):
+    shard_degree, replicate_degree, rank = degrees
     sharding = Sharding(
-        units=units, shard_degree=degrees[0], replicate_degree=degrees[1]
+        units=units, shard_degree=shard_degree, replicate_degree=replicate_degree
     )
     ranks = RankSimulator(made, copies=False)
 
@@ -112,15 +128,13 @@ def test_every_phase_peaks_at_the_very_byte_of_the_allocator(
     assert sum(found.composition.values()) == found.peak_bytes
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("ac_first", [True, False])
-def test_ac_units_and_fsdp_units_compose(made, share, ac_first):
+def test_ac_units_and_fsdp_units_compose(made, ac_first):
     sharding = Sharding(units=fsdp_units(BLOCKS), shard_degree=4)
     ranks = RankSimulator(made, copies=False)
     chosen = {}
     for unit in made.units.candidates:
-        wanted = unit.fqn in BLOCKS if share == 0 else unit.fqn.endswith(".mlp")
-        if wanted:
+        if unit.fqn in ("blocks.0", "blocks.1.mlp", "blocks.2"):
             chosen[unit] = rerun_all(unit)
 
     real = run_fake_rank(RECIPE, sharding, spell_out(made, chosen), ac_first=ac_first)
@@ -130,18 +144,22 @@ def test_ac_units_and_fsdp_units_compose(made, share, ac_first):
     assert found.peak_bytes < ranks.peak_bytes(sharding)
 
 
-@pytest.mark.parametrize("units", ["blocks", "kept on two ranks", "nested"])
-@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("degrees", [(4, 1), (2, 2), (1, 2)], ids=str)
+MIXED = [
+    ("blocks", 4, 1, "float32"),
+    ("nested", 2, 2, "bfloat16"),
+    ("kept on two ranks", 4, 1, "bfloat16"),
+    ("blocks", 1, 2, "float32"),
+]
+
+
+@pytest.mark.parametrize("units, shard_degree, replicate_degree, reduce_dtype", MIXED)
 def test_mixed_precision_peaks_at_the_very_byte(
-    made_in_bf16, units, reduce_dtype, degrees
+    made_in_bf16, units, shard_degree, replicate_degree, reduce_dtype
 ):
-    if degrees[0] == 1 and units == "kept on two ranks":
-        pytest.skip("cannot be kept on two ranks")
     sharding = Sharding(
         units=UNITS[units],
-        shard_degree=degrees[0],
-        replicate_degree=degrees[1],
+        shard_degree=shard_degree,
+        replicate_degree=replicate_degree,
         param_dtype="bfloat16",
         reduce_dtype=reduce_dtype,
     )
@@ -158,7 +176,9 @@ def test_mixed_precision_peaks_at_the_very_byte(
 ALIKE = ["mlp", "gpt", "frozen parameters", "dict outputs", "noise", "llama"]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(i, marks=[pytest.mark.slow] if i else []) for i in range(6)]
+)
 @pytest.mark.parametrize("name", ALIKE)
 def test_random_units_of_both_kinds_are_never_understated(name, seed):
     case = CASES[name]
