@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autosac.modules import ModuleNode, ModuleTree
+from autosac.tape import ModuleCall
 
 if TYPE_CHECKING:
     from autosac.recording import Recorder
@@ -70,12 +71,15 @@ class Call:
     __slots__ = (
         "enter",
         "exit",
+        "gives_gradients",
+        "input_dtypes",
         "inputs",
         "module",
         "once",
         "outputs",
         "phase",
         "random",
+        "takes_gradients",
     )
 
     def __init__(self, module: int, phase: str, enter: int) -> None:
@@ -87,3 +91,31 @@ class Call:
         self.outputs: tuple[int, ...] = ()
         self.once: str | None = None
         self.random = random_numbers()
+        self.input_dtypes: tuple[str, ...] = ()
+        self.takes_gradients = self.gives_gradients = False
+
+    def look_at_inputs(self, tensors: list[torch.Tensor]) -> None:
+        """Note what FSDP2 asks of a module's arguments."""
+        floating = {t.dtype for t in tensors if t.is_floating_point()}
+        self.input_dtypes = tuple(sorted(dtype_name(dtype) for dtype in floating))
+        self.takes_gradients = any(t.requires_grad for t in tensors)
+
+    def finished(self) -> ModuleCall:
+        """The call as plain data."""
+        return ModuleCall(
+            module=self.module,
+            phase=self.phase,
+            enter=self.enter,
+            exit=self.exit,
+            inputs=tuple(i for i in self.inputs if isinstance(i, int)),
+            outputs=self.outputs,
+            once=self.once,
+            input_dtypes=self.input_dtypes,
+            takes_gradients=self.takes_gradients,
+            gives_gradients=self.gives_gradients,
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as ``float32``."""
+    return str(dtype).removeprefix("torch.")

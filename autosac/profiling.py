@@ -233,6 +233,28 @@ def profile(
     )
 
 
+def in_compute_dtype(profile: Profile, dtype: torch.dtype | None) -> Profile:
+    """The same step with parameters and inputs of the model in another type.
+
+    That is how a step runs under a mixed-precision policy of FSDP2.
+
+    Args:
+        profile: The traced step.
+        dtype: The type, or None for each parameter's own.
+    """
+    step = replace(profile.step, compute_dtype=dtype)
+    tape = trace(step)
+    return replace(
+        profile,
+        step=step,
+        tape=tape,
+        op_ms=costs.tape_ms(tape, profile.device),
+        calibrated=False,
+        op_sources=(),
+        failures={},
+    )
+
+
 def calibrate(
     profile: Profile,
     *,

@@ -19,7 +19,7 @@ from autosac.probing import Call, Probe, module_tree, random_numbers
 from autosac.pytrees import opaque_type, tensors_in
 from autosac.repeating import KnownCalls, RepeatedCalls
 from autosac.saving import Holder, Saved
-from autosac.tape import ModuleCall, Op, Storage, Tape
+from autosac.tape import Op, Storage, Tape
 from autosac.values import refuse_sparse, run_op
 
 _FORWARD_PHASES = ("forward", "loss")
@@ -79,6 +79,7 @@ class Recorder(_compat.PlainDispatchMode):
         self.module_of_parameter: dict[int, int] = {}
         self.last_backward_module = 0
         self.failed_in = 0
+        self.first_loss_node = 0
         self.accumulations = Accumulations()
 
     @contextlib.contextmanager
@@ -96,6 +97,8 @@ class Recorder(_compat.PlainDispatchMode):
         """Begin a phase of the step; backward begins at a loss."""
         if loss is not None:
             self.accumulations = Accumulations(loss)
+        if phase == "loss":
+            self.first_loss_node = _compat.next_sequence_nr()
         self.phase = phase
         self.phases[phase] = self.tick()
 
@@ -123,18 +126,7 @@ class Recorder(_compat.PlainDispatchMode):
             storages=storages + self._blas_storages(end),
             ops=tuple(self.ops),
             saved=tuple(saved.finished(end) for saved in self.saved),
-            calls=tuple(
-                ModuleCall(
-                    module=call.module,
-                    phase=call.phase,
-                    enter=call.enter,
-                    exit=call.exit,
-                    inputs=tuple(i for i in call.inputs if isinstance(i, int)),
-                    outputs=call.outputs,
-                    once=call.once,
-                )
-                for call in self.calls
-            ),
+            calls=tuple(call.finished() for call in self.calls),
             phases=self.phases,
             num_ticks=end,
             device_type=self.target.type if self.target else self.device_type,
@@ -213,6 +205,10 @@ class Recorder(_compat.PlainDispatchMode):
         """Change the category of a tensor's storage."""
         if tensor is not None and self._counts(tensor):
             self.categories[self._index(tensor, 0, category)] = category
+
+    def storages_of(self, tensors: Iterable[Any]) -> tuple[int, ...]:
+        """Indices of the storages of those tensors that count."""
+        return self._indices([t for t in tensors if t is not None], 0, "temporary")
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         return (
@@ -426,6 +422,8 @@ class Recorder(_compat.PlainDispatchMode):
         node = _compat.current_node_sequence_nr()
         if node is None:
             return self.last_backward_module
+        if node < self.first_loss_node:
+            self.phases.setdefault("model backward", self.clock)
         return self.module_of_node.get(node, self.last_backward_module)
 
     # --- saved tensors ----------------------------------------------------
@@ -474,6 +472,7 @@ class Recorder(_compat.PlainDispatchMode):
         call = Call(module, self.phase, self.tick())
         tensors = list(tensors_in((args, kwargs)))
         call.inputs = self._indices(tensors, 0, "input")
+        call.look_at_inputs(tensors)
         if opaque := opaque_type((args, kwargs)):
             call.once = f"its input holds a {opaque}, so it may not be called twice"
         self.calls.append(call)
@@ -489,5 +488,6 @@ class Recorder(_compat.PlainDispatchMode):
         if call.random != random_numbers():
             call.once = "it draws from Python's or NumPy's random numbers"
         outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
+        call.gives_gradients = any(t.requires_grad for t in tensors_in((output,)))
         call.outputs = self._indices(list(tensors_in(outputs)), 0, "input")
         call.exit = self.tick()

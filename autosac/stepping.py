@@ -239,7 +239,7 @@ def micro_step(
         autocast: Type to autocast to.
         accumulate: What the loss is divided by.
         mark: Called with the name of each phase as it begins, and the loss before
-            backward.
+            backward; with *finish* once backward is done.
     """
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
@@ -251,4 +251,6 @@ def micro_step(
             loss = loss / accumulate
     mark("backward", loss)
     loss.backward()
-    return loss.detach()
+    loss = loss.detach()
+    mark("finish")
+    return loss

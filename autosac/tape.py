@@ -130,6 +130,9 @@ class ModuleCall:
         inputs: Storages of the tensors in its arguments.
         outputs: Storages of the tensors in its output.
         once: Why it must not be called again with the same arguments, if known.
+        input_dtypes: Distinct types of its floating-point arguments.
+        takes_gradients: Whether backward passes gradients on to its arguments,
+        gives_gradients: and whether its output gets any.
     """
 
     module: int
@@ -139,6 +142,40 @@ class ModuleCall:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     once: str | None
+    input_dtypes: tuple[str, ...] = ()
+    takes_gradients: bool = True
+    gives_gradients: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter of the model, and what else exists because of it.
+
+    Attributes:
+        fqns: All its names; several if modules share it.
+        shape: Its shape,
+        dtype: and its type in the user's model, such as ``float32``.
+        itemsize: Bytes of one of its elements in the user's model,
+        traced_itemsize: and in the trace, which may hold it in another type.
+        trained: Requires a gradient.
+        storage: Its memory.
+        gradient: Memory of its gradient after backward, None without one.
+        states: Memory of its optimizer state, of tensors that have its shape,
+        state_itemsizes: and the bytes of one element of each.
+        other_states: Shapes of other state tensors of more than one element.
+    """
+
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    traced_itemsize: int
+    trained: bool
+    storage: int
+    gradient: int | None
+    states: tuple[int, ...]
+    state_itemsizes: tuple[int, ...]
+    other_states: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +188,15 @@ class Tape:
         ops: All operator calls in execution order.
         saved: All tensors saved by autograd, in the order of saving.
         calls: All module calls in the order of entering.
-        phases: Phase name -> tick at which it began.
+        phases: Phase name -> tick at which it began. Two marks are no phases: *model
+            backward*, when the first op that differentiates the model itself had
+            run, and *finish*, when the backward pass was done and its caller had
+            not yet let go of the model's output.
         num_ticks: Number of ticks of the step.
         device_type: ``cpu`` or ``cuda``.
         library_bytes: Blocks that libraries hold all the time, such as the
             workspaces of cuBLAS; known from `calibrate` on.
+        parameters: The model's parameters, in the order of ``parameters()``.
     """
 
     modules: ModuleTree
@@ -167,6 +208,7 @@ class Tape:
     num_ticks: int
     device_type: str
     library_bytes: tuple[int, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
 
     @cached_property
     def born(self) -> IntArray:

@@ -15,18 +15,21 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from autosac import _compat
 from autosac.collecting import no_collections
 from autosac.devices import DeviceSpec
 from autosac.errors import TraceError
 from autosac.lens import host_state, lens
+from autosac.parameters import find_parameters
 from autosac.pytrees import tensors_in
 from autosac.recording import Recorder
 from autosac.repeating import KnownCalls
@@ -59,6 +62,8 @@ class Step:
             gradients that the earlier ones left.
         clip_grad_norm: Largest norm of all gradients together, or None.
         lens: The GPU whose kernels are traced though the model is not there.
+        compute_dtype: Type that floating-point parameters and inputs of the model are
+            traced in, as under a mixed-precision policy of FSDP2; None for their own.
         known: Calls of ops that its runs have made so far.
     """
 
@@ -73,6 +78,7 @@ class Step:
     accumulate: int = 1
     clip_grad_norm: float | None = None
     lens: DeviceSpec | None = None
+    compute_dtype: torch.dtype | None = None
     known: KnownCalls = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -151,7 +157,8 @@ def _run(
                 del loss  # alive until here, as in `training_step`
         except _compat.TRACE_ERRORS as error:
             raise TraceError(_explanation(recorder, error)) from error
-        return recorder.tape()
+        parameters = find_parameters(recorder, own, model, optimizer)
+        return replace(recorder.tape(), parameters=parameters)
 
 
 def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
@@ -248,7 +255,9 @@ def _fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
         return _compat.fake_like(mode, tensor, device)
 
     # Parameters are not copied through `Tensor.__deepcopy__`.
-    memo: dict[int, Any] = {id(p): convert(p) for p in step.model.parameters()}
+    memo: dict[int, Any] = {
+        id(p): _in_compute_dtype(convert(p), step) for p in step.model.parameters()
+    }
     if not isinstance(step.optimizer, OptimizerInBackward):
         _check_hooks(step.model)
     originals = (step.model, step.optimizer, step.args, step.kwargs)
@@ -263,7 +272,30 @@ def _fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
     kinds = (torch.optim.Optimizer, OptimizerInBackward)
     if optimizer is not None and not isinstance(optimizer, kinds):
         optimizer = optimizer(model.parameters())
+    if step.compute_dtype is not None:
+        model.register_forward_pre_hook(
+            partial(_cast_inputs, step.compute_dtype), prepend=True, with_kwargs=True
+        )
     return model, optimizer, args, kwargs
+
+
+def _in_compute_dtype(parameter: torch.Tensor, step: Step) -> torch.Tensor:
+    if step.compute_dtype is None or not parameter.is_floating_point():
+        return parameter
+    data = parameter.detach().to(step.compute_dtype)
+    return torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: torch.nn.Module, args: Any, kwargs: Any
+) -> Any:
+    """What FSDP2 does to the arguments of its root module."""
+
+    def cast(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    return tree_map(cast, (args, kwargs))
 
 
 def _check_hooks(model: torch.nn.Module) -> None:

@@ -1,0 +1,349 @@
+"""Really running ranks of FSDP2 on the CPU, and what their allocators say.
+
+Ranks are processes that gloo connects, or this process alone as one of a fake group
+whose collectives do nothing: then FSDP2, autograd and the allocator are the real ones,
+at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as profiler
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autosac import applying, profiling
+from autosac.fsdp_applying import shard
+from autosac.measuring import optimizer_tensors, recorded_events, storage_bytes
+from autosac.policies import OpPolicy
+from autosac.profiling import Profile
+from autosac.sharding import Sharding
+from autosac.stepping import LossFn, finish_step, micro_step, normalize_inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A step that every rank runs, each on its own batch.
+
+    Attributes:
+        make_model: Builds the model in training mode, like what follows a function of
+            a module, so that it can be pickled.
+        make_inputs: Makes a batch.
+        loss_fn: Output -> scalar; None for the output's own loss.
+        make_optimizer: Builds the optimizer of parameters; None for none.
+        clip_grad_norm: Largest norm of all gradients, or None.
+        blocks: FQNs of its blocks.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_inputs: Callable[[], Any]
+    loss_fn: LossFn | None = None
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = torch.optim.AdamW
+    clip_grad_norm: float | None = None
+    blocks: tuple[str, ...] = ()
+
+    def model(self) -> nn.Module:
+        """The model; the same on every rank."""
+        return seeded(self.make_model, 0)
+
+    def inputs(self, rank: int = 0) -> Any:
+        """The batch of a rank."""
+        return seeded(self.make_inputs, 1 + rank)
+
+    def profile(self) -> Profile:
+        """The step that one process runs."""
+        return profiling.profile(
+            self.model(),
+            self.inputs(),
+            loss_fn=self.loss_fn,
+            optimizer=self.make_optimizer,
+            clip_grad_norm=self.clip_grad_norm,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """What one rank measured.
+
+    Attributes:
+        peak_bytes: The most that was alive in a steady-state step: of several the one
+            in which that was least. A thread of gloo drops what it has reduced when it
+            is scheduled, which may be late on a busy machine.
+        highest_peak_bytes: The same of the step in which it was most.
+        phase_peaks: The most in each phase of the former.
+        loss: The loss of the first step.
+        gradients: Name -> whole gradient of the first step, if asked for.
+    """
+
+    peak_bytes: int
+    highest_peak_bytes: int
+    phase_peaks: dict[str, int]
+    loss: float
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def seeded(make: Callable[[], Any], seed: int) -> Any:
+    """What a function makes after seeding; generators are left as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def run_rank(
+    recipe: Recipe,
+    sharding: Sharding,
+    policies: tuple[OpPolicy, ...] = (),
+    *,
+    want_gradients: bool = False,
+    num_measured: int = 1,
+    ac_first: bool = True,
+) -> RankResult:
+    """Train a few steps in the process group that is there, and measure the last.
+
+    Args:
+        recipe: The step.
+        sharding: How the model is sharded.
+        policies: Op policies of AC units.
+        want_gradients: Gather the gradients of the first step.
+        num_measured: How many steps are measured.
+        ac_first: Install AC units before the model is sharded, not after.
+    """
+    model = recipe.model()
+    if ac_first:
+        applying.install(model, policies)
+    shard(model, sharding, _mesh(sharding))
+    if not ac_first:
+        applying.install(model, policies)
+    make = recipe.make_optimizer
+    optimizer = None if make is None else make(model.parameters())
+    args, kwargs = normalize_inputs(recipe.inputs(dist.get_rank()))
+    running = contextlib.ExitStack()
+
+    def mark(phase: str, loss: Any = None) -> None:
+        running.close()
+        running.enter_context(record_function(f"phase {phase}"))
+
+    def step() -> torch.Tensor:
+        loss = micro_step(
+            model,
+            args,
+            kwargs,
+            loss_fn=recipe.loss_fn,
+            autocast=None,
+            accumulate=1,
+            mark=mark,
+        )
+        mark("optimizer")
+        finish_step(model, optimizer, recipe.clip_grad_norm)
+        running.close()
+        return loss
+
+    torch.manual_seed(2)
+    loss = float(step())
+    gradients = _whole_gradients(model) if want_gradients else {}
+    model.zero_grad()
+    with profiler(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recording:
+        step()
+        model.zero_grad()
+        gc.collect()
+        tensors = [*model.parameters(), *model.buffers(), *_leaves((args, kwargs))]
+        if optimizer is not None:
+            tensors += optimizer_tensors(optimizer)
+        persistent = storage_bytes(map(_local, tensors))
+        for _ in range(num_measured):
+            with record_function("measured step"):
+                kept = step()
+            del kept
+            model.zero_grad()
+    phases = phase_peaks(recording, persistent)
+    peaks = [max(of_step.values()) for of_step in phases]
+    return RankResult(
+        peak_bytes=min(peaks),
+        highest_peak_bytes=max(peaks),
+        phase_peaks=phases[peaks.index(min(peaks))],
+        loss=loss,
+        gradients=gradients,
+    )
+
+
+def phase_peaks(recording: profiler, persistent: int) -> list[dict[str, int]]:
+    """Most bytes alive in each phase of each measured step, on all threads."""
+    steps: list[tuple[int, int]] = []
+    phases: list[tuple[int, str]] = []
+    events: list[tuple[int, int, int]] = []
+    for event in recorded_events(recording):
+        kind, fields = event.typed
+        if kind.name == "Allocation":
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        elif event.name == "measured step":
+            steps.append((event.start_time_ns, event.end_time_ns))
+        elif event.name.startswith("phase "):
+            phases.append((event.start_time_ns, event.name.removeprefix("phase ")))
+    events.sort(key=lambda event: event[0])
+    phases.sort()
+    return [_of_one_step(step, phases, events, persistent) for step in sorted(steps)]
+
+
+def _of_one_step(
+    step: tuple[int, int],
+    phases: list[tuple[int, str]],
+    events: list[tuple[int, int, int]],
+    persistent: int,
+) -> dict[str, int]:
+    starts = [start for start, _ in phases]
+    live: dict[int, int] = {}
+    alive, peaks = persistent, {}
+    for when, address, num_bytes in events:
+        change = num_bytes
+        if num_bytes > 0:
+            live[address] = num_bytes
+        else:
+            change = -live.pop(address, 0)
+        if step[0] <= when <= step[1]:
+            phase = phases[bisect_right(starts, when) - 1][1]
+            alive += change
+            peaks[phase] = max(peaks.get(phase, 0), alive)
+    return peaks
+
+
+def _mesh(sharding: Sharding) -> DeviceMesh:
+    if sharding.replicate_degree == 1:
+        return init_device_mesh("cpu", (sharding.shard_degree,))
+    shape = (sharding.replicate_degree, sharding.shard_degree)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    leaves, _ = torch.utils._pytree.tree_flatten(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad.full_tensor().clone()
+    return found
+
+
+def reference(
+    recipe: Recipe, num_ranks: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Loss of each rank's batch and mean of the gradients, without any sharding."""
+    losses, mean = [], {}
+    for rank in range(num_ranks):
+        model = recipe.model()
+        args, kwargs = normalize_inputs(recipe.inputs(rank))
+        torch.manual_seed(2)
+        loss = micro_step(
+            model, args, kwargs, loss_fn=recipe.loss_fn, autocast=None, accumulate=1
+        )
+        losses.append(float(loss))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad / num_ranks
+                mean[name] = mean[name] + grad if name in mean else grad
+    return losses, mean
+
+
+# --- process groups -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fake_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """This process is one of many ranks; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run_fake_rank(
+    recipe: Recipe,
+    sharding: Sharding,
+    policies: tuple[OpPolicy, ...] = (),
+    *,
+    rank: int = 0,
+    ac_first: bool = True,
+) -> RankResult:
+    """Run one of many ranks alone."""
+    num_ranks = sharding.shard_degree * sharding.replicate_degree
+    with fake_group(num_ranks, rank):
+        return run_rank(recipe, sharding, policies, ac_first=ac_first)
+
+
+def _gloo_rank(
+    rank: int, num_ranks: int, directory: str, jobs: list[tuple[Any, ...]]
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=num_ranks,
+    )
+    for i, (recipe, sharding, policies, options) in enumerate(jobs):
+        found = run_rank(recipe, sharding, policies, **options)
+        torch.save(found, f"{directory}/{i}.{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_gloo_ranks(
+    num_ranks: int, jobs: list[tuple[Any, ...]], *, timeout_s: float = 300
+) -> list[list[RankResult]]:
+    """Run jobs one after the other on the same processes; results per job and rank.
+
+    Args:
+        num_ranks: Processes to start.
+        jobs: Recipe, sharding, op policies and further options of `run_rank`.
+        timeout_s: After this long the processes are killed.
+
+    Raises:
+        TimeoutError: They did not end in time.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = mp.spawn(
+            _gloo_rank,
+            args=(num_ranks, directory, jobs),
+            nprocs=num_ranks,
+            join=False,
+        )
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not ranks.join(timeout=1):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{num_ranks} ranks ran over {timeout_s} s.")
+        finally:
+            for process in ranks.processes:
+                if process.is_alive():
+                    process.kill()
+        return [
+            [
+                torch.load(Path(directory) / f"{i}.{rank}", weights_only=False)
+                for rank in range(num_ranks)
+            ]
+            for i in range(len(jobs))
+        ]
