@@ -225,7 +225,8 @@ class Search:
         self.bound = _FAR_BELOW  # numbers made up may have peaks below 0
         self._offer_peak([None] * len(self._table.parents))
         for whole in (False, True):
-            while not self._is_least(_EXACT_BYTES) and not self._is_late():
+            # Relaxations are not timed: without them the peak may be that of no AC.
+            while not self._is_least(_EXACT_BYTES) and not (whole and self._is_late()):
                 model, outcome, weights = self._solve(
                     None, relaxed=not whole, whole=whole
                 )
@@ -246,7 +247,7 @@ class Search:
 
     def _repair_peak(self, weights: Floats) -> None:
         """Round to whole points, close to the bound if that can be had."""
-        for share in (0.0, 0.01, 0.1):
+        for share in (0.0, 0.01, 0.1, 0.3):
             cap = int(self.bound + share * (self._best - self.bound)) + 1
             found = round_and_repair(self._table, cap, self._units, weights)
             if found is not None:

@@ -251,7 +251,7 @@ def lowest_peak(
         The peak and a solution that has it; it is optimal to 4 KiB, the tolerance of
         a solver's rows, unless its termination says otherwise. Its time is not
         minimised, and it has no bound on it. At a time limit the peak is the lowest
-        one known, at worst that of no AC at all.
+        one known: the relaxation's, rounded, or that of no AC where this gets stuck.
     """
     return Solver(problem).lowest_peak(
         backend=backend,
