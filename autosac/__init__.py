@@ -1,5 +1,6 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
+from autosac.checking import check
 from autosac.devices import DeviceSpec
 from autosac.errors import (
     AutosacError,
@@ -28,6 +29,7 @@ __all__ = [
     "TraceError",
     "Verification",
     "calibrate",
+    "check",
     "floor",
     "plan",
     "policy",

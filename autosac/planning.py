@@ -16,7 +16,7 @@ from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.formulating import Formulation
 from autosac.plans import Plan
 from autosac.policies import OpPolicy, Policy, block_policies, op_policies
-from autosac.profiling import Profile, calibrate, profile
+from autosac.profiling import Profile, TracedStep, calibrate, profile
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.simulating import Simulator
 from autosac.spending import spend_slack
@@ -95,7 +95,7 @@ def policy(
     return plan(model, inputs, memory_budget=memory_budget, **options).policy
 
 
-def floor(made: Profile) -> int:
+def floor(made: TracedStep) -> int:
     """Least feasible budget of a profile in bytes."""
     return made.peak_bytes(lowest(made))
 
@@ -157,7 +157,7 @@ def make_plan(
 
 
 def choose(
-    made: Profile,
+    made: TracedStep,
     budget_bytes: int,
     *,
     segments: int | None = None,
@@ -194,7 +194,7 @@ def choose(
 class _Problem:
     """How the MILP of a profile is solved."""
 
-    made: Profile
+    made: TracedStep
     segments: int | None
     backend: Backend
     relative_gap: float
@@ -283,7 +283,7 @@ def decode(formulation: Formulation, solution: sac.SacSolution) -> dict[Unit, Po
 
 
 @lru_cache(maxsize=2)
-def lowest(made: Profile, backend: Backend = "highs") -> Choice:
+def lowest(made: TracedStep, backend: Backend = "highs") -> Choice:
     """The choice of least peak, found once for all budgets."""
     least_bytes, choice = _lowest(made.formulation, backend)
     problem = _Problem(made, None, backend, RELATIVE_GAP, TIME_LIMIT_S)
@@ -307,7 +307,7 @@ def _lowest(formulation: Formulation, backend: Backend) -> tuple[int, Choice]:
     return peak_bytes, decode(formulation, solution)
 
 
-def _infeasible(made: Profile, chosen: Choice, budget_bytes: int) -> Exception:
+def _infeasible(made: TracedStep, chosen: Choice, budget_bytes: int) -> Exception:
     peak_bytes = made.peak_bytes(chosen)
     composition = made.composition(chosen)
     parts = ", ".join(
@@ -326,7 +326,7 @@ def _infeasible(made: Profile, chosen: Choice, budget_bytes: int) -> Exception:
     )
 
 
-def _hint(made: Profile) -> str:
+def _hint(made: TracedStep) -> str:
     """The module that would matter most among those that cannot be AC units."""
     refused = made.units.refused
     kept = {m.fqn: m.activation_bytes or 0 for m in made.statistics.modules}
@@ -392,6 +392,7 @@ def _as_plan(
         measured_fraction=made.calibration.measured_fraction,
         reserved_bytes=_reserved_bytes(made, chosen),
         dry_run=frozenset(chosen.items()) in made.dry_runs,
+        traced=made.traced(),
     )
 
 
