@@ -9,6 +9,7 @@ from autosac.errors import (
     SolverError,
     TraceError,
 )
+from autosac.estimating import Estimate, estimate
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
 from autosac.profiling import Profile, calibrate, profile
@@ -19,6 +20,7 @@ from autosac.verifying import Verification, verify
 __all__ = [
     "AutosacError",
     "DeviceSpec",
+    "Estimate",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
     "Plan",
@@ -30,6 +32,7 @@ __all__ = [
     "Verification",
     "calibrate",
     "check",
+    "estimate",
     "floor",
     "plan",
     "policy",

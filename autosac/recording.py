@@ -169,7 +169,7 @@ class Recorder(_compat.TorchDispatchMode):
         if self.target is None:
             return ()
         nbytes = self.target.allocated_bytes(workspaces.blas_bytes(self.target))
-        storage = Storage(nbytes=nbytes, category="temporary", born=0, died=end)
+        storage = Storage(nbytes=nbytes, category="workspace", born=0, died=end)
         threads = {phase == "backward" for phase in self.blas_phases}
         return (storage,) * len(threads)
 

@@ -26,6 +26,7 @@ CATEGORIES = (
     "gradient",
     "activation",
     "temporary",
+    "workspace",
 )
 
 

@@ -13,17 +13,10 @@ from torch import nn
 
 import autosac
 from autosac import plan_files
-from autosac.demo import GPT
 from autosac.fingerprints import digest, fingerprint, first_difference
-from tests.models import CASES, WIDTH, Case
+from tests.models import CASES, SMALL_GPT, WIDTH
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SIZE = {"num_layers": 4, "width": 16, "num_heads": 2, "vocabulary": 32, "length": 8}
-SMALL_GPT = Case(
-    lambda: GPT(**SIZE),
-    lambda: torch.randint(32, (16, 8)),
-    lambda logits: logits.square().mean(),
-)
 
 
 @pytest.fixture(scope="module")
