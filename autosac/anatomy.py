@@ -49,6 +49,7 @@ class History:
         live_bytes: and what is alive in it: shape (categories, times).
         categories: Names of the rows.
         end_ms: Time of the whole step, recomputation included.
+        phases_ms: Phase -> when it begins.
         peak_index: The stretch of the peak,
         place: and what runs there.
     """
@@ -57,6 +58,7 @@ class History:
     live_bytes: IntArray
     categories: tuple[str, ...]
     end_ms: float
+    phases_ms: dict[str, float]
     peak_index: int
     place: Place
 
@@ -97,6 +99,10 @@ def history(made: TracedStep, chosen: Mapping[Unit, Policy]) -> History:
         live_bytes=live,
         categories=CATEGORIES,
         end_ms=float(clock_ms[-1]),
+        phases_ms={
+            phase: float(clock_ms[np.searchsorted(clock_keys, tick * simulator.span)])
+            for phase, tick in made.tape.phases.items()
+        },
         peak_index=peak_index,
         place=_place(made, chosen, int(keys[peak_index])),
     )

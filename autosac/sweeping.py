@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
+from autosac import plotting
 from autosac.errors import InfeasibleBudgetError
+from autosac.optional import needed
 from autosac.planning import floor, make_plan, profile_of
 from autosac.plans import Plan
 from autosac.profiling import Profile
 from autosac.quantities import parse_bytes
 
 TIME_LIMIT_S = 0.3  # of a solve: 64 of them should not outlast a few plans
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +68,18 @@ class Sweep:
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                "`Sweep.to_dataframe` needs pandas: pip install 'autosac[explore]'."
-            ) from error
+        pandas = needed("pandas", "`Sweep.to_dataframe`")
         records = [asdict(replace(row, plan=None)) for row in self.rows]
         return pandas.DataFrame.from_records(records).drop(columns="plan")
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, axes: Any = None, *, rivals: plotting.Rivals | None = None) -> Any:
         """Draw recompute time against the budget, with bound, floor and baseline.
+
+        `autosac.plotting.budgets` draws the same into a file, or interactively.
 
         Args:
             axes: Matplotlib axes to draw on; None for new ones.
+            rivals: Points of others, as there.
 
         Returns:
             The axes.
@@ -88,32 +87,12 @@ class Sweep:
         Raises:
             ImportError: Matplotlib is not installed.
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError(
-                "`Sweep.plot` needs Matplotlib: pip install 'autosac[explore]'."
-            ) from error
+        pyplot = needed("matplotlib.pyplot", "`Sweep.plot`")
+        from autosac.drawing import draw_panel  # needs Matplotlib
+
         if axes is None:
             _, axes = pyplot.subplots()
-        rows = sorted(
-            (row for row in self.rows if row.feasible), key=lambda row: row.budget_bytes
-        )
-        budgets = [row.budget_bytes / _GIB for row in rows]
-        times = [row.recompute_ms for row in rows]
-        bounds = [row.bound_ms for row in rows]
-        # Told apart by their lines, not only by their colours.
-        axes.step(budgets, times, where="post", color="0.0", label="plan")
-        axes.step(budgets, bounds, "--", where="post", color="0.5", label="bound")
-        for nbytes, line, label in (
-            (self.floor_bytes, ":", "least feasible budget"),
-            (self.baseline_peak_bytes, "-.", "peak without a plan"),
-        ):
-            axes.axvline(nbytes / _GIB, linestyle=line, color="0.3", label=label)
-        axes.set_title("Recomputation against memory")
-        axes.set_xlabel("memory budget [GiB]")
-        axes.set_ylabel("recomputation per step [ms]")
-        axes.set_ylim(bottom=0.0)
+        draw_panel(axes, plotting.budget_panel(self, rivals=rivals))
         axes.legend()
         return axes
 
