@@ -13,7 +13,7 @@ from autosac.anatomy import peak_place
 from autosac.devices import DeviceSpec, device_spec
 from autosac.optional import needed
 from autosac.planning import profile_of
-from autosac.profiling import Profile, TracedStep
+from autosac.profiling import TracedStep
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.statistics import with_descendants
 
@@ -157,7 +157,7 @@ class Estimate:
 
 
 def estimate(
-    model: torch.nn.Module | Profile, inputs: Any = None, **options: Any
+    model: torch.nn.Module | TracedStep, inputs: Any = None, **options: Any
 ) -> Estimate:
     """Say what a training step takes without recomputation; nothing is run.
 

@@ -84,6 +84,18 @@ def plan(
     )
 
 
+def price_ms_per_byte(made: TracedStep, budget_bytes: int) -> float | None:
+    """What one more byte of budget saves at the margin, in milliseconds per step.
+
+    The dual price of memory in the LP relaxation of the MILP; None below its floor.
+    """
+    if made.baseline_peak_bytes <= budget_bytes:
+        return 0.0
+    if not made.formulation.units:
+        return None
+    return _solver(made.formulation).price(budget_bytes)
+
+
 def policy(
     model: torch.nn.Module | Profile,
     inputs: Any = None,
@@ -100,9 +112,9 @@ def floor(made: TracedStep) -> int:
     return made.peak_bytes(lowest(made))
 
 
-def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
+def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
     """The profile that was passed, or a new one, calibrated where the model lies."""
-    if isinstance(model, Profile):
+    if isinstance(model, TracedStep):
         if inputs is not None or options:
             raise TypeError(
                 "A profile knows its inputs and options already; pass only"
@@ -120,7 +132,7 @@ def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
 
 
 def make_plan(
-    made: Profile,
+    made: TracedStep,
     budget_bytes: int,
     *,
     segments: int | None = None,
@@ -152,6 +164,11 @@ def make_plan(
     )
     policies = spell_out(made, chosen)
     if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
+        if not isinstance(made, Profile):
+            raise ValueError(
+                "`dry_run`=True needs the model: pass the `Profile`, not the step that"
+                " a plan keeps of it."
+            )
         _confirm(made, chosen, policies)
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
 
@@ -337,7 +354,7 @@ def _hint(made: TracedStep) -> str:
 # --- the plan -----------------------------------------------------------------
 
 
-def spell_out(made: Profile, chosen: Choice) -> tuple[OpPolicy, ...]:
+def spell_out(made: TracedStep, chosen: Choice) -> tuple[OpPolicy, ...]:
     """What a choice does to every op of its units."""
     return tuple(
         spelled
@@ -346,9 +363,10 @@ def spell_out(made: Profile, chosen: Choice) -> tuple[OpPolicy, ...]:
     )
 
 
-def _wants_dry_run(made: Profile, chosen: Choice) -> bool:
+def _wants_dry_run(made: TracedStep, chosen: Choice) -> bool:
     """Whether a plan is dry-run if nobody says so; on large models that takes long."""
-    if frozenset(chosen.items()) in made.dry_runs:
+    is_possible = isinstance(made, Profile)
+    if not is_possible or frozenset(chosen.items()) in made.dry_runs:
         return False
     # A plan that recomputes nothing confirms little.
     return len(made.tape.ops) <= _MANY_OPS or not any(made.dry_runs)
@@ -368,7 +386,7 @@ def _confirm(made: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -> N
 
 
 def _as_plan(
-    made: Profile,
+    made: TracedStep,
     budget_bytes: int,
     chosen: Choice,
     policies: tuple[OpPolicy, ...],
@@ -396,13 +414,13 @@ def _as_plan(
     )
 
 
-def _reserved_bytes(made: Profile, chosen: Choice) -> int | None:
+def _reserved_bytes(made: TracedStep, chosen: Choice) -> int | None:
     if made.device.type != "cuda":
         return None
     return made.simulator.allocator_peaks(chosen)[1]
 
 
-def _ratios(made: Profile, chosen: Choice) -> dict[str, float]:
+def _ratios(made: TracedStep, chosen: Choice) -> dict[str, float]:
     """Share of each module's activation memory that is recomputed, over all calls."""
     most: dict[str, int] = defaultdict(int)
     freed: dict[str, int] = defaultdict(int)

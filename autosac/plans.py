@@ -6,7 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from autosac.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.policies import OpPolicy
 from autosac.profiling import TracedStep
 from autosac.quantities import format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from autosac.reporting import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +149,36 @@ class Plan:
             )
         return plan
 
-    def report(self) -> str:
-        """The plan as a table for people."""
+    def report(self, profile: TracedStep | None = None) -> Report:
+        """The plan explained: print it, or its ``str()``.
+
+        Args:
+            profile: The step that the plan is for. Needed only for a plan from a file,
+                which knows no ops: without it the report says what is missing.
+
+        Raises:
+            PlanMismatchError: The profile is of another step.
+        """
+        from autosac.reporting import report  # which plans itself: a cycle otherwise
+
+        return report(self, profile)
+
+    def to_html(self, path: str | Path, profile: TracedStep | None = None) -> None:
+        """Write the report with its pictures as one HTML file that needs no other.
+
+        Args:
+            path: Where to.
+            profile: As in `report`.
+
+        Raises:
+            ImportError: Matplotlib is not installed.
+            PlanMismatchError: The profile is of another step.
+        """
+        from autosac.html_report import page  # like `report`
+
+        Path(path).write_text(page(self, profile), encoding="utf-8")
+
+    def __str__(self) -> str:
         gap = f"{100 * self.optimality_gap:.1f} %"
         lines = [
             f"budget    {format_bytes(self.budget_bytes)}",
@@ -164,14 +195,14 @@ class Plan:
         if not self.dry_run:
             lines.append("checked   by simulation, without a dry run of its own")
         width = max(map(len, self.policy), default=0)
-        notes = self._notes()
+        notes = self.notes()
         lines += [
             f"{fqn:{width}}  {ratio:6.1%}  {notes.get(fqn, '')}".rstrip()
             for fqn, ratio in self.policy.items()
         ]
         return "\n".join(lines)
 
-    def _notes(self) -> dict[str, str]:
+    def notes(self) -> dict[str, str]:
         """Which chain or nest an AC unit belongs to, if it does."""
         chains: dict[str, list[str]] = {}
         for one in self.op_policies:
@@ -184,9 +215,6 @@ class Plan:
             for one in self.op_policies
             if one.around or one.position
         }
-
-    def __str__(self) -> str:
-        return self.report()
 
     def _check(self, model: torch.nn.Module) -> None:
         difference = first_difference(self.model, fingerprint(model))

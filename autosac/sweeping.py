@@ -13,7 +13,7 @@ from autosac.errors import InfeasibleBudgetError
 from autosac.optional import needed
 from autosac.planning import floor, make_plan, profile_of
 from autosac.plans import Plan
-from autosac.profiling import Profile
+from autosac.profiling import Profile, TracedStep
 from autosac.quantities import parse_bytes
 
 TIME_LIMIT_S = 0.3  # of a solve: 64 of them should not outlast a few plans
@@ -98,7 +98,7 @@ class Sweep:
 
 
 def sweep(
-    model: torch.nn.Module | Profile,
+    model: torch.nn.Module | TracedStep,
     inputs: Any = None,
     *,
     memory_budgets: Sequence[int | str] | None = None,
@@ -109,7 +109,8 @@ def sweep(
     """Plan for many budgets; the step is traced once.
 
     Args:
-        model: The model, or a `Profile` of it (then no other option is taken).
+        model: The model, or a `Profile` of it, or `Plan.traced` (then no other option
+            is taken).
         inputs: As in `profile`.
         memory_budgets: Bytes, or text as in `plan`, in any order.
         n: Instead of these: so many budgets, evenly spaced from the least feasible
@@ -153,10 +154,10 @@ def sweep(
     )
 
 
-def _answer(made: Profile, budget_bytes: int, options: dict[str, Any]) -> Plan | str:
+def _answer(made: TracedStep, budget_bytes: int, options: dict[str, Any]) -> Plan | str:
     """A plan, or why there is none."""
     options = {
-        "dry_run": not any(made.dry_runs),
+        "dry_run": isinstance(made, Profile) and not any(made.dry_runs),
         "time_limit_s": TIME_LIMIT_S,
         **options,
     }
