@@ -130,5 +130,5 @@ def _draw_grid(axis: Any, grid: Grid) -> None:
     every = -(-len(grid.columns) // _MANY_COLUMNS)
     places = range(0, len(grid.columns), every)
     axis.set_xticks(places, grid.columns[::every], fontsize=8)
-    axis.set_xlabel(f"{grid.x_label}; {grid.legend}", fontsize=8)
+    axis.set_xlabel(f"{grid.x_label}\n{grid.legend}", fontsize=8)
     axis.set_title(grid.title, fontsize=9)

@@ -129,5 +129,7 @@ def _draw_grid(made: Any, grid: Grid, place: dict[str, int]) -> None:
         hoverongaps=False,
     )
     made.add_trace(shades, **place)
-    made.update_xaxes(title=f"{grid.x_label}; {grid.legend}", type="category", **place)
+    made.update_xaxes(
+        title=f"{grid.x_label}<br>{grid.legend}", type="category", **place
+    )
     made.update_yaxes(autorange="reversed", type="category", **place)

@@ -19,9 +19,12 @@ body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 2rem auto;
        max-width: 72rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; margin: .6rem 0; font-size: .87rem; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; }
-th { border-bottom: 2px solid #888; } td.text, th.text { text-align: left; }
-td.wide { min-width: 16rem; } tr.recomputed td { background: #ececec; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
+         white-space: nowrap; }
+th { border-bottom: 2px solid #888; }
+td.text, th.text { text-align: left; white-space: normal; }
+td:first-child { white-space: nowrap; }
+tr.recomputed td { background: #ececec; }
 code, td:first-child { font-family: ui-monospace, monospace; }
 svg { max-width: 100%; height: auto; } summary { cursor: pointer; margin: .4rem 0; }
 details { overflow-x: auto; }
