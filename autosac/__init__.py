@@ -1,5 +1,6 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
+from autosac.batching import BatchSize, best_batch_size, max_batch_size
 from autosac.checking import check
 from autosac.devices import DeviceSpec
 from autosac.errors import (
@@ -19,6 +20,7 @@ from autosac.verifying import Verification, verify
 
 __all__ = [
     "AutosacError",
+    "BatchSize",
     "DeviceSpec",
     "Estimate",
     "InfeasibleBudgetError",
@@ -30,10 +32,12 @@ __all__ = [
     "Sweep",
     "TraceError",
     "Verification",
+    "best_batch_size",
     "calibrate",
     "check",
     "estimate",
     "floor",
+    "max_batch_size",
     "plan",
     "policy",
     "profile",

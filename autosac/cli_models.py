@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from autosac.profiling import Profile, calibrate, profile
+from autosac.planning import calibrated_if_present
+from autosac.profiling import Profile, profile
 
 _KEYS = ("model", "inputs", "loss_fn", "optimizer")
 _HF = "hf:"
@@ -53,11 +54,7 @@ class Target:
 
     def calibrated(self) -> Profile:
         """The step, traced and measured if its model lies on this machine."""
-        made = self.profile()
-        is_present = made.step.lens is None and not any(
-            parameter.is_meta for parameter in made.step.model.parameters()
-        )
-        return calibrate(made) if is_present else made
+        return calibrated_if_present(self.profile())
 
     def on(self, place: str) -> Target:
         """The same, built on a device (``cpu``, ``cuda``, ``meta``)."""

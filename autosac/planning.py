@@ -123,12 +123,16 @@ def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
         return model
     if inputs is None:
         raise TypeError("`inputs` is missing: pass what the model is called with.")
-    made = profile(model, inputs, **options)
-    # What is not here cannot be measured; what is, must keep its promise.
-    is_present = made.step.lens is None and all(
-        not p.is_meta for p in model.parameters()
-    )
-    return calibrate(made) if is_present else made
+    return calibrated_if_present(profile(model, inputs, **options))
+
+
+def calibrated_if_present(made: Profile) -> Profile:
+    """The profile with measured figures if its model lies here, or as it is.
+
+    What is not here cannot be measured; what is, must keep its promise.
+    """
+    is_meta = any(parameter.is_meta for parameter in made.step.model.parameters())
+    return made if made.step.lens is not None or is_meta else calibrate(made)
 
 
 def make_plan(
