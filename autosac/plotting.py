@@ -210,7 +210,8 @@ def ratios(plan: Plan) -> Picture:
         rows=kinds,
         columns=columns,
         values=tuple(tuple(value.get((k, n)) for n in columns) for k in kinds),
-        legend="share of activation memory that is recomputed [%], dot: no AC unit",
+        legend="share of activation memory that is recomputed [%];"
+        " dot or empty: no AC unit",
     )
     return Picture(title="Recomputed share of every module", panels=(grid,))
 
