@@ -1,6 +1,8 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
 from autosac.analyzing import GraphInfo, graph_info
+from autosac.batching import BatchSize, best_batch_size, max_batch_size
+from autosac.checking import check
 from autosac.cluster_timing import calibrate_cluster
 from autosac.clusters import ClusterSpec
 from autosac.devices import DeviceSpec
@@ -11,6 +13,7 @@ from autosac.errors import (
     SolverError,
     TraceError,
 )
+from autosac.estimating import Estimate, estimate
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
 from autosac.preceding import (
@@ -26,9 +29,11 @@ from autosac.verifying import Verification, verify
 
 __all__ = [
     "AutosacError",
+    "BatchSize",
     "Checkpointed",
     "ClusterSpec",
     "DeviceSpec",
+    "Estimate",
     "GraphInfo",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
@@ -39,12 +44,16 @@ __all__ = [
     "Sweep",
     "TraceError",
     "Verification",
+    "best_batch_size",
     "calibrate",
     "calibrate_cluster",
+    "check",
+    "estimate",
     "floor",
     "graph_info",
     "is_checkpointing",
     "is_recomputing",
+    "max_batch_size",
     "pipeline_checkpoint",
     "plan",
     "policy",

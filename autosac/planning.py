@@ -16,7 +16,7 @@ from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.formulating import Formulation
 from autosac.plans import Plan
 from autosac.policies import OpPolicy, Policy, block_policies, op_policies
-from autosac.profiling import Profile, calibrate, profile
+from autosac.profiling import Profile, TracedStep, calibrate, profile
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.simulating import Simulator
 from autosac.spending import spend_slack
@@ -84,6 +84,18 @@ def plan(
     )
 
 
+def price_ms_per_byte(made: TracedStep, budget_bytes: int) -> float | None:
+    """What one more byte of budget saves at the margin, in milliseconds per step.
+
+    The dual price of memory in the LP relaxation of the MILP; None below its floor.
+    """
+    if made.baseline_peak_bytes <= budget_bytes:
+        return 0.0
+    if not made.formulation.units:
+        return None
+    return _solver(made.formulation).price(budget_bytes)
+
+
 def policy(
     model: torch.nn.Module | Profile,
     inputs: Any = None,
@@ -95,14 +107,14 @@ def policy(
     return plan(model, inputs, memory_budget=memory_budget, **options).policy
 
 
-def floor(made: Profile) -> int:
+def floor(made: TracedStep) -> int:
     """Least feasible budget of a profile in bytes."""
     return made.peak_bytes(lowest(made))
 
 
-def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
+def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
     """The profile that was passed, or a new one, calibrated where the model lies."""
-    if isinstance(model, Profile):
+    if isinstance(model, TracedStep):
         if inputs is not None or options:
             raise TypeError(
                 "A profile knows its inputs and options already; pass only"
@@ -111,16 +123,20 @@ def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> Profile:
         return model
     if inputs is None:
         raise TypeError("`inputs` is missing: pass what the model is called with.")
-    made = profile(model, inputs, **options)
-    # What is not here cannot be measured; what is, must keep its promise.
-    is_present = made.step.lens is None and all(
-        not p.is_meta for p in model.parameters()
-    )
-    return calibrate(made) if is_present else made
+    return calibrated_if_present(profile(model, inputs, **options))
+
+
+def calibrated_if_present(made: Profile) -> Profile:
+    """The profile with measured figures if its model lies here, or as it is.
+
+    What is not here cannot be measured; what is, must keep its promise.
+    """
+    is_meta = any(parameter.is_meta for parameter in made.step.model.parameters())
+    return made if made.step.lens is not None or is_meta else calibrate(made)
 
 
 def make_plan(
-    made: Profile,
+    made: TracedStep,
     budget_bytes: int,
     *,
     segments: int | None = None,
@@ -155,12 +171,17 @@ def make_plan(
     )
     policies = spell_out(made, chosen)
     if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
+        if not isinstance(made, Profile):
+            raise ValueError(
+                "`dry_run`=True needs the model: pass the `Profile`, not the step that"
+                " a plan keeps of it."
+            )
         _confirm(made, chosen, policies)
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
 
 
 def choose(
-    made: Profile,
+    made: TracedStep,
     budget_bytes: int,
     *,
     segments: int | None = None,
@@ -198,7 +219,7 @@ def choose(
 class _Problem:
     """How the MILP of a profile is solved."""
 
-    made: Profile
+    made: TracedStep
     segments: int | None
     backend: Backend
     relative_gap: float
@@ -289,7 +310,7 @@ def decode(formulation: Formulation, solution: sac.SacSolution) -> dict[Unit, Po
 
 
 @lru_cache(maxsize=2)
-def lowest(made: Profile, backend: Backend = "highs") -> Choice:
+def lowest(made: TracedStep, backend: Backend = "highs") -> Choice:
     """The choice of least peak, found once for all budgets."""
     least_bytes, choice = _lowest(made.formulation, backend)
     problem = _Problem(made, None, backend, RELATIVE_GAP, TIME_LIMIT_S)
@@ -313,7 +334,7 @@ def _lowest(formulation: Formulation, backend: Backend) -> tuple[int, Choice]:
     return peak_bytes, decode(formulation, solution)
 
 
-def _infeasible(made: Profile, chosen: Choice, budget_bytes: int) -> Exception:
+def _infeasible(made: TracedStep, chosen: Choice, budget_bytes: int) -> Exception:
     peak_bytes = made.peak_bytes(chosen)
     composition = made.composition(chosen)
     parts = ", ".join(
@@ -332,7 +353,7 @@ def _infeasible(made: Profile, chosen: Choice, budget_bytes: int) -> Exception:
     )
 
 
-def _hint(made: Profile) -> str:
+def _hint(made: TracedStep) -> str:
     """The module that would matter most among those that cannot be AC units."""
     refused = made.units.refused
     kept = {m.fqn: m.activation_bytes or 0 for m in made.statistics.modules}
@@ -343,7 +364,7 @@ def _hint(made: Profile) -> str:
 # --- the plan -----------------------------------------------------------------
 
 
-def spell_out(made: Profile, chosen: Choice) -> tuple[OpPolicy, ...]:
+def spell_out(made: TracedStep, chosen: Choice) -> tuple[OpPolicy, ...]:
     """What a choice does to every op of its units."""
     return tuple(
         spelled
@@ -352,9 +373,10 @@ def spell_out(made: Profile, chosen: Choice) -> tuple[OpPolicy, ...]:
     )
 
 
-def _wants_dry_run(made: Profile, chosen: Choice) -> bool:
+def _wants_dry_run(made: TracedStep, chosen: Choice) -> bool:
     """Whether a plan is dry-run if nobody says so; on large models that takes long."""
-    if frozenset(chosen.items()) in made.dry_runs:
+    is_possible = isinstance(made, Profile)
+    if not is_possible or frozenset(chosen.items()) in made.dry_runs:
         return False
     # A plan that recomputes nothing confirms little.
     return len(made.tape.ops) <= _MANY_OPS or not any(made.dry_runs)
@@ -374,7 +396,7 @@ def _confirm(made: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -> N
 
 
 def _as_plan(
-    made: Profile,
+    made: TracedStep,
     budget_bytes: int,
     chosen: Choice,
     policies: tuple[OpPolicy, ...],
@@ -398,16 +420,17 @@ def _as_plan(
         measured_fraction=made.calibration.measured_fraction,
         reserved_bytes=_reserved_bytes(made, chosen),
         dry_run=frozenset(chosen.items()) in made.dry_runs,
+        traced=made.traced(),
     )
 
 
-def _reserved_bytes(made: Profile, chosen: Choice) -> int | None:
+def _reserved_bytes(made: TracedStep, chosen: Choice) -> int | None:
     if made.device.type != "cuda":
         return None
     return made.simulator.allocator_peaks(chosen)[1]
 
 
-def _ratios(made: Profile, chosen: Choice) -> dict[str, float]:
+def _ratios(made: TracedStep, chosen: Choice) -> dict[str, float]:
     """Share of each module's activation memory that is recomputed, over all calls."""
     most: dict[str, int] = defaultdict(int)
     freed: dict[str, int] = defaultdict(int)

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import os
+import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autosac import applying
+from autosac import applying, plan_files
 from autosac.errors import PlanMismatchError
+from autosac.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.policies import OpPolicy
+from autosac.profiling import TracedStep
 from autosac.quantities import format_bytes, format_ms
 
-_FORMAT_VERSION = 1
-
-Fingerprint = tuple[tuple[str, str, tuple[str, ...]], ...]
-
-
-def fingerprint(model: torch.nn.Module) -> Fingerprint:
-    """FQN, class and parameter shapes of every module of a model, in order."""
-    return tuple(
-        (
-            fqn,
-            type(module).__name__,
-            tuple(
-                f"{name} {tuple(parameter.shape)} {str(parameter.dtype)[6:]}"
-                for name, parameter in module.named_parameters(recurse=False)
-            ),
-        )
-        for fqn, module in model.named_modules()
-    )
+if TYPE_CHECKING:
+    from autosac.reporting import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +47,8 @@ class Plan:
             with the plan; None on the CPU, where it reserves nothing.
         dry_run: A dry run of the applied model confirmed the peak of this very plan,
             not only its simulation.
+        traced: The step it was made for, as plain data, for reports. It is not part of
+            a plan file, nor of a copy: there it is None.
     """
 
     policy: dict[str, float]
@@ -75,9 +64,13 @@ class Plan:
     calibrated: bool
     model: Fingerprint
     torch_version: str
-    measured_fraction: float = 0.0
-    reserved_bytes: int | None = None
-    dry_run: bool = True  # as every plan was before this was saved
+    measured_fraction: float
+    reserved_bytes: int | None
+    dry_run: bool
+    traced: TracedStep | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "traced": None}
 
     @property
     def optimality_gap(self) -> float:
@@ -120,43 +113,73 @@ class Plan:
         return model
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        record = {"format": _FORMAT_VERSION, **asdict(self)}
-        Path(path).write_text(json.dumps(record, indent=1) + "\n")
+        """Write the plan as JSON; a file that is there is replaced in one step."""
+        record = {name: value for name, value in vars(self).items() if name != "traced"}
+        text = plan_files.write(record, summary=str(self).splitlines())
+        target = Path(path)
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(target)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` wrote.
+        """Read a plan that `save` wrote, and check that it is whole.
+
+        Warns if another PyTorch runs now than the plan was made with. Its model is
+        checked by `apply`, what a step of it really does by `autosac.check`.
 
         Raises:
-            ValueError: The file is not such a plan.
+            ValueError: The file is no such plan, was changed, or contradicts itself.
         """
         try:
-            record = json.loads(Path(path).read_text())
-            version = record.pop("format")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} is not a plan saved by autosac.") from error
-        if version != _FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has plan format {version}; this autosac reads format"
-                f" {_FORMAT_VERSION}. Plan again, or use the autosac it was made with."
-            )
+            record = plan_files.read(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:  # of text that is not UTF-8, too
+            raise ValueError(f"{path} {error}.") from error
         try:
-            return cls(
-                **{
-                    **record,
-                    "op_policies": tuple(map(_op_policy, record["op_policies"])),
-                    "model": tuple(
-                        (fqn, class_name, tuple(parameters))
-                        for fqn, class_name, parameters in record["model"]
-                    ),
-                }
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            plan, wrong = cls(**record), plan_files.problem(record)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error}. Plan again.") from error
+        if wrong:
+            raise ValueError(f"{path} contradicts itself: {wrong}. Plan again.")
+        if _release(plan.torch_version) != _release(torch.__version__):
+            warnings.warn(
+                f"{path} was planned with torch {plan.torch_version}, this is torch"
+                f" {torch.__version__}, which may run other ops. `autosac.check` with a"
+                " profile of the model tells whether the plan holds; or plan again.",
+                stacklevel=2,
+            )
+        return plan
 
-    def report(self) -> str:
-        """The plan as a table for people."""
+    def report(self, profile: TracedStep | None = None) -> Report:
+        """The plan explained: print it, or its ``str()``.
+
+        Args:
+            profile: The step that the plan is for. Needed only for a plan from a file,
+                which knows no ops: without it the report says what is missing.
+
+        Raises:
+            PlanMismatchError: The profile is of another step.
+        """
+        from autosac.reporting import report  # which plans itself: a cycle otherwise
+
+        return report(self, profile)
+
+    def to_html(self, path: str | Path, profile: TracedStep | None = None) -> None:
+        """Write the report with its pictures as one HTML file that needs no other.
+
+        Args:
+            path: Where to.
+            profile: As in `report`.
+
+        Raises:
+            ImportError: Matplotlib is not installed.
+            PlanMismatchError: The profile is of another step.
+        """
+        from autosac.html_report import page  # like `report`
+
+        Path(path).write_text(page(self, profile), encoding="utf-8")
+
+    def __str__(self) -> str:
         gap = f"{100 * self.optimality_gap:.1f} %"
         lines = [
             f"budget    {format_bytes(self.budget_bytes)}",
@@ -173,14 +196,14 @@ class Plan:
         if not self.dry_run:
             lines.append("checked   by simulation, without a dry run of its own")
         width = max(map(len, self.policy), default=0)
-        notes = self._notes()
+        notes = self.notes()
         lines += [
             f"{fqn:{width}}  {ratio:6.1%}  {notes.get(fqn, '')}".rstrip()
             for fqn, ratio in self.policy.items()
         ]
         return "\n".join(lines)
 
-    def _notes(self) -> dict[str, str]:
+    def notes(self) -> dict[str, str]:
         """Which chain or nest an AC unit belongs to, if it does."""
         chains: dict[str, list[str]] = {}
         for one in self.op_policies:
@@ -194,26 +217,14 @@ class Plan:
             if one.around or one.position
         }
 
-    def __str__(self) -> str:
-        return self.report()
-
     def _check(self, model: torch.nn.Module) -> None:
-        found = fingerprint(model)
-        for (fqn, class_name, parameters), other in zip(
-            self.model, found, strict=False
-        ):
-            if other != (fqn, class_name, parameters):
-                raise PlanMismatchError(
-                    f"The plan was made for another model: it expects `{fqn}` to be a"
-                    f" {class_name} with parameters {list(parameters)}, this model has"
-                    f" `{other[0]}`, a {other[1]} with {list(other[2])}. Plan again."
-                )
-        if len(found) != len(self.model):
+        difference = first_difference(self.model, fingerprint(model))
+        if difference is not None:
             raise PlanMismatchError(
-                f"The plan was made for a model of {len(self.model)} modules, this one"
-                f" has {len(found)}. Plan again."
+                f"The plan was made for another model: {difference}. Plan again."
             )
 
 
-def _op_policy(record: dict[str, Any]) -> OpPolicy:
-    return OpPolicy(**{**record, "names": tuple(record["names"])})
+def _release(version: str) -> str:
+    """A version without the build it is of: 2.15.0 of 2.15.0+cu130."""
+    return version.partition("+")[0]

@@ -15,9 +15,9 @@ from autosac.chains import find_chains
 from autosac.collecting import no_collections
 from autosac.devices import DeviceSpec, device_of_product, device_spec
 from autosac.errors import TraceError
+from autosac.fingerprints import Fingerprint, fingerprint
 from autosac.formulating import Formulation, formulate
 from autosac.nests import find_nests
-from autosac.plans import Fingerprint, fingerprint
 from autosac.policies import Policy
 from autosac.simulating import Simulator
 from autosac.slices import find_slices, plain_sequences
@@ -31,11 +31,10 @@ from solvers import knapsack
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Profile:
-    """A traced training step, from which any number of plans can be made.
+class TracedStep:
+    """What is known of a training step, as plain data: no model, no tensor.
 
     Attributes:
-        step: The step that was traced.
         tape: What it did.
         op_ms: Time of every op of the tape.
         device: The device that the step is planned for.
@@ -48,7 +47,6 @@ class Profile:
         failures: Name of an op that could not be measured -> why.
     """
 
-    step: Step
     tape: Tape
     op_ms: tuple[float, ...]
     device: DeviceSpec
@@ -163,6 +161,28 @@ class Profile:
     def baseline_ms(self) -> float:
         """Time of the step when nothing is recomputed."""
         return sum(self.op_ms)
+
+    def traced(self) -> TracedStep:
+        """The step without the user's objects: this one."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Profile(TracedStep):
+    """A traced training step, from which any number of plans can be made.
+
+    Attributes:
+        step: The step that was traced: the user's own model, inputs and optimizer.
+    """
+
+    step: Step
+
+    def traced(self) -> TracedStep:
+        """The same without the user's objects; shares all that is worked out so far."""
+        found = object.__new__(TracedStep)
+        known = {name: value for name, value in vars(self).items() if name != "step"}
+        vars(found).update(known)
+        return found
 
 
 def profile(

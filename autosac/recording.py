@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, workspaces
+from autosac import _compat, source_lines, workspaces
 from autosac.accumulating import Accumulations
 from autosac.devices import DeviceSpec
 from autosac.errors import TraceError
@@ -137,7 +137,7 @@ class Recorder(_compat.PlainDispatchMode):
         if self.target is None:
             return ()
         nbytes = self.target.allocated_bytes(workspaces.blas_bytes(self.target))
-        storage = Storage(nbytes=nbytes, category="temporary", born=0, died=end)
+        storage = Storage(nbytes=nbytes, category="workspace", born=0, died=end)
         threads = {phase == "backward" for phase in self.blas_phases}
         return (storage,) * len(threads)
 
@@ -359,6 +359,7 @@ class Recorder(_compat.PlainDispatchMode):
                 dtype=facts.dtype,
                 shapes=facts.shapes,
                 signature=spent.signature,
+                source=source_lines.running(self.phase),
             )
         )
 
@@ -482,8 +483,7 @@ class Recorder(_compat.PlainDispatchMode):
     def leave(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
         """A module's ``forward`` ends."""
         self.stack.pop()
-        inputs = list(tensors_in((args, kwargs)))
-        if self._indices(inputs, 0, "input") != call.inputs:
+        if self._indices(list(tensors_in((args, kwargs))), 0, "input") != call.inputs:
             call.once = call.once or "it changes a container that it is given"
         if call.random != random_numbers():
             call.once = "it draws from Python's or NumPy's random numbers"

@@ -201,21 +201,28 @@ class Simulator:
     def composition(self, chosen: Mapping[Unit, Policy]) -> dict[str, int]:
         """Bytes alive at the peak, per category; rerun results are activations."""
         peak = self.timeline(chosen).peak_key
-        alive = (self.tape.born * self.span <= peak) & (self._freed(chosen) > peak)
-        found = dict.fromkeys(CATEGORIES, 0)
-        for index in np.flatnonzero(alive):
-            storage = self.tape.storages[index]
-            found[storage.category] += storage.nbytes
-        for unit, policy in chosen.items():
-            effect = self.effect(unit, policy)
-            copies = (effect.copy_born <= peak) & (effect.copy_died > peak)
-            found["activation"] += int(effect.copy_bytes[copies].sum())
-            works = (effect.work_made <= peak) & (effect.work_end > peak)
-            found["temporary"] += int(effect.work_bytes[works].sum())
-        working = (self._work_made <= peak) & (self._work_end > peak)
-        found["temporary"] += int(self._work[working].sum() + self._library.sum())
+        pieces = self.allocations(chosen)
+        alive = (pieces.born <= peak) & (pieces.died > peak)
+        sums = np.zeros(len(CATEGORIES), dtype=np.int64)
+        np.add.at(sums, self.categories(chosen)[alive], pieces.nbytes[alive])
+        found = dict(zip(CATEGORIES, sums.tolist(), strict=True))
         found["temporary"] += self.number_bytes
         return found
+
+    def categories(self, chosen: Mapping[Unit, Policy]) -> IntArray:
+        """Index into `CATEGORIES` of all that `allocations` has, in its order."""
+        effects = [self.effect(unit, policy) for unit, policy in chosen.items()]
+        copied = sum(len(effect.copy_born) for effect in effects)
+        worked = sum(len(effect.work_made) for effect in effects)
+        num_works = len(self._library) + len(self._work) + worked
+        of_tape = [CATEGORIES.index(s.category) for s in self.tape.storages]
+        return np.concatenate(
+            [
+                np.array(of_tape, dtype=np.int64),
+                np.full(copied, CATEGORIES.index("activation"), dtype=np.int64),
+                np.full(num_works, CATEGORIES.index("workspace"), dtype=np.int64),
+            ]
+        )
 
     def effect(self, unit: Unit, policy: Policy) -> Effect:
         """How one unit under one policy changes lifetimes (cached)."""

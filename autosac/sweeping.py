@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
+from autosac import plotting
 from autosac.errors import InfeasibleBudgetError
+from autosac.optional import needed
 from autosac.planning import floor, make_plan, profile_of
 from autosac.plans import Plan
-from autosac.profiling import Profile
+from autosac.profiling import Profile, TracedStep
 from autosac.quantities import parse_bytes
 from solvers import sac
 
 # Of a solve: 64 of them should not outlast a few plans, and few need the time.
 RELATIVE_GAP, TIME_LIMIT_S = 1e-2, 3.0
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +70,18 @@ class Sweep:
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                "`Sweep.to_dataframe` needs pandas: pip install 'autosac[explore]'."
-            ) from error
+        pandas = needed("pandas", "`Sweep.to_dataframe`")
         records = [asdict(replace(row, plan=None)) for row in self.rows]
         return pandas.DataFrame.from_records(records).drop(columns="plan")
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, axes: Any = None, *, rivals: plotting.Rivals | None = None) -> Any:
         """Draw recompute time against the budget, with bound, floor and baseline.
+
+        `autosac.plotting.budgets` draws the same into a file, or interactively.
 
         Args:
             axes: Matplotlib axes to draw on; None for new ones.
+            rivals: Points of others, as there.
 
         Returns:
             The axes.
@@ -90,38 +89,18 @@ class Sweep:
         Raises:
             ImportError: Matplotlib is not installed.
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError(
-                "`Sweep.plot` needs Matplotlib: pip install 'autosac[explore]'."
-            ) from error
+        pyplot = needed("matplotlib.pyplot", "`Sweep.plot`")
+        from autosac.drawing import draw_panel  # needs Matplotlib
+
         if axes is None:
             _, axes = pyplot.subplots()
-        rows = sorted(
-            (row for row in self.rows if row.feasible), key=lambda row: row.budget_bytes
-        )
-        budgets = [row.budget_bytes / _GIB for row in rows]
-        times = [row.recompute_ms for row in rows]
-        bounds = [row.bound_ms for row in rows]
-        # Told apart by their lines, not only by their colours.
-        axes.step(budgets, times, where="post", color="0.0", label="plan")
-        axes.step(budgets, bounds, "--", where="post", color="0.5", label="bound")
-        for nbytes, line, label in (
-            (self.floor_bytes, ":", "least feasible budget"),
-            (self.baseline_peak_bytes, "-.", "peak without a plan"),
-        ):
-            axes.axvline(nbytes / _GIB, linestyle=line, color="0.3", label=label)
-        axes.set_title("Recomputation against memory")
-        axes.set_xlabel("memory budget [GiB]")
-        axes.set_ylabel("recomputation per step [ms]")
-        axes.set_ylim(bottom=0.0)
+        draw_panel(axes, plotting.budget_panel(self, rivals=rivals))
         axes.legend()
         return axes
 
 
 def sweep(
-    model: torch.nn.Module | Profile,
+    model: torch.nn.Module | TracedStep,
     inputs: Any = None,
     *,
     memory_budgets: Sequence[int | str] | None = None,
@@ -132,7 +111,8 @@ def sweep(
     """Plan for many budgets; the step is traced once.
 
     Args:
-        model: The model, or a `Profile` of it (then no other option is taken).
+        model: The model, or a `Profile` of it, or `Plan.traced` (then no other option
+            is taken).
         inputs: As in `profile`.
         memory_budgets: Bytes, or text as in `plan`, in any order.
         n: Instead of these: so many budgets, evenly spaced from the least feasible
@@ -178,10 +158,10 @@ def sweep(
     )
 
 
-def _answer(made: Profile, budget_bytes: int, options: dict[str, Any]) -> Plan | str:
+def _answer(made: TracedStep, budget_bytes: int, options: dict[str, Any]) -> Plan | str:
     """A plan, or why there is none."""
     options = {
-        "dry_run": not any(made.dry_runs),
+        "dry_run": isinstance(made, Profile) and not any(made.dry_runs),
         "relative_gap": RELATIVE_GAP,
         "time_limit_s": TIME_LIMIT_S,
         **options,

@@ -26,6 +26,7 @@ CATEGORIES = (
     "gradient",
     "activation",
     "temporary",
+    "workspace",
 )
 
 
@@ -71,6 +72,7 @@ class Op:
         dtype: Of its first floating-point output, such as ``float32``.
         shapes: Shapes of its tensor outputs.
         signature: Equal for calls that do the same work on the same shapes.
+        source: ``file:line`` of the user's code that runs it, if that is known.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Op:
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
     signature: Hashable
+    source: str = ""
 
     @property
     def is_view(self) -> bool:

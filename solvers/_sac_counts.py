@@ -107,6 +107,13 @@ class CountModel:
                 found[column + 1] += share * value
         return found
 
+    def price(self) -> float:
+        """What a byte of the budget saves, in the objective's unit.
+
+        The sum of the duals of (3) in the relaxation solved last.
+        """
+        return -sum(constraint.pi or 0.0 for constraint, _ in self._limits) / MIB
+
     def surcharges(self) -> Floats:
         """What a solution costs at least beyond the LP optimum if it uses a column.
 

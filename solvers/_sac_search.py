@@ -68,6 +68,8 @@ class Search:
         rows: Positions that turned out to bind.
         bound: Proven lower bound, in ms, or bytes for the least peak.
         choice: Best choice so far that keeps the budget.
+        price: Milliseconds that one more byte of budget saves, by the duals of the
+            relaxation.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Search:
             self.rows = list(start.rows)
         self.bound = 0.0
         self.choice: Choice | None = None
+        self.price = 0.0
         self._best = math.inf
         self._relaxed = 0.0  # optimum of the last LP relaxation, and what a column
         self._surcharges = np.zeros(len(table.times))  # costs beyond it at least
@@ -108,7 +111,7 @@ class Search:
             live = self._table.live(self._table.weights(self._start.choice))
             if live.max() <= budget_bytes:  # unless this budget is smaller after all
                 self._offer(self._start.choice)
-        relaxed = self._relax(budget_bytes)
+        relaxed = self.relax(budget_bytes)
         if relaxed is not Termination.OPTIMAL:
             return relaxed
         ended = self._search(budget_bytes)
@@ -128,7 +131,7 @@ class Search:
             return Termination.NO_INCUMBENT
         return Termination.OPTIMAL if self._is_done() else Termination.FEASIBLE
 
-    def _relax(self, budget_bytes: int) -> Termination:
+    def relax(self, budget_bytes: int) -> Termination:
         """Solve LP relaxations until all rows are kept; round the last one."""
         weights: Floats | None = None
         for _ in range(_LP_ROUNDS):
@@ -142,6 +145,7 @@ class Search:
             assert outcome.bound is not None
             self.bound = self._relaxed = max(self.bound, outcome.bound / model.scale)
             self._surcharges = model.surcharges() / model.scale
+            self.price = model.price() / model.scale
             weights = found
             live = self._table.live(weights)
             if self._start is not None:  # rows that bind at the next budget too

@@ -145,6 +145,27 @@ class Solver:
         )
         return _peak(found), found
 
+    def price(self, budget_bytes: int, *, backend: Backend = "highs") -> float | None:
+        """What one more byte of budget saves at the margin.
+
+        The dual of the budget in the LP relaxation, in which points of a unit may be
+        mixed and units chosen in part; whole plans save in steps around it.
+
+        Returns:
+            Milliseconds per byte; None if the relaxation has no solution.
+        """
+        if max(self.problem.base_bytes) <= budget_bytes:
+            return 0.0
+        search = Search(
+            self._table,
+            units=range(len(self.problem.units)),
+            backend=backend,
+            time_limit_s=None,
+            relative_gap=0.0,
+        )
+        ended = search.relax(budget_bytes)
+        return search.price if ended is Termination.OPTIMAL else None
+
     def _record(self, choice: Choice) -> SacSolution:
         """Record of whole points; its termination is yet to be found out."""
         units = self.problem.units

@@ -412,6 +412,13 @@ CASES = {
 
 _SLOW = ("resnet18",)  # its 11 M parameters
 
+# Deep enough for chains and nests: its floor takes both.
+SMALL_GPT = Case(
+    lambda: gpt(4),
+    lambda: torch.randint(32, (16, 8)),
+    lambda logits: logits.square().mean(),
+)
+
 each_case = pytest.mark.parametrize(
     "case",
     [

@@ -1,7 +1,3 @@
-import json
-import re
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -322,18 +318,6 @@ def test_a_dry_run_that_disagrees_is_an_error_and_confirms_nothing(monkeypatch):
     assert not made.dry_runs
 
 
-def test_saved_plans_remember_their_dry_run(tmp_path, mlp):
-    path = tmp_path / "plan.json"
-    plan = autosac.plan(mlp, memory_budget=autosac.floor(mlp), dry_run=True)
-    replace(plan, dry_run=False).save(path)
-
-    assert not autosac.Plan.load(path).dry_run
-    older = json.loads(path.read_text())
-    del older["dry_run"]  # all plans were dry-run before it was written down
-    path.write_text(json.dumps(older))
-    assert autosac.Plan.load(path).dry_run
-
-
 # --- the answer -------------------------------------------------------------------
 
 
@@ -379,79 +363,6 @@ def test_the_report_shows_budget_and_units(tight):
 
     assert "budget" in report
     assert all(fqn in report for fqn in tight.policy)
-
-
-# --- saving -----------------------------------------------------------------------
-
-
-def test_a_saved_plan_loads_as_it_was(tight, tmp_path):
-    path = tmp_path / "plan.json"
-
-    tight.save(path)
-    loaded = autosac.Plan.load(path)
-
-    assert loaded == tight
-    assert loaded.optimality_gap == tight.optimality_gap
-    assert autosac.Plan.load(str(path)) == tight
-    loaded.apply(BIG_MLP.model())
-
-
-def _without(plan_text, key):
-    record = json.loads(plan_text)
-    del record[key]
-    return json.dumps(record)
-
-
-def _with(plan_text, key, value):
-    return json.dumps({**json.loads(plan_text), key: value})
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: "",
-        lambda text: "not json",
-        lambda text: "[1, 2]",
-        lambda text: "3",
-        lambda text: "{}",
-        lambda text: '{"format": 1}',
-        lambda text: text[: len(text) // 2],
-        lambda text: _with(text, "format", 999),
-        lambda text: _without(text, "format"),
-        lambda text: _without(text, "policy"),
-        lambda text: _without(text, "op_policies"),
-        lambda text: _without(text, "peak_bytes"),
-        lambda text: _with(text, "op_policies", [1]),
-        lambda text: _with(text, "op_policies", [{"fqn": "0"}]),
-        lambda text: _with(text, "model", [["0"]]),
-        lambda text: _with(text, "surplus", 1),
-    ],
-    ids=[
-        "empty",
-        "text",
-        "list",
-        "number",
-        "empty object",
-        "only a format",
-        "cut off",
-        "other format",
-        "no format",
-        "no policy",
-        "no op policies",
-        "no peak",
-        "numbers as op policies",
-        "half an op policy",
-        "half a model",
-        "surplus key",
-    ],
-)
-def test_what_is_no_plan_does_not_load(damage, tight, tmp_path):
-    path = tmp_path / "plan.json"
-    tight.save(path)
-    path.write_text(damage(path.read_text()))
-
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        autosac.Plan.load(path)
 
 
 # --- applying ---------------------------------------------------------------------

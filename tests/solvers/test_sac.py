@@ -446,3 +446,19 @@ def test_wrong_problems_are_refused():
         problem(unit("a", HALF_OR_ALL, parent=5), budget=1)
     with pytest.raises(ValueError, match="at least one position"):
         problem(base=(), budget=1)
+
+
+@both
+def test_the_price_of_memory_is_the_slope_of_the_relaxation(backend):
+    # One unit of 4 MiB for 1 ms and 4 more for 3 ms: 1/4 ms a MiB, then 3/4 ms.
+    solver = Solver(problem(unit("a", HALF_OR_ALL), budget=0))
+
+    prices = {
+        budget: solver.price(budget * MIB, backend=backend)
+        for budget in (11, 13, 15, 17, 19, 20)
+    }
+
+    assert prices.pop(11) is None  # nothing fits
+    assert [ms * MIB for ms in prices.values()] == pytest.approx(
+        [0.75, 0.75, 0.25, 0.25, 0.0]
+    )

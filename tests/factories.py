@@ -1,0 +1,29 @@
+"""What the command line's tests name as models."""
+
+import torch
+from torch import nn
+
+from autosac.demo import next_token_loss
+from tests.models import gpt as small_gpt
+
+
+def gpt(layers=4, rows=16):
+    tokens = torch.randint(32, (rows, 8))
+    return small_gpt(layers), tokens, next_token_loss(tokens)
+
+
+def named(word="adam"):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    optimizers = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    return {
+        "model": model,
+        "inputs": torch.randn(2, 4),
+        "optimizer": lambda parameters: optimizers[word](parameters, lr=0.1),
+    }
+
+
+def alone():
+    return nn.Linear(2, 2)
+
+
+NUMBER = 3

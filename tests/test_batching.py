@@ -1,0 +1,153 @@
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.demo import next_token_loss
+from tests.models import gpt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def tokens(size):
+    return torch.randint(32, (size, 8))
+
+
+def floor_at(model, size, **options):
+    options = {"device": "h100", **options}
+    return autosac.floor(autosac.profile(model, tokens(size), **options))
+
+
+class Counted:
+    """Counts the sizes that are asked for."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, size):
+        self.sizes.append(size)
+        return tokens(size)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gpt(2)
+
+
+def test_the_largest_batch_fits_and_the_next_one_does_not(model):
+    budget = floor_at(model, 21)  # so that the answer is known: at least 21
+    make = Counted()
+
+    found = autosac.max_batch_size(model, make, memory_budget=budget, device="h100")
+
+    assert found.batch_size >= 21
+    assert floor_at(model, found.batch_size) <= budget
+    assert floor_at(model, found.batch_size + 1) > budget
+    assert found.plan.peak_bytes <= found.plan.budget_bytes == budget
+    assert found.samples_per_s == pytest.approx(
+        1000 * found.batch_size / found.plan.step_ms
+    )
+    assert len(set(make.sizes)) <= 12  # not one by one
+
+
+def test_measured_workspaces_count_where_the_model_is():
+    model = gpt(1)
+    lowest = autosac.plan(
+        model, tokens(4), memory_budget="1GiB", loss_fn=lambda x: x.square().mean()
+    ).baseline_peak_bytes
+
+    found = autosac.max_batch_size(
+        model,
+        tokens,
+        memory_budget=lowest,
+        make_loss_fn=next_token_loss,
+    )
+
+    assert found.batch_size >= 4
+    assert found.plan.calibrated
+    sizes = {trial.batch_size: trial.floor_bytes for trial in found.trials}
+    assert sizes[found.batch_size] <= lowest < sizes[found.batch_size + 1]
+
+
+def test_one_sample_that_does_not_fit_is_infeasible(model):
+    with pytest.raises(
+        autosac.InfeasibleBudgetError, match="At batch size 1"
+    ) as caught:
+        autosac.max_batch_size(model, tokens, memory_budget="1KiB", device="h100")
+
+    assert caught.value.lowest_peak_bytes == floor_at(model, 1)
+
+
+def test_a_share_is_of_the_devices_memory():
+    model = nn.Linear(4, 4)
+
+    with pytest.raises(ValueError, match="`most`=4 fits"):
+        autosac.max_batch_size(
+            model, lambda n: torch.randn(n, 4), memory_budget="50%", most=4,
+            device="h100",
+        )  # fmt: skip
+
+
+def test_the_best_batch_beats_every_other_one_that_was_tried(model):
+    budget = floor_at(model, 6)
+
+    found = autosac.best_batch_size(model, tokens, memory_budget=budget, device="h100")
+
+    rates = {t.batch_size: t.samples_per_s for t in found.trials if t.step_ms}
+    assert rates[found.batch_size] == max(rates.values())
+    assert {1, 2, 4} <= rates.keys()
+    assert found.plan.peak_bytes <= budget
+    # The sizes next to the best one were looked at, unless it is the largest.
+    near = {found.batch_size - 1, found.batch_size + 1} - {0}
+    assert near <= {t.batch_size for t in found.trials}
+
+
+def test_recomputation_counts_in_the_throughput(model):
+    ample = autosac.best_batch_size(
+        model, tokens, memory_budget="8GiB", sizes=[16], device="h100"
+    )
+    tight = autosac.best_batch_size(
+        model, tokens, memory_budget=floor_at(model, 16), sizes=[16], device="h100"
+    )
+
+    assert tight.plan.recompute_ms > ample.plan.recompute_ms == 0.0
+    assert tight.samples_per_s < ample.samples_per_s
+
+
+def test_accumulation_spreads_the_optimizer_step_over_more_samples(model):
+    rates = [
+        autosac.best_batch_size(
+            model, tokens, memory_budget="8GiB", sizes=[4], device="h100",
+            optimizer=torch.optim.AdamW, accumulate=n,
+        ).samples_per_s
+        for n in (2, 8)
+    ]  # fmt: skip
+
+    assert rates[0] < rates[1]
+
+
+def test_sizes_that_do_not_fit_are_passed_over(model):
+    found = autosac.best_batch_size(
+        model, tokens, memory_budget=floor_at(model, 6), sizes=[64, 4, 2],
+        device="h100",
+    )  # fmt: skip
+
+    assert found.batch_size in (2, 4)
+    assert [t.batch_size for t in found.trials] == [2, 4, 64]
+    assert found.trials[-1].samples_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"sizes": []}, ValueError, "positive"),
+        ({"sizes": [0, 1]}, ValueError, "positive"),
+        ({"sizes": [64]}, autosac.InfeasibleBudgetError, "At batch size 64"),
+        ({"loss_fn": torch.sum, "make_loss_fn": next_token_loss}, TypeError, "either"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, error, match, model):
+    with pytest.raises(error, match=match):
+        autosac.best_batch_size(
+            model, tokens, memory_budget=floor_at(model, 2), device="h100", **options
+        )

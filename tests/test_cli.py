@@ -1,0 +1,286 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import autosac
+from autosac import cli
+from autosac.cli_models import target
+from autosac.devices import KNOWN_DEVICES
+from autosac.verifying import Verification
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GPT = "tests.factories:gpt"
+COMMANDS = [
+    "demo", "plan", "sweep", "estimate", "verify", "report", "devices", "calibrate",
+]  # fmt: skip
+
+
+def run(*arguments, **environment):
+    return CliRunner().invoke(
+        cli.app, list(arguments), prog_name="autosac", **environment
+    )
+
+
+def run_json(*arguments, code=0):
+    found = run(*arguments, "--json")
+    assert found.exit_code == code, found.output
+    return json.loads(found.stdout)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """Floor and plain peak of the model of these tests."""
+    found = run_json("estimate", GPT, "--optimizer", "adamw")
+    return found["floor_bytes"], found["peak_bytes"]
+
+
+@pytest.fixture(scope="module")
+def plan_file(figures, tmp_path_factory):
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    budget = sum(figures) // 2
+    options = ("--optimizer", "adamw", "--budget", f"{budget}B", "-o", str(path))
+    assert run("plan", GPT, *options).exit_code == 0
+    return path
+
+
+# --- help -------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_the_exit_codes():
+    found = run("--help")
+
+    assert found.exit_code == 0
+    assert all(command in found.stdout for command in COMMANDS)
+    assert "Exit codes" in found.stdout and "autosac demo" in found.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    found = run(command, "--help")
+
+    assert found.exit_code == 0
+    assert "Exit codes" in found.stdout
+
+
+def test_the_shell_completes_commands():
+    asked = {"COMP_WORDS": "autosac pl", "COMP_CWORD": "1"}
+
+    found = run(env={"_AUTOSAC_COMPLETE": "complete_bash", **asked})
+    script = run(env={"_AUTOSAC_COMPLETE": "source_bash"})
+
+    assert found.stdout.split() == ["plan"]
+    assert "complete" in script.stdout and "autosac" in script.stdout
+
+
+# --- models -----------------------------------------------------------------------
+
+
+def _target(name, settings=(), **options):
+    given = {"optimizer": "", "batch": 2, "length": 8, "options": {}, **options}
+    return target(name, settings=settings, **given)
+
+
+def test_settings_are_arguments_of_the_factory():
+    parts = _target(GPT, ["layers=3", "rows=5"]).parts()
+
+    assert len(parts["model"].blocks) == 3
+    assert parts["inputs"].shape == (5, 8)
+    assert _target("tests.factories:named", ["word=sgd"]).parts()["model"] is not None
+
+
+def test_a_model_is_built_alike_each_time_and_random_numbers_are_left_alone():
+    found = _target(GPT)
+    before = torch.get_rng_state()
+
+    one, other = found.parts(), found.parts()
+
+    assert torch.equal(one["inputs"], other["inputs"])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16,
+    "num_hidden_layers": 2, "intermediate_size": 32, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def test_a_config_makes_a_model_and_a_batch_without_a_download(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+
+    found = _target(f"hf:{path}", ["num_hidden_layers=3"]).parts()
+
+    assert len(found["model"].model.layers) == 3
+    assert found["inputs"]["input_ids"].shape == (2, 8)
+    assert found["model"](**found["inputs"]).loss.isfinite()
+
+
+def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "hidden_size": 512, "vocab_size": 4096}))
+
+    found = run_json(
+        "estimate", f"hf:{path}", "--on", "meta", "--device", "h100", "--fits", "h200",
+        "--autocast", "bfloat16", "--batch", "4", "--length", "16",
+    )  # fmt: skip
+
+    assert found["device"] == "h100" and found["fits"] is True
+    assert not found["calibrated"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["estimate", "nothing"], "names no model"),
+        (["estimate", "no.such.module:x"], "No module named"),
+        (["estimate", "tests.factories:missing"], "has no 'missing'"),
+        (["estimate", "tests.factories:NUMBER"], "is no function, but int"),
+        (["estimate", "tests.factories:alone"], "must return (model, inputs)"),
+        (["estimate", GPT, "--set", "layers"], "must be key=value"),
+        (["estimate", GPT, "--set", "depth=3"], "unexpected keyword argument 'depth'"),
+        (["estimate", GPT, "--optimizer", "adamx"], "must be one of"),
+        (["estimate", GPT, "--autocast", "real"], "is no type"),
+        (["estimate", GPT, "--device", "h1000"], "not a known device"),
+        (["estimate", GPT, "--on", "moon"], "must be cpu, cuda or meta"),
+        (["estimate", "hf:no/config.json"], "is no file"),
+        (["plan", GPT, "--budget", "much"], "--budget"),
+        (["plan", GPT], "Missing option"),
+        (["explode"], "No such command"),
+        (["verify", "no.json", GPT], "does not exist"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_matter_of_usage(arguments, match):
+    found = run(*arguments)
+
+    assert found.exit_code == cli.EXIT_USAGE, found.output
+    assert match in " ".join(found.stderr.replace("│", " ").split())
+
+
+# --- commands ---------------------------------------------------------------------
+
+
+def test_an_estimate_is_a_table_or_json(figures):
+    text = run("estimate", GPT, "--optimizer", "adamw")
+
+    assert text.exit_code == 0
+    assert "at the peak" in text.stdout and "With recomputation" in text.stdout
+    lowest, peak = figures
+    assert 0 < lowest < peak
+
+
+def test_an_estimate_that_does_not_fit_says_so_by_its_exit_code(figures):
+    _, peak = figures
+    options = ("--optimizer", "adamw", "--fits")
+
+    assert run("estimate", GPT, *options, f"{peak}B").exit_code == 0
+    small = run_json("estimate", GPT, *options, f"{peak - 1}B", code=3)
+    assert small["fits"] is False
+
+
+def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):
+    loaded = autosac.Plan.load(plan_file)
+    budget = f"{sum(figures) // 2}B"
+    html = tmp_path / "plan.html"
+    options = ("--optimizer", "adamw", "--budget", budget, "--html", str(html))
+
+    found = run_json("plan", GPT, *options)
+
+    assert loaded.peak_bytes <= loaded.budget_bytes == sum(figures) // 2
+    assert found["policy"] == loaded.policy
+    assert found["recompute_ms"] == loaded.recompute_ms
+    assert html.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_an_infeasible_budget_has_its_own_exit_code(figures):
+    options = ("--optimizer", "adamw", "--budget", "1KiB")
+
+    found = run_json("plan", GPT, *options, code=3)
+    text = run("plan", GPT, *options)
+
+    assert found["error"] == "infeasible"
+    assert found["lowest_peak_bytes"] == figures[0]
+    assert text.exit_code == 3
+    assert text.stdout == "" and "No plan fits" in text.stderr
+
+
+def test_a_sweep_is_a_table_a_picture_and_json(figures, tmp_path):
+    options = ("--optimizer", "adamw", "--budget", "1KiB", "--budget", f"{figures[1]}B")
+    csv, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
+
+    found = run_json("sweep", GPT, *options, "--csv", str(csv), "-o", str(picture))
+
+    assert [row["feasible"] for row in found["rows"]] == [False, True]
+    assert found["floor_bytes"] == figures[0]
+    assert len(csv.read_text().splitlines()) == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run("sweep", GPT, "--budget", "1KiB").exit_code == 3
+
+
+def test_a_plan_is_verified_by_real_steps(plan_file):
+    found = run_json("verify", str(plan_file), GPT, "--optimizer", "adamw")
+
+    assert found["identical"] and found["within_budget"]
+    assert found["measured_peak_bytes"] <= found["budget_bytes"]
+
+
+def test_a_plan_that_does_not_hold_is_an_error(plan_file, monkeypatch):
+    broken = Verification(
+        baseline_peak_bytes=3,
+        measured_peak_bytes=2,
+        predicted_peak_bytes=1,
+        budget_bytes=1,
+        baseline_step_ms=1.0,
+        step_ms=1.0,
+        differences=("loss",),
+    )
+    monkeypatch.setattr(cli, "verify_plan", lambda *_, **__: broken)
+
+    found = run_json("verify", str(plan_file), GPT, "--optimizer", "adamw", code=1)
+
+    assert not found["identical"] and not found["within_budget"]
+
+
+def test_another_model_does_not_take_the_plan(plan_file):
+    found = run("verify", str(plan_file), "tests.factories:named")
+
+    assert found.exit_code == cli.EXIT_ERROR
+    assert "made for another model" in found.stderr
+
+
+def test_a_report_needs_only_the_file_and_takes_the_model(plan_file, tmp_path):
+    bare = run("report", str(plan_file))
+    full = run("report", str(plan_file), GPT, "--optimizer", "adamw")
+    page = tmp_path / "report.html"
+    run("report", str(plan_file), GPT, "--optimizer", "adamw", "--html", str(page))
+
+    assert bare.exit_code == full.exit_code == 0
+    assert "comes from a file" in bare.stdout
+    assert "Why is this module recomputed?" in full.stdout
+    assert page.read_text().count("<svg") == 4
+
+
+def test_a_broken_plan_file_is_an_error(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+
+    found = run("report", str(tmp_path / "plan.json"))
+
+    assert found.exit_code == cli.EXIT_ERROR
+    assert "is not a plan saved by autosac" in found.stderr
+
+
+def test_all_devices_are_listed():
+    found = run_json("devices")
+
+    assert [record["name"] for record in found] == list(KNOWN_DEVICES)
+    assert found[1]["memory_bytes"] == KNOWN_DEVICES["h100"].memory_bytes
+    assert "h100" in run("devices").stdout
+
+
+def test_calibration_says_what_was_measured():
+    found = run_json("calibrate", "tests.factories:named")
+
+    assert found["measured"]["num_ops"] + found["cached"]["num_ops"] > 0
+    assert "distinct ops" in run("calibrate", "tests.factories:named").stdout

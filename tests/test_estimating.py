@@ -1,0 +1,185 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac import anatomy, curves
+from autosac.estimating import estimate_of
+from autosac.planning import lowest
+from autosac.tape import CATEGORIES
+from tests.models import CASES, SMALL_GPT, random_choice, random_policy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return CASES["gpt"].profile(torch.optim.AdamW)
+
+
+# --- the history of a step --------------------------------------------------------
+
+
+SOME = ["gpt", "convolutions", "list inputs", "called twice", "lstm"]
+each_of_some = pytest.mark.parametrize("name", SOME)
+
+
+@each_of_some
+def test_the_history_peaks_where_the_simulation_does_and_counts_each_byte(name):
+    made = CASES[name].profile(torch.optim.SGD)
+    for chosen in ({}, random_choice(made, 0), random_choice(made, 1)):
+        found = anatomy.history(made, chosen)
+
+        assert found.peak_bytes == made.simulator.peak_bytes(chosen)
+        assert found.live_bytes.min() >= 0
+        parts = dict(
+            zip(CATEGORIES, found.live_bytes[:, found.peak_index].tolist(), strict=True)
+        )
+        assert parts == made.simulator.composition(chosen)
+        recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
+        assert found.end_ms == pytest.approx(made.baseline_ms + recompute_ms)
+        assert (found.times_ms[1:] >= found.times_ms[:-1]).all()
+
+
+def test_chains_and_nests_take_their_time_in_the_history():
+    made = SMALL_GPT.profile(torch.optim.AdamW)
+    chosen = lowest(made)
+    assert any(unit.blocks for unit in chosen)
+
+    found = anatomy.history(made, chosen)
+
+    recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
+    assert found.end_ms == pytest.approx(made.baseline_ms + recompute_ms)
+    assert found.peak_bytes == made.peak_bytes(chosen)
+
+
+class Spike(nn.Module):
+    """Memory is highest while `first` makes something large for a moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4096), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.first(x).sum(1, keepdim=True)
+        return self.last(x * scale)
+
+
+def test_the_place_of_the_peak_is_named():
+    made = autosac.estimate(Spike(), torch.randn(256, 4))
+
+    assert (made.fqn, made.phase) == ("", "forward")
+    assert made.op == "aten.sum.dim_IntList"
+
+
+def test_an_optimizer_can_be_the_place_of_the_peak():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+
+    assert autosac.estimate(model, torch.randn(1, 64), optimizer=optimizer).phase == (
+        "optimizer"
+    )
+
+
+def test_a_rerun_can_be_the_place_of_the_peak():
+    # What is large for a moment in forward is so again in the rerun, when the
+    # gradient of the loss is there too.
+    made = autosac.profile(nn.Sequential(Spike()), torch.randn(256, 4))
+    (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
+    policy = random_policy(unit, 0, save_share=0.0)
+
+    place = anatomy.peak_place(made, {unit: policy})
+
+    assert str(place) == "recomputation of `0`"
+    assert place.op == "aten.sum.dim_IntList"
+
+
+# --- the estimate -----------------------------------------------------------------
+
+
+@each_of_some
+def test_categories_sum_to_the_peak_exactly(name):
+    made = CASES[name].profile(torch.optim.AdamW)
+
+    found = estimate_of(made)
+
+    assert found.peak_bytes == made.baseline_peak_bytes
+    assert sum(found.breakdown.values()) == found.peak_bytes
+    assert found.breakdown.keys() >= set(CATEGORIES)
+
+
+def test_what_lives_from_step_to_step_is_what_pytorch_has():
+    model, x = CASES["convolutions"].model(), CASES["convolutions"].inputs()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    found = autosac.estimate(model, x, optimizer=optimizer).breakdown
+
+    model(x).sum().backward()
+    optimizer.step()
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    assert found["parameter"] == sum(p.nbytes for p in model.parameters())
+    assert found["buffer"] == sum(b.nbytes for b in model.buffers())
+    assert found["optimizer"] == sum(t.nbytes for t in state)
+    assert found["input"] == x.nbytes
+
+
+def test_blocks_of_libraries_and_kernels_are_workspaces(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    model, x = CASES["mlp"].model(), CASES["mlp"].inputs()
+    found = autosac.estimate(model, x, device="h100")
+
+    assert found.breakdown["workspace"] >= 2 * 32 * 2**20  # cuBLAS, for two threads
+    assert sum(found.breakdown.values()) == found.peak_bytes
+
+
+def test_modules_have_what_is_made_inside_them(gpt):
+    found = estimate_of(gpt)
+    by_fqn = {row.fqn: row for row in found.modules}
+
+    assert list(by_fqn) == [node.fqn for node in gpt.tape.modules.nodes]
+    made_in_step = sum(
+        storage.nbytes
+        for storage in gpt.tape.storages
+        if storage.born > 0 and storage.category != "input"
+    )
+    assert 0 < by_fqn[""].peak_bytes <= made_in_step
+    for row in found.modules[1:]:
+        parent = by_fqn[row.fqn.rpartition(".")[0]]
+        assert row.peak_bytes <= parent.peak_bytes
+
+
+def test_fits_compares_with_devices_and_amounts(gpt):
+    found = estimate_of(gpt)
+
+    assert found.fits()
+    assert found.fits(found.peak_bytes) and not found.fits(found.peak_bytes - 1)
+    assert found.fits("1GiB") and not found.fits("1KiB")
+    small = dataclasses.replace(found.device, memory_bytes=found.peak_bytes - 1)
+    assert not found.fits(small)
+
+
+def test_a_device_of_other_kernels_is_refused(gpt):
+    with pytest.raises(ValueError, match="estimate again with `device`='h100'"):
+        estimate_of(gpt).fits("h100")
+    with pytest.raises(ValueError, match="not a known device"):
+        estimate_of(gpt).fits("h1000")
+
+    model, x = CASES["mlp"].model(), CASES["mlp"].inputs()
+    on_h100 = autosac.estimate(model, x, device="h100")
+    assert on_h100.fits("h200")
+    with pytest.raises(ValueError, match="other kernels"):
+        on_h100.fits("a100")
+
+
+def test_the_text_and_the_table_have_every_module_that_matters(gpt):
+    pytest.importorskip("pandas")
+    found = estimate_of(gpt)
+
+    table = found.to_dataframe()
+
+    assert table["fqn"].tolist() == [row.fqn for row in found.modules]
+    assert "blocks.0.attention (Attention)" in str(found)
+    assert "MiB" in str(found) or "KiB" in str(found)

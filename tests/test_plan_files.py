@@ -1,0 +1,290 @@
+import copy
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac import plan_files
+from autosac.fingerprints import digest, fingerprint, first_difference
+from tests.models import CASES, SMALL_GPT, WIDTH
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def made():
+    return SMALL_GPT.profile(torch.optim.AdamW)
+
+
+@pytest.fixture(scope="module")
+def tight(made):
+    """A plan of units, of which some are parts of a chain or a nest."""
+    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    assert {bool(one.onward) for one in plan.op_policies} == {True, False}
+    return plan
+
+
+@pytest.fixture
+def saved(tight, tmp_path):
+    path = tmp_path / "plan.json"
+    tight.save(path)
+    return path
+
+
+def changed(path, change, *, sign=True):
+    """Change a plan file by hand; its digest too, unless it shall not fit."""
+    record = json.loads(path.read_text())
+    change(record)
+    if sign:
+        body = {k: v for k, v in record.items() if k not in plan_files._UNREAD}
+        record["digest"] = digest(body)
+    path.write_text(json.dumps(record))
+
+
+# --- there and back ---------------------------------------------------------------
+
+
+def test_a_saved_plan_loads_as_it_was(tight, saved):
+    loaded = autosac.Plan.load(saved)
+
+    assert loaded == tight
+    assert loaded.optimality_gap == tight.optimality_gap
+    assert autosac.Plan.load(str(saved)) == tight
+    model = loaded.apply(SMALL_GPT.model())
+    loaded.unapply(model)
+
+
+def test_whether_a_plan_was_dry_run_is_remembered(tight, saved):
+    replace(tight, dry_run=False).save(saved)
+
+    assert not autosac.Plan.load(saved).dry_run
+
+
+def test_a_file_begins_with_what_people_read_and_has_a_line_per_op(tight, saved):
+    lines = saved.read_text().splitlines()
+    record = json.loads(saved.read_text())
+
+    assert record["summary"] == str(tight).splitlines()
+    assert any("aten.addmm.default" in line and "rerun" in line for line in lines)
+    assert all(line.count("aten.") <= 1 for line in lines)
+
+
+def test_layers_that_are_treated_alike_share_their_ops(made, saved):
+    blocks = tuple(u for u in made.units.candidates if u.fqn.count(".") == 1)
+    budget = made.baseline_peak_bytes - 1
+    plan = autosac.plan(made, memory_budget=budget)
+    plan = replace(
+        plan,
+        policy={unit.fqn: 0.5 for unit in blocks},
+        op_policies=tuple(
+            replace(plan.op_policies[0], fqn=unit.fqn) for unit in blocks
+        ),
+    )
+    plan.save(saved)
+
+    assert len(json.loads(saved.read_text())["op_sequences"]) == 1
+    assert autosac.Plan.load(saved) == plan
+
+
+def test_the_same_plan_makes_the_same_file_in_another_process(saved):
+    code = "import autosac, sys; autosac.Plan.load(sys.argv[1]).save(sys.argv[2])"
+    other = saved.with_name("other.json")
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+
+    subprocess.run(
+        [sys.executable, "-c", code, str(saved), str(other)],
+        check=True,
+        env=environment,
+    )
+
+    assert other.read_bytes() == saved.read_bytes()
+    assert sorted(path.name for path in saved.parent.iterdir()) == [
+        "other.json", "plan.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))]
+)
+def test_a_copy_has_no_step_and_is_equal(copied, tight):
+    assert tight.traced is not None
+
+    assert copied(tight) == tight
+    assert copied(tight).traced is None
+
+
+def test_a_plan_keeps_neither_model_nor_inputs_alive(tight):
+    assert not hasattr(tight.traced, "step")
+
+
+# --- files that are no plan -------------------------------------------------------
+
+
+def _set(key, value):
+    return lambda record: record.__setitem__(key, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "no JSON"),
+        ("not json", "no JSON"),
+        ("[1, 2]", "names no format"),
+        ("3", "names no format"),
+        ("{}", "names no format"),
+        ('{"format": 1}', "format 1; this autosac reads format 2"),
+        ('{"format": 2}', "changed or cut"),
+    ],
+)
+def test_what_is_no_plan_does_not_load(text, match, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+
+    with pytest.raises(ValueError, match=re.escape(str(path)) + f".*{match}"):
+        autosac.Plan.load(path)
+
+
+def test_half_a_file_does_not_load(saved):
+    saved.write_text(saved.read_text()[: len(saved.read_text()) // 2])
+
+    with pytest.raises(ValueError, match="no JSON"):
+        autosac.Plan.load(saved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("budget_bytes", 10**9),
+        _set("torch_version", "2.10"),
+        lambda record: record["policy"].clear(),
+        lambda record: record.pop("peak_bytes"),
+        lambda record: record["op_sequences"][0].append("save aten.mm.default"),
+        lambda record: record["model"].pop(),
+    ],
+    ids=["budget", "torch", "policy", "peak", "ops", "model"],
+)
+def test_a_changed_file_does_not_load(change, saved):
+    changed(saved, change, sign=False)
+
+    with pytest.raises(ValueError, match="was changed or cut since it was saved"):
+        autosac.Plan.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (_set("budget_bytes", 1), "above its budget of 1"),
+        (lambda record: record["policy"].popitem(), "different units"),
+        (lambda record: record["model"].__delitem__(slice(1, None)), "no module"),
+        (lambda record: record.pop("peak_bytes"), "peak_bytes"),
+        (_set("surplus", 1), "surplus"),
+        (_set("units", [1]), "damaged"),
+        (_set("units", [{"fqn": "0", "ops": 0}]), "training"),
+        (_set("model", [["0"]]), "damaged"),
+        (_set("op_sequences", [["do aten.mm.default"]]), "damaged"),
+    ],
+)  # fmt: skip
+def test_a_file_that_was_made_wrongly_does_not_load(change, match, saved):
+    changed(saved, change)
+
+    with pytest.raises(ValueError, match=re.escape(str(saved))) as caught:
+        autosac.Plan.load(saved)
+
+    assert re.search(match, str(caught.value))
+
+
+def test_another_pytorch_is_named_in_a_warning(saved):
+    changed(saved, _set("torch_version", "2.9.1+cpu"))
+
+    with pytest.warns(UserWarning, match=r"torch 2\.9\.1\+cpu, this is torch"):
+        assert autosac.Plan.load(saved).torch_version == "2.9.1+cpu"
+
+
+def test_another_build_of_the_same_pytorch_is_fine(saved):
+    changed(saved, _set("torch_version", torch.__version__.split("+")[0] + "+rocm9"))
+
+    autosac.Plan.load(saved)  # warnings fail the run
+
+
+# --- does it hold? ----------------------------------------------------------------
+
+
+def test_a_plan_holds_for_its_own_step(tight, made, saved):
+    assert autosac.check(tight, made) == tight.peak_bytes
+    assert autosac.check(autosac.Plan.load(saved), made) == tight.peak_bytes
+
+
+def test_a_larger_batch_breaks_the_budget_and_a_smaller_one_does_not(tight):
+    def profiled(rows):
+        return autosac.profile(
+            SMALL_GPT.model(),
+            torch.randint(32, (rows, 8)),
+            loss_fn=SMALL_GPT.loss_fn,
+            optimizer=torch.optim.AdamW,
+        )
+
+    assert autosac.check(tight, profiled(8)) < tight.peak_bytes
+    with pytest.raises(autosac.PlanMismatchError, match="does not fit its budget"):
+        autosac.check(tight, profiled(32))
+
+
+class Activated(nn.Module):
+    """Runs another op, with no other module, where `kind` says so."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x)).mul(2)
+        kinds = {"sin": torch.sin, "cos": torch.cos, "none": lambda x: x}
+        return self.down(kinds[self.kind](hidden))
+
+
+def _activated(kind):
+    model = nn.Sequential(Activated(kind), Activated("sin"))
+    return autosac.profile(model, torch.randn(64, WIDTH))
+
+
+def test_the_first_op_that_differs_is_named():
+    made = _activated("sin")
+    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    assert "0" in plan.policy
+
+    with pytest.raises(autosac.PlanMismatchError, match=(
+        r"op \d+ of `0` is aten.cos.default here, and aten.sin.default there"
+    )):  # fmt: skip
+        autosac.check(plan, _activated("cos"))
+    with pytest.raises(autosac.PlanMismatchError, match=r"op .* of `0` is aten"):
+        autosac.check(plan, _activated("none"))
+
+
+def test_another_mode_model_or_device_does_not_pass(tight, made):
+    with pytest.raises(autosac.PlanMismatchError, match="for another model"):
+        autosac.check(tight, CASES["gpt"].profile())
+    with pytest.raises(autosac.PlanMismatchError, match="for training mode"):
+        autosac.check(
+            tight, autosac.profile(SMALL_GPT.model().eval(), SMALL_GPT.inputs())
+        )
+    with pytest.raises(autosac.PlanMismatchError, match="`device`='h100'"):
+        autosac.check(replace(tight, device="h100"), made)
+
+
+def test_the_first_module_that_differs_is_named():
+    expected = fingerprint(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+
+    assert first_difference(expected, expected) is None
+    other = fingerprint(nn.Sequential(nn.Linear(2, 4), nn.GELU()))
+    assert "`0` to be a Linear" in first_difference(expected, other)
+    longer = fingerprint(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.ReLU()))
+    assert "expects 3 modules, this model has 4" in first_difference(expected, longer)
+    assert "`2`" in first_difference(longer, expected)

@@ -1,0 +1,313 @@
+import itertools
+import sys
+
+import matplotlib
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac import plotting
+from autosac.anatomy import history
+from autosac.checking import chosen
+from autosac.pictures import Grid, Layer, Line, Note, Panel, Picture
+from autosac.tape import CATEGORIES
+from tests.models import SMALL_GPT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def made():
+    return SMALL_GPT.profile(torch.optim.AdamW)
+
+
+@pytest.fixture(scope="module")
+def plan(made):
+    lowest = autosac.floor(made)
+    budget = (2 * lowest + made.baseline_peak_bytes) // 3
+    return autosac.plan(made, memory_budget=budget)
+
+
+@pytest.fixture(scope="module")
+def swept(made):
+    return autosac.sweep(made, n=4)
+
+
+@pytest.fixture
+def pictures(plan, swept):
+    return {
+        "memory": plotting.memory(plan),
+        "trade-offs": plotting.trade_offs(plan),
+        "budgets": plotting.budgets(swept, rivals={"full": [(10**6, 1.0)]}),
+        "ratios": plotting.ratios(plan),
+    }
+
+
+def panel_of(picture, index=0):
+    found = picture.panels[index]
+    assert isinstance(found, Panel)
+    return found
+
+
+# --- every picture ----------------------------------------------------------------
+
+
+def test_every_picture_has_units_and_says_what_it_shows(pictures):
+    for picture in pictures.values():
+        for panel in picture.panels:
+            assert panel.title
+            if isinstance(panel, Grid):
+                assert "[%]" in panel.legend
+            else:
+                assert panel.x_label.endswith(("[ms]", "iB]"))
+                assert panel.y_label.endswith(("[ms]", "iB]"))
+
+
+def test_what_is_in_a_picture_can_be_told_apart_in_grey(pictures):
+    for panel in (p for picture in pictures.values() for p in picture.panels):
+        if isinstance(panel, Panel):
+            styles = [(line.dash, line.marker) for line in panel.lines]
+            assert len(set(styles)) == len(styles)
+            fills = [layer.style for layer in panel.stack]
+            assert len(set(fills)) == len(fills)
+
+
+def test_neighbouring_layers_differ_in_hatch_or_in_lightness():
+    from autosac.drawing import _HATCHES
+    from autosac.pictures import FILLS
+
+    assert len(FILLS) == len(_HATCHES) == len(CATEGORIES)
+    greys = [
+        0.2126 * r + 0.7152 * g + 0.0722 * b
+        for r, g, b in map(matplotlib.colors.to_rgb, FILLS)
+    ]
+    for i, j in itertools.combinations(range(len(FILLS)), 2):
+        assert _HATCHES[i] != _HATCHES[j] or abs(greys[i] - greys[j]) > 0.2
+
+
+@pytest.mark.parametrize("name", ["memory", "trade-offs", "budgets", "ratios"])
+def test_matplotlib_and_plotly_draw_the_same_panels(name, pictures):
+    pytest.importorskip("plotly")
+    picture = pictures[name]
+
+    figure, interactive = picture.matplotlib(), picture.plotly()
+
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert titles == [panel.title for panel in picture.panels]
+    shown = [note.text for note in interactive.layout.annotations]
+    assert all(panel.title in shown for panel in picture.panels)
+    for panel, axes in zip(picture.panels, figure.axes, strict=False):
+        if isinstance(panel, Panel):
+            assert axes.get_xlabel() == panel.x_label
+            drawn = {text.get_text() for text in axes.get_legend().get_texts()}
+            wanted = {line.label for line in panel.lines if line.label}
+            assert drawn >= wanted | {layer.label for layer in panel.stack}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "begin"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<svg")]
+)
+def test_a_picture_is_saved_as_its_suffix_says(suffix, begin, pictures, tmp_path):
+    path = tmp_path / f"picture{suffix}"
+
+    pictures["ratios"].save(path)
+
+    assert path.read_bytes().startswith(begin)
+
+
+def test_an_interactive_file_needs_no_network(pictures, tmp_path):
+    pytest.importorskip("plotly")
+    path = tmp_path / "picture.html"
+
+    pictures["ratios"].save(path)
+
+    assert '<script src="http' not in path.read_text()
+    assert "Plotly.newPlot" in path.read_text()
+
+
+def test_an_svg_is_the_same_each_time_and_has_its_text_as_text(pictures):
+    assert pictures["ratios"].svg() == pictures["ratios"].svg()
+    assert "AC units" in pictures["ratios"].svg()
+
+
+def test_notebooks_show_a_picture(pictures):
+    assert pictures["ratios"]._repr_png_().startswith(b"\x89PNG")
+
+
+def test_another_suffix_is_refused(pictures, tmp_path):
+    with pytest.raises(ValueError, match=r"must end in \.png"):
+        pictures["ratios"].save(tmp_path / "picture.gif")
+
+
+@pytest.mark.parametrize(
+    ("module", "method"), [("matplotlib", "svg"), ("plotly", "plotly")]
+)
+def test_what_is_not_installed_is_named(module, method, pictures, monkeypatch):
+    for name in [m for m in sys.modules if m.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+
+    with pytest.raises(ImportError, match=r"pip install 'autosac\[explore\]'"):
+        getattr(pictures["ratios"], method)()
+
+
+def test_autosac_itself_needs_neither(monkeypatch):
+    import subprocess
+
+    code = "import autosac, sys; print({'matplotlib', 'plotly'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert found.stdout == "set()\n", found.stderr
+
+
+# --- memory over the step ---------------------------------------------------------
+
+
+def test_the_areas_add_up_to_the_peak_where_it_is_marked(plan, made):
+    picture = plotting.memory(plan)
+
+    for panel, picked in zip(picture.panels, ({}, chosen(plan, made)), strict=True):
+        found = history(made, picked)
+        heights = [sum(ys) for ys in zip(*(row.y for row in panel.stack), strict=True)]
+        (mark,) = (line for line in panel.lines if line.label == "peak")
+        assert max(heights) == pytest.approx(mark.y[0])
+        highest = heights.index(max(heights))
+        width = found.end_ms / plotting._NUM_TIMES
+        assert abs(panel.stack_x[highest] - mark.x[0]) <= 2 * width
+        assert str(found.place) in panel.title
+        assert max(heights) <= panel.y_max
+    before, after = picture.panels
+    assert before.y_max == after.y_max and before.x_max == after.x_max
+
+
+def test_the_peak_with_the_plan_is_below_the_budget_line(plan):
+    panel = panel_of(plotting.memory(plan), 1)
+
+    lines = {line.label.split(",")[0]: line for line in panel.lines}
+
+    assert lines["peak"].y[0] <= lines["budget"].y[0]
+
+
+# --- trade-offs -------------------------------------------------------------------
+
+
+def test_the_fitted_line_is_never_below_a_point_and_the_choice_is_one(plan):
+    for panel in plotting.trade_offs(plan).panels:
+        lines = {line.label.split(",")[0]: line for line in panel.lines}
+        points = set(
+            zip(lines["Pareto points"].x, lines["Pareto points"].y, strict=True)
+        )
+        if "fit" in lines:
+            fit = lines["fit"]
+            for k in range(len(fit.x) - 1):
+                slope = (fit.y[k + 1] - fit.y[k]) / (fit.x[k + 1] - fit.x[k])
+                for x, y in points:
+                    if fit.x[k] <= x <= fit.x[k + 1]:
+                        assert fit.y[k] + slope * (x - fit.x[k]) >= y - 1e-9
+        if "chosen" in lines:
+            assert set(zip(lines["chosen"].x, lines["chosen"].y, strict=True)) <= points
+
+
+def test_kinds_with_chosen_units_come_first_and_there_are_no_more_than_asked(plan):
+    picture = plotting.trade_offs(plan, most=2)
+
+    assert len(picture.panels) == 2
+    assert "chosen" in [line.label for line in panel_of(picture).lines]
+
+
+# --- budgets ----------------------------------------------------------------------
+
+
+def test_rivals_are_points_of_their_own(swept):
+    rivals = {"full": [(2**20, 3.0), (2**21, 1.0)], "greedy": [(2**20, 2.0)]}
+
+    panel = panel_of(plotting.budgets(swept, rivals=rivals))
+
+    found = {line.label: line for line in panel.lines}
+    assert list(found) == ["plan", "bound", "full", "greedy"]
+    assert found["full"].y == (3.0, 1.0) and found["full"].dash == "none"
+    assert found["full"].x[1] == 2 * found["full"].x[0]
+    assert found["plan"].y == tuple(row.recompute_ms for row in swept.rows)
+
+
+def test_a_sweep_in_which_nothing_fits_is_refused(made):
+    nothing = autosac.sweep(made, memory_budgets=[1])
+
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plotting.budgets(nothing)
+
+
+# --- ratios -----------------------------------------------------------------------
+
+
+def test_every_unit_has_its_cell_and_other_modules_have_none(plan):
+    (grid,) = plotting.ratios(plan).panels
+
+    cells = {
+        (row, column): value
+        for row, values in zip(grid.rows, grid.values, strict=True)
+        for column, value in zip(grid.columns, values, strict=True)
+        if value is not None
+    }
+    assert len(cells) == len(plan.policy)
+    for fqn, ratio in plan.policy.items():
+        assert cells[plotting._place_in_layers(fqn)] == ratio
+    assert grid.columns == ("0", "1", "2", "3")
+
+
+def test_modules_without_a_number_have_a_column_of_their_own():
+    model = nn.Sequential()
+    for name in "abc":
+        block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+        model.add_module(name, block)
+    made = autosac.profile(model, torch.randn(512, 8))
+    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+
+    (grid,) = plotting.ratios(plan).panels
+
+    assert grid.columns[0] == ""
+    alone = [row for row in grid.rows if "*" not in row]
+    assert alone == [fqn for fqn in plan.policy if "." not in fqn] != []
+
+
+def test_a_plan_that_recomputes_nothing_has_no_ratios(made):
+    plan = autosac.plan(made, memory_budget=made.baseline_peak_bytes)
+
+    with pytest.raises(ValueError, match="recomputes nothing"):
+        plotting.ratios(plan)
+
+
+# --- plans from files -------------------------------------------------------------
+
+
+def test_a_plan_from_a_file_needs_the_profile(plan, made, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = autosac.Plan.load(tmp_path / "plan.json")
+
+    with pytest.raises(ValueError, match="pass `profile`"):
+        plotting.memory(loaded)
+    assert plotting.memory(loaded, made) == plotting.memory(plan)
+    assert plotting.ratios(loaded) == plotting.ratios(plan)
+
+
+def test_notes_and_verticals_are_drawn_by_both():
+    pytest.importorskip("plotly")
+    panel = Panel(
+        title="t",
+        x_label="x [ms]",
+        y_label="y [MiB]",
+        lines=(Line(label="", x=(0.0, 1.0), y=(1.0, 2.0), marker="o"),),
+        stack_x=(0.0, 1.0),
+        stack=(Layer(label="a", y=(1.0, 1.0), style=0),),
+        verticals=((0.5, "dashdot", "middle"),),
+        stretches=((0.2, "part"),),
+        notes=(Note(x=0.5, y=1.0, text="here"),),
+    )
+    picture = Picture(title="all", panels=(panel,))
+
+    texts = [text.get_text().strip() for text in picture.matplotlib().axes[0].texts]
+
+    assert {"here", "part"} <= set(texts)
+    shown = [note.text for note in picture.plotly().layout.annotations]
+    assert {"here", "part", "middle"} <= set(shown)
