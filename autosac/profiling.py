@@ -41,6 +41,7 @@ class TracedStep:
         exclude: FQNs of modules that must not be AC units.
         training: Whether the model was traced in training mode.
         model: Fingerprint of the model.
+        sequences: FQNs of the modules that call their children one after the other.
         calibrated: Times and workspaces were measured, not modelled.
         op_sources: Where time and workspace of every op come from; empty if all are
             modelled.
@@ -53,6 +54,7 @@ class TracedStep:
     exclude: tuple[str, ...]
     training: bool
     model: Fingerprint
+    sequences: frozenset[str]
     calibrated: bool
     op_sources: tuple[Source, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
@@ -85,9 +87,9 @@ class TracedStep:
     @cached_property
     def slices(self) -> tuple[Unit, ...]:
         """Consecutive layers of sequences that can be AC units."""
-        sequences = plain_sequences(self.step.model)
+        found = (self.tape, self.op_ms, self.sequences)
         with no_collections():
-            return find_slices(self.tape, self.op_ms, sequences, exclude=self.exclude)
+            return find_slices(*found, exclude=self.exclude)
 
     @cached_property
     def candidates(self) -> tuple[Unit, ...]:
@@ -249,6 +251,7 @@ def profile(
         exclude=tuple(exclude),
         training=model.training,
         model=fingerprint(model),
+        sequences=plain_sequences(model),
         calibrated=False,
     )
 
