@@ -144,7 +144,7 @@ def _name(unit: Unit) -> str:
         return f"{unit.around} (part by part)"
     if unit.blocks:
         return f"{unit.blocks[0].unit.fqn} … {unit.blocks[-1].unit.fqn}"
-    return unit.fqn
+    return unit.label
 
 
 def _why(plan: Plan, without_peak_bytes: int | None) -> str:

@@ -105,15 +105,16 @@ def _op(line: str) -> tuple[str, str, str]:
 def problem(record: Mapping[str, Any]) -> str | None:
     """Why the fields of a plan cannot be true together, in words; None if they can."""
     modules = {fqn for fqn, _, _ in record["model"]}
-    units = {one.fqn for one in record["op_policies"]}
+    units = record["op_policies"]
     if record["peak_bytes"] > record["budget_bytes"]:
         return (
             f"its peak of {record['peak_bytes']} bytes is above its budget of"
             f" {record['budget_bytes']}"
         )
-    if units != record["policy"].keys():
+    if {one.label for one in units} != record["policy"].keys():
         return "its policy and its op policies are for different units"
-    if strange := units - modules:
+    ends = {fqn for one in units for fqn in (one.fqn, one.until) if fqn}
+    if strange := ends - modules:
         return f"its unit `{min(strange)}` is no module of its model"
     return None
 
