@@ -24,6 +24,16 @@ _WORDS = {
     DETACHED: "once",
 }
 _LETTERS = {word: letter for letter, word in _WORDS.items()}
+# Of an op policy, besides its module and its ops.
+_UNIT_FIELDS = (
+    "training",
+    "call_index",
+    "num_calls",
+    "chain",
+    "position",
+    "around",
+    "until",
+)
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
 
 
@@ -39,9 +49,8 @@ def write(record: Mapping[str, Any], *, summary: list[str]) -> str:
     for one in record["op_policies"]:
         lines = _lines(one)
         unit = {"fqn": one.fqn, "ops": sequences.setdefault(lines, len(sequences))}
-        for name in ("training", "call_index", "num_calls", "chain", "position"):
-            unit[name] = getattr(one, name)
-        units.append({**unit, "around": one.around})
+        unit |= {name: getattr(one, name) for name in _UNIT_FIELDS}
+        units.append(unit)
     longer = ("op_policies", "model")  # what people read last
     body = {
         **{name: value for name, value in record.items() if name not in longer},
