@@ -49,9 +49,10 @@ def chosen(plan: Plan, profile: TracedStep) -> dict[Unit, Policy]:
             f"The plan is for the device {plan.device}, the profile for"
             f" {profile.device.name}. Profile with `device`={plan.device!r}."
         )
-    calls = {(u.fqn, u.call_index): u for u in profile.units.candidates}
+    single = (*profile.units.candidates, *profile.slices)
+    calls = {(unit.label, unit.call_index): unit for unit in single}
     for one in plan.op_policies:
-        difference = _difference(one, calls.get((one.fqn, one.call_index)), profile)
+        difference = _difference(one, calls.get((one.label, one.call_index)), profile)
         if difference is not None:
             raise PlanMismatchError(
                 f"The plan is for another step: {difference}. Plan again."
@@ -69,13 +70,15 @@ def _difference(one: OpPolicy, unit: Unit | None, profile: TracedStep) -> str | 
         return f"it is for {modes[one.training]} mode, the profile for the other one"
     if unit is None:
         why = profile.units.refused.get(one.fqn, "it saves nothing for backward")
-        return f"`{one.fqn}` cannot be an AC unit here: {why}"
+        return f"`{one.label}` cannot be an AC unit here: {why}"
     if unit.num_calls != one.num_calls:
-        return f"it expects {one.num_calls} calls of `{one.fqn}`, not {unit.num_calls}"
+        return (
+            f"it expects {one.num_calls} calls of `{one.label}`, not {unit.num_calls}"
+        )
     found = op_names(profile.tape, unit)
     if found == one.names:
         return None
     for place, (expected, name) in enumerate(zip(one.names, found, strict=False)):
         if name != expected:
-            return f"op {place} of `{one.fqn}` is {name} here, and {expected} there"
-    return f"`{one.fqn}` runs {len(found)} ops here, and {len(one.names)} there"
+            return f"op {place} of `{one.label}` is {name} here, and {expected} there"
+    return f"`{one.label}` runs {len(found)} ops here, and {len(one.names)} there"

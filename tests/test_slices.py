@@ -90,7 +90,7 @@ def test_a_plan_with_slices_can_be_saved_told_and_taken_back(case, tmp_path):
     assert {
         u.label for u in chosen_by(made.tape, made.candidates, plan.op_policies)
     } == {one.label for one in plan.op_policies}
-    assert f"{slices_of(plan)[0].label} " in plan.report()
+    assert f"{slices_of(plan)[0].label} " in str(plan)
     with pytest.raises(ValueError, match="has a plan already"):
         plan.apply(model)
     plan.unapply(model)
