@@ -1,5 +1,6 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
+from autosac.compiling import compile, compiled_plans
 from autosac.devices import DeviceSpec
 from autosac.errors import (
     AutosacError,
@@ -8,6 +9,7 @@ from autosac.errors import (
     SolverError,
     TraceError,
 )
+from autosac.joint_graphs import joint_graph
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
 from autosac.profiling import Profile, calibrate, profile
@@ -28,7 +30,10 @@ __all__ = [
     "TraceError",
     "Verification",
     "calibrate",
+    "compile",
+    "compiled_plans",
     "floor",
+    "joint_graph",
     "plan",
     "policy",
     "profile",
