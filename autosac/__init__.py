@@ -5,6 +5,7 @@ from autosac.batching import BatchSize, best_batch_size, max_batch_size
 from autosac.checking import check
 from autosac.cluster_timing import calibrate_cluster
 from autosac.clusters import ClusterSpec
+from autosac.compiling import compile, compiled_plans
 from autosac.devices import DeviceSpec
 from autosac.errors import (
     AutosacError,
@@ -14,6 +15,7 @@ from autosac.errors import (
     TraceError,
 )
 from autosac.estimating import Estimate, estimate
+from autosac.joint_graphs import joint_graph
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
 from autosac.preceding import (
@@ -48,11 +50,14 @@ __all__ = [
     "calibrate",
     "calibrate_cluster",
     "check",
+    "compile",
+    "compiled_plans",
     "estimate",
     "floor",
     "graph_info",
     "is_checkpointing",
     "is_recomputing",
+    "joint_graph",
     "max_batch_size",
     "pipeline_checkpoint",
     "plan",

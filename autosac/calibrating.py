@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,9 +57,34 @@ def calibrated(
         refresh: Measure what the table knows, too.
         progress: As in `measure_ops`.
     """
-    needed = _sizes(tape)
+    found, failures = look_up(
+        _sizes(tape), device=device, cache=cache, refresh=refresh, progress=progress
+    )
+    return _replaced(tape, op_ms, found, failures, _library_bytes(tape, device))
+
+
+Found = dict[Signature, tuple[OpMeasurement, Source]]
+
+
+def look_up(
+    needed: Mapping[Signature, OpSizes],
+    *,
+    device: torch.device,
+    cache: bool = True,
+    refresh: bool = False,
+    progress: bool | None = False,
+) -> tuple[Found, dict[Signature, str]]:
+    """Costs of ops from the table on disk, or measured now; why others have none.
+
+    Args:
+        needed: The ops, and what is counted of each anyway.
+        device: Where to measure.
+        cache: Use the table on disk, and add to it.
+        refresh: Measure what the table knows, too.
+        progress: As in `measure_ops`.
+    """
     texts = {s: text for s in needed if (text := caching.text_of(s))} if cache else {}
-    found: dict[Signature, tuple[OpMeasurement, Source]] = {}
+    found: Found = {}
     if cache:
         environment = caching.environment(device)
         path = caching.path_of(environment)
@@ -73,7 +99,7 @@ def calibrated(
         caching.add(path, environment, known)
     for signature, cost in made.costs.items():
         found[signature] = (cost, "measured")
-    return _replaced(tape, op_ms, found, made.failures, _library_bytes(tape, device))
+    return found, made.failures
 
 
 def _library_bytes(tape: Tape, device: torch.device) -> tuple[int, ...]:
@@ -99,7 +125,7 @@ def _sizes(tape: Tape) -> dict[Signature, OpSizes]:
 def _replaced(
     tape: Tape,
     op_ms: tuple[float, ...],
-    found: dict[Signature, tuple[OpMeasurement, Source]],
+    found: Found,
     failed: dict[Signature, str],
     library_bytes: tuple[int, ...],
 ) -> Calibrated:

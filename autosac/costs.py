@@ -14,8 +14,13 @@ def op_ms(op: Op, device: DeviceSpec) -> float:
     """
     if op.is_view:
         return 0.0
-    compute_s = op.flops / device.flops_per_s(op.dtype)
-    memory_s = op.moved_bytes / device.bandwidth_bytes_per_s
+    return roofline_ms(op.flops, op.dtype, op.moved_bytes, device)
+
+
+def roofline_ms(flops: int, dtype: str, moved_bytes: int, device: DeviceSpec) -> float:
+    """Predicted time of so much work in ms, see `op_ms`."""
+    compute_s = flops / device.flops_per_s(dtype)
+    memory_s = moved_bytes / device.bandwidth_bytes_per_s
     return max(compute_s, memory_s) * 1e3 + device.launch_overhead_ms
 
 

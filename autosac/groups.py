@@ -25,7 +25,7 @@ BATCH_NORM_OPS = frozenset(
 
 # Ops that choose among near-equal values or decide a shape: never made twice. Names of
 # the overload packets.
-_NEVER_RERUN = frozenset(
+NEVER_RERUN = frozenset(
     {
         "aten.topk",
         "aten.sort",
@@ -259,7 +259,7 @@ def may_run_again(
 
 
 def _never_rerun(op: Op) -> bool:
-    return op.name.rpartition(".")[0] in _NEVER_RERUN
+    return op.name.rpartition(".")[0] in NEVER_RERUN
 
 
 def _makes(op: Op, own: set[int]) -> list[int]:

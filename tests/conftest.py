@@ -11,6 +11,15 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture(scope="module")
+def one_thread_throughout():
+    """As `one_thread`, for modules whose fixtures measure."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_this_run(tmp_path_factory):
     """Tests neither read nor write the table of measured ops of the user."""

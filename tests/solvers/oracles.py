@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from itertools import product
 
 from solvers.knapsack import SaveProblem
+from solvers.recomputation import (
+    GraphProblem,
+    Position,
+    peak_bytes,
+    recompute_ms,
+)
 from solvers.sac import SacProblem
 
 Flags = tuple[bool, ...]
@@ -106,3 +112,81 @@ def _is_nested(problem: SacProblem, chosen: tuple[int | None, ...]) -> bool:
                 return True
             around = problem.units[around].parent
     return False
+
+
+def replayed_timeline(
+    problem: GraphProblem, kept: Set[int]
+) -> list[tuple[Position, int]]:
+    """Run the step with a pool of live copies, freed when nothing reads them later."""
+    events = [(Position(-1, op), op) for op in range(len(problem.reads))]
+    there = set(kept) | problem.returned
+    for step, values in enumerate(problem.step_reads):
+        todo, pending = set(), [v for v in values if v not in there]
+        while pending:
+            op = problem.maker[pending.pop()]
+            if op not in todo:
+                todo.add(op)
+                pending += [v for v in problem.reads[op] if v not in there]
+        events += [(Position(step, op), op) for op in sorted(todo)]
+        events.append((Position(step, None), None))
+        there |= {v for op in todo for v in problem.makes[op]}
+
+    def reads(event):
+        position, op = event
+        return problem.step_reads[position.step] if op is None else problem.reads[op]
+
+    def copy_read(value, event):
+        stays = value in kept or value in problem.returned
+        return (value, event[0].step >= 0 and not stays)
+
+    live, found = set(), []
+    for index, event in enumerate(events):
+        position, op = event
+        if op is not None:
+            live |= {(v, position.step >= 0) for v in problem.makes[op]}
+        beside = (
+            problem.step_bytes[position.step]
+            if op is None
+            else problem.workspace_bytes[op]
+            + (
+                problem.other_bytes
+                if position.step < 0
+                else problem.carried_bytes[position.step]
+            )
+        )
+        total = beside + sum(problem.value_bytes[v] for v, _ in live)
+        found.append((position, total))
+        later = {copy_read(v, e) for e in events[index + 1 :] for v in reads(e)}
+        later |= {(v, False) for v in problem.returned}
+        live &= later
+    return found
+
+
+def separate_recompute_ms(
+    problem: GraphProblem, kept: Set[int], chosen: Set[int]
+) -> float:
+    """Time to make each chosen value by itself from what is kept."""
+    total = 0.0
+    for value in chosen:
+        ops, pending = set(), [value]
+        while pending:
+            v = pending.pop()
+            if v in kept or v in problem.returned or problem.maker[v] in ops:
+                continue
+            ops.add(problem.maker[v])
+            pending += problem.reads[problem.maker[v]]
+        total += sum(problem.runtime_ms[op] for op in ops)
+    return total
+
+
+def every_kept_set(problem: GraphProblem) -> list[tuple[int, float]]:
+    """Peak and recompute time of every set of kept values that can run."""
+    values = [v for v in range(len(problem.value_bytes)) if v not in problem.returned]
+    found = []
+    for flags in product((False, True), repeat=len(values)):
+        kept = {v for v, flag in zip(values, flags, strict=True) if flag}
+        try:
+            found.append((peak_bytes(problem, kept), recompute_ms(problem, kept)))
+        except ValueError:  # it needs a pinned op again
+            continue
+    return found

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from solvers.curve import TradeoffCurve
 from solvers.knapsack import SaveProblem
+from solvers.recomputation import GraphProblem
 from solvers.sac import Breakpoint, Hold, SacProblem, Unit
 
 MIB = 2**20
@@ -197,4 +198,39 @@ def deep_trees(draw: st.DrawFn) -> SacProblem:
         units=tuple(units),
         base_bytes=tuple(nbytes * MIB for nbytes in base),
         budget_bytes=(max(base) - draw(st.integers(0, 12))) * MIB,
+    )
+
+
+@st.composite
+def graph_problems(draw: st.DrawFn, *, most: int = 7) -> GraphProblem:
+    """Random graphs; some ops make two values, are pinned, or read nothing."""
+    size = draw(st.integers(1, most))
+    reads, makes, num_values = [], [], 0
+    for _ in range(size):
+        earlier = st.sets(st.integers(0, num_values - 1), max_size=2)
+        reads.append(tuple(sorted(draw(earlier))) if num_values else ())
+        made = draw(st.sampled_from([1, 1, 1, 2]))
+        makes.append(tuple(range(num_values, num_values + made)))
+        num_values += made
+    values = st.sets(st.integers(0, num_values - 1), max_size=2)
+    num_steps = draw(st.integers(1, most))
+
+    def whole(count: int) -> tuple[int, ...]:
+        return tuple(draw(st.lists(st.integers(0, 5), min_size=count, max_size=count)))
+
+    carried = whole(num_steps)
+    return GraphProblem(
+        value_bytes=tuple(n * MIB for n in whole(num_values)),
+        runtime_ms=tuple(map(float, whole(size))),
+        workspace_bytes=tuple(n * MIB for n in whole(size)),
+        reads=tuple(reads),
+        makes=tuple(makes),
+        pinned=frozenset(draw(st.sets(st.integers(0, size - 1), max_size=1))),
+        returned=frozenset(draw(st.sets(st.integers(0, num_values - 1), max_size=1))),
+        step_reads=tuple(tuple(sorted(draw(values))) for _ in range(num_steps)),
+        carried_bytes=tuple(n * MIB for n in carried),
+        step_bytes=tuple(
+            (n + more) * MIB for n, more in zip(carried, whole(num_steps), strict=True)
+        ),
+        other_bytes=draw(st.integers(0, 5)) * MIB,
     )

@@ -1,0 +1,252 @@
+"""Private PyTorch APIs for graphs: the only file beside `_compat.py` that uses any.
+
+Checked for torch 2.15. Compilers are imported where they are used: they take seconds.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import is_symbolic as is_symbolic_size
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._ordered_set import OrderedSet
+
+Partition = tuple[fx.GraphModule, fx.GraphModule]
+PartitionFn = Callable[[fx.GraphModule, int, Sequence[int]], Partition]
+OnCompiled = Callable[[Callable[..., Any], Sequence[Any], bool], Callable[..., Any]]
+
+# Look up no graph that was partitioned another way; compile backward at once.
+_EAGER_AND_FRESH: dict[str, Any] = {
+    "enable_autograd_cache": False,
+    "force_non_lazy_backward_lowering": True,
+}
+
+
+class CaptureError(Exception):
+    """Dynamo or AOTAutograd could not make one graph; their message."""
+
+
+class _Captured(BaseException):
+    """Ends a compiled call before it runs anything."""
+
+    def __init__(self, inputs: list[Any]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def capture_joint(
+    function: Callable[[], torch.Tensor],
+) -> tuple[fx.GraphModule, int, list[Any]]:
+    """Joint graph of a function without arguments that returns one loss.
+
+    Returns:
+        The graph (forward inputs and one tangent in; loss and gradients out), how many
+        of its outputs belong to forward, and the forward inputs.
+
+    Raises:
+        CaptureError: There is no such graph.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._functorch.partitioners import default_partition
+
+    found: list[Any] = []
+
+    def partition(
+        joint: fx.GraphModule, num_outputs: int, static: Sequence[int]
+    ) -> Partition:
+        found.extend((copy_graph(joint), num_outputs))
+        return default_partition(joint, (), num_fwd_outputs=num_outputs)
+
+    def stop(
+        compiled: Callable[..., Any], inputs: Sequence[Any], is_backward: bool
+    ) -> Callable[..., Any]:
+        def run(args: list[Any]) -> Any:
+            raise _Captured(list(args))
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    assert isinstance(function, types.FunctionType)
+    # Dynamo counts compilations per code object and refuses the ninth.
+    fresh = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_eagerly(gm, inputs, partition, stop)
+
+    compiled: Any = torch.compile(fresh, backend=backend, fullgraph=True, dynamic=False)
+    try:
+        compiled()
+    except _Captured as captured:
+        return found[0], found[1], captured.inputs
+    except TorchDynamoException as error:  # wraps those of AOTAutograd as well
+        raise CaptureError(str(error)) from error
+    raise CaptureError("nothing requires a gradient.")
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph module with a graph of its own; what it refers to is shared."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(module.graph, values)
+    old = module.graph.output_node()
+    new = graph.output(output)
+    new.meta = dict(old.meta)
+    return fx.GraphModule(module, graph)
+
+
+def compile_eagerly(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: PartitionFn,
+    on_compiled: OnCompiled,
+) -> Any:
+    """AOTAutograd whose graphs run op by op, as in the backend ``aot_eager``."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config as functorch_config
+
+    def compiler(is_backward: bool) -> Callable[..., Any]:
+        def run(graph: fx.GraphModule, example: Sequence[Any]) -> Any:
+            return on_compiled(boxed_nop(graph, list(example)), example, is_backward)
+
+        return run
+
+    backend = aot_autograd(
+        fw_compiler=compiler(False),
+        bw_compiler=compiler(True),
+        inference_compiler=boxed_nop,
+        partition_fn=_plain_signature(partition),
+        keep_inference_input_mutations=True,
+    )
+    with functorch_config.patch(**_EAGER_AND_FRESH):
+        return backend(gm, inputs)
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: PartitionFn,
+    on_compiled: OnCompiled,
+) -> Any:
+    """TorchInductor with another partition of the joint graph."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compiler(graph: fx.GraphModule, example: Sequence[Any], **options: Any) -> Any:
+        # Compiled graphs are looked up by the graph, which the partition made, and by
+        # the configuration, in which the partition must not be: it has no name.
+        with inductor_config.patch(custom_partitioner_fn=None):
+            made = compile_fx_inner(graph, example, **options)
+        if options.get("is_inference"):
+            return made
+        return on_compiled(made, example, bool(options.get("is_backward")))
+
+    patches = {"custom_partitioner_fn": _inductor_partition(partition)}
+    with functorch_config.patch(**_EAGER_AND_FRESH):
+        return compile_fx(gm, inputs, inner_compile=compiler, config_patches=patches)
+
+
+def _plain_signature(partition: PartitionFn) -> Callable[..., Partition]:
+    def run(
+        joint: fx.GraphModule,
+        _inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **_options: Any,
+    ) -> Partition:
+        return partition(joint, num_fwd_outputs, static_lifetime_input_indices or ())
+
+    return run
+
+
+def _inductor_partition(partition: PartitionFn) -> Any:
+    """A partition in the form that TorchInductor's configuration takes."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    run = _plain_signature(partition)
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(
+            self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> Partition:
+            return run(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> Any:
+            """None: nothing is looked up by what a partition depends on."""
+            return None
+
+    return Partitioner()
+
+
+def split(
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    num_forward_outputs: int,
+    static_indices: Sequence[int],
+) -> Partition:
+    """Forward and backward of a joint graph that communicate by these nodes."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    primals = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    static = OrderedSet([primals[i] for i in static_indices])
+    return _extract_fwd_bwd_modules(
+        joint,
+        saved,
+        saved_sym_nodes=[],
+        num_fwd_outputs=num_forward_outputs,
+        static_lifetime_input_nodes=static,
+    )
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node is the gradient of an output, given to the backward pass."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_symbolic(node: fx.Node) -> bool:
+    """Whether a node is a size, or has one, that is not known while compiling."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return any(is_symbolic_size(size) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_op(target: Any) -> bool:
+    """Whether the target of a node is an operator of the dispatcher."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, as long as they are alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def placement(node: fx.Node) -> str | None:
+    """AOTAutograd's word on whether a node belongs to forward or backward."""
+    tag: str | None = node.meta.get("partitioner_tag")
+    return tag
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is, or was, given to ``torch.compile``."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or isinstance(module, OptimizedModule)
+
+
+def weak_storage(tensor: torch.Tensor) -> Any:
+    """A reference to a tensor's memory that tells when it is gone (``expired``)."""
+    return StorageWeakRef(tensor.untyped_storage())

@@ -1,0 +1,46 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from solvers.graph import lowest, solve
+from solvers.recomputation import peak_bytes, recompute_ms
+from solvers.solution import Termination
+from tests.solvers.oracles import every_kept_set
+from tests.solvers.strategies import MIB, graph_problems
+from tests.solvers.test_recomputation import chain
+
+
+def test_recomputes_the_cheap_end_of_a_chain_when_that_is_enough():
+    # Forward holds 1+2+16 at op 1 and cannot do better; the rest fits below it.
+    assert lowest(chain()).peak_bytes == 119 * MIB
+    assert solve(chain(), budget_bytes=119 * MIB).kept == {0, 1, 2}
+    assert solve(chain(), budget_bytes=118 * MIB).termination is Termination.INFEASIBLE
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=graph_problems(most=5), data=st.data())
+def test_matches_trying_every_set_of_kept_values(problem, data):
+    outcomes = every_kept_set(problem)
+    least = min(peak for peak, _ in outcomes)
+    baseline = peak_bytes(problem, problem.kept_plainly)
+    budget = data.draw(st.integers(least // MIB - 1, baseline // MIB)) * MIB
+    fitting = [cost for peak, cost in outcomes if peak <= budget]
+
+    found = solve(problem, budget_bytes=budget)
+
+    if not fitting:
+        assert found.termination is Termination.INFEASIBLE
+        return
+    assert found.termination is Termination.OPTIMAL
+    assert peak_bytes(problem, found.kept) == found.peak_bytes <= budget
+    assert found.objective_ms == recompute_ms(problem, found.kept) == min(fitting)
+    assert found.bound_ms <= found.objective_ms
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=graph_problems(most=5))
+def test_the_lowest_peak_is_that_of_trying_every_set(problem):
+    least = min(peak for peak, _ in every_kept_set(problem))
+
+    found = lowest(problem)
+
+    assert found.peak_bytes == peak_bytes(problem, found.kept) == least

@@ -1,0 +1,249 @@
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.measuring import capture_state, differences, measure_peak, storage_bytes
+from tests.models import ConvNet, Mlp
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).square().mean()
+
+
+CASES = {"dropout": (Mlp, (64, 8)), "convolutions": (ConvNet, (4, 3, 16, 16))}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    make_model, size = CASES[kind]
+    return WithLoss(make_model()), torch.randn(size)
+
+
+def step(compiled, model, inputs):
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = compiled(inputs)
+    loss.backward()
+    return loss.detach()
+
+
+def trained(compiled, model, inputs):
+    """State after three steps and the real peak of the last one."""
+    step(compiled, model, inputs)
+
+    def warm_up():
+        step(compiled, model, inputs)
+        model.zero_grad()
+
+    loss, peak = measure_peak(
+        lambda: step(compiled, model, inputs),
+        device="cpu",
+        persistent_bytes=storage_bytes([*model.parameters(), *model.buffers(), inputs]),
+        warm_up=warm_up,
+    )
+    return capture_state(model, None, loss), peak
+
+
+def limits(kind, backend):
+    """Least feasible budget, and the peak without one."""
+    model, inputs = made(kind)
+    with pytest.raises(autosac.InfeasibleBudgetError) as raised:
+        autosac.compile(model, memory_budget=1000, backend=backend)(inputs)
+    torch.compiler.reset()
+    compiled = autosac.compile(model, memory_budget="1TiB", backend=backend)
+    step(compiled, model, inputs)
+    torch.compiler.reset()
+    (plan,) = autosac.compiled_plans(compiled)
+    return raised.value.lowest_peak_bytes, plan.peak_bytes
+
+
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("strategy", ["milp", "capuchin"])
+def test_real_peak_keeps_falling_budgets_and_every_bit_is_that_of_aot_eager(
+    kind, strategy
+):
+    model, inputs = made(kind)
+    expected, _ = trained(torch.compile(model, backend="aot_eager"), model, inputs)
+    low, high = limits(kind, "aot_eager")
+    peaks = []
+    for k in range(3):
+        torch.compiler.reset()
+        budget = high - (high - low) * k // 3
+        model, inputs = made(kind)
+        compiled = autosac.compile(model, memory_budget=budget, strategy=strategy)
+        state, peak = trained(compiled, model, inputs)
+        (plan,) = autosac.compiled_plans(compiled)
+        assert peak == plan.peak_bytes <= budget
+        assert differences(expected, state) == ()
+        peaks.append(peak)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CASES)
+def test_fused_graphs_keep_falling_budgets_with_the_same_gradients(kind):
+    model, inputs = made(kind)
+    compiled = torch.compile(model, backend="inductor")
+    expected, _ = trained(compiled, model, inputs)
+    low, high = limits(kind, "inductor")
+    peaks = []
+    for k in range(3):
+        torch.compiler.reset()
+        budget = high - (high - low) * k // 2
+        model, inputs = made(kind)
+        compiled = autosac.compile(model, memory_budget=budget, backend="inductor")
+        state, peak = trained(compiled, model, inputs)
+        assert peak <= budget
+        assert state.keys() == expected.keys()
+        for name, value in state.items():  # fusion decides how sums are rounded
+            torch.testing.assert_close(value, expected[name], msg=name)
+        peaks.append(peak)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_budget_that_no_plan_fits_names_one_that_does():
+    low, high = limits("dropout", "aot_eager")
+    model, inputs = made("dropout")
+
+    compiled = autosac.compile(model, memory_budget=low)
+    step(compiled, model, inputs)
+
+    assert autosac.compiled_plans(compiled)[0].peak_bytes == low < high
+
+
+def test_what_is_alive_beside_the_model_counts():
+    low, _ = limits("dropout", "aot_eager")
+    model, inputs = made("dropout")
+    gradients = storage_bytes(model.parameters())
+
+    compiled = autosac.compile(
+        model, memory_budget=low, extra_bytes=100, accumulate=True
+    )
+    with pytest.raises(autosac.InfeasibleBudgetError) as raised:
+        compiled(inputs)
+
+    assert raised.value.lowest_peak_bytes == low + 100 + gradients
+
+
+def test_accumulated_gradients_are_within_the_budget():
+    _, high = limits("dropout", "aot_eager")
+    model, inputs = made("dropout")
+    gradients = storage_bytes(model.parameters())
+    compiled = autosac.compile(model, memory_budget=high + gradients, accumulate=True)
+    compiled(inputs).backward()
+
+    _, peak = measure_peak(
+        lambda: compiled(inputs).backward(),
+        device="cpu",
+        persistent_bytes=lambda: storage_bytes(
+            [*model.parameters(), *(p.grad for p in model.parameters()), inputs]
+        ),
+        warm_up=lambda: compiled(inputs).backward(),
+    )
+
+    assert peak <= high + gradients
+
+
+def test_gradients_that_are_not_counted_are_refused():
+    model, inputs = made("dropout")
+    compiled = autosac.compile(model, memory_budget="1GiB")
+    compiled(inputs).backward()
+
+    with pytest.raises(RuntimeError, match="which the budget does not count"):
+        compiled(inputs)
+
+
+def test_a_second_forward_before_backward_is_refused():
+    model, inputs = made("dropout")
+    compiled = autosac.compile(model, memory_budget="1GiB")
+
+    loss = compiled(inputs)
+    with pytest.raises(RuntimeError, match="another one waits for its backward pass"):
+        compiled(inputs)
+    loss.backward()
+    model.zero_grad()
+    dropped = compiled(inputs)
+    del dropped  # without a backward pass: nothing waits
+    compiled(inputs).backward()
+
+
+def test_calls_without_gradients_run_at_any_time():
+    model, inputs = made("dropout")
+    compiled = autosac.compile(model, memory_budget="1GiB")
+    loss = compiled(inputs)
+
+    with torch.no_grad():
+        torch.manual_seed(1)
+        found = compiled(inputs)
+        torch.manual_seed(1)
+        assert torch.equal(found, compiled(inputs))
+    loss.backward()
+
+
+def test_every_shape_has_a_plan_of_its_own():
+    model, inputs = made("dropout")
+    compiled = autosac.compile(model, memory_budget="1GiB")
+
+    step(compiled, model, inputs)
+    step(compiled, model, inputs[:32])
+
+    large, small = autosac.compiled_plans(compiled)
+    assert small.peak_bytes < large.peak_bytes
+
+
+def test_a_graph_break_is_an_error():
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            out = self.linear(x)
+            torch._dynamo.graph_break()
+            return out.sum()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        autosac.compile(Breaks(), memory_budget="1GiB")(torch.randn(2, 8))
+
+
+def test_a_compiled_module_inside_is_refused():
+    model, _ = made("dropout")
+    model.model[0] = torch.compile(model.model[0])
+
+    with pytest.raises(ValueError, match=r"`model\.0` is compiled already"):
+        autosac.compile(model, memory_budget="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_budget": "much"}, "must be a positive int of bytes"),
+        ({"strategy": "best"}, "must be 'milp' or 'capuchin', got 'best'"),
+        ({"backend": "eager"}, "must be 'aot_eager' or 'inductor', got 'eager'"),
+        ({"extra_bytes": -1}, "`extra_bytes`=-1 must not be negative"),
+    ],
+)
+def test_wrong_arguments_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        autosac.compile(Mlp(), **{"memory_budget": "1GiB", **options})
+
+
+def test_only_modules_are_compiled():
+    with pytest.raises(TypeError, match="must be a module, got function"):
+        autosac.compile(lambda x: x, memory_budget="1GiB")
