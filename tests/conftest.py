@@ -1,5 +1,11 @@
+import os
+
 import pytest
 import torch
+
+# Processes that run side by side (pytest -n) share the cores.
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
 
 
 @pytest.fixture
