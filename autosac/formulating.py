@@ -10,13 +10,13 @@ what it changes at the positions of its own forward, rerun and backward.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autosac.curves import UnitCurve
+from autosac.holding import Holders
 from autosac.policies import Policy
 from autosac.simulating import Simulator
 from autosac.tape import IntArray
@@ -33,7 +33,8 @@ class Formulation:
         curves: Their curves.
         solver_units: The solver's record of each, over the exact points.
         base_bytes: Most bytes alive at each position without recomputation.
-        holds: Arguments that several units hold together.
+        holds: Arguments that several units hold together, and those that one unit
+            holds and another one would have freed.
     """
 
     units: tuple[Unit, ...]
@@ -52,11 +53,28 @@ class Formulation:
             id(made): curve.fit(made.points, num_segments=num_segments)
             for made in self.curves
         }
+        found = [(made.points, fits[id(made)]) for made in self.curves]
+        kept = [
+            [exact.freed_bytes.index(nbytes) for nbytes in fit.freed_bytes]
+            for exact, fit in found
+        ]
         return replace(
             self,
             solver_units=tuple(
-                _thinned(unit, made.points, fits[id(made)])
-                for unit, made in zip(self.solver_units, self.curves, strict=True)
+                _thinned(unit, own, fit)
+                for unit, own, (_, fit) in zip(
+                    self.solver_units, kept, found, strict=True
+                )
+            ),
+            holds=tuple(
+                replace(
+                    hold,
+                    freed_by=tuple(
+                        (u, tuple(froms[k] for k in kept[u]))
+                        for u, froms in hold.freed_by
+                    ),
+                )
+                for hold in self.holds
             ),
         )
 
@@ -83,7 +101,7 @@ def formulate(
             unit.trigger - 1,
             unit.last_use + 1,
         }
-    holders = _Holders(simulator, units)
+    holders = Holders(simulator, units, curves)
     cuts |= holders.cuts()
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
@@ -106,11 +124,8 @@ def formulate(
     )
 
 
-def _thinned(
-    unit: sac.Unit, exact: curve.TradeoffCurve, fit: curve.FittedCurve
-) -> sac.Unit:
+def _thinned(unit: sac.Unit, kept: Sequence[int], fit: curve.FittedCurve) -> sac.Unit:
     """A unit with the breakpoints of its fitted curve only."""
-    kept = [exact.freed_bytes.index(nbytes) for nbytes in fit.freed_bytes]
     working = [(q, tuple(extras[k] for k in kept)) for q, extras in unit.working]
     return replace(
         unit,
@@ -143,76 +158,8 @@ def _parents(units: Sequence[Unit]) -> list[int | None]:
     return parents
 
 
-class _Holders:
-    """Who keeps a storage alive, besides one unit.
-
-    Attributes:
-        shared: Arguments of several units that can be chosen together, with the units
-            that hold each of them longer than the plain step does, and until when.
-            Such a storage is there but once: no unit alone is charged for it.
-    """
-
-    def __init__(self, simulator: Simulator, units: Sequence[Unit]) -> None:
-        tape = simulator.tape
-        self.nbytes: list[int] = tape.nbytes.tolist()
-        self.freed: list[int] = tape.freed.tolist()
-        self.shared: dict[int, tuple[tuple[int, int], ...]] = {}
-        takers: dict[int, list[int]] = defaultdict(list)
-        for u, unit in enumerate(units):  # in the order of entering
-            for storage in unit.call.inputs:
-                takers[storage].append(u)
-        for storage, taking in takers.items():
-            first_exit = min(units[u].call.exit for u in taking)
-            if any(units[u].call.enter > first_exit for u in taking):
-                held = [(u, units[u].held_until(storage)) for u in taking]
-                self.shared[storage] = tuple(
-                    (u, until) for u, until in held if until > self.freed[storage]
-                )
-        self.saves: dict[int, list[int]] = defaultdict(list)
-        for i, saved in enumerate(tape.saved):
-            self.saves[saved.storage].append(i)
-        self.until: list[int] = tape.saved_until.tolist()
-        self.died: list[int] = tape.died.tolist()
-        self._without: dict[tuple[int, range], int] = {}
-
-    def cuts(self) -> set[int]:
-        """Ticks at which a shared storage is freed, in the plain step or by a unit."""
-        return {
-            tick
-            for storage, held in self.shared.items()
-            if held
-            for tick in (self.freed[storage], *(until for _, until in held))
-        }
-
-    def holds(self, edges: IntArray) -> tuple[sac.Hold, ...]:
-        """What units hold together; storages that live alike are added up."""
-        sizes: dict[tuple[int, tuple[tuple[int, int], ...]], int] = defaultdict(int)
-        for storage, held in self.shared.items():
-            if held:
-                sizes[self.freed[storage], held] += self.nbytes[storage]
-        return tuple(
-            sac.Hold(
-                nbytes=nbytes,
-                held_from=int(np.searchsorted(edges, freed)),
-                holders=tuple(
-                    (u, int(np.searchsorted(edges, until))) for u, until in held
-                ),
-            )
-            for (freed, held), nbytes in sizes.items()
-        )
-
-    def without(self, storage: int, own: range) -> int:
-        """Tick at which a storage is freed if ``own`` saves nothing."""
-        found = self._without.get((storage, own))
-        if found is None:
-            others = (self.until[i] for i in self.saves[storage] if i not in own)
-            found = max(self.died[storage], max(others, default=0))
-            self._without[storage, own] = found
-        return found
-
-
 def _changes(
-    simulator: Simulator, holders: _Holders, unit: Unit, policy: Policy
+    simulator: Simulator, holders: Holders, unit: Unit, policy: Policy
 ) -> tuple[IntArray, IntArray]:
     """Keys and sizes of what changes in memory if only this unit is rerun."""
     tape, span = simulator.tape, simulator.span
@@ -259,7 +206,7 @@ class _Step:
     """
 
     simulator: Simulator
-    holders: _Holders
+    holders: Holders
     live: IntArray
     edges: IntArray
     base: IntArray

@@ -28,6 +28,7 @@ import pulp
 from solvers import _pulp
 from solvers._fsdp_sites import Sites
 from solvers._fsdp_time import TimeRows
+from solvers._sac_holds import Held
 from solvers._sac_table import Table
 from solvers.fsdp_problem import FsdpChoice, FsdpProblem
 
@@ -69,7 +70,7 @@ class FsdpModel:
         self._problem, self._table, self._sites = problem, table, sites
         self._integral = integral
         self._rows: dict[int, tuple[pulp.LpConstraint, float]] = {}
-        self._held: dict[tuple[int, int], pulp.LpVariable] = {}
+        self._held: dict[tuple[int, int, int], pulp.LpVariable] = {}
         self._add_units(forced)
         self._add_points(points)
         self._add_bytes()
@@ -329,15 +330,22 @@ class FsdpModel:
             (self._z[column], float(added[column]) / _MIB)
             for column in added.nonzero()[0].tolist()
         ]
-        for index, nbytes, holders in self._table.holders(position):
-            key = (index, len(holders))  # holders of a hold are nested sets
-            if key not in self._held:
-                held = self.model.add_variable(f"h_{index:05d}_{key[1]:05d}", 0, 1)
-                for u in holders.tolist():
-                    self.model += _pulp.row([(held, 1.0), (self._y[u], -1.0)]) >= 0
-                self._held[key] = held
-            terms.append((self._held[key], nbytes / _MIB))
+        for hold in self._table.holds.at(position):
+            if hold.key not in self._held:
+                self._held[hold.key] = self._add_hold(hold)
+            terms.append((self._held[hold.key], hold.nbytes / _MIB))
         return terms
+
+    def _add_hold(self, hold: Held) -> pulp.LpVariable:
+        name = "h_" + "_".join(f"{number:05d}" for number in hold.key)
+        held = self.model.add_variable(name, 0, 1)
+        freeing = [] if hold.freeing is None else hold.freeing.tolist()
+        others = [(self._z[column], -1.0) for column in freeing]
+        spare = 0 if hold.freeing is None else 1  # one of these and one holder
+        for u in hold.holders.tolist():
+            terms = [(held, 1.0), (self._y[u], -1.0), *others]
+            self.model += _pulp.row(terms) >= -spare
+        return held
 
     def _of_parameters(self, position: int) -> Terms:
         sites, modules = self._sites, self._problem.modules

@@ -34,6 +34,10 @@ class Classes:
     of_unit: tuple[int, ...]
     innermost: tuple[int, ...]
 
+    def is_alone(self, u: int) -> bool:
+        """Whether a unit is the only one of its class."""
+        return len(self.members[self.of_unit[u]]) == 1
+
     def path(self, c: int) -> list[int]:
         """A class and those around it, innermost first."""
         found = []
@@ -46,6 +50,9 @@ class Classes:
 def classify(table: Table, rows: Sequence[int], kinds: Sequence[int]) -> Classes:
     """Group units by all that rows at a few positions show of them.
 
+    Holds with `freed_by` are left out: they would tell most layers apart. The model
+    has them where their units are alone in their classes, see `Search._tell_apart`.
+
     Args:
         table: The units.
         rows: The positions.
@@ -54,10 +61,11 @@ def classify(table: Table, rows: Sequence[int], kinds: Sequence[int]) -> Classes
     columns = [np.array(table.shapes), np.array(kinds)]
     for position in rows:
         columns.append(table.role(position))
-        for _, _, holders in table.holders(position):
-            held = np.zeros(len(table.parents), dtype=np.int64)
-            held[holders] = 1
-            columns.append(held)
+        for hold in table.holds.at(position):
+            if hold.freeing is None:
+                held = np.zeros(len(table.parents), dtype=np.int64)
+                held[hold.holders] = 1
+                columns.append(held)
     keys = np.stack(columns, axis=1)
     marks: list[object] = [row.tobytes() for row in keys]
     # First what is inside a unit, then what is around it.

@@ -8,8 +8,11 @@ subject to  sum_k Z_ck = Y_c                        for every class            (
                                                     nesting
             B_q + sum_ck a_qck Z_ck + sum_j n_j h_j <= P    at the rows' positions q (3)
             sum_d Y_d |c| / |d| <= |c| h_j          d as in (2) that hold j    (4)
+            sum_d Y_d + sum_ek Z_ek - 1 <= h_j      ek free j, d hold it       (5)
 
-with a what a point adds to the live memory B, and h_j = 1 if any unit holds j. Classes
+with a what a point adds to the live memory B, and h_j = 1 if any unit holds j. (5)
+instead of (4) is for holds with `freed_by`, and only where the units that it names are
+alone in their classes; elsewhere they are left out, which is a relaxation. Classes
 of equal units of one tree split in equal parts, so that |c| / |d| is an integer, and
 every solution in integers can be dealt out to the units (`_sac_classes.spread`). With
 one member each this is the MILP over units itself. Bytes are in MiB.
@@ -25,7 +28,8 @@ import pulp
 
 from solvers import _pulp
 from solvers._sac_classes import Classes
-from solvers._sac_table import Floats, Numbers, Table
+from solvers._sac_holds import Held, Numbers
+from solvers._sac_table import Floats, Table
 
 MIB = 2**20  # coefficients of (3) in MiB stay within row tolerances
 _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
@@ -84,7 +88,7 @@ class CountModel:
             self.model.setObjective(
                 _pulp.row((z, time_ms * self.scale) for z, time_ms in self._timed())
             )
-        self._held: dict[tuple[int, int], pulp.LpVariable] = {}
+        self._held: dict[tuple[int, int, int], pulp.LpVariable | None] = {}
         self._limits = [(self._add_row(q), int(table.base[q])) for q in rows]
         if budget_bytes is not None:
             self.set_budget(budget_bytes)
@@ -238,11 +242,13 @@ class CountModel:
             (b, self._mixed(added, column, share) / MIB)
             for b, column, share, _ in self._between
         ]
-        for index, nbytes, holders in self._table.holders(position):
-            key = (index, len(holders))  # holders of a hold are nested sets
-            if key not in self._held:
-                self._held[key] = self._add_hold(key, holders.tolist())
-            terms.append((self._held[key], nbytes / MIB))
+        for hold in self._table.holds.at(position):
+            if hold.key not in self._held:
+                add = self._add_hold if hold.freeing is None else self._add_freed
+                self._held[hold.key] = add(hold)
+            held = self._held[hold.key]
+            if held is not None:
+                terms.append((held, hold.nbytes / MIB))
         if self._peak is not None:
             terms.append((self._peak, -1.0))
             constraint = _pulp.row(terms) <= -float(self._table.base[position]) / MIB
@@ -251,19 +257,48 @@ class CountModel:
         self.model += constraint
         return constraint
 
-    def _add_hold(self, key: tuple[int, int], holders: list[int]) -> pulp.LpVariable:
+    def _add_hold(self, hold: Held) -> pulp.LpVariable:
         """Rows (4)."""
-        index, count = key
-        held = self.model.add_variable(
-            f"h_{index:05d}_{count:05d}", 0, 1, pulp.LpInteger
-        )
-        holding = {self.classes.of_unit[u] for u in holders}
-        for c in sorted(holding & self._y.keys()):
-            path = [d for d in self.classes.path(c) if d in holding]
+        held = self.model.add_variable(_name(hold), 0, 1, pulp.LpInteger)
+        for c, path in self._holding(hold):
             size = float(len(self.classes.members[c]))
             terms = [(y, -share) for y, share in self._shares(c, path)]
             self.model += _pulp.row([(held, size), *terms]) >= 0
         return held
+
+    def _add_freed(self, hold: Held) -> pulp.LpVariable | None:
+        """Rows (5); None if they are left out or cannot bind."""
+        assert hold.freeing is not None
+        columns = frozenset(hold.freeing.tolist())
+        parties = {*hold.holders.tolist(), *self._table.owner[hold.freeing].tolist()}
+        if not all(map(self.classes.is_alone, parties)):
+            return None
+        freeing = [(self._z[j], -1.0) for j in sorted(columns & self._z.keys())]
+        freeing += [
+            (b, -1.0)
+            for b, j, share, _ in self._between
+            if j in columns and (not share or j + 1 in columns)
+        ]
+        holding = self._holding(hold)
+        if not freeing or not holding:
+            return None
+        held = self.model.add_variable(_name(hold), 0, 1)
+        for c, path in holding:
+            terms = [(y, -share) for y, share in self._shares(c, path)]
+            self.model += _pulp.row([(held, 1.0), *terms, *freeing]) >= -1
+        return held
+
+    def _holding(self, hold: Held) -> list[tuple[int, list[int]]]:
+        """Classes of the holders, each with those around it that hold as well."""
+        holding = {self.classes.of_unit[u] for u in hold.holders.tolist()}
+        return [
+            (c, [d for d in self.classes.path(c) if d in holding])
+            for c in sorted(holding & self._y.keys())
+        ]
+
+
+def _name(hold: Held) -> str:
+    return "h_" + "_".join(f"{number:05d}" for number in hold.key)
 
 
 def _least_on_hull(times: Floats, values: Floats, least_ms: float) -> float:

@@ -10,7 +10,8 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from solvers._sac_table import Choice, Floats, Ints, Table
+from solvers._sac_holds import Ints
+from solvers._sac_table import Choice, Floats, Table
 
 _MOST_MOVES = 400  # of a repair: where more are needed it goes astray
 
@@ -67,14 +68,6 @@ class _Search:
         self._budget = budget_bytes
         self._live: Ints = table.live(table.weights(choice)).astype(np.int64)
         self._allowed = np.isin(table.owner, np.array(sorted(units), dtype=np.int64))
-        self._holds: list[list[int]] = [[] for _ in choice]
-        self._holders: list[tuple[Ints, Ints]] = []
-        for index, hold in enumerate(table.problem.holds):
-            for u, _ in hold.holders:
-                self._holds[u].append(index)
-            pairs = np.array(hold.holders, dtype=np.int64).reshape(-1, 2)
-            self._holders.append((pairs[:, 0], pairs[:, 1]))
-        self._is_chosen = np.array([k is not None for k in choice], dtype=np.bool_)
 
     def repair(self) -> bool:
         """Cheapest relief at the peak, until the peak is within the budget."""
@@ -126,9 +119,7 @@ class _Search:
         if k is not None:
             for v in self._table.relatives(u):
                 self.choice[v] = None
-                self._is_chosen[v] = False
         self.choice[u] = k
-        self._is_chosen[u] = k is not None
         self._live = live
 
     def _best_relief(
@@ -169,22 +160,15 @@ class _Search:
             change[table.froms[v] : table.untils[v]] -= sign * freed
             positions, work = table.working(column)
             np.add.at(change, positions, sign * work)
-        touched = {index for v, _, _ in moves for index in self._holds[v]}
+        of_unit = table.holds.of_unit
+        touched = {index for v, _, _ in moves for index in of_unit[v]}
         if touched:
-            self._change_holds(touched, {v for v, _, _ in moves}, u, k, change)
+            after = list(self.choice)
+            for v, _, _ in moves:
+                after[v] = None
+            after[u] = k
+            for index in touched:
+                nbytes = table.problem.holds[index].nbytes
+                change[slice(*table.holds.alive(index, self.choice))] -= nbytes
+                change[slice(*table.holds.alive(index, after))] += nbytes
         return change
-
-    def _change_holds(
-        self, touched: set[int], moved: set[int], u: int, k: int | None, change: Ints
-    ) -> None:
-        stays = self._is_chosen.copy()
-        stays[list(moved)] = False
-        stays[u] = k is not None
-        for index in touched:
-            hold = self._table.problem.holds[index]
-            holders, ends = self._holders[index]
-            first = hold.held_from
-            before = int(ends.max(initial=first, where=self._is_chosen[holders]))
-            after = int(ends.max(initial=first, where=stays[holders]))
-            change[before:after] += hold.nbytes
-            change[after:before] -= hold.nbytes

@@ -10,11 +10,13 @@ subject to  sum_k z_uk = y_u                        for every unit             (
             D_q = D_q-1 + sum_k m_uk z_uk           u starts at q; - ends      (4)
             B_q - D_q + sum_uk x_uqk z_uk <= P      at every position q        (5)
             h_j >= h_j+1, h_j >= y_u                u holds until e_j or later (6)
+            h_j >= y_u + sum_vk z_vk - 1            vk free it, u holds it     (7)
 
 with m freed bytes, x working sets, B live memory without AC and P the budget. (3) is
 there only if a unit's curve is not convex: w_us = 1 for the segment in use. h_j = 1 if
 what some units hold together is alive between its ends e_j-1 and e_j; (4) takes it out
-of D from its first position on and puts it back end by end. Bytes are in MiB.
+of D from its first position on and puts it back end by end. (7) instead of (6) is for
+holds with `freed_by`, one h_j for every stretch. Bytes are in MiB.
 """
 
 from __future__ import annotations
@@ -182,8 +184,33 @@ class SacModel:
                     found[unit.freed_from].append((z, point.freed_bytes / _MIB))
                     found[unit.freed_until].append((z, -point.freed_bytes / _MIB))
         for index, hold in enumerate(self._problem.holds):
-            self._add_hold(index, hold, found)
+            if hold.freed_by:
+                self._add_freed(index, hold, found)
+            else:
+                self._add_hold(index, hold, found)
         return found
+
+    def _add_freed(self, index: int, hold: Hold, events: dict[int, _Terms]) -> None:
+        """Rows (7) of what units hold that others free, and when it is alive."""
+        size = hold.nbytes / _MIB
+        for start, stop in hold.stretches():
+            freeing = [
+                (z, -1.0)
+                for u, froms in hold.freed_by
+                for z, first in zip(self._z.get(u, ()), froms, strict=False)
+                if first <= start
+            ]
+            ends = {u: end for u, end in hold.holders if u in self._y and end > start}
+            if not freeing or not ends:
+                continue
+            held = self.model.add_variable(f"f_{index:05d}_{start:06d}", 0, 1)
+            for u in ends:
+                taken = [
+                    (self._y[v], -1.0) for v in self._problem.ancestry(u) if v in ends
+                ]
+                self.model += _pulp.row([(held, 1.0), *taken, *freeing]) >= -1
+            events[start].append((held, -size))
+            events[stop].append((held, size))
 
     def _add_hold(self, index: int, hold: Hold, events: dict[int, _Terms]) -> None:
         """Rows (6) of what units hold together, and when it is alive."""
@@ -276,6 +303,7 @@ def _ranges(
         ends = {end for u, end in hold.holders if u in chosen}
         if ends:
             edges |= {hold.held_from, *ends}
+            edges |= {first for _, froms in hold.freed_by for first in froms}
             rises[hold.held_from] += hold.nbytes
             rises[max(ends)] -= hold.nbytes
     base = problem.base_bytes

@@ -20,7 +20,8 @@ from solvers._pulp import Backend
 from solvers._sac_classes import classify, spread
 from solvers._sac_counts import CountModel
 from solvers._sac_greedy import round_and_repair
-from solvers._sac_table import Choice, Floats, Numbers, Table
+from solvers._sac_holds import Numbers
+from solvers._sac_table import Choice, Floats, Table
 from solvers.solution import Termination
 
 _LP_ROUNDS = 30  # of adding rows to the relaxation: a start, no proof hangs on it
@@ -42,12 +43,14 @@ class Start:
         choice: Its choice, which keeps the larger budget too.
         model: Its last relaxation.
         model_rows: The positions that are rows of it.
+        apart: Units that had to be told apart.
     """
 
     rows: list[int] = field(default_factory=list)
     choice: Choice | None = None
     model: CountModel | None = None
     model_rows: list[int] = field(default_factory=list)
+    apart: set[int] = field(default_factory=set)
 
 
 class Search:
@@ -90,9 +93,7 @@ class Search:
         self._backend = backend
         self._gap = relative_gap
         self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
-        self._kinds = [
-            (u in self._units) + (u in self._mixed) for u in range(len(table.parents))
-        ]
+        self._apart: set[int] = set() if start is None else start.apart
         self.rows = [int(table.base.argmax())]
         if start is not None and start.rows:
             self.rows = list(start.rows)
@@ -151,7 +152,8 @@ class Search:
             if self._start is not None:  # rows that bind at the next budget too
                 near = budget_bytes - _TOLERANCE_BYTES
                 self._start.rows = [q for q in self.rows if live[q] >= near]
-            if not self._add_rows(live, budget_bytes + _TOLERANCE_BYTES):
+            cap = budget_bytes + _TOLERANCE_BYTES
+            if not self._refine(model, weights, live, cap):
                 break
         if weights is not None:
             self._offer(
@@ -203,7 +205,7 @@ class Search:
             )
             if self._is_done() or self._is_late():
                 return Termination.FEASIBLE
-            if not self._add_rows(live, budget_bytes):
+            if not self._refine(model, weights, live, budget_bytes):
                 # The rows were kept within their tolerance, not exactly.
                 excess = int(live.max()) - budget_bytes
                 target -= max(excess, lowered)
@@ -219,7 +221,8 @@ class Search:
             if not outcome.termination.has_incumbent:
                 return
             live = self._table.live(weights)
-            if not self._add_rows(live, budget_bytes + _TOLERANCE_BYTES):
+            cap = budget_bytes + _TOLERANCE_BYTES
+            if not self._refine(model, weights, live, cap):
                 return
 
     # --- least peak ---------------------------------------------------------------
@@ -244,7 +247,8 @@ class Search:
                 else:
                     self._repair_peak(weights)
                 live = self._table.live(dealt)
-                if not self._add_rows(live, int(self.bound) + _EXACT_BYTES):
+                cap = int(self.bound) + _EXACT_BYTES
+                if not self._refine(model, weights, live, cap):
                     break
         is_proven = self._is_least(_TOLERANCE_BYTES)
         return Termination.OPTIMAL if is_proven else Termination.FEASIBLE
@@ -287,7 +291,7 @@ class Search:
         else:
             model = CountModel(
                 self._table,
-                classify(self._table, self.rows, self._kinds),
+                classify(self._table, self.rows, self._kinds()),
                 self.rows,
                 units=self._units,
                 budget_bytes=budget_bytes,
@@ -312,6 +316,43 @@ class Search:
             return model, outcome, np.zeros(len(self._table.times))
         totals = model.totals(whole=whole)
         return model, outcome, spread(self._table, model.classes, totals)
+
+    def _kinds(self) -> list[int]:
+        """Equal for units that may be in one class."""
+        return [
+            3 + u if u in self._apart else (u in self._units) + (u in self._mixed)
+            for u in range(len(self._table.parents))
+        ]
+
+    def _refine(
+        self, model: CountModel, weights: Numbers, live: Numbers, cap: int
+    ) -> bool:
+        """Add what a model lacks that a solution breaks; False if it lacks nothing."""
+        return self._add_rows(live, cap) or self._tell_apart(model, weights, live, cap)
+
+    def _tell_apart(
+        self, model: CountModel, weights: Numbers, live: Numbers, cap: int
+    ) -> bool:
+        """Single out units whose classes hide that one frees what another one holds.
+
+        Layers repeat: what is alike is told apart at once.
+        """
+        table = self._table
+        shares = np.bincount(table.owner, weights, len(table.parents))
+        found: set[int] = set()
+        for position in (q for q in self.rows if live[q] > cap):
+            for hold in table.holds.at(position):
+                if hold.freeing is None:
+                    continue
+                both = weights[hold.freeing].sum() + shares[hold.holders].max()
+                if both > 1.0 + _NOISE:
+                    for other in table.holds.alike(hold.index):
+                        found |= table.holds.parties(other)
+        found = {u for u in found if not model.classes.is_alone(u)}
+        self._apart |= found
+        if found and self._start is not None:
+            self._start.model, self._start.model_rows = None, []
+        return bool(found)
 
     def _add_rows(self, live: Numbers, cap: int) -> bool:
         """Add the worst positions above a cap; False if all of them are rows."""

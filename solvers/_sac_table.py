@@ -7,16 +7,14 @@ a *column* below. Nothing here depends on the budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from solvers._sac_holds import Holds, Ints, Numbers
 from solvers.sac_problem import SacProblem, Unit
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-Numbers = npt.NDArray[Any]  # integers or floats
 Choice = Sequence[int | None]  # point of each unit, None if it is not under AC
 
 
@@ -36,6 +34,7 @@ class Table:
         depth_first: Units, every one after the unit around it.
         parents: Unit around each unit, -1 for none.
         shapes: Equal numbers for units with equal curves.
+        holds: What units hold together.
     """
 
     def __init__(self, problem: SacProblem) -> None:
@@ -56,16 +55,7 @@ class Table:
         self.shapes = [self._numbered(_curve(unit)) for unit in units]
         self._by_column(units)
         self._by_position(units)
-        self._holds = [
-            (
-                hold.nbytes,
-                hold.held_from,
-                np.array([u for u, _ in ordered], dtype=np.int64),
-                np.array([end for _, end in ordered], dtype=np.int64),
-            )
-            for hold in problem.holds
-            if (ordered := sorted(hold.holders, key=lambda held: -held[1]))
-        ]
+        self.holds = Holds(problem.holds, self.first, self.shapes)
         self._relatives: list[list[int]] | None = None
 
     def live(self, weights: Numbers) -> Numbers:
@@ -79,8 +69,10 @@ class Table:
         freed = self.freed[used] * shares
         np.subtract.at(change, self.froms[self.owner[used]], freed)
         np.add.at(change, self.untils[self.owner[used]], freed)
-        if self._holds:
-            self._hold(weights, change)
+        if self.problem.holds:
+            of_units = np.zeros(len(self.parents), dtype=weights.dtype)
+            np.add.at(of_units, self.owner, weights)
+            self.holds.add(of_units, weights, change)
         live: Numbers = self.base + np.cumsum(change[:-1])
         for column, share in zip(used.tolist(), shares, strict=True):
             low, high = self._work_first[column : column + 2]
@@ -103,14 +95,6 @@ class Table:
         for u, number in self._workers.get(position, ()):
             found[u] += 2 + 2 * number
         return found
-
-    def holders(self, position: int) -> list[tuple[int, int, Ints]]:
-        """Holds that can be alive at a position: their number, bytes and holders."""
-        return [
-            (index, nbytes, units[ends > position])
-            for index, (nbytes, held_from, units, ends) in enumerate(self._holds)
-            if held_from <= position < ends[0]
-        ]
 
     def weights(self, choice: Choice) -> Ints:
         """Weights of 0 and 1 for the columns."""
@@ -166,17 +150,6 @@ class Table:
             for position, added in extras.items():
                 entry = (u, self._numbered(added))
                 self._workers.setdefault(position, []).append(entry)
-
-    def _hold(self, weights: Numbers, change: Numbers) -> None:
-        shares = np.zeros(len(self.parents), dtype=weights.dtype)
-        np.add.at(shares, self.owner, weights)
-        for nbytes, held_from, units, ends in self._holds:
-            # From the last end backwards, what is held can only grow.
-            held = np.maximum.accumulate(shares[units])
-            if held[-1]:
-                gained = nbytes * np.diff(held, prepend=held.dtype.type(0))
-                change[held_from] += nbytes * held[-1]
-                np.subtract.at(change, ends, gained)
 
 
 def _curve(unit: Unit) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +98,24 @@ class Hold:
         held_from: First position at which it is alive only if a unit holds it.
         holders: Pairs of a unit and the first position at which that one, under AC,
             holds it no more.
+        freed_by: Units in one another whose points count the memory as freed, each
+            with the first position at which each of its points does. The hold then
+            makes up for that, and counts only from where one of them is chosen too.
+            Empty if nobody counts it.
     """
 
     nbytes: int
     held_from: int
     holders: tuple[tuple[int, int], ...]
+    freed_by: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def stretches(self) -> list[tuple[int, int]]:
+        """First positions, and those after the last, between which nothing changes."""
+        bounds = {end for _, end in self.holders}
+        last = max(bounds, default=self.held_from)
+        starts = {q for _, froms in self.freed_by for q in froms}
+        bounds |= {q for q in starts or {self.held_from} if q < last}
+        return list(pairwise(sorted(bounds)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +163,8 @@ class SacProblem:
                         f" most {num_positions}, got {hold.held_from} and {held_until}."
                     )
         _check_tree(self.units)
+        for hold in self.holds:
+            _check_freed_by(self, hold)
 
     def ancestry(self, index: int) -> list[int]:
         """A unit and the candidates around it, innermost first."""
@@ -185,6 +200,9 @@ def live_bytes(
         for position, extras in unit.working:
             extra[position] += _mix(extras, shares)
     for hold in problem.holds:
+        if hold.freed_by:
+            _hold_freed(hold, weights, change)
+            continue
         held: float = 0
         for u, held_until in sorted(hold.holders, key=lambda h: -h[1]):
             share = sum(weights[u])
@@ -194,6 +212,23 @@ def live_bytes(
                 held = share
     columns = zip(problem.base_bytes, accumulate(change[:-1]), extra, strict=True)
     return tuple(base + moved + added for base, moved, added in columns)
+
+
+def _hold_freed(
+    hold: Hold, weights: Sequence[Sequence[float]], change: list[float]
+) -> None:
+    """Add what is held although it was counted as freed."""
+    for start, stop in hold.stretches():
+        freed = sum(
+            share
+            for u, froms in hold.freed_by
+            for share, first in zip(weights[u], froms, strict=True)
+            if first <= start
+        )
+        held = max(sum(weights[u]) for u, end in hold.holders if end > start)
+        both = max(0, freed + held - 1)  # mixed points overlap as little as they can
+        change[start] += hold.nbytes * both
+        change[stop] -= hold.nbytes * both
 
 
 def total_ms(problem: SacProblem, weights: Sequence[Sequence[float]]) -> float:
@@ -216,6 +251,30 @@ def _ancestry(units: Sequence[Unit], index: int) -> list[int]:
         found.append(at)
         at = units[at].parent
     return found
+
+
+def _check_freed_by(problem: SacProblem, hold: Hold) -> None:
+    num_positions = len(problem.base_bytes)
+    for u, froms in hold.freed_by:
+        if not 0 <= u < len(problem.units):
+            raise ValueError(
+                f"`freed_by` must name units below {len(problem.units)}, got {u}."
+            )
+        unit = problem.units[u]
+        if len(froms) != len(unit.points):
+            raise ValueError(
+                f"`freed_by` must have one position for each of {len(unit.points)}"
+                f" points of {unit.fqn!r}, got {len(froms)}."
+            )
+        if not all(hold.held_from <= first <= num_positions for first in froms):
+            raise ValueError(
+                f"The positions of `freed_by` must lie in {hold.held_from} to"
+                f" {num_positions}, got {froms} for {unit.fqn!r}."
+            )
+    inside = {u for u, _ in hold.freed_by}
+    if inside and not any(inside <= set(problem.ancestry(u)) for u in inside):
+        names = sorted(problem.units[u].fqn for u in inside)
+        raise ValueError(f"Units of `freed_by` must lie in one another, got {names}.")
 
 
 def _check_tree(units: Sequence[Unit]) -> None:

@@ -1,3 +1,5 @@
+import dataclasses
+import itertools
 import random
 
 import pytest
@@ -30,6 +32,23 @@ def random_choice(formulation, rng):
     return taken
 
 
+def both_peaks(made, formulation, points):
+    """By the MILP's memory, and by simulation."""
+    weights = [
+        [int(k == point) for k in range(len(unit.points))]
+        for unit, point in zip(formulation.solver_units, points, strict=True)
+    ]
+    chosen = {
+        unit: curve.policies[point]
+        for unit, curve, point in zip(
+            formulation.units, formulation.curves, points, strict=True
+        )
+        if point is not None
+    }
+    predicted = max(sac.live_bytes(formulation.problem(0), weights))
+    return predicted, made.simulator.peak_bytes(chosen)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_milp_predicts_the_peak_that_the_simulation_finds(name):
     made = CASES[name].profile()
@@ -37,22 +56,69 @@ def test_the_milp_predicts_the_peak_that_the_simulation_finds(name):
     rng = random.Random(0)
     for _ in range(20):
         points = random_choice(formulation, rng)
-        weights = [
-            [int(k == point) for k in range(len(unit.points))]
-            for unit, point in zip(formulation.solver_units, points, strict=True)
-        ]
-        chosen = {
-            unit: curve.policies[point]
-            for unit, curve, point in zip(
-                formulation.units, formulation.curves, points, strict=True
-            )
-            if point is not None
-        }
 
-        predicted = max(sac.live_bytes(formulation.problem(0), weights))
+        predicted, actual = both_peaks(made, formulation, points)
 
-        actual = made.simulator.peak_bytes(chosen)
         assert abs(predicted - actual) <= PAIRED.get(name, 0.0) * actual
+
+
+class SavesItsOutput(torch.nn.Module):
+    """Recurrent or tanh-like layers, each before a dropout that holds its output."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self.drops = torch.nn.ModuleList(torch.nn.Dropout(0.5) for _ in layers)
+
+    def forward(self, x):
+        for layer, drop in zip(self.layers, self.drops, strict=True):
+            out = layer(x)
+            x = drop(out[0] if isinstance(out, tuple) else out)
+        return x
+
+
+def tanh_like():
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    "make_layer",
+    [tanh_like, lambda: torch.nn.LSTM(32, 32)],
+    ids=["tanh", "lstm"],
+)
+def test_what_one_unit_frees_and_another_one_holds_is_alive(make_layer):
+    model = SavesItsOutput([make_layer(), make_layer()])
+    made = autosac.profile(model, torch.randn(64, 8, 32, requires_grad=True))
+    formulation = made.formulation
+    names = [unit.fqn for unit in formulation.units]
+    pairs = [
+        {names[u] for u, _ in (*hold.freed_by, *hold.holders)}
+        for hold in formulation.holds
+        if hold.freed_by
+    ]
+    for i in range(2):
+        assert any({f"layers.{i}", f"drops.{i}"} <= pair for pair in pairs)
+    # Where only these are alive at the peak, a hold left out would show.
+    without = dataclasses.replace(formulation, holds=())
+    missed = 0
+    for picked in itertools.product((False, True), repeat=4):
+        wanted = {
+            name
+            for name, is_in in zip(
+                ("layers.0", "drops.0", "layers.1", "drops.1"), picked, strict=True
+            )
+            if is_in
+        }
+        points = [
+            len(curve.policies) - 1 if name in wanted else None
+            for name, curve in zip(names, formulation.curves, strict=True)
+        ]
+
+        predicted, actual = both_peaks(made, formulation, points)
+
+        assert predicted == actual
+        missed += both_peaks(made, without, points)[0] < actual
+    assert missed
 
 
 def test_fitted_curves_keep_breakpoints_that_are_points_of_the_exact_curve():

@@ -55,12 +55,17 @@ def fsdp_problems(draw, *, most=5, kinds=False, replicas=False):
         )
     whole = draw(st.lists(small, min_size=2 * size, max_size=2 * size))
     units, inside, reruns = _ac_units(draw, modules, parents, size)
-    holds = ()
+    holds: tuple[Hold, ...] = ()
     if units and draw(st.booleans()):
         end = draw(st.integers(0, size))
         holders = tuple((u, draw(st.integers(0, size))) for u in range(len(units)))
         start = min((until for _, until in holders), default=end)
-        holds = (Hold(nbytes=MIB, held_from=start, holders=holders),)
+        freeing = draw(st.none() | st.integers(0, len(units) - 1))
+        freed_by: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        if freeing is not None:
+            froms = [draw(st.integers(start, size)) for _ in units[freeing].points]
+            freed_by = ((freeing, tuple(froms)),)
+        holds = (Hold(nbytes=MIB, held_from=start, holders=holders, freed_by=freed_by),)
     sac = SacProblem(
         units=tuple(units),
         base_bytes=tuple((8 + b) * MIB for b in whole[:size]),

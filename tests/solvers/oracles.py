@@ -61,9 +61,13 @@ def peak_of(problem: SacProblem, chosen: tuple[int | None, ...]) -> int:
                 extras[k] for position, extras in unit.working if position == q
             )
         for hold in problem.holds:
-            if q >= hold.held_from and any(
-                chosen[u] is not None and q < end for u, end in hold.holders
-            ):
+            is_freed = not hold.freed_by or any(
+                k == chosen[u] and q >= start
+                for u, froms in hold.freed_by
+                for k, start in enumerate(froms)
+            )
+            is_held = any(chosen[u] is not None and q < end for u, end in hold.holders)
+            if is_held and is_freed and q >= hold.held_from:
                 nbytes += hold.nbytes
         live.append(nbytes)
     return max(live)

@@ -94,15 +94,26 @@ def sac_units(draw: st.DrawFn, index: int, num_positions: int) -> Unit:
 
 
 @st.composite
-def holds(draw: st.DrawFn, num_units: int, num_positions: int) -> Hold:
-    """Memory that a few units hold, each until a position of its own."""
+def holds(draw: st.DrawFn, made: tuple[Unit, ...], num_positions: int) -> Hold:
+    """Memory that a few units hold, each until a position of its own.
+
+    A unit, and some of those around it, may count it as freed.
+    """
     held_from = draw(st.integers(0, num_positions))
     ends = st.integers(held_from, num_positions)
-    units = st.integers(0, num_units - 1)
+    units = st.integers(0, len(made) - 1)
+    u: int | None = draw(st.none() | units)
+    freed_by = []
+    while u is not None:
+        if draw(st.booleans()):
+            froms = [draw(ends) for _ in made[u].points]
+            freed_by.append((u, tuple(froms)))
+        u = made[u].parent
     return Hold(
         nbytes=draw(st.integers(0, 6)) * MIB,
         held_from=held_from,
         holders=tuple(draw(st.dictionaries(units, ends, max_size=4)).items()),
+        freed_by=tuple(freed_by),
     )
 
 
@@ -114,11 +125,12 @@ def sac_problems(draw: st.DrawFn, *, most: int = 4) -> SacProblem:
     base = draw(
         st.lists(st.integers(5, 20), min_size=num_positions, max_size=num_positions)
     )
+    units = tuple(draw(sac_units(u, num_positions)) for u in range(num_units))
     return SacProblem(
-        units=tuple(draw(sac_units(u, num_positions)) for u in range(num_units)),
+        units=units,
         base_bytes=tuple(nbytes * MIB for nbytes in base),
         budget_bytes=(max(base) - draw(st.integers(0, 10))) * MIB,
-        holds=tuple(draw(st.lists(holds(num_units, num_positions), max_size=3))),
+        holds=tuple(draw(st.lists(holds(units, num_positions), max_size=3))),
     )
 
 
@@ -154,6 +166,17 @@ def layered_problems(draw: st.DrawFn) -> SacProblem:
                 )
             )
     held = [(u, 2 * layers - u // (inner + 1)) for u in range(len(units))]
+    freed_bytes = draw(st.integers(0, 4)) * MIB
+    kept = [  # one inner unit frees what the next one holds
+        Hold(
+            nbytes=freed_bytes,
+            held_from=units[u].freed_from,
+            holders=((u + 1, units[u].freed_until),),
+            freed_by=((u, (units[u].freed_from,)),),
+        )
+        for u in range(1, len(units), 3)
+        if inner == 2
+    ]
     base = [4 + 5 * min(q, 2 * layers - q) for q in range(num_positions)]
     return SacProblem(
         units=tuple(units),
@@ -165,6 +188,7 @@ def layered_problems(draw: st.DrawFn) -> SacProblem:
                 held_from=layers,
                 holders=tuple(held),
             ),
+            *kept,
         ),
     )
 
