@@ -25,6 +25,7 @@ from solvers.recomputation import (
 )
 from solvers.solution import Solution, Termination
 
+_ROUGH_GAP = 0.1  # while rows are looked for: a heuristic
 _ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
 _MIB = 2**20
 
@@ -139,13 +140,17 @@ class _Search:
             self.bound_ms = max(self.bound_ms, bound_ms)
 
     def run(self, relative_gap: float) -> Termination:
-        """Solve the model until its choice fits."""
+        """Solve the model until its choice fits.
+
+        Roughly at first: most rows are found by choices that are far from the best.
+        """
+        gap = max(relative_gap, _ROUGH_GAP)
         while True:
             outcome = _pulp.run(
                 self.model.model,
                 backend=self.backend,
                 time_limit_s=max(self._left_s, 1.0),
-                relative_gap=relative_gap,
+                relative_gap=gap,
             )
             if outcome.termination is Termination.INFEASIBLE:
                 return Termination.INFEASIBLE
@@ -155,7 +160,10 @@ class _Search:
             kept = self.model.kept()
             broken = self.try_out(kept)
             if not broken:
-                return outcome.termination
+                if gap == relative_gap or self._left_s < 0:
+                    return outcome.termination
+                gap = relative_gap
+                continue
             if self._left_s < 0:
                 break
             if not self._add_rows(broken):

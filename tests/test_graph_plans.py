@@ -17,9 +17,10 @@ CASES = {
     "convolutions": (ConvNet, (4, 3, 16, 16)),
     "views": (Views, (4, 8, 16)),
 }
+KEYS = ["dropout", "views", pytest.param("convolutions", marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=KEYS)
 def planner(request, one_thread_throughout):
     torch.manual_seed(0)
     make_model, size = CASES[request.param]
@@ -57,7 +58,7 @@ def test_numbers_of_a_graph_have_its_peak(planner):
 @pytest.mark.parametrize("strategy", ["milp", "capuchin"])
 def test_real_peak_is_the_predicted_one_and_within_the_budget(planner, strategy):
     peaks = []
-    for budget in budgets(planner, 4)[:-1]:
+    for budget in budgets(planner, 4)[1:-1]:
         plan = planner.plan(budget, strategy=strategy)
         graph = plan.joint
         assert plan.peak_bytes <= budget
@@ -70,7 +71,7 @@ def test_real_peak_is_the_predicted_one_and_within_the_budget(planner, strategy)
         assert measured == plan.peak_bytes
         peaks.append(measured)
     assert peaks == sorted(peaks, reverse=True)
-    assert peaks[-1] < planner.baseline_peak_bytes
+    assert peaks[0] < planner.baseline_peak_bytes
 
 
 @pytest.mark.parametrize("strategy", ["milp", "capuchin"])
@@ -115,7 +116,7 @@ def test_copies_run_just_before_their_first_use(planner):
 
 
 def test_the_milp_is_no_slower_than_the_greedy_and_proves_a_bound(planner):
-    for budget in budgets(planner, 4)[:-1]:
+    for budget in budgets(planner, 4)[1:-1]:
         best = planner.plan(budget, relative_gap=0.0)
         greedy = planner.plan(budget, strategy="capuchin")
         assert best.bound_ms <= best.recompute_ms <= greedy.recompute_ms
