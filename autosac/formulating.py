@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +34,7 @@ class Formulation:
         solver_units: The solver's record of each, over the exact points.
         base_bytes: Most bytes alive at each position without recomputation.
         holds: Arguments that several units hold together.
+        edges: First tick of every position.
     """
 
     units: tuple[Unit, ...]
@@ -41,6 +42,7 @@ class Formulation:
     solver_units: tuple[sac.Unit, ...]
     base_bytes: tuple[int, ...]
     holds: tuple[sac.Hold, ...]
+    edges: IntArray
 
     def fitted(self, num_segments: int) -> Formulation:
         """The same with every curve fitted by few linear segments (pwlf).
@@ -71,11 +73,26 @@ class Formulation:
 
 
 def formulate(
-    simulator: Simulator, units: Sequence[Unit], curves: Sequence[UnitCurve]
+    simulator: Simulator,
+    units: Sequence[Unit],
+    curves: Sequence[UnitCurve],
+    *,
+    live: IntArray | None = None,
+    cuts: Iterable[int] = (),
 ) -> Formulation:
-    """Work out the MILP's coefficients for all candidates."""
-    live = _live_by_tick(simulator)
-    cuts = {0}
+    """Work out the MILP's coefficients for all candidates.
+
+    Args:
+        simulator: Of the tape.
+        units: The candidates in forward order, those around others first.
+        curves: Their curves.
+        live: Bytes alive after every tick without recomputation; None for those of
+            the tape.
+        cuts: Ticks at which positions must begin besides those of the candidates.
+    """
+    if live is None:
+        live = _live_by_tick(simulator)
+    cuts = {0, *cuts}
     for unit in units:
         cuts |= {
             unit.call.enter,
@@ -103,6 +120,7 @@ def formulate(
         solver_units=tuple(records),
         base_bytes=tuple(base.tolist()),
         holds=holders.holds(edges),
+        edges=edges,
     )
 
 
