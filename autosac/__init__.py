@@ -11,6 +11,8 @@ from autosac.errors import (
     SolverError,
     TraceError,
 )
+from autosac.parallel_planning import min_gpus, plan_parallel
+from autosac.parallel_plans import ParallelPlan
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
 from autosac.preceding import (
@@ -32,6 +34,7 @@ __all__ = [
     "GraphInfo",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
+    "ParallelPlan",
     "Plan",
     "PlanMismatchError",
     "Profile",
@@ -45,8 +48,10 @@ __all__ = [
     "graph_info",
     "is_checkpointing",
     "is_recomputing",
+    "min_gpus",
     "pipeline_checkpoint",
     "plan",
+    "plan_parallel",
     "policy",
     "profile",
     "sweep",

@@ -151,9 +151,17 @@ class ParallelFormulation:
         """Compute of a step without recomputation."""
         return sum(self._compute_ms(degree))
 
+    def collectives_ms(self, cluster: ClusterSpec, degree: int) -> float:
+        """Least time of a step's collectives: all parameters as one, gathered once."""
+        modules = [self._module(i, degree) for i in range(len(self.candidates))]
+        costs = cluster.fsdp_costs(degree, _typical_bytes(modules))
+        gathered = sum(module.gather_bytes for module in modules)
+        reduced = sum(module.reduce_bytes for module in modules)
+        return costs.gather.ms(gathered) + costs.reduce.ms(reduced)
+
     def resident_bytes(self, degree: int) -> int:
-        """What is always there: shards of parameters and state, buffers, inputs."""
-        return int(self.ranks.base_by_tick(degree).min())
+        """What is there before the step: shards, optimizer state, buffers, inputs."""
+        return int(self.ranks.base_by_tick(degree)[0])
 
     def _compute_ms(self, degree: int) -> tuple[float, ...]:
         """Compute at every position; the optimizer works on a shard."""

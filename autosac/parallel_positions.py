@@ -19,7 +19,6 @@ import numpy as np
 from autosac.fsdp_candidates import Candidate
 from autosac.tape import IntArray
 
-
 _ENTER, _END, _BEGIN, _FINAL = range(4)  # at one tick in this order
 
 
@@ -58,9 +57,7 @@ def hook_ticks(candidates: Sequence[Candidate], final: int) -> set[int]:
     return found
 
 
-def place(
-    candidates: Sequence[Candidate], edges: IntArray, final: int
-) -> Positions:
+def place(candidates: Sequence[Candidate], edges: IntArray, final: int) -> Positions:
     """Number the positions of a step.
 
     Args:

@@ -100,13 +100,8 @@ class Plan:
                 difference.
             ValueError: A plan is applied already.
         """
-        self._check(model)
-        units = applying.installed(model)
-        if units:
-            raise ValueError(
-                f"`model` has a plan already (`{units[0]}` is an AC unit); call"
-                " `plan.unapply(model)` first."
-            )
+        check_model(self.model, model)
+        check_unplanned(model)
         applying.install(model, self.op_policies)
         return model
 
@@ -131,25 +126,13 @@ class Plan:
         Raises:
             ValueError: The file is not such a plan.
         """
-        try:
-            record = json.loads(Path(path).read_text())
-            version = record.pop("format")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} is not a plan saved by autosac.") from error
-        if version != _FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has plan format {version}; this autosac reads format"
-                f" {_FORMAT_VERSION}. Plan again, or use the autosac it was made with."
-            )
+        record = read_record(path, _FORMAT_VERSION, "plan")
         try:
             return cls(
                 **{
                     **record,
-                    "op_policies": tuple(map(_op_policy, record["op_policies"])),
-                    "model": tuple(
-                        (fqn, class_name, tuple(parameters))
-                        for fqn, class_name, parameters in record["model"]
-                    ),
+                    "op_policies": tuple(map(read_op_policy, record["op_policies"])),
+                    "model": read_model(record["model"]),
                 }
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -197,23 +180,68 @@ class Plan:
     def __str__(self) -> str:
         return self.report()
 
-    def _check(self, model: torch.nn.Module) -> None:
-        found = fingerprint(model)
-        for (fqn, class_name, parameters), other in zip(
-            self.model, found, strict=False
-        ):
-            if other != (fqn, class_name, parameters):
-                raise PlanMismatchError(
-                    f"The plan was made for another model: it expects `{fqn}` to be a"
-                    f" {class_name} with parameters {list(parameters)}, this model has"
-                    f" `{other[0]}`, a {other[1]} with {list(other[2])}. Plan again."
-                )
-        if len(found) != len(self.model):
+
+def check_model(expected: Fingerprint, model: torch.nn.Module) -> None:
+    """Refuse a model that a plan was not made for.
+
+    Raises:
+        PlanMismatchError: Names the first difference.
+    """
+    found = fingerprint(model)
+    for (fqn, class_name, parameters), other in zip(expected, found, strict=False):
+        if other != (fqn, class_name, parameters):
             raise PlanMismatchError(
-                f"The plan was made for a model of {len(self.model)} modules, this one"
-                f" has {len(found)}. Plan again."
+                f"The plan was made for another model: it expects `{fqn}` to be a"
+                f" {class_name} with parameters {list(parameters)}, this model has"
+                f" `{other[0]}`, a {other[1]} with {list(other[2])}. Plan again."
             )
+    if len(found) != len(expected):
+        raise PlanMismatchError(
+            f"The plan was made for a model of {len(expected)} modules, this one"
+            f" has {len(found)}. Plan again."
+        )
 
 
-def _op_policy(record: dict[str, Any]) -> OpPolicy:
+def check_unplanned(model: torch.nn.Module) -> None:
+    """Refuse a model that has AC units already.
+
+    Raises:
+        ValueError: Names one.
+    """
+    units = applying.installed(model)
+    if units:
+        raise ValueError(
+            f"`model` has a plan already (`{units[0]}` is an AC unit); call"
+            " `plan.unapply(model)` first."
+        )
+
+
+def read_record(path: str | Path, version: int, kind: str) -> dict[str, Any]:
+    """The JSON object of a saved plan without its format.
+
+    Raises:
+        ValueError: The file is no such plan, or of another format.
+    """
+    try:
+        record: dict[str, Any] = json.loads(Path(path).read_text())
+        found = record.pop("format")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is not a {kind} saved by autosac.") from error
+    if found != version:
+        raise ValueError(
+            f"{path} has {kind} format {found}; this autosac reads format"
+            f" {version}. Plan again, or use the autosac it was made with."
+        )
+    return record
+
+
+def read_model(record: list[Any]) -> Fingerprint:
+    """A fingerprint as JSON has it."""
+    return tuple(
+        (fqn, class_name, tuple(parameters)) for fqn, class_name, parameters in record
+    )
+
+
+def read_op_policy(record: dict[str, Any]) -> OpPolicy:
+    """An op policy as JSON has it."""
     return OpPolicy(**{**record, "names": tuple(record["names"])})
