@@ -16,7 +16,7 @@ import torch
 
 from autosac import curves
 from autosac.clusters import ClusterSpec, cluster_spec
-from autosac.errors import InfeasibleBudgetError
+from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.parallel_formulating import ParallelFormulation, Types
 from autosac.parallel_plans import Alternative, ParallelPlan
 from autosac.planning import policy_ratios, profile_of, spell_out
@@ -98,7 +98,9 @@ def min_gpus(
     reduce_dtype: str | None = None,
     **options: Any,
 ) -> int | None:
-    """Fewest GPUs on which a step fits the budget: powers of two, then whole nodes.
+    """Fewest GPUs that share all parameters on which a step fits the budget.
+
+    Sizes are parts of one node, then whole nodes.
 
     Args:
         model: As in `plan_parallel`, like all that follows.
@@ -309,7 +311,7 @@ def _lowest(
 ) -> Found | None:
     """The choice of least peak, if only the simulation sees that it fits."""
     found = lowest_at(form, problem, spec, degree, how)
-    return found if found is not None and found.peak_bytes <= budget_bytes else None
+    return found if found.peak_bytes <= budget_bytes else None
 
 
 def lowest_at(
@@ -318,16 +320,23 @@ def lowest_at(
     spec: ClusterSpec,
     degree: int,
     how: Solving,
-) -> Found | None:
-    """The choice of least peak at one sharding degree; its time has no bound."""
+) -> Found:
+    """The choice of least peak at one sharding degree; its time has no bound.
+
+    Raises:
+        SolverError: None was found within the time limit.
+    """
     solution = fsdp.lowest_peak(
         problem,
         backend=how.backend,
         time_limit_s=how.time_limit_s,
         relative_gap=how.relative_gap,
     )
-    if solution.choice is None:
-        return None
+    if solution.choice is None:  # without a cap, only for want of time
+        raise SolverError(
+            f"No choice of least peak was found in {how.time_limit_s} s; raise"
+            " `time_limit_s`."
+        )
     found = _simulated(form, problem, spec, degree, solution)
     return replace(found, bound_ms=0.0)
 
@@ -400,34 +409,44 @@ def fewest_gpus(
 ) -> int | None:
     """Fewest GPUs whose fully sharded step fits: see `min_gpus`.
 
-    The choice of least peak on many GPUs says by simulation about where that is; fewer
-    are tried with a choice of their own.
+    Peaks fall as GPUs are added, until padding outgrows what is left of a parameter.
+    So sizes are doubled until the choice of least peak on one node fits by simulation;
+    from there on fewer are tried, each with a choice of its own.
     """
     how = how or Solving()
     sizes = [n for n in range(1, spec.gpus_per_node) if n <= most_gpus]
     sizes += range(spec.gpus_per_node, most_gpus + 1, spec.gpus_per_node)
     if not sizes:
         raise ValueError(f"`most_gpus` must be at least 1, got {most_gpus}.")
-    found = _lowest_on(form, spec, sizes[-1], how)
-    if found is None or found.peak_bytes > budget_bytes:
-        return None
+    found = _lowest_on(form, spec, min(spec.gpus_per_node, most_gpus), how)
 
-    def fits(num_gpus: int) -> bool:
-        sharding = replace(found.sharding, shard_degree=num_gpus)
-        return form.ranks.peak_bytes(sharding, found.chosen) <= budget_bytes
+    def peak_bytes(place: int) -> int:
+        sharding = replace(
+            found.sharding, shard_degree=sizes[place], replicate_degree=1
+        )
+        return form.ranks.peak_bytes(sharding, found.chosen)
 
-    place = bisect_left(sizes, True, key=fits)
-    while place:
-        lower = _lowest_on(form, spec, sizes[place - 1], how)
-        if lower is None or lower.peak_bytes > budget_bytes:
-            break
+    def fits(place: int) -> bool:
+        return peak_bytes(place) <= budget_bytes
+
+    def can_fit(place: int) -> bool:
+        return _lowest_on(form, spec, sizes[place], how).peak_bytes <= budget_bytes
+
+    doubled = [2**k - 1 for k in range(len(sizes).bit_length())]
+    fitting = next(filter(fits, doubled), None)
+    if fitting is None:
+        fitting = min(doubled, key=peak_bytes)
+        if not can_fit(fitting):
+            return None
+    place = bisect_left(range(fitting), True, key=fits)
+    while place and can_fit(place - 1):
         place -= 1
     return sizes[place]
 
 
 def _lowest_on(
     form: ParallelFormulation, spec: ClusterSpec, num_gpus: int, how: Solving
-) -> Found | None:
+) -> Found:
     cluster = spec.resized(num_gpus)
     problem = form.problem(cluster, num_gpus, 1)
     return lowest_at(form, problem, cluster, num_gpus, how)
@@ -444,7 +463,6 @@ def _infeasible(
     degree = max(degrees or [spec.num_gpus])
     problem = form.problem(spec, degree, budget_bytes)
     found = lowest_at(form, problem, spec, degree, how)
-    assert found is not None  # without a cap there is always a choice
     timeline = form.ranks.timeline(found.sharding, found.chosen)
     parts = ", ".join(
         f"{format_bytes(nbytes)} {category}"
