@@ -13,6 +13,7 @@ from autosac.errors import (
 )
 from autosac.parallel_planning import min_gpus, plan_parallel
 from autosac.parallel_plans import ParallelPlan
+from autosac.parallel_sweeping import sweep_parallel
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
 from autosac.preceding import (
@@ -55,5 +56,6 @@ __all__ = [
     "policy",
     "profile",
     "sweep",
+    "sweep_parallel",
     "verify",
 ]

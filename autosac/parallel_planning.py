@@ -326,16 +326,17 @@ def lowest_at(
     Raises:
         SolverError: None was found within the time limit.
     """
+    # Without it nothing can be said at all, so it may take longer.
+    limit_s = None if how.time_limit_s is None else 3 * how.time_limit_s
     solution = fsdp.lowest_peak(
         problem,
         backend=how.backend,
-        time_limit_s=how.time_limit_s,
+        time_limit_s=limit_s,
         relative_gap=how.relative_gap,
     )
     if solution.choice is None:  # without a cap, only for want of time
         raise SolverError(
-            f"No choice of least peak was found in {how.time_limit_s} s; raise"
-            " `time_limit_s`."
+            f"No choice of least peak was found in {limit_s} s; raise `time_limit_s`."
         )
     found = _simulated(form, problem, spec, degree, solution)
     return replace(found, bound_ms=0.0)

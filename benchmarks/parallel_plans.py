@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +22,8 @@ import autosac
 from autosac.clusters import ClusterSpec, cluster_spec
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel_formulating import ParallelFormulation, Types
-from autosac.parallel_plans import ParallelPlan
 from autosac.parallel_planning import make_parallel_plan
+from autosac.parallel_plans import ParallelPlan
 from autosac.quantities import format_ms
 from benchmarks.environment import environment
 from benchmarks.parallel_rules import BY_HAND, ByHand, at_degree
@@ -113,7 +112,7 @@ def _rows(
         took_s = traced_s + time.perf_counter() - began
         advice = str(error).split("; ")[-1].rstrip(".")
         row = f"none: {error.lowest_peak_bytes / GIB:.1f} GiB at least, {advice}"
-        rows = [f"{head}| plan | {row} | | | | | {took_s:.0f} |"]
+        rows = [f"{head}| autosac | {row} | | | | | {took_s:.0f} |"]
     else:
         took_s = traced_s + time.perf_counter() - began
         rows = [_plan_row(head, plan, took_s)]
@@ -124,17 +123,11 @@ def _rows(
 
 def _plan_row(head: str, plan: ParallelPlan, took_s: float) -> str:
     exposed_ms = plan.exposed_forward_ms + plan.exposed_backward_ms
-    units = Counter(
-        "*".join(part for part in unit.fqn.split(".") if not part.isdigit())
-        for unit in plan.sharding.units
-        if unit.fqn
-    )
-    del units
     resharded = sum(bool(u.reshard_after_forward) for u in plan.sharding.units)
     count = len(plan.sharding.units)
     mesh = " x ".join(map(str, plan.mesh_shape))
     return (
-        f"{head}| plan | {mesh}, {count} units, {resharded} reshard,"
+        f"{head}| autosac | {mesh}, {count} units, {resharded} reshard,"
         f" {len(plan.policy)} under AC | {plan.peak_bytes / GIB:.1f}"
         f" | {format_ms(plan.step_ms)} | {format_ms(plan.recompute_ms)}"
         f" | {format_ms(exposed_ms)} | {took_s:.0f} |"
@@ -151,7 +144,7 @@ def _rule_row(
     if best is None:
         least = min(found, key=lambda one: one.peak_bytes)
         return (
-            f"{head}| {rule.name} | does not fit | {least.peak_bytes / GIB:.1f} | | | | |"
+            f"{head}| {rule.name} | too large | {least.peak_bytes / GIB:.1f} | | | | |"
         )
     mesh = f"{spec.num_gpus // best.degree} x {best.degree}"
     return (
@@ -164,3 +157,31 @@ def _rule_row(
 def _degrees(spec: ClusterSpec) -> list[int]:
     """What people choose from: one node, or all."""
     return sorted({min(spec.gpus_per_node, spec.num_gpus), spec.num_gpus})
+
+
+def _heading() -> list[str]:
+    return [
+        "# Parallel plans of Llama 3 for H100 with 80 GB",
+        "",
+        "```",
+        *(f"{key}: {value}" for key, value in environment().items()),
+        "```",
+        "",
+        f"One sequence of {LENGTH} tokens a GPU, AdamW; parameters, gradients and"
+        " optimizer state in bfloat16; `hgx-h100` nodes (NVLink inside, 400 Gb/s a GPU"
+        f" between). The cap is {BUDGET_BYTES // GIB} GiB. All figures are predicted:"
+        " the peak of a rank by simulation of FSDP2, the step by playing the roofline"
+        " times of ops and the cost model of collectives event by event. *by hand*:"
+        " every block one unit that reshards, the rest in the root unit; all of a block"
+        " is recomputed, or all but its matrix products and attention; sharded within"
+        " nodes or over all GPUs, whichever fits and is faster. *planned in*: seconds"
+        " of wall clock, trace included.",
+        "",
+        "| model | GPUs | plan | mesh and units | peak, GiB | step | recomputation |"
+        " exposed communication | planned in, s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+
+
+if __name__ == "__main__":
+    main()

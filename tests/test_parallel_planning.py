@@ -209,6 +209,27 @@ def test_every_degree_is_the_plan_or_has_a_reason(made):
         assert other.step_ms is None or other.step_ms >= plan.step_ms
 
 
+def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(made, lowest_bytes):
+    caps = [lowest_bytes - 1, 2 * lowest_bytes]
+
+    rows = autosac.sweep_parallel(
+        made, cluster=on_cpu(4), num_gpus=[2, 4], memory_budgets=caps
+    )
+
+    assert [(row.num_gpus, row.budget_bytes) for row in rows] == [
+        (count, cap) for count in (2, 4) for cap in caps
+    ]
+    assert rows[0].plan is None and "lowest peak" in rows[0].reason
+    for row in rows[1:]:
+        alone = autosac.plan_parallel(
+            made,
+            cluster=on_cpu(4),
+            num_gpus=row.num_gpus,
+            memory_budget=row.budget_bytes,
+        )
+        assert row.plan == alone and row.reason is None
+
+
 # --- against every choice -----------------------------------------------------
 
 
