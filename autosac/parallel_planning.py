@@ -411,8 +411,8 @@ def fewest_gpus(
     """Fewest GPUs whose fully sharded step fits: see `min_gpus`.
 
     Peaks fall as GPUs are added, until padding outgrows what is left of a parameter.
-    So sizes are doubled until the choice of least peak on one node fits by simulation;
-    from there on fewer are tried, each with a choice of its own.
+    So sizes are doubled until the choice of least peak on one node fits by simulation,
+    and then halved; the choice of least peak on fewer GPUs says whether to go on.
     """
     how = how or Solving()
     sizes = [n for n in range(1, spec.gpus_per_node) if n <= most_gpus]
@@ -430,18 +430,19 @@ def fewest_gpus(
     def fits(place: int) -> bool:
         return peak_bytes(place) <= budget_bytes
 
-    def can_fit(place: int) -> bool:
-        return _lowest_on(form, spec, sizes[place], how).peak_bytes <= budget_bytes
-
     doubled = [2**k - 1 for k in range(len(sizes).bit_length())]
-    fitting = next(filter(fits, doubled), None)
-    if fitting is None:
-        fitting = min(doubled, key=peak_bytes)
-        if not can_fit(fitting):
+    place = next(filter(fits, doubled), None)
+    if place is None:
+        place = min(doubled, key=peak_bytes)
+        found = _lowest_on(form, spec, sizes[place], how)
+        if not fits(place):
             return None
-    place = bisect_left(range(fitting), True, key=fits)
-    while place and can_fit(place - 1):
-        place -= 1
+    place = bisect_left(range(place), True, key=fits)
+    while place:
+        found = _lowest_on(form, spec, sizes[place - 1], how)
+        if not fits(place - 1):
+            break
+        place = bisect_left(range(place - 1), True, key=fits)
     return sizes[place]
 
 

@@ -95,7 +95,7 @@ def train(path: Path, backend: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            print(f"step {step}: loss {float(loss):.6f}", flush=True)
+            print(f"step {step}: loss {float(loss.detach()):.6f}", flush=True)
     if backend == "gloo":
         save_and_reload(model)
     dist.destroy_process_group()
