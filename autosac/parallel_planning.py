@@ -237,26 +237,27 @@ def make_parallel_plan(
         if not degrees:
             raise ValueError("`degrees` must name at least one sharding degree.")
     best: Found | None = None
+    least: Found | None = None
     others: list[Alternative] = []
     for degree in sorted(set(degrees or shard_degrees(spec)), reverse=True):
-        replicas = spec.num_gpus // degree
         reason = _lost_before(form, spec, degree, budget_bytes, best, how)
-        found = None if reason else best_at(form, spec, degree, budget_bytes, how)
-        if found is None:
-            others.append(
-                Alternative(
-                    shard_degree=degree,
-                    replicate_degree=replicas,
-                    reason=reason or "no choice of units fits the budget",
-                )
-            )
+        if reason:
+            others.append(_unseen(spec, degree, reason))
             continue
-        if best is None or found.step.total_ms < best.step.total_ms:
-            best, found = found, best
-        if found is not None:
-            others.append(_slower(found, best))
+        found = best_at(form, spec, degree, budget_bytes, how)
+        if least is None or found.peak_bytes < least.peak_bytes:
+            least = found
+        if found.peak_bytes > budget_bytes:
+            peak = format_bytes(found.peak_bytes)
+            others.append(_unseen(spec, degree, f"its least peak is {peak}"))
+        elif best is None:
+            best = found
+        else:
+            is_faster = found.step.total_ms < best.step.total_ms
+            best, slower = (found, best) if is_faster else (best, found)
+            others.append(_slower(slower, best))
     if best is None:
-        raise _infeasible(form, spec, degrees, budget_bytes, how)
+        raise _infeasible(form, spec, degrees, budget_bytes, least, how)
     return _as_plan(form, spec, budget_bytes, best, others)
 
 
@@ -266,8 +267,8 @@ def best_at(
     degree: int,
     budget_bytes: int,
     how: Solving,
-) -> Found | None:
-    """The best choice at one sharding degree, None if nothing is found that fits."""
+) -> Found:
+    """The best choice at one sharding degree; that of least peak if none fits."""
     problem = form.problem(spec, degree, budget_bytes)
     best: Found | None = None
     target, first_bound_ms = budget_bytes, 0.0
@@ -298,20 +299,7 @@ def best_at(
         if overstated < _SLACK_SHARE * budget_bytes or not found.chosen:
             break
         target = max(target, budget_bytes) + overstated
-    return best or _lowest(form, problem, spec, degree, budget_bytes, how)
-
-
-def _lowest(
-    form: ParallelFormulation,
-    problem: FsdpProblem,
-    spec: ClusterSpec,
-    degree: int,
-    budget_bytes: int,
-    how: Solving,
-) -> Found | None:
-    """The choice of least peak, if only the simulation sees that it fits."""
-    found = lowest_at(form, problem, spec, degree, how)
-    return found if found.peak_bytes <= budget_bytes else None
+    return best or lowest_at(form, problem, spec, degree, how)
 
 
 def lowest_at(
@@ -389,6 +377,12 @@ def _lost_before(
     return ""
 
 
+def _unseen(spec: ClusterSpec, degree: int, reason: str) -> Alternative:
+    return Alternative(
+        shard_degree=degree, replicate_degree=spec.num_gpus // degree, reason=reason
+    )
+
+
 def _slower(found: Found, best: Found) -> Alternative:
     more_ms = found.step.total_ms - best.step.total_ms
     return Alternative(
@@ -406,12 +400,13 @@ def fewest_gpus(
     budget_bytes: int,
     *,
     most_gpus: int = 65_536,
+    guess: Found | None = None,
     how: Solving | None = None,
 ) -> int | None:
     """Fewest GPUs whose fully sharded step fits: see `min_gpus`.
 
     Peaks fall as GPUs are added, until padding outgrows what is left of a parameter.
-    So sizes are doubled until the choice of least peak on one node fits by simulation,
+    So sizes are doubled until a choice of least peak (the guess) fits by simulation,
     and then halved; the choice of least peak on fewer GPUs says whether to go on.
     """
     how = how or Solving()
@@ -419,7 +414,8 @@ def fewest_gpus(
     sizes += range(spec.gpus_per_node, most_gpus + 1, spec.gpus_per_node)
     if not sizes:
         raise ValueError(f"`most_gpus` must be at least 1, got {most_gpus}.")
-    found = _lowest_on(form, spec, min(spec.gpus_per_node, most_gpus), how)
+    some = min(spec.gpus_per_node, most_gpus)
+    found = guess or _lowest_on(form, spec, some, how)
 
     def peak_bytes(place: int) -> int:
         sharding = replace(
@@ -459,19 +455,22 @@ def _infeasible(
     spec: ClusterSpec,
     degrees: Sequence[int] | None,
     budget_bytes: int,
+    found: Found | None,
     how: Solving,
 ) -> InfeasibleBudgetError:
     """Say what the least peak is, and on how many GPUs a plan would fit."""
-    degree = max(degrees or [spec.num_gpus])
-    problem = form.problem(spec, degree, budget_bytes)
-    found = lowest_at(form, problem, spec, degree, how)
+    if found is None:  # no degree was worked out
+        degree = max(degrees or [spec.num_gpus])
+        problem = form.problem(spec, degree, budget_bytes)
+        found = lowest_at(form, problem, spec, degree, how)
+    degree = found.sharding.shard_degree
     timeline = form.ranks.timeline(found.sharding, found.chosen)
     parts = ", ".join(
         f"{format_bytes(nbytes)} {category}"
         for category, nbytes in timeline.composition.items()
         if nbytes
     )
-    enough = fewest_gpus(form, spec, budget_bytes, how=how)
+    enough = fewest_gpus(form, spec, budget_bytes, guess=found, how=how)
     advice = (
         f"{enough} GPUs that share all parameters would be enough"
         if enough is not None and enough > degree

@@ -135,9 +135,10 @@ def _table(
         "```",
         "",
         "Peaks in MiB: of the rank that is furthest off. *late*: the worst of three"
-        " steps beyond the prediction, and what slow threads of gloo may add. Losses and"
-        " gradients are compared with those of one process without sharding on the same"
-        " batches; the difference is relative to the largest element of any gradient.",
+        " steps beyond the prediction, and what slow threads of gloo may add. Losses"
+        " and gradients are compared with those of one process without sharding on the"
+        " same batches; the difference is relative to the largest element of any"
+        " gradient.",
         "",
         "| model | FSDP and AC units | predicted | measured | error | late | losses |"
         " gradients |",

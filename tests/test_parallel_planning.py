@@ -11,9 +11,16 @@ import autosac
 from autosac.clusters import cluster_spec
 from autosac.devices import device_spec
 from autosac.parallel_formulating import ParallelFormulation, Types
-from autosac.parallel_planning import Solving, best_at, lowest_at, shard_degrees
+from autosac.parallel_planning import (
+    Solving,
+    best_at,
+    formulation_of,
+    lowest_at,
+    make_parallel_plan,
+    shard_degrees,
+)
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
-from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks
+from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
 from solvers import fsdp
 from solvers.fsdp import FsdpChoice
@@ -189,6 +196,22 @@ def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
         autosac.plan_parallel(
             Tied(), inputs, cluster=on_cpu(2), memory_budget="1GiB", degrees=[3]
         )
+
+
+@pytest.mark.parametrize("degrees", [[4], [2]], ids=["all", "replicas"])
+def test_mixed_precision_and_replicas_keep_the_cap_too(degrees):
+    spec = on_cpu(4)
+    made = autosac.calibrate(SMALL.profile())
+    form = formulation_of(made, None, spec, "bfloat16", "float32", {})
+    free = make_parallel_plan(form, spec, 2**30, degrees=degrees)
+    cap = int(0.9 * free.peak_bytes)
+
+    plan = make_parallel_plan(form, spec, cap, degrees=degrees)
+
+    assert plan.policy and plan.sharding.param_dtype == "bfloat16"
+    with fake_group(4):  # its collectives copy nothing
+        result = run_rank(SMALL, plan.sharding, plan=plan)
+    assert 0.5 * cap < result.peak_bytes <= plan.peak_bytes <= cap
 
 
 def test_degrees_are_parts_of_a_node_or_whole_nodes():
