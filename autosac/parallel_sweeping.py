@@ -11,14 +11,12 @@ import torch
 from autosac.clusters import ClusterSpec
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel_planning import (
-    RELATIVE_GAP,
-    TIME_LIMIT_S,
-    Solving,
     cluster_of,
     formulation_of,
     make_parallel_plan,
 )
 from autosac.parallel_plans import ParallelPlan
+from autosac.parallel_solving import RELATIVE_GAP, TIME_LIMIT_S, Solving
 from autosac.profiling import Profile
 from autosac.quantities import parse_bytes
 

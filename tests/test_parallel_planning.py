@@ -12,13 +12,11 @@ from autosac.clusters import cluster_spec
 from autosac.devices import device_spec
 from autosac.parallel_formulating import ParallelFormulation, Types
 from autosac.parallel_planning import (
-    Solving,
-    best_at,
     formulation_of,
-    lowest_at,
     make_parallel_plan,
     shard_degrees,
 )
+from autosac.parallel_solving import Solving, best_at, lowest_at
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
 from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
