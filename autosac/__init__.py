@@ -16,6 +16,9 @@ from autosac.errors import (
 )
 from autosac.estimating import Estimate, estimate
 from autosac.joint_graphs import joint_graph
+from autosac.parallel_planning import min_gpus, plan_parallel
+from autosac.parallel_plans import ParallelPlan
+from autosac.parallel_sweeping import sweep_parallel
 from autosac.planning import floor, plan, policy
 from autosac.plans import Plan
 from autosac.preceding import (
@@ -39,6 +42,7 @@ __all__ = [
     "GraphInfo",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
+    "ParallelPlan",
     "Plan",
     "PlanMismatchError",
     "Profile",
@@ -59,10 +63,13 @@ __all__ = [
     "is_recomputing",
     "joint_graph",
     "max_batch_size",
+    "min_gpus",
     "pipeline_checkpoint",
     "plan",
+    "plan_parallel",
     "policy",
     "profile",
     "sweep",
+    "sweep_parallel",
     "verify",
 ]

@@ -10,7 +10,7 @@ what it changes at the positions of its own forward, rerun and backward.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +35,7 @@ class Formulation:
         base_bytes: Most bytes alive at each position without recomputation.
         holds: Arguments that several units hold together, and those that one unit
             holds and another one would have freed.
+        edges: First tick of every position.
     """
 
     units: tuple[Unit, ...]
@@ -42,6 +43,7 @@ class Formulation:
     solver_units: tuple[sac.Unit, ...]
     base_bytes: tuple[int, ...]
     holds: tuple[sac.Hold, ...]
+    edges: IntArray
 
     def fitted(self, num_segments: int) -> Formulation:
         """The same with every curve fitted by few linear segments (pwlf).
@@ -89,11 +91,26 @@ class Formulation:
 
 
 def formulate(
-    simulator: Simulator, units: Sequence[Unit], curves: Sequence[UnitCurve]
+    simulator: Simulator,
+    units: Sequence[Unit],
+    curves: Sequence[UnitCurve],
+    *,
+    live: IntArray | None = None,
+    cuts: Iterable[int] = (),
 ) -> Formulation:
-    """Work out the MILP's coefficients for all candidates."""
-    live = _live_by_tick(simulator)
-    cuts = {0}
+    """Work out the MILP's coefficients for all candidates.
+
+    Args:
+        simulator: Of the tape.
+        units: The candidates in forward order, those around others first.
+        curves: Their curves.
+        live: Bytes alive after every tick without recomputation; None for those of
+            the tape.
+        cuts: Ticks at which positions must begin besides those of the candidates.
+    """
+    if live is None:
+        live = _live_by_tick(simulator)
+    cuts = {0, *cuts}
     for unit in units:
         cuts |= {
             unit.call.enter,
@@ -121,6 +138,7 @@ def formulate(
         solver_units=tuple(records),
         base_bytes=tuple(base.tolist()),
         holds=holders.holds(edges),
+        edges=edges,
     )
 
 

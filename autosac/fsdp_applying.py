@@ -25,13 +25,7 @@ def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: The mesh has another shape.
     """
-    shape: tuple[int, ...] = (sharding.shard_degree,)
-    if sharding.replicate_degree > 1:
-        shape = (sharding.replicate_degree, sharding.shard_degree)
-    if tuple(mesh.shape) != shape:
-        raise ValueError(
-            f"`mesh` has shape {tuple(mesh.shape)}, and the sharding wants {shape}."
-        )
+    check_mesh(sharding, mesh)
     policy = MixedPrecisionPolicy(
         param_dtype=_dtype(sharding.param_dtype),
         reduce_dtype=_dtype(sharding.reduce_dtype),
@@ -43,6 +37,21 @@ def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
             mesh=mesh,
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=policy,
+        )
+
+
+def check_mesh(sharding: Sharding, mesh: DeviceMesh) -> None:
+    """Refuse a mesh that a sharding does not fit.
+
+    Raises:
+        ValueError: The mesh has another shape.
+    """
+    shape: tuple[int, ...] = (sharding.shard_degree,)
+    if sharding.replicate_degree > 1:
+        shape = (sharding.replicate_degree, sharding.shard_degree)
+    if tuple(mesh.shape) != shape:
+        raise ValueError(
+            f"`mesh` has shape {tuple(mesh.shape)}, and the sharding wants {shape}."
         )
 
 

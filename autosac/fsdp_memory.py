@@ -76,7 +76,6 @@ class _Sharded:
     category: tuple[str, ...]
     gradients: IntArray
     gradients_died: IntArray
-    chunk_bytes: IntArray
 
 
 class RankSimulator:
@@ -159,7 +158,7 @@ class RankSimulator:
         base = self.simulator.allocations(chosen, workspaces=workspaces)
         num_storages = len(self.tape.storages)
         nbytes = base.nbytes.copy()
-        self._resize(nbytes, found, sharding.shard_degree, rank)
+        self._resize(nbytes, sharding.shard_degree, rank)
         died = base.died * PLACES
         died[found.gradients] = found.gradients_died
         born = np.concatenate([base.born * PLACES, found.born])
@@ -178,6 +177,29 @@ class RankSimulator:
                 alive, nbytes, found, num_storages, len(base.nbytes), extra
             ),
         )
+
+    def base_by_tick(self, degree: int) -> IntArray:
+        """Bytes alive on the first rank after every tick, whatever the units are.
+
+        That is without gathered parameters, gradients and the buffers of collectives,
+        and with nothing recomputed.
+
+        Args:
+            degree: Ranks over which parameters are sharded.
+
+        Returns:
+            Shape (num_ticks + 1,).
+        """
+        base = self.simulator.allocations({}, workspaces=True)
+        nbytes = base.nbytes.copy()
+        self._resize(nbytes, degree, 0)
+        gradients = [p.gradient for p in self.tape.parameters]
+        nbytes[[g for g in gradients if g is not None]] = 0
+        keys, live = _live(base.born, base.died, nbytes, self.simulator.number_bytes)
+        change = np.zeros(self.tape.num_ticks + 2, dtype=np.int64)
+        ticks = np.minimum(keys // self.simulator.span, self.tape.num_ticks + 1)
+        np.add.at(change, ticks, np.diff(live, prepend=0))
+        return np.cumsum(change)[:-1]
 
     def _shard(self, sharding: Sharding) -> _Sharded:
         if sharding not in self._sharded:
@@ -201,11 +223,6 @@ class RankSimulator:
         replay = Replay(groups, sharding, self.how)
         self._run_hooks(replay)
         died = replay.gradient_died
-        degree = sharding.shard_degree
-        chunks = [
-            self.how.rounded(chunk_numel(p, degree) * p.itemsize)
-            for p in self.tape.parameters
-        ]
         return _Sharded(
             groups=tuple(groups),
             born=np.array(replay.born, dtype=np.int64),
@@ -214,7 +231,6 @@ class RankSimulator:
             category=tuple(replay.category),
             gradients=np.array(list(died), dtype=np.int64),
             gradients_died=np.array(list(died.values()), dtype=np.int64),
-            chunk_bytes=np.array(chunks, dtype=np.int64),
         )
 
     def _run_hooks(self, replay: Replay) -> None:
@@ -250,12 +266,11 @@ class RankSimulator:
             else:
                 replay.post_backward(state)
 
-    def _resize(
-        self, nbytes: IntArray, found: _Sharded, degree: int, rank: int
-    ) -> None:
+    def _resize(self, nbytes: IntArray, degree: int, rank: int) -> None:
         """Parameters and what the optimizer makes of them, as large as on the rank."""
-        parameters = [p.storage for p in self.tape.parameters]
-        nbytes[parameters] = found.chunk_bytes
+        for p in self.tape.parameters:
+            chunk_bytes = chunk_numel(p, degree) * p.itemsize
+            nbytes[p.storage] = self.how.rounded(chunk_bytes)
         local = self.shards.local_numel(degree, rank)
         sizes = local[self.shards.owners] * self.shards.itemsizes
         grain = self.how.granularity_bytes

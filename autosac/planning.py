@@ -404,7 +404,7 @@ def _as_plan(
 ) -> Plan:
     recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
     return Plan(
-        policy=_ratios(made, chosen),
+        policy=policy_ratios(made, chosen),
         op_policies=policies,
         budget_bytes=budget_bytes,
         peak_bytes=made.peak_bytes(chosen),
@@ -430,7 +430,7 @@ def _reserved_bytes(made: TracedStep, chosen: Choice) -> int | None:
     return made.simulator.allocator_peaks(chosen)[1]
 
 
-def _ratios(made: TracedStep, chosen: Choice) -> dict[str, float]:
+def policy_ratios(made: TracedStep, chosen: Choice) -> dict[str, float]:
     """Share of each module's activation memory that is recomputed, over all calls."""
     most: dict[str, int] = defaultdict(int)
     freed: dict[str, int] = defaultdict(int)

@@ -93,13 +93,8 @@ class Plan:
                 difference.
             ValueError: A plan is applied already.
         """
-        self._check(model)
-        units = applying.installed(model)
-        if units:
-            raise ValueError(
-                f"`model` has a plan already (`{units[0]}` is an AC unit); call"
-                " `plan.unapply(model)` first."
-            )
+        check_model(self.model, model)
+        check_unplanned(model)
         applying.install(model, self.op_policies)
         return model
 
@@ -217,12 +212,32 @@ class Plan:
             if one.around or one.position
         }
 
-    def _check(self, model: torch.nn.Module) -> None:
-        difference = first_difference(self.model, fingerprint(model))
-        if difference is not None:
-            raise PlanMismatchError(
-                f"The plan was made for another model: {difference}. Plan again."
-            )
+
+def check_model(expected: Fingerprint, model: torch.nn.Module) -> None:
+    """Refuse a model that a plan was not made for.
+
+    Raises:
+        PlanMismatchError: Names the first difference.
+    """
+    difference = first_difference(expected, fingerprint(model))
+    if difference is not None:
+        raise PlanMismatchError(
+            f"The plan was made for another model: {difference}. Plan again."
+        )
+
+
+def check_unplanned(model: torch.nn.Module) -> None:
+    """Refuse a model that has AC units already.
+
+    Raises:
+        ValueError: Names one.
+    """
+    units = applying.installed(model)
+    if units:
+        raise ValueError(
+            f"`model` has a plan already (`{units[0]}` is an AC unit); call"
+            " `plan.unapply(model)` first."
+        )
 
 
 def _release(version: str) -> str:

@@ -30,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from autosac import applying, profiling
 from autosac.fsdp_applying import shard
 from autosac.measuring import optimizer_tensors, recorded_events, storage_bytes
+from autosac.parallel_plans import ParallelPlan
 from autosac.policies import OpPolicy
 from autosac.profiling import Profile
 from autosac.sharding import Sharding
@@ -112,6 +113,7 @@ def run_rank(
     want_gradients: bool = False,
     num_measured: int = 1,
     ac_first: bool = True,
+    plan: ParallelPlan | None = None,
 ) -> RankResult:
     """Train a few steps in the process group that is there, and measure the last.
 
@@ -122,13 +124,17 @@ def run_rank(
         want_gradients: Gather the gradients of the first step.
         num_measured: How many steps are measured.
         ac_first: Install AC units before the model is sharded, not after.
+        plan: Is applied instead of these.
     """
     model = recipe.model()
-    if ac_first:
-        applying.install(model, policies)
-    shard(model, sharding, _mesh(sharding))
-    if not ac_first:
-        applying.install(model, policies)
+    if plan is not None:
+        plan.apply(model, _mesh(plan.sharding))
+    else:
+        if ac_first:
+            applying.install(model, policies)
+        shard(model, sharding, _mesh(sharding))
+        if not ac_first:
+            applying.install(model, policies)
     make = recipe.make_optimizer
     optimizer = None if make is None else make(model.parameters())
     args, kwargs = normalize_inputs(recipe.inputs(dist.get_rank()))

@@ -1,0 +1,97 @@
+"""Parallel plans that people write by hand: every block a unit, one rule for AC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autosac import curves
+from autosac.clusters import ClusterSpec
+from autosac.parallel_formulating import ParallelFormulation
+from autosac.policies import RERUN, SAVE, SKIP, Policy
+from autosac.tape import Op
+from autosac.units import Unit
+from solvers import step_time
+from solvers.fsdp import FsdpChoice, schedule
+
+_HEAVY = ("aten.mm.", "aten.addmm.", "aten.bmm.", "scaled_dot_product")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHand:
+    """A rule.
+
+    Attributes:
+        name: For people.
+        is_saved: Whether the output of an op of a block is kept.
+    """
+
+    name: str
+    is_saved: Callable[[Op], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a rule takes at one sharding degree."""
+
+    degree: int
+    peak_bytes: int
+    step_ms: float
+    recompute_ms: float
+    exposed_ms: float
+
+
+BY_HAND = (
+    ByHand(name="blocks, all recomputed", is_saved=lambda op: False),
+    ByHand(
+        name="blocks, products and attention saved",
+        is_saved=lambda op: any(name in op.name for name in _HEAVY),
+    ),
+)
+
+
+def at_degree(
+    form: ParallelFormulation, spec: ClusterSpec, degree: int, rule: ByHand
+) -> Outcome:
+    """Every block an FSDP unit that reshards and an AC unit that follows a rule."""
+    problem = form.problem(spec, degree, 1)
+    blocks = [c.fqn.rpartition(".")[2].isdigit() for c in form.candidates]
+    pairs = zip(form.candidates, blocks, strict=True)
+    names = {candidate.fqn for candidate, is_block in pairs if is_block}
+    choice = FsdpChoice(
+        units=(True, *blocks[1:]),
+        reshard=(False, *blocks[1:]),
+        points=(None,) * len(form.units),
+    )
+    chosen = {u: _policy(form, u, rule) for u in form.units if u.fqn in names}
+    times = list(problem.compute_ms)
+    for unit, at in zip(form.units, problem.rerun_at, strict=True):
+        if unit in chosen:
+            times[at] += curves.recompute_ms(unit, chosen[unit])
+    step = step_time.simulate(schedule(replace(problem, compute_ms=times), choice))
+    sharding = form.sharding(choice, degree, spec.num_gpus // degree)
+    return Outcome(
+        degree=degree,
+        peak_bytes=form.ranks.peak_bytes(sharding, chosen),
+        step_ms=step.total_ms,
+        recompute_ms=sum(times) - sum(problem.compute_ms),
+        exposed_ms=step.exposed_forward_ms + step.exposed_backward_ms,
+    )
+
+
+def _policy(form: ParallelFormulation, unit: Unit, rule: ByHand) -> Policy:
+    """Save what the rule says, rerun what backward then needs."""
+    ops = [form.ranks.tape.ops[i] for i in unit.ops]
+    choices = []
+    wanted: set[int] = set()
+    for index in reversed(range(len(unit.groups))):
+        group = unit.groups[index]
+        saves = any(rule.is_saved(ops[i]) for i in group.ops) and not group.unsavable
+        if saves or group.pinned:
+            choices.append(SAVE)
+        elif group.needed or index in wanted:
+            choices.append(RERUN)
+            wanted.update(group.inputs)
+        else:
+            choices.append(SKIP)
+    return Policy("".join(reversed(choices)))

@@ -1,0 +1,151 @@
+"""Trains a GPT on several processes from a saved parallel plan.
+
+    python -m examples.train_fsdp plan.json --plan --ranks 2
+    torchrun --nproc-per-node 2 -m examples.train_fsdp plan.json
+
+The first command needs no process group: it plans and writes the file. The second one
+trains: each rank loads the plan, applies it, and takes a batch of its own. With gloo on
+the CPU the gradients of the first step are held against those of one process without
+any sharding; then the model is saved with torch.distributed.checkpoint and loaded into
+a model without a plan.
+
+On GPUs add ``--backend nccl`` to the second command and ``--cluster hgx-h100`` to the
+first, with the number of GPUs as ranks; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+
+import autosac
+from autosac.clusters import cluster_spec
+from autosac.demo import GPT
+from autosac.devices import device_spec
+
+VOCABULARY, LENGTH, BATCH, WIDTH = 1031, 64, 6, 96
+LARGEST_DIFFERENCE = 1e-5  # of the largest element of any gradient
+STEPS = 3
+
+
+def make_model() -> torch.nn.Module:
+    """The model, the same on every rank."""
+    torch.manual_seed(0)
+    return GPT(
+        num_layers=4, width=WIDTH, num_heads=4, vocabulary=VOCABULARY, length=LENGTH
+    ).train()
+
+
+def make_batch(rank: int) -> torch.Tensor:
+    """The batch of a rank."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+
+
+def loss_of(logits: torch.Tensor) -> torch.Tensor:
+    """Any loss will do."""
+    return logits.float().exp().mean()
+
+
+def write_plan(path: Path, ranks: int, cluster: str | None, budget: str) -> None:
+    """Plan for ranks on this machine's CPU, or for the GPUs of a cluster."""
+    if cluster is None:
+        spec = replace(cluster_spec("pcie-l40s"), device=device_spec("cpu"))
+    else:
+        spec = cluster_spec(cluster)
+    plan = autosac.plan_parallel(
+        make_model(),
+        make_batch(0),
+        cluster=spec,
+        num_gpus=ranks,
+        memory_budget=budget,
+        loss_fn=loss_of,
+        optimizer=torch.optim.AdamW,
+    )
+    plan.save(path)
+    print(plan)
+
+
+def train(path: Path, backend: str) -> None:
+    """What every rank does."""
+    dist.init_process_group(backend)
+    rank = dist.get_rank()
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    plan = autosac.ParallelPlan.load(path)
+    mesh = init_device_mesh(device.type, plan.mesh_shape)
+    model = plan.apply(make_model().to(device), mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = make_batch(rank).to(device)
+    for step in range(STEPS):
+        torch.manual_seed(2)  # of dropout: the same in the comparison
+        loss = loss_of(model(batch))
+        loss.backward()
+        if step == 0 and backend == "gloo":
+            compare(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(f"step {step}: loss {float(loss.detach()):.6f}", flush=True)
+    if backend == "gloo":
+        save_and_reload(model)
+    dist.destroy_process_group()
+
+
+def compare(model: torch.nn.Module) -> None:
+    """Hold gradients against the mean of those of one process on all batches."""
+    plain = make_model()
+    for rank in range(dist.get_world_size()):
+        torch.manual_seed(2)
+        (loss_of(plain(make_batch(rank))) / dist.get_world_size()).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    scale = max(float(grad.abs().max()) for grad in expected.values())
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    off = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    if off > LARGEST_DIFFERENCE * scale:
+        raise SystemExit(f"Gradients differ by {off / scale:.1e} of the largest.")
+    if dist.get_rank() == 0:
+        print(f"gradients equal to {off / scale:.1e} of the largest element")
+
+
+def save_and_reload(model: torch.nn.Module) -> None:
+    """Save the planned model, and load that into one without a plan."""
+    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(where)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=where[0])
+    plain = make_model()
+    checkpoint.load({"model": plain.state_dict()}, checkpoint_id=where[0])
+    for name, parameter in model.named_parameters():
+        if not torch.equal(parameter.full_tensor(), plain.get_parameter(name)):
+            raise SystemExit(f"`{name}` was not reloaded as it was saved.")
+    if dist.get_rank() == 0:
+        print("checkpoint reloaded without a plan: identical")
+
+
+def main() -> None:
+    """Plan, or train as one of the processes that torchrun starts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--cluster")
+    parser.add_argument("--budget", default="13MiB")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    options = parser.parse_args()
+    if options.plan:
+        write_plan(options.path, options.ranks, options.cluster, options.budget)
+    else:
+        train(options.path, options.backend)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import autosac
+from autosac.clusters import cluster_spec
+from autosac.devices import device_spec
+from autosac.parallel_formulating import ParallelFormulation, Types
+from autosac.parallel_planning import (
+    formulation_of,
+    make_parallel_plan,
+    shard_degrees,
+)
+from autosac.parallel_solving import Solving, best_at, lowest_at
+from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
+from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
+from benchmarks.sharded_models import RECIPES
+from solvers import fsdp
+from solvers.fsdp import FsdpChoice
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Profiler"),
+]
+GPT = RECIPES["GPT"]
+
+
+def on_cpu(num_gpus, name="pcie-l40s"):
+    """Ranks on the CPU, with the links of a known cluster."""
+    return replace(cluster_spec(name, num_gpus=num_gpus), device=device_spec("cpu"))
+
+
+@pytest.fixture(scope="module")
+def made():
+    return autosac.calibrate(GPT.profile())
+
+
+@pytest.fixture(scope="module")
+def form(made):
+    return ParallelFormulation(made, Types())
+
+
+@pytest.fixture(scope="module")
+def lowest_bytes(form):
+    spec = on_cpu(2)
+    return lowest_at(form, form.problem(spec, 2, 1), spec, 2, Solving()).peak_bytes
+
+
+def budgets(form, lowest_bytes):
+    """Near the least peak, in the middle, and nearly enough to recompute nothing."""
+    free = best_at(form, on_cpu(2), 2, 2**40, Solving()).peak_bytes
+    return [
+        int(lowest_bytes + share * (free - lowest_bytes)) for share in (0.02, 0.4, 0.9)
+    ]
+
+
+def test_planned_ranks_keep_the_cap_and_train_as_one_process(made, form, lowest_bytes):
+    caps = budgets(form, lowest_bytes)
+    plans = [
+        autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+        for cap in caps
+    ]
+
+    ranks = run_gloo_ranks(
+        2,
+        [
+            (
+                GPT,
+                plan.sharding,
+                (),
+                {"plan": plan, "want_gradients": True, "num_measured": 3},
+            )
+            for plan in plans
+        ],
+    )
+
+    losses, gradients = reference(GPT, 2)
+    scale = max(float(g.abs().max()) for g in gradients.values())
+    for plan, cap, results in zip(plans, caps, ranks, strict=True):
+        for result in results:
+            assert result.peak_bytes <= plan.peak_bytes <= cap
+        worst = max(result.peak_bytes for result in results)
+        assert plan.peak_bytes <= (1 + LARGEST_ERROR) * worst
+        assert [result.loss for result in results] == losses
+        for name, gradient in gradients.items():
+            off = float((results[0].gradients[name] - gradient).abs().max())
+            assert off <= LARGEST_DIFFERENCE * scale
+    assert plans[0].policy and not plans[0].step_ms < plans[1].step_ms
+    assert plans[1].step_ms >= plans[2].step_ms
+
+
+def test_an_impossible_cap_says_the_least_peak_and_how_many_gpus_are_enough(
+    made, lowest_bytes
+):
+    with pytest.raises(autosac.InfeasibleBudgetError) as caught:
+        autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=lowest_bytes - 1)
+
+    error = caught.value
+    assert error.lowest_peak_bytes == lowest_bytes
+    assert sum(error.composition.values()) == lowest_bytes
+    enough = autosac.min_gpus(made, cluster=on_cpu(2), memory_budget=lowest_bytes - 1)
+    assert f"{enough} GPUs" in str(error)
+    with pytest.raises(autosac.InfeasibleBudgetError, match="more GPUs would not"):
+        autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget="1MiB")
+
+
+def test_the_fewest_gpus_have_a_plan_and_one_step_fewer_have_none(made, lowest_bytes):
+    budget = int(0.9 * lowest_bytes)
+
+    fewest = autosac.min_gpus(made, cluster=on_cpu(8), memory_budget=budget)
+
+    plan = autosac.plan_parallel(
+        made, cluster=on_cpu(8), num_gpus=fewest, memory_budget=budget
+    )
+    assert plan.peak_bytes <= budget
+    assert plan.num_gpus == fewest
+    with pytest.raises(autosac.InfeasibleBudgetError):
+        autosac.plan_parallel(
+            made, cluster=on_cpu(8), num_gpus=fewest - 1, memory_budget=budget
+        )
+
+
+def test_a_saved_plan_comes_back_and_is_made_again(made, lowest_bytes, tmp_path):
+    cap = int(1.2 * lowest_bytes)
+    plan = autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+    plan.save(tmp_path / "plan.json")
+
+    assert autosac.ParallelPlan.load(tmp_path / "plan.json") == plan
+    again = autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+    assert again == plan
+    (tmp_path / "other.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="format 99"):
+        autosac.ParallelPlan.load(tmp_path / "other.json")
+    (tmp_path / "damaged.json").write_text('{"format": 1, "sharding": {}}')
+    with pytest.raises(ValueError, match="damaged"):
+        autosac.ParallelPlan.load(tmp_path / "damaged.json")
+
+
+def test_a_plan_is_for_its_model_its_mesh_and_once(made, lowest_bytes):
+    cap = int(1.2 * lowest_bytes)
+    plan = autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        with pytest.raises(autosac.PlanMismatchError):
+            plan.apply(nn.Linear(2, 2), mesh)
+        model = GPT.model()
+        with pytest.raises(ValueError, match="mesh"):
+            plan.apply(model, init_device_mesh("cpu", (2, 1)))
+        plan.apply(model, mesh)
+        with pytest.raises(ValueError, match="sharded already"):
+            plan.apply(model, mesh)
+        with torch.device("meta"):
+            empty = GPT.make_model()
+        plan.apply(empty, mesh)
+        shards = dict(model.named_parameters())
+        for name, parameter in empty.named_parameters():
+            assert parameter.is_meta
+            assert parameter.to_local().shape == shards[name].to_local().shape
+
+
+def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Embedding(64, 16)
+            self.middle = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 64, bias=False)
+            self.head.weight = self.token.weight
+
+        def forward(self, x):
+            return self.head(self.middle(self.token(x)))
+
+    inputs = torch.zeros(4, 8, dtype=torch.int64)
+    plan = autosac.plan_parallel(
+        Tied(), inputs, cluster=on_cpu(2), memory_budget="1GiB", degrees=[2]
+    )
+
+    assert {unit.fqn for unit in plan.sharding.units} <= {"", "middle"}
+    with pytest.raises(ValueError, match="float12"):
+        autosac.plan_parallel(
+            Tied(),
+            inputs,
+            cluster=on_cpu(2),
+            memory_budget="1GiB",
+            param_dtype="float12",
+            reduce_dtype="float12",
+        )
+    with pytest.raises(ValueError, match="divide"):
+        autosac.plan_parallel(
+            Tied(), inputs, cluster=on_cpu(2), memory_budget="1GiB", degrees=[3]
+        )
+
+
+@pytest.mark.parametrize("degrees", [[4], [2]], ids=["all", "replicas"])
+def test_mixed_precision_and_replicas_keep_the_cap_too(degrees):
+    spec = on_cpu(4)
+    made = autosac.calibrate(SMALL.profile())
+    form = formulation_of(made, None, spec, "bfloat16", "float32", {})
+    free = make_parallel_plan(form, spec, 2**30, degrees=degrees)
+    cap = int(0.9 * free.peak_bytes)
+
+    plan = make_parallel_plan(form, spec, cap, degrees=degrees)
+
+    assert plan.policy and plan.sharding.param_dtype == "bfloat16"
+    with fake_group(4):  # its collectives copy nothing
+        result = run_rank(SMALL, plan.sharding, plan=plan)
+    assert 0.5 * cap < result.peak_bytes <= plan.peak_bytes <= cap
+
+
+def test_degrees_are_parts_of_a_node_or_whole_nodes():
+    assert shard_degrees(cluster_spec("hgx-h100", num_gpus=4)) == [4, 2, 1]
+    found = shard_degrees(cluster_spec("hgx-h100", num_gpus=48))
+    assert found == [48, 24, 16, 8, 4, 2, 1]
+
+
+def test_every_degree_is_the_plan_or_has_a_reason(made):
+    spec = on_cpu(4)
+    plan = autosac.plan_parallel(made, cluster=spec, memory_budget="24MiB")
+
+    seen = [plan.sharding.shard_degree, *(a.shard_degree for a in plan.alternatives)]
+    assert sorted(seen) == [1, 2, 4]
+    assert all(a.reason for a in plan.alternatives)
+    assert plan.optimality_gap <= 5e-3 + 1e-9
+    for other in plan.alternatives:
+        assert other.step_ms is None or other.step_ms >= plan.step_ms
+
+
+def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(made, lowest_bytes):
+    caps = [lowest_bytes - 1, 2 * lowest_bytes]
+
+    rows = autosac.sweep_parallel(
+        made, cluster=on_cpu(4), num_gpus=[2, 4], memory_budgets=caps
+    )
+
+    assert [(row.num_gpus, row.budget_bytes) for row in rows] == [
+        (count, cap) for count in (2, 4) for cap in caps
+    ]
+    assert rows[0].plan is None and "lowest peak" in rows[0].reason
+    for row in rows[1:]:
+        alone = autosac.plan_parallel(
+            made,
+            cluster=on_cpu(4),
+            num_gpus=row.num_gpus,
+            memory_budget=row.budget_bytes,
+        )
+        assert row.plan == alone and row.reason is None
+
+
+# --- against every choice -----------------------------------------------------
+
+
+class Part(nn.Module):
+    """Two products and what lies between, without modules inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(24, 96) / 8)
+        self.down = nn.Parameter(torch.randn(96, 24) / 8)
+
+    def forward(self, x):
+        return x + functional.gelu(x @ self.up) @ self.down
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+        self.head = nn.Linear(24, 500)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+SMALL = Recipe(
+    make_model=Stack,
+    make_inputs=lambda: torch.randn(256, 24),
+    loss_fn=lambda y: y.square().mean(),
+)
+
+
+def every_choice(form, problem):
+    count = len(problem.modules)
+    points = [[None, *range(len(unit.points))] for unit in problem.sac.units]
+    for units in itertools.product([False, True], repeat=count - 1):
+        flags = [[False, True] if unit else [False] for unit in units]
+        for reshard in itertools.product(*flags):
+            for chosen in itertools.product(*points):
+                choice = FsdpChoice(
+                    units=(True, *units), reshard=(False, *reshard), points=chosen
+                )
+                if not fsdp.broken_rules(problem, choice):
+                    yield choice
+
+
+def test_a_small_tree_gets_what_the_best_of_all_choices_has_by_simulation():
+    form = ParallelFormulation(SMALL.profile(), Types())
+    spec = on_cpu(2)
+    problem = form.problem(spec, 2, 1)
+    known = []
+    for choice in every_choice(form, problem):
+        peak = form.ranks.peak_bytes(form.sharding(choice, 2, 1), form.policies(choice))
+        known.append((peak, fsdp.predicted(problem, choice).total_ms))
+    how = Solving(relative_gap=1e-6, time_limit_s=None)
+    peaks = sorted({peak for peak, _ in known})
+    assert len(peaks) > 20
+
+    least = lowest_at(form, problem, spec, 2, how)
+
+    assert least.peak_bytes == peaks[0]
+    for budget in peaks[:: len(peaks) // 6]:
+        found = best_at(form, spec, 2, budget, how)
+        best_ms = min(ms for peak, ms in known if peak <= budget)
+        assert found.peak_bytes <= budget
+        assert found.milp_ms == pytest.approx(best_ms, rel=1e-5)
