@@ -27,6 +27,7 @@ from solvers.solution import Termination
 _LP_ROUNDS = 30  # of adding rows to the relaxation: a start, no proof hangs on it
 _NEW_ROWS = 3  # at a time: every row splits classes
 _TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
+_MOST_APART = 32  # units: branching on many that are alike takes minutes
 _EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
 _FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
@@ -335,7 +336,8 @@ class Search:
     ) -> bool:
         """Single out units whose classes hide that one frees what another one holds.
 
-        Layers repeat: what is alike is told apart at once.
+        Layers repeat: what is alike is told apart at once. Where that would be more
+        than `_MOST_APART` units the model stays the relaxation that it is.
         """
         table = self._table
         shares = np.bincount(table.owner, weights, len(table.parents))
@@ -349,10 +351,12 @@ class Search:
                     for other in table.holds.alike(hold.index):
                         found |= table.holds.parties(other)
         found = {u for u in found if not model.classes.is_alone(u)}
+        if not found or len(self._apart | found) > _MOST_APART:
+            return False
         self._apart |= found
-        if found and self._start is not None:
+        if self._start is not None:
             self._start.model, self._start.model_rows = None, []
-        return bool(found)
+        return True
 
     def _add_rows(self, live: Numbers, cap: int) -> bool:
         """Add the worst positions above a cap; False if all of them are rows."""
