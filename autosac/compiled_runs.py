@@ -23,34 +23,51 @@ class Run(NamedTuple):
     example: tuple[Any, ...]
 
 
-_waiting: list[Any] = []  # storages that some planned forward pass saved
+# Storages that a planned forward pass saved: their keys, and references to them.
+_waiting: dict[int, Any] = {}
 
 
-def guarded(
+def guarded_forward(
     compiled: Callable[..., Any], num_outputs: int, check: Callable[[], None]
 ) -> Callable[..., Any]:
     """A compiled forward pass that runs only when no other one waits for backward."""
 
     def run(args: list[Any]) -> Any:
         check()
-        if not all(storage.expired() for storage in _waiting):
+        if not all(storage.expired() for storage in _waiting.values()):
             raise RuntimeError(
                 "A forward pass under a memory budget begins while another one waits"
                 " for its backward pass; the budget would not hold for both. Compile"
                 " the whole model as one graph, and call it once per backward pass."
             )
-        known = set(map(_compat_graphs.storage_key, _tensors(args)))
+        known = _storages(args)
         results = compiled(args)
-        known |= set(map(_compat_graphs.storage_key, _tensors(results[:num_outputs])))
-        _waiting[:] = [
-            _compat_graphs.weak_storage(tensor)
-            for tensor in _tensors(results[num_outputs:])
-            if _compat_graphs.storage_key(tensor) not in known
-        ]
+        known |= _storages(results[:num_outputs])
+        _waiting.clear()
+        for tensor in _tensors(results[num_outputs:]):
+            if (key := _compat_graphs.storage_key(tensor)) not in known:
+                _waiting[key] = _compat_graphs.weak_storage(tensor)
         return results
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def guarded_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled backward pass; gradients may take the place of what was saved."""
+
+    def run(args: list[Any]) -> Any:
+        results = compiled(args)
+        for key in _storages(results):
+            _waiting.pop(key, None)
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _storages(values: Sequence[Any]) -> set[int]:
+    return set(map(_compat_graphs.storage_key, _tensors(values)))
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from autosac.quantities import format_bytes, parse_bytes
 
 CompilerBackend = Literal["aot_eager", "inductor"]
 
-_MOST_ATTEMPTS = 4  # compilations by TorchInductor until one keeps the budget
+_NUM_RUNGS = 12  # plans between all and as little memory as can be: a heuristic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,15 +178,15 @@ class _Compiler:
         return made
 
     def _compile_with_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Plan, compile and measure; less for the plan until the real peak fits.
+        """Compile and measure plans, less and less memory, until one fits.
 
-        Fused kernels need less than the graph's nodes, mostly: a budget below the
-        graph's own least peak is tried with the plan of that peak.
+        The order of plans does not depend on the budget. So the real peak of what is
+        returned never rises as the budget falls, though that of single plans may.
         """
         wanted_bytes = self.budget_bytes - self._beside_bytes
-        planned_bytes, least_bytes = wanted_bytes, 0
-        for _ in range(_MOST_ATTEMPTS):
-            partition = _Partition(self, planned_bytes, take_lowest=True)
+        least_bytes = rung = 0
+        while rung <= _NUM_RUNGS:
+            partition = _Partition(self, wanted_bytes, rung=rung)
             made = _compat_graphs.compile_with_inductor(
                 _compat_graphs.copy_graph(gm), inputs, partition.run, partition.guarded
             )
@@ -194,17 +194,14 @@ class _Compiler:
                 return made
             real_bytes = partition.measured_bytes()
             if real_bytes <= wanted_bytes:
+                peak_bytes = real_bytes + self._beside_bytes
                 self.plans.append(
-                    CompiledPlan(
-                        graph=partition.plan,
-                        peak_bytes=real_bytes + self._beside_bytes,
-                    )
+                    CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes)
                 )
                 return made
             least_bytes = min(real_bytes, least_bytes or real_bytes)
-            if partition.is_lowest:
-                break
-            planned_bytes = partition.plan.peak_bytes - (real_bytes - wanted_bytes)
+            assert partition.rung is not None
+            rung = partition.rung + 1
         raise InfeasibleBudgetError(
             f"No plan fits `memory_budget`={self.budget_bytes}"
             f" ({format_bytes(self.budget_bytes)}): the least peak that was measured"
@@ -243,18 +240,20 @@ class _Partition:
     """Plans and cuts one joint graph, and watches what is compiled of it.
 
     Attributes:
+        budget_bytes: What is left for the graph.
+        rung: None to plan for the budget. Else the plan to begin with, from 0, which
+            recomputes nothing, to `_NUM_RUNGS`, whose simulated peak is the least;
+            afterwards the one that was taken.
         plan: Of the graph, once there is one.
-        is_lowest: The plan is the one of least peak.
     """
 
     def __init__(
-        self, compiler: _Compiler, budget_bytes: int, *, take_lowest: bool = False
+        self, compiler: _Compiler, budget_bytes: int, *, rung: int | None = None
     ) -> None:
         self.compiler = compiler
         self.budget_bytes = budget_bytes
-        self.take_lowest = take_lowest
+        self.rung = rung
         self.plan: GraphPlan | None = None
-        self.is_lowest = False
         self._runs: dict[bool, compiled_runs.Run] = {}
         self._num_outputs = 0
 
@@ -278,23 +277,31 @@ class _Partition:
         return parts
 
     def _planned(self, planner: GraphPlanner) -> GraphPlan:
-        options = self.compiler
+        if self.rung is not None:
+            return self._climbed_down(planner, self.rung)
         try:
-            return planner.plan(
-                max(self.budget_bytes, 1),
-                strategy=options.strategy,
-                time_limit_s=options.time_limit_s,
-                relative_gap=options.relative_gap,
-            )
+            return self._plan(planner, max(self.budget_bytes, 1))
         except InfeasibleBudgetError as error:
-            if not self.take_lowest:
-                raise self._with_all_bytes(error) from None
-            self.is_lowest = True
-            return planner.plan(
-                error.lowest_peak_bytes,
-                strategy=options.strategy,
-                time_limit_s=options.time_limit_s,
-            )
+            raise self._with_all_bytes(error) from None
+
+    def _plan(self, planner: GraphPlanner, budget_bytes: int) -> GraphPlan:
+        return planner.plan(
+            budget_bytes,
+            strategy=self.compiler.strategy,
+            time_limit_s=self.compiler.time_limit_s,
+            relative_gap=self.compiler.relative_gap,
+        )
+
+    def _climbed_down(self, planner: GraphPlanner, first: int) -> GraphPlan:
+        """The first plan from some rung on that may fit whatever is fused."""
+        high = planner.baseline_peak_bytes
+        span_bytes = high - planner.floor(self.compiler.strategy)
+        for rung in range(first, _NUM_RUNGS + 1):
+            plan = self._plan(planner, high - span_bytes * rung // _NUM_RUNGS)
+            self.rung = rung
+            if least_real_bytes(plan.joint) <= self.budget_bytes:
+                break
+        return plan
 
     def _with_all_bytes(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
         """The same error in terms of the whole budget."""
@@ -318,8 +325,8 @@ class _Partition:
         """A compiled graph that refuses to run where the budget would not hold."""
         self._runs[is_backward] = compiled_runs.Run(compiled, tuple(example))
         if is_backward:
-            return compiled
-        return compiled_runs.guarded(
+            return compiled_runs.guarded_backward(compiled)
+        return compiled_runs.guarded_forward(
             compiled, self._num_outputs, self.compiler.check_gradients
         )
 
@@ -343,3 +350,23 @@ def saved_nodes(joint: JointGraph) -> list[fx.Node]:
         if stages.get(node, "backward") != "backward"
         and not _compat_graphs.is_tangent(node)
     ]
+
+
+def least_real_bytes(joint: JointGraph) -> int:
+    """What is alive where forward ends, or backward, however nodes are fused."""
+    results: Any = joint.module.graph.output_node().args[0]
+    count = joint.num_forward_outputs
+    nodes = joint.module.graph.find_nodes(op="placeholder")
+    inputs = [node for node in nodes if not _compat_graphs.is_tangent(node)]
+    moments = ([*inputs, *results[:count], *saved_nodes(joint)], [*inputs, *results])
+    return max(_bytes_of(joint, nodes) for nodes in moments)
+
+
+def _bytes_of(joint: JointGraph, nodes: Sequence[Any]) -> int:
+    """Least memory that holds the tensors of some nodes."""
+    sizes: dict[int, int] = {}
+    for node in nodes:
+        if isinstance(node, fx.Node):
+            (storage,) = joint.memory.nodes[node].storages
+            sizes[storage] = max(sizes.get(storage, 0), node.meta["val"].nbytes)
+    return sum(sizes.values())

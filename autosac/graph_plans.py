@@ -76,6 +76,12 @@ class GraphPlanner:
         """Simulated peak when nothing is recomputed."""
         return self.joint.memory.peak_bytes()
 
+    def floor(self, strategy: Strategy) -> int:
+        """The least peak that a strategy reaches."""
+        if strategy == "milp":
+            return self.lowest[0]
+        return capuchin.solve(self.problem, budget_bytes=0).peak_bytes
+
     def plan(
         self,
         memory_budget: int | str,
