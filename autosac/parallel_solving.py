@@ -18,13 +18,14 @@ from autosac.sharding import Sharding
 from autosac.units import Unit
 from solvers import fsdp
 from solvers._pulp import Backend
-from solvers.fsdp import FsdpProblem, FsdpSolution
+from solvers.fsdp import FsdpChoice, FsdpProblem, FsdpSolution
+from solvers.solution import Termination
 from solvers.step_time import StepTime
 
 _ATTEMPTS = 6  # to correct the MILP's memory model by simulation
 _SLACK_SHARE = 0.01  # of the budget: more than that overstated is worth a solve
 RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
-TIME_LIMIT_S = 10.0  # of a solve, unless the caller says otherwise
+TIME_LIMIT_S = 20.0  # of a solve, unless the caller says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +42,16 @@ class Found:
     """What is best at one sharding degree.
 
     Attributes:
-        sharding: Its FSDP units.
-        chosen: Its AC units.
+        choice: As the MILP has it,
+        sharding: its FSDP units,
+        chosen: and its AC units.
         peak_bytes: Simulated peak of the first rank, which is the highest.
         step: Step time, played event by event.
         milp_ms: As the MILP sees it,
         bound_ms: and its bound.
     """
 
+    choice: FsdpChoice
     sharding: Sharding
     chosen: Mapping[Unit, Policy]
     peak_bytes: int
@@ -68,19 +71,27 @@ def best_at(
     problem = form.problem(spec, degree, budget_bytes)
     best: Found | None = None
     target, first_bound_ms = budget_bytes, 0.0
+    fixed_units: list[int] | None = None
     for attempt in range(_ATTEMPTS):
         solution = fsdp.solve(
             problem.with_budget(target),
             backend=how.backend,
             time_limit_s=how.time_limit_s,
             relative_gap=how.relative_gap,
+            fixed_units=fixed_units,
         )
         if attempt == 0:
             first_bound_ms = solution.bound_ms or 0.0
         if solution.choice is None:
-            break
+            if solution.termination is Termination.INFEASIBLE or fixed_units:
+                break
+            # For want of time: the units of the least peak leave less to decide.
+            units = lowest_at(form, problem, spec, degree, how).choice.units
+            fixed_units = [index for index, unit in enumerate(units) if unit and index]
+            continue
         found = _simulated(form, problem, spec, degree, solution)
-        if target < budget_bytes:  # what the tighter cap left out counts as well
+        # What a tighter cap or fixed units left out counts as well.
+        if target < budget_bytes or fixed_units:
             found = replace(found, bound_ms=min(first_bound_ms, found.milp_ms))
         spare = budget_bytes - found.peak_bytes
         if spare < 0:
@@ -138,6 +149,7 @@ def _simulated(
     sharding = form.sharding(solution.choice, degree, spec.num_gpus // degree)
     chosen = form.policies(solution.choice)
     return Found(
+        choice=solution.choice,
         sharding=sharding,
         chosen=chosen,
         peak_bytes=form.ranks.peak_bytes(sharding, chosen),
