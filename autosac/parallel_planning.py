@@ -152,6 +152,7 @@ def formulation_of(
             )
     else:
         made = profile_of(model, inputs, {**options, "device": spec.device})
+    assert isinstance(made, Profile)
     if param_dtype is not None:
         # Checks the names before the step is traced once more.
         Sharding(
