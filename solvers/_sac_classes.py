@@ -51,7 +51,7 @@ def classify(table: Table, rows: Sequence[int], kinds: Sequence[int]) -> Classes
     """Group units by all that rows at a few positions show of them.
 
     Holds with `freed_by` are left out: they would tell most layers apart. The model
-    has them where their units are alone in their classes, see `Search._tell_apart`.
+    counts them, see `_sac_counts`; where that is not enough, `Search._tell_apart`.
 
     Args:
         table: The units.
@@ -102,7 +102,8 @@ def spread(table: Table, classes: Classes, totals: Floats) -> Floats:
     """Weights of single units from those of whole classes.
 
     Units that free memory longest take the points that free most: in a network that
-    runs backward in the opposite order, these rerun when memory is lowest.
+    runs backward in the opposite order, these rerun when memory is lowest. Units that
+    hold what others free are taken where these are not, as far as there are such.
 
     Args:
         table: The units.
@@ -119,18 +120,30 @@ def spread(table: Table, classes: Classes, totals: Floats) -> Floats:
     )
     for c in outermost_first:
         members = classes.members[c]
+        start = table.first[members[0]]
         for u in members:
             if table.parents[u] >= 0:
                 room[u] = room[table.parents[u]]
-        _spread_one(table, members, totals, room, found)
+        if any(partners := [table.holds.partners(u) for u in members]):
+            taken = np.bincount(table.owner, found, len(table.parents))
+            beside = {
+                u: float(sum(taken[v] for v in others))
+                for u, others in zip(members, partners, strict=True)
+            }
+            members = tuple(sorted(members, key=lambda u: beside[u]))
+        _spread_one(table, start, members, totals, room, found)
     return found
 
 
 def _spread_one(
-    table: Table, members: Sequence[int], totals: Floats, room: Floats, found: Floats
+    table: Table,
+    start: int,
+    members: Sequence[int],
+    totals: Floats,
+    room: Floats,
+    found: Floats,
 ) -> None:
-    start = table.first[members[0]]
-    size = table.first[members[0] + 1] - start
+    size = table.first[members[0] + 1] - table.first[members[0]]
     points = sorted(
         np.flatnonzero(totals[start : start + size] > 0.0).tolist(),
         key=lambda k: -int(table.freed[start + k]),

@@ -8,14 +8,15 @@ subject to  sum_k Z_ck = Y_c                        for every class            (
                                                     nesting
             B_q + sum_ck a_qck Z_ck + sum_j n_j h_j <= P    at the rows' positions q (3)
             sum_d Y_d |c| / |d| <= |c| h_j          d as in (2) that hold j    (4)
-            sum_d Y_d + sum_ek Z_ek - 1 <= h_j      ek free j, d hold it       (5)
+            sum_ek Z_ek + Y_d - m - r <= h_g        g: m holds of like units   (5)
 
 with a what a point adds to the live memory B, and h_j = 1 if any unit holds j. (5)
-instead of (4) is for holds with `freed_by`, and only where the units that it names are
-alone in their classes; elsewhere they are left out, which is a relaxation. Classes
-of equal units of one tree split in equal parts, so that |c| / |d| is an integer, and
-every solution in integers can be dealt out to the units (`_sac_classes.spread`). With
-one member each this is the MILP over units itself. Bytes are in MiB.
+instead of (4) is for holds with `freed_by`: points ek free what d holds, h_g is how
+many of m such holds are alive, and r how many members of e and d have no part in them.
+It is exact for classes of one member, and else a relaxation. Classes of equal units of
+one tree split in equal parts, so that |c| / |d| is an integer, and every solution in
+integers can be dealt out to the units (`_sac_classes.spread`). With one member each
+this is the MILP over units itself. Bytes are in MiB.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class CountModel:
             self.model.setObjective(
                 _pulp.row((z, time_ms * self.scale) for z, time_ms in self._timed())
             )
-        self._held: dict[tuple[int, int, int], pulp.LpVariable | None] = {}
+        self._held: dict[object, pulp.LpVariable | None] = {}
         self._limits = [(self._add_row(q), int(table.base[q])) for q in rows]
         if budget_bytes is not None:
             self.set_budget(budget_bytes)
@@ -242,13 +243,18 @@ class CountModel:
             (b, self._mixed(added, column, share) / MIB)
             for b, column, share, _ in self._between
         ]
+        groups: dict[object, list[Held]] = {}
         for hold in self._table.holds.at(position):
-            if hold.key not in self._held:
-                add = self._add_hold if hold.freeing is None else self._add_freed
-                self._held[hold.key] = add(hold)
-            held = self._held[hold.key]
+            groups.setdefault(self._likeness(hold), []).append(hold)
+        for holds in groups.values():
+            key = tuple(hold.key for hold in holds)
+            if key not in self._held:
+                is_plain = holds[0].freeing is None
+                add = self._add_hold if is_plain else self._add_freed
+                self._held[key] = add(holds)
+            held = self._held[key]
             if held is not None:
-                terms.append((held, hold.nbytes / MIB))
+                terms.append((held, holds[0].nbytes / MIB))
         if self._peak is not None:
             terms.append((self._peak, -1.0))
             constraint = _pulp.row(terms) <= -float(self._table.base[position]) / MIB
@@ -257,44 +263,60 @@ class CountModel:
         self.model += constraint
         return constraint
 
-    def _add_hold(self, hold: Held) -> pulp.LpVariable:
-        """Rows (4)."""
+    def _likeness(self, hold: Held) -> object:
+        """Equal for holds that are counted together: with `freed_by`, of one class."""
+        if hold.freeing is None:
+            return hold.index
+        columns = tuple(sorted(map(self._of_class, hold.freeing.tolist())))
+        of_unit = self.classes.of_unit
+        return hold.nbytes, columns, tuple(sorted(of_unit[u] for u in hold.holders))
+
+    def _of_class(self, column: int) -> int:
+        """The column that stands for one and its like."""
+        u = int(self._table.owner[column])
+        first = self.classes.members[self.classes.of_unit[u]][0]
+        return column - self._table.first[u] + self._table.first[first]
+
+    def _add_hold(self, holds: Sequence[Held]) -> pulp.LpVariable:
+        """Rows (4) of a single hold."""
+        (hold,) = holds
         held = self.model.add_variable(_name(hold), 0, 1, pulp.LpInteger)
-        for c, path in self._holding(hold):
+        holding = {self.classes.of_unit[u] for u in hold.holders.tolist()}
+        for c in sorted(holding & self._y.keys()):
+            path = [d for d in self.classes.path(c) if d in holding]
             size = float(len(self.classes.members[c]))
             terms = [(y, -share) for y, share in self._shares(c, path)]
             self.model += _pulp.row([(held, size), *terms]) >= 0
         return held
 
-    def _add_freed(self, hold: Held) -> pulp.LpVariable | None:
-        """Rows (5); None if they are left out or cannot bind."""
-        assert hold.freeing is not None
-        columns = frozenset(hold.freeing.tolist())
-        parties = {*hold.holders.tolist(), *self._table.owner[hold.freeing].tolist()}
-        if not all(map(self.classes.is_alone, parties)):
-            return None
-        freeing = [(self._z[j], -1.0) for j in sorted(columns & self._z.keys())]
-        freeing += [
+    def _add_freed(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
+        """Rows (5); None if they cannot bind."""
+        count, of_unit = len(holds), self.classes.of_unit
+        freeing = [h.freeing.tolist() for h in holds if h.freeing is not None]
+        freers = {int(self._table.owner[j]) for own in freeing for j in own}
+        columns = frozenset(map(self._of_class, freeing[0]))
+        outer = {of_unit[u] for u in freers}
+        if len(freers) != count * len(outer):
+            return None  # one unit has a part in several of the holds
+        spare = sum(len(self.classes.members[c]) - count for c in outer)
+        free = [(self._z[j], -1.0) for j in sorted(columns & self._z.keys())]
+        free += [
             (b, -1.0)
             for b, j, share, _ in self._between
             if j in columns and (not share or j + 1 in columns)
         ]
-        holding = self._holding(hold)
-        if not freeing or not holding:
-            return None
-        held = self.model.add_variable(_name(hold), 0, 1)
-        for c, path in holding:
-            terms = [(y, -share) for y, share in self._shares(c, path)]
-            self.model += _pulp.row([(held, 1.0), *terms, *freeing]) >= -1
+        held: pulp.LpVariable | None = None
+        for c in sorted({of_unit[u] for u in holds[0].holders} & self._y.keys()):
+            found = [{u for u in h.holders.tolist() if of_unit[u] == c} for h in holds]
+            distinct = len(set[int]().union(*(sorted(own)[:1] for own in found)))
+            if not free or distinct != count:
+                continue
+            if held is None:
+                held = self.model.add_variable(f"{_name(holds[0])}_{count}", 0, count)
+            rest = len(self.classes.members[c]) - count
+            terms = [(held, 1.0), (self._y[c], -1.0), *free]
+            self.model += _pulp.row(terms) >= -(count + spare + rest)
         return held
-
-    def _holding(self, hold: Held) -> list[tuple[int, list[int]]]:
-        """Classes of the holders, each with those around it that hold as well."""
-        holding = {self.classes.of_unit[u] for u in hold.holders.tolist()}
-        return [
-            (c, [d for d in self.classes.path(c) if d in holding])
-            for c in sorted(holding & self._y.keys())
-        ]
 
 
 def _name(hold: Held) -> str:

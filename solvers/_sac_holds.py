@@ -64,6 +64,7 @@ class Holds:
         self._units = [_ints(u for u, _ in held) for held in self._by_end]
         self._ends = [_ints(end for _, end in held) for held in self._by_end]
         self._columns: list[Ints] = []
+        self._stretches: list[list[tuple[int, int]]] = []
         self._froms: list[Ints] = []
         self.of_unit: list[list[int]] = [[] for _ in shapes]
         alike: dict[object, list[int]] = {}
@@ -77,6 +78,7 @@ class Holds:
             self._froms.append(_ints(start for _, start in pairs))
             for u in self.parties(index):
                 self.of_unit[u].append(index)
+            self._stretches.append(hold.stretches() if hold.freed_by else [])
             if hold.freed_by:
                 of_shape = sorted(shapes[u] for u in self.parties(index))
                 alike.setdefault((hold.nbytes, *of_shape), []).append(index)
@@ -120,6 +122,18 @@ class Holds:
         ends = (end for u, end in self._by_end[index] if choice[u] is not None)
         return start, max(start, next(ends, start))
 
+    def partners(self, u: int) -> set[int]:
+        """Units that free what a unit holds, or hold what it frees."""
+        found: set[int] = set()
+        for index in self.of_unit[u]:
+            hold = self._holds[index]
+            freeing, holding = {v for v, _ in hold.freed_by}, dict(hold.holders)
+            if freeing and u in holding:
+                found |= freeing
+            if u in freeing:
+                found |= holding.keys()
+        return found - {u}
+
     def add(self, shares: Numbers, weights: Numbers, change: Numbers) -> None:
         """Add what is held to the changes of the live memory.
 
@@ -151,7 +165,7 @@ class Holds:
         own = weights[self._columns[index]]
         if not own.any():
             return
-        for start, stop in hold.stretches():
+        for start, stop in self._stretches[index]:
             both = own[froms <= start].sum() + held[(ends > start).sum() - 1] - 1
             if both > 0:
                 change[start] += hold.nbytes * both

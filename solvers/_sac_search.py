@@ -234,6 +234,7 @@ class Search:
         self._offer_peak([None] * len(self._table.parents))
         for whole in (False, True):
             # Relaxations are not timed: without them the peak may be that of no AC.
+            left = math.inf if whole else _LP_ROUNDS
             while not self._is_least(_EXACT_BYTES) and not (whole and self._is_late()):
                 model, outcome, weights = self._solve(
                     None, relaxed=not whole, whole=whole
@@ -249,7 +250,8 @@ class Search:
                     self._repair_peak(weights)
                 live = self._table.live(dealt)
                 cap = int(self.bound) + _EXACT_BYTES
-                if not self._refine(model, weights, live, cap):
+                left -= 1
+                if not self._refine(model, weights, live, cap) or not left:
                     break
         is_proven = self._is_least(_TOLERANCE_BYTES)
         return Termination.OPTIMAL if is_proven else Termination.FEASIBLE

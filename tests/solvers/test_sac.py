@@ -12,6 +12,7 @@ from solvers.check import violations
 from solvers.sac import (
     Between,
     Breakpoint,
+    Hold,
     SacProblem,
     Solver,
     Start,
@@ -144,6 +145,23 @@ def test_memory_is_free_only_from_the_first_to_before_the_last_position():
 
     assert live_bytes(four, [[1]]) == (8 * MIB, 6 * MIB, 6 * MIB, 11 * MIB)
     assert live_bytes(four, [[0]]) == four.base_bytes
+
+
+def test_what_one_unit_frees_stays_alive_where_another_one_holds_it():
+    # "a" in full frees 4 MiB that "b" holds up to position 2; at half it keeps them.
+    hold = Hold(nbytes=4 * MIB, held_from=1, holders=((1, 2),), freed_by=((0, (3, 1)),))
+    two = replace(
+        problem(unit("a", HALF_OR_ALL, freed=(1, 3)), unit("b", HALF_OR_ALL), budget=8),
+        holds=(hold,),
+    )
+
+    for weights, live in [
+        ([[0, 1], [0, 0]], (10, 12, 2)),
+        ([[0, 0], [0, 1]], (10, 12, 10)),
+        ([[0, 1], [0, 1]], (10, 8, 2)),
+        ([[1, 0], [0, 1]], (10, 8, 6)),
+    ]:
+        assert live_bytes(two, weights) == tuple(mib * MIB for mib in live)
 
 
 @either
@@ -444,6 +462,16 @@ def test_wrong_problems_are_refused():
         )
     with pytest.raises(ValueError, match="index below 1, got 5"):
         problem(unit("a", HALF_OR_ALL, parent=5), budget=1)
+    one = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=1)
+    for freed_by, words in [
+        (((2, (1, 1)),), "below 2, got 2"),
+        (((0, (1,)),), "one position for each of 2 points of 'a', got 1"),
+        (((0, (0, 1)),), "must lie in 1 to 3"),
+        (((0, (1, 1)), (1, (1, 1))), "must lie in one another"),
+    ]:
+        hold = Hold(nbytes=1, held_from=1, holders=((1, 2),), freed_by=freed_by)
+        with pytest.raises(ValueError, match=words):
+            replace(one, holds=(hold,))
     with pytest.raises(ValueError, match="at least one position"):
         problem(base=(), budget=1)
 
