@@ -111,7 +111,6 @@ def main(arguments: list[str] | None = None) -> int:
             table, is_kept = compare(MODELS[name](), backend, options.budgets)
             lines += table
             kept = kept and is_kept
-            print("\n".join(table), flush=True)
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / "compiled.md").write_text("\n".join(lines) + "\n")
     return 0 if kept else 1
@@ -138,6 +137,7 @@ def compare(work: Workload, backend: Any, count: int) -> tuple[list[str], bool]:
         " fraction | real MiB | like plain |",
         "|" + " ---: |" * 8,
     ]
+    print("\n".join(table), flush=True)
     peaks, kept = [], True
     for k in range(count):
         budget = high - (high - low) * k // (count - 1)
@@ -160,6 +160,7 @@ def compare(work: Workload, backend: Any, count: int) -> tuple[list[str], bool]:
             _likeness(plain.state, theirs.state),
         )
         table.append(f"| {' | '.join(fields)} |")
+        print(table[-1], flush=True)
     return table, kept
 
 

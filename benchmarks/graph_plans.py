@@ -37,7 +37,7 @@ MODELS: dict[str, Callable[[], Workload]] = {
     "llama": lambda: language.llama(
         layers=4, width=96, heads=3, vocabulary=512, batch=4, length=64
     ),
-    "resnet50": lambda: vision.resnet50(batch=4, pixels=64),
+    "resnet50": lambda: vision.resnet50(batch=16, pixels=64),
     "unet": diffusion.unet,
 }
 
