@@ -1,12 +1,12 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
-from autosac.analyzing import GraphInfo, graph_info
-from autosac.batching import BatchSize, best_batch_size, max_batch_size
-from autosac.checking import check
-from autosac.cluster_timing import calibrate_cluster
-from autosac.clusters import ClusterSpec
-from autosac.compiling import compile, compiled_plans
-from autosac.devices import DeviceSpec
+from autosac.applying.preceding import (
+    Checkpointed,
+    is_checkpointing,
+    is_recomputing,
+    pipeline_checkpoint,
+)
+from autosac.costs.devices import DeviceSpec
 from autosac.errors import (
     AutosacError,
     InfeasibleBudgetError,
@@ -14,23 +14,23 @@ from autosac.errors import (
     SolverError,
     TraceError,
 )
-from autosac.estimating import Estimate, estimate
-from autosac.joint_graphs import joint_graph
-from autosac.parallel_planning import min_gpus, plan_parallel
-from autosac.parallel_plans import ParallelPlan
-from autosac.parallel_sweeping import sweep_parallel
-from autosac.planning import floor, plan, policy
-from autosac.plans import Plan
-from autosac.preceding import (
-    Checkpointed,
-    is_checkpointing,
-    is_recomputing,
-    pipeline_checkpoint,
-)
-from autosac.profiling import Profile, calibrate, profile
-from autosac.stepping import OptimizerInBackward
-from autosac.sweeping import Sweep, sweep
-from autosac.verifying import Verification, verify
+from autosac.graphs.analyzing import GraphInfo, graph_info
+from autosac.graphs.compiling import compile, compiled_plans
+from autosac.graphs.joint_graphs import joint_graph
+from autosac.measuring.verifying import Verification, verify
+from autosac.parallel.cluster_timing import calibrate_cluster
+from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.planning import min_gpus, plan_parallel
+from autosac.parallel.plans import ParallelPlan
+from autosac.parallel.sweeping import sweep_parallel
+from autosac.planning.batching import BatchSize, best_batch_size, max_batch_size
+from autosac.planning.checking import check
+from autosac.planning.estimating import Estimate, estimate
+from autosac.planning.planning import floor, plan, policy
+from autosac.planning.plans import Plan
+from autosac.planning.profiling import Profile, calibrate, profile
+from autosac.planning.sweeping import Sweep, sweep
+from autosac.tracing.stepping import OptimizerInBackward
 
 __all__ = [
     "AutosacError",

@@ -20,7 +20,9 @@ from pathlib import Path
 
 import torch
 
-from autosac import curves, planning, profiling, verifying
+from autosac.candidates import curves
+from autosac.measuring import verifying
+from autosac.planning import planning, profiling
 from benchmarks.environment import MIB, environment
 from benchmarks.models import Workload, workloads
 

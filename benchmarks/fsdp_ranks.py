@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-from autosac import profiling
-from autosac.curves import save_problem, spell
-from autosac.fsdp_memory import RankSimulator
-from autosac.planning import spell_out
-from autosac.policies import Policy
-from autosac.profiling import Profile
-from autosac.sharding import Sharding, fsdp_units
-from autosac.units import Unit
+from autosac.candidates.curves import save_problem, spell
+from autosac.candidates.policies import Policy
+from autosac.candidates.units import Unit
+from autosac.parallel.fsdp_memory import RankSimulator
+from autosac.parallel.sharding import Sharding, fsdp_units
+from autosac.planning import profiling
+from autosac.planning.planning import spell_out
+from autosac.planning.profiling import Profile
 from benchmarks.environment import MIB, environment
 from benchmarks.ranks import RankResult, Recipe, reference, run_gloo_ranks
 from benchmarks.sharded_models import RECIPES

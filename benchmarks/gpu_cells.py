@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from autosac import Plan, Profile, calibrate, floor, profile
-from autosac.allocator import replay
-from autosac.devices import device_of_product
-from autosac.planning import make_plan
-from autosac.policies import Policy, chosen_by, op_names
-from autosac.units import Unit
+from autosac.candidates.policies import Policy, chosen_by, op_names
+from autosac.candidates.units import Unit
+from autosac.costs.devices import device_of_product
+from autosac.planning.planning import make_plan
+from autosac.simulation.allocator import replay
 from benchmarks.gpu_models import Subject
 from benchmarks.gpu_runs import Run, clean, comparison, deterministic, train
 

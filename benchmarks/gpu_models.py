@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autosac import demo
+from autosac.cli import demo
 from benchmarks.models import diffusion, other
 from benchmarks.models.workload import adamw, integers, momentum, normal
 

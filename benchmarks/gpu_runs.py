@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from autosac import Plan
-from autosac.measuring import (
+from autosac.measuring.measuring import (
     State,
     capture_state,
     differences,
@@ -22,7 +22,7 @@ from autosac.measuring import (
     optimizer_tensors,
     storage_bytes,
 )
-from autosac.stepping import normalize_inputs, training_step
+from autosac.tracing.stepping import normalize_inputs, training_step
 from benchmarks.gpu_models import Subject
 
 STEPS = 3  # before states are compared; the last one's peak counts

@@ -22,9 +22,11 @@ import torch
 from torch import nn
 
 import autosac
-from autosac import graph_plans, planning, verifying
-from autosac.joint_graphs import JointGraph, joint_graph
-from autosac.measuring import measure_peak
+from autosac.graphs import plans as graph_plans
+from autosac.graphs.joint_graphs import JointGraph, joint_graph
+from autosac.measuring import verifying
+from autosac.measuring.measuring import measure_peak
+from autosac.planning import planning
 from benchmarks.environment import MIB, environment
 from benchmarks.models import Workload, diffusion, language, vision
 

@@ -19,11 +19,11 @@ import torch
 import transformers
 
 import autosac
-from autosac.clusters import ClusterSpec, cluster_spec
 from autosac.errors import InfeasibleBudgetError
-from autosac.parallel_formulating import ParallelFormulation, Types
-from autosac.parallel_planning import make_parallel_plan
-from autosac.parallel_plans import ParallelPlan
+from autosac.parallel.clusters import ClusterSpec, cluster_spec
+from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.planning import make_parallel_plan
+from autosac.parallel.plans import ParallelPlan
 from autosac.quantities import format_ms
 from benchmarks.environment import environment
 from benchmarks.parallel_rules import BY_HAND, ByHand, at_degree

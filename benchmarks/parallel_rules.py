@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autosac import curves
-from autosac.clusters import ClusterSpec
-from autosac.parallel_formulating import ParallelFormulation
-from autosac.policies import RERUN, SAVE, SKIP, Policy
-from autosac.tape import Op
-from autosac.units import Unit
+from autosac.candidates import curves
+from autosac.candidates.policies import RERUN, SAVE, SKIP, Policy
+from autosac.candidates.units import Unit
+from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.formulating import ParallelFormulation
+from autosac.tracing.tape import Op
 from solvers import step_time
 from solvers.fsdp import FsdpChoice, schedule
 

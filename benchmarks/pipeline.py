@@ -27,8 +27,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from autosac.checkpointed_call import RECOMPUTATION
-from autosac.measuring import differences, recorded_events
+from autosac.applying.checkpointed_call import RECOMPUTATION
+from autosac.measuring.measuring import differences, recorded_events
 from benchmarks.environment import environment
 from examples.pipeline_two_stages import (
     LAST_STAGE,

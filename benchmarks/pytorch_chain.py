@@ -32,9 +32,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from autosac import demo, planning, profiling
+from autosac.cli import demo
 from autosac.errors import InfeasibleBudgetError
-from autosac.measuring import measure_peak, storage_bytes
+from autosac.measuring.measuring import measure_peak, storage_bytes
+from autosac.planning import planning, profiling
 from benchmarks.environment import MIB, environment
 from benchmarks.rivals import sac_milp
 

@@ -27,14 +27,19 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autosac import applying, profiling
-from autosac.fsdp_applying import shard
-from autosac.measuring import optimizer_tensors, recorded_events, storage_bytes
-from autosac.parallel_plans import ParallelPlan
-from autosac.policies import OpPolicy
-from autosac.profiling import Profile
-from autosac.sharding import Sharding
-from autosac.stepping import LossFn, finish_step, micro_step, normalize_inputs
+from autosac.applying import applying
+from autosac.candidates.policies import OpPolicy
+from autosac.measuring.measuring import (
+    optimizer_tensors,
+    recorded_events,
+    storage_bytes,
+)
+from autosac.parallel.fsdp_applying import shard
+from autosac.parallel.plans import ParallelPlan
+from autosac.parallel.sharding import Sharding
+from autosac.planning import profiling
+from autosac.planning.profiling import Profile
+from autosac.tracing.stepping import LossFn, finish_step, micro_step, normalize_inputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torchvision
 import transformers
 from torch import nn
 
-from autosac.demo import GPT
+from autosac.cli.demo import GPT
 from benchmarks.models.workload import labelled, numbered
 from benchmarks.ranks import Recipe
 

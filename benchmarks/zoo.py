@@ -28,15 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosac import (
-    OptimizerInBackward,
-    calibrate,
-    floor,
-    profile,
-)
-from autosac.planning import make_plan
-from autosac.policies import chosen_by
-from autosac.verifying import Recipe, verify_each
+from autosac import OptimizerInBackward, calibrate, floor, profile
+from autosac.candidates.policies import chosen_by
+from autosac.measuring.verifying import Recipe, verify_each
+from autosac.planning.planning import make_plan
 from benchmarks.environment import environment
 from benchmarks.models import Workload, zoo
 

@@ -25,8 +25,8 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 import autosac
-from autosac.demo import GPT, next_token_loss
-from autosac.measuring import differences
+from autosac.cli.demo import GPT, next_token_loss
+from autosac.measuring.measuring import differences
 
 MODES = ("no checkpoint", "torch.utils.checkpoint", "preceding recomputation")
 LAST_STAGE = "last stage"  # of its ranges in a profile

@@ -26,9 +26,9 @@ import torch.distributed.checkpoint as checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 import autosac
-from autosac.clusters import cluster_spec
-from autosac.demo import GPT
-from autosac.devices import device_spec
+from autosac.cli.demo import GPT
+from autosac.costs.devices import device_spec
+from autosac.parallel.clusters import cluster_spec
 
 VOCABULARY, LENGTH, BATCH, WIDTH = 1031, 64, 6, 96
 LARGEST_DIFFERENCE = 1e-5  # of the largest element of any gradient

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from autosac.demo import next_token_loss
+from autosac.cli.demo import next_token_loss
 from tests.models import gpt as small_gpt
 
 

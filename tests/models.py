@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autosac.curves import made_onward, save_problem, spell
-from autosac.demo import GPT
-from autosac.policies import Policy
-from autosac.profiling import Profile, profile
-from autosac.stepping import LossFn
-from autosac.tape import ModuleCall
-from autosac.units import Unit
+from autosac.candidates.curves import made_onward, save_problem, spell
+from autosac.candidates.policies import Policy
+from autosac.candidates.units import Unit
+from autosac.cli.demo import GPT
+from autosac.planning.profiling import Profile, profile
+from autosac.tracing.stepping import LossFn
+from autosac.tracing.tape import ModuleCall
 from solvers.knapsack import rerun_closure
 
 WIDTH, BATCH = 8, 4

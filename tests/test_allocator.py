@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosac.allocator import (
+from autosac.simulation.allocator import (
     Allocations,
     CachingAllocator,
     OutOfMemory,

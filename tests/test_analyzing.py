@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import autosac
-from autosac.analyzing import ModuleInfo
-from autosac.demo import GPT
-from autosac.measuring import recorded_events
+from autosac.cli.demo import GPT
+from autosac.graphs.analyzing import ModuleInfo
+from autosac.measuring.measuring import recorded_events
 from autosac.pytrees import tensors_in
-from autosac.stepping import default_loss, normalize_inputs
+from autosac.tracing.stepping import default_loss, normalize_inputs
 from tests.models import CASES, ConvNet
 
 BACKWARD = "test::backward"

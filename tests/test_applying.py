@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from autosac import applying
-from autosac.measuring import capture_state, differences
-from autosac.planning import spell_out
-from autosac.stepping import normalize_inputs, training_step
+from autosac.applying import applying
+from autosac.measuring.measuring import capture_state, differences
+from autosac.planning.planning import spell_out
+from autosac.tracing.stepping import normalize_inputs, training_step
 from tests.models import (
     BATCH,
     CASES,

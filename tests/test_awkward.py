@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from autosac import applying
-from autosac.measuring import capture_state, differences
-from autosac.planning import spell_out
-from autosac.simulating import Simulator
-from autosac.stepping import normalize_inputs, training_step
-from autosac.tracing import dry_run
+from autosac.applying import applying
+from autosac.measuring.measuring import capture_state, differences
+from autosac.planning.planning import spell_out
+from autosac.simulation.simulating import Simulator
+from autosac.tracing.stepping import normalize_inputs, training_step
+from autosac.tracing.tracing import dry_run
 from tests.awkward import AWKWARD
 from tests.models import random_choice
 

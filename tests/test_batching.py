@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.demo import next_token_loss
+from autosac.cli.demo import next_token_loss
 from tests.models import gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autosac
-from autosac import caching
-from autosac.signatures import Layout, Signature, signature
-from autosac.timing import OpMeasurement
+from autosac.costs import caching
+from autosac.costs.timing import OpMeasurement
+from autosac.tracing.signatures import Layout, Signature, signature
 from tests.models import CASES
 
 CPU = torch.device("cpu")
@@ -263,7 +263,7 @@ def test_what_has_no_lasting_text_has_none():
 
 _TEXTS = """
 from tests.models import CASES
-from autosac import caching
+from autosac.costs import caching
 import torch
 made = CASES["gpt"].profile(torch.optim.AdamW)
 ops = dict.fromkeys(op.signature for op in made.tape.ops if not op.is_view)

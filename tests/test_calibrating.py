@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 import autosac
-from autosac import inventing, timing
-from autosac.signatures import Layout, Signature, signature
-from autosac.timing import OpSizes, measure_ops
+from autosac.costs import inventing, timing
+from autosac.costs.timing import OpSizes, measure_ops
+from autosac.tracing.signatures import Layout, Signature, signature
 from tests.models import CASES
 
 CPU = torch.device("cpu")

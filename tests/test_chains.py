@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 import autosac
-from autosac import applying, curves
-from autosac.demo import GPT
-from autosac.planning import spell_out
-from autosac.simulating import Simulator
-from autosac.tracing import dry_run
-from autosac.verifying import Recipe, verify_each
+from autosac.applying import applying
+from autosac.candidates import curves
+from autosac.cli.demo import GPT
+from autosac.measuring.verifying import Recipe, verify_each
+from autosac.planning.planning import spell_out
+from autosac.simulation.simulating import Simulator
+from autosac.tracing.tracing import dry_run
 from tests.models import Case
 from tests.test_applying import assert_equal, train
 

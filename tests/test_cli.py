@@ -5,10 +5,10 @@ import torch
 from typer.testing import CliRunner
 
 import autosac
-from autosac import cli
-from autosac.cli_models import target
-from autosac.devices import KNOWN_DEVICES
-from autosac.verifying import Verification
+from autosac.cli import commands as cli
+from autosac.cli.models import target
+from autosac.costs.devices import KNOWN_DEVICES
+from autosac.measuring.verifying import Verification
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPT = "tests.factories:gpt"

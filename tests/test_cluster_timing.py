@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autosac
-from autosac.cluster_timing import CollectiveTiming, fit_ring
-from autosac.clusters import cluster_spec
+from autosac.parallel.cluster_timing import CollectiveTiming, fit_ring
+from autosac.parallel.clusters import cluster_spec
 from solvers.collectives import Fabric, Group, affine_cost
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -23,7 +23,7 @@ import json, sys
 from dataclasses import asdict, replace
 import torch, torch.distributed as dist
 import autosac
-from autosac.clusters import cluster_spec
+from autosac.parallel.clusters import cluster_spec
 
 rank, nodes, per_node = map(int, sys.argv[1:4])
 dist.init_process_group(

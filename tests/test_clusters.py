@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosac.clusters import KNOWN_CLUSTERS, cluster_spec
+from autosac.parallel.clusters import KNOWN_CLUSTERS, cluster_spec
 from solvers.collectives import Group
 
 

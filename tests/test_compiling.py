@@ -3,7 +3,12 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.measuring import capture_state, differences, measure_peak, storage_bytes
+from autosac.measuring.measuring import (
+    capture_state,
+    differences,
+    measure_peak,
+    storage_bytes,
+)
 from tests.models import ConvNet, Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread_throughout", "fresh_compiler")

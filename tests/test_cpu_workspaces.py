@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from autosac import _compat, cpu_workspaces
-from autosac.signatures import signature
-from autosac.timing import OpSizes, measure_ops
+from autosac import _compat
+from autosac.costs import cpu_workspaces
+from autosac.costs.timing import OpSizes, measure_ops
+from autosac.tracing.signatures import signature
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

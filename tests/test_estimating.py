@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 import autosac
-from autosac import anatomy, curves
-from autosac.estimating import estimate_of
-from autosac.planning import lowest
-from autosac.tape import CATEGORIES
+from autosac.candidates import curves
+from autosac.planning.estimating import estimate_of
+from autosac.planning.planning import lowest
+from autosac.simulation import anatomy
+from autosac.tracing.tape import CATEGORIES
 from tests.models import CASES, SMALL_GPT, random_choice, random_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")

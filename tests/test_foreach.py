@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autosac import _compat
-from autosac.foreach import run_distinct
+from autosac.tracing.foreach import run_distinct
 
 aten = torch.ops.aten
 

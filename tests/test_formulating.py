@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import autosac
-from autosac import formulating
-from autosac.demo import GPT
+from autosac.cli.demo import GPT
+from autosac.planning import formulating
 from solvers import sac
 from tests.models import CASES
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from autosac.curves import save_problem, spell
-from autosac.fsdp_hooks import PLACES
-from autosac.fsdp_memory import RankSimulator
-from autosac.planning import spell_out
-from autosac.policies import Policy
-from autosac.profiling import calibrate, in_compute_dtype, profile
-from autosac.sharding import FsdpUnit, Sharding, fsdp_units
-from autosac.stepping import OptimizerInBackward
+from autosac.candidates.curves import save_problem, spell
+from autosac.candidates.policies import Policy
+from autosac.parallel.fsdp_hooks import PLACES
+from autosac.parallel.fsdp_memory import RankSimulator
+from autosac.parallel.sharding import FsdpUnit, Sharding, fsdp_units
+from autosac.planning.planning import spell_out
+from autosac.planning.profiling import calibrate, in_compute_dtype, profile
+from autosac.tracing.stepping import OptimizerInBackward
 from benchmarks.ranks import Recipe, reference, run_fake_rank, run_gloo_ranks
 from tests.models import CASES, gpt, random_choice, tokens
 
@@ -26,7 +26,7 @@ BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 
 def wide_gpt():
-    from autosac.demo import GPT
+    from autosac.cli.demo import GPT
 
     return GPT(num_layers=3, width=66, num_heads=2, vocabulary=301, length=16)
 

@@ -5,9 +5,9 @@ import torch
 
 from autosac import _compat
 from autosac.errors import InfeasibleBudgetError
-from autosac.graph_plans import GraphPlanner
-from autosac.joint_graphs import joint_graph
-from autosac.measuring import measure_peak
+from autosac.graphs.joint_graphs import joint_graph
+from autosac.graphs.plans import GraphPlanner
+from autosac.measuring.measuring import measure_peak
 from solvers import recomputation
 from tests.models import ConvNet, Mlp
 from tests.test_joint_graphs import Views

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from autosac.errors import TraceError
-from autosac.joint_graphs import joint_graph
-from autosac.measuring import measure_peak
+from autosac.graphs.joint_graphs import joint_graph
+from autosac.measuring.measuring import measure_peak
 from tests.models import ConvNet, Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread_throughout")

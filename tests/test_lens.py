@@ -4,10 +4,11 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autosac import _compat, lens_choice
-from autosac.devices import device_spec
-from autosac.lens_autocast import Autocast
-from autosac.profiling import profile
+from autosac import _compat
+from autosac.costs.devices import device_spec
+from autosac.lens import attention_choice
+from autosac.lens.autocast import Autocast
+from autosac.planning.profiling import profile
 from tests.fake_gpu import Attention, Language, gpu_calls, lens_calls
 
 A100, H100, MI300X = map(device_spec, ("a100", "h100", "mi300x"))
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def old_cudnn(monkeypatch):
     """Flash attention comes first on every GPU unless a test says otherwise."""
-    monkeypatch.setattr(lens_choice, "cudnn_version", lambda: 91002)
+    monkeypatch.setattr(attention_choice, "cudnn_version", lambda: 91002)
 
 
 def names(made, *phases):
@@ -193,7 +194,7 @@ def test_falls_back_to_math(options):
     ids=str,
 )
 def test_prefers_cudnn_where_the_gpu_does(monkeypatch, version, options, kernel):
-    monkeypatch.setattr(lens_choice, "cudnn_version", lambda: version)
+    monkeypatch.setattr(attention_choice, "cudnn_version", lambda: version)
 
     assert attention(**options)[-1] == kernel
 

@@ -6,13 +6,14 @@ from torch import nn
 from torch.nn import functional
 
 import autosac
-from autosac import _compat, lens_choice
-from autosac.demo import GPT, next_token_loss
-from autosac.devices import DeviceSpec, device_spec
+from autosac import _compat
+from autosac.cli.demo import GPT, next_token_loss
+from autosac.costs.devices import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
-from autosac.lens import lens
-from autosac.planning import _confirm, floor, make_plan, spell_out
-from autosac.profiling import profile
+from autosac.lens import attention_choice
+from autosac.lens.mode import lens
+from autosac.planning.planning import _confirm, floor, make_plan, spell_out
+from autosac.planning.profiling import profile
 from tests.fake_gpu import Attention, Language
 from tests.models import CASES, random_choice
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def old_cudnn(monkeypatch):
     """Flash attention comes first on every GPU unless a test says otherwise."""
-    monkeypatch.setattr(lens_choice, "cudnn_version", lambda: 91002)
+    monkeypatch.setattr(attention_choice, "cudnn_version", lambda: 91002)
 
 
 def names(made, *phases):

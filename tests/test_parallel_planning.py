@@ -8,15 +8,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import autosac
-from autosac.clusters import cluster_spec
-from autosac.devices import device_spec
-from autosac.parallel_formulating import ParallelFormulation, Types
-from autosac.parallel_planning import (
+from autosac.costs.devices import device_spec
+from autosac.parallel.clusters import cluster_spec
+from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.planning import (
     formulation_of,
     make_parallel_plan,
     shard_degrees,
 )
-from autosac.parallel_solving import Solving, best_at, lowest_at
+from autosac.parallel.solving import Solving, best_at, lowest_at
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
 from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES

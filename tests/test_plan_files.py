@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import autosac
-from autosac import plan_files
-from autosac.fingerprints import digest, fingerprint, first_difference
+from autosac.planning import plan_files
+from autosac.planning.fingerprints import digest, fingerprint, first_difference
 from tests.models import CASES, SMALL_GPT, WIDTH
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 import autosac
-from autosac import planning
-from autosac.curves import trade_off
-from autosac.tracing import dry_run
+from autosac.candidates.curves import trade_off
+from autosac.planning import planning
+from autosac.tracing.tracing import dry_run
 from tests.models import BATCH, CASES, WIDTH, Case, Mlp, each_case, gpt, random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autosac
 from autosac import is_checkpointing, is_recomputing, pipeline_checkpoint
-from autosac.measuring import capture_state, differences, measure_peak
-from autosac.stepping import default_loss, normalize_inputs
-from autosac.streams import Moment
+from autosac.measuring.measuring import capture_state, differences, measure_peak
+from autosac.tracing.stepping import default_loss, normalize_inputs
+from autosac.tracing.streams import Moment
 from tests.models import CASES, Counting
 
 WIDTH = 8

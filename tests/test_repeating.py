@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autosac import _compat
-from autosac.repeating import RepeatedCalls
+from autosac.tracing.repeating import RepeatedCalls
 from tests.models import each_case
 
 aten = torch.ops.aten

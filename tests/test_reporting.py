@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import autosac
-from autosac import curves, reporting
-from autosac.checking import chosen
+from autosac.candidates import curves
+from autosac.planning.checking import chosen
 from autosac.quantities import format_bytes
+from autosac.showing import reporting
 from tests.models import CASES, SMALL_GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,12 +5,12 @@ import torch
 from torch.distributed._tools.sac_estimator import SACEstimator
 
 import autosac
-from autosac import planning
-from autosac.curves import recompute_ms
-from autosac.demo import GPT, Block, next_token_loss
-from autosac.planning import spell_out
-from autosac.policies import RERUN, SAVE
-from autosac.verifying import Recipe, verify_each
+from autosac.candidates.curves import recompute_ms
+from autosac.candidates.policies import RERUN, SAVE
+from autosac.cli.demo import GPT, Block, next_token_loss
+from autosac.measuring.verifying import Recipe, verify_each
+from autosac.planning import planning
+from autosac.planning.planning import spell_out
 from benchmarks import rivals
 from benchmarks.comparing import zoo
 from benchmarks.rivals import sac_milp

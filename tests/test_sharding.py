@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosac.profiling import profile
-from autosac.sharding import (
+from autosac.parallel.sharding import (
     FsdpUnit,
     Sharding,
     chunk_numel,
@@ -12,7 +11,8 @@ from autosac.sharding import (
     local_numel,
     owned_parameters,
 )
-from autosac.tape import Parameter
+from autosac.planning.profiling import profile
+from autosac.tracing.tape import Parameter
 from tests.models import CASES
 
 ROOT = FsdpUnit(fqn="", reshard_after_forward=False)

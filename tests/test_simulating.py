@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autosac import applying
-from autosac.planning import spell_out
-from autosac.simulating import Simulator
-from autosac.tracing import dry_run
+from autosac.applying import applying
+from autosac.planning.planning import spell_out
+from autosac.simulation.simulating import Simulator
+from autosac.tracing.tracing import dry_run
 from tests.models import CASES, each_case, random_choice
 
 NUM_PLANS = 5

@@ -10,13 +10,13 @@ from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 from torch.distributed._tools.sac_estimator import SACEstimator
 from torch.utils.flop_counter import flop_registry
 
-from autosac.accumulating import Accumulations
-from autosac.demo import GPT
-from autosac.probing import module_tree
-from autosac.statistics import ModuleStatistics, module_statistics
-from autosac.stepping import training_step
-from autosac.tracing import Step, trace
-from autosac.trackers import from_trackers
+from autosac.cli.demo import GPT
+from autosac.statistics.by_module import ModuleStatistics, module_statistics
+from autosac.statistics.trackers import from_trackers
+from autosac.tracing.accumulating import Accumulations
+from autosac.tracing.probing import module_tree
+from autosac.tracing.stepping import training_step
+from autosac.tracing.tracing import Step, trace
 
 FLOPS_PER_MS = 2**20  # a power of two, so that times add up exactly
 SEED_BYTES = 4  # the gradient that backward starts from, a float32

@@ -6,11 +6,11 @@ from torch import nn
 
 import autosac
 from autosac import OptimizerInBackward
-from autosac.measuring import capture_state, differences, optimizer_tensors
-from autosac.profiling import profile
-from autosac.simulating import Simulator
-from autosac.stepping import training_step
-from autosac.tracing import dry_run
+from autosac.measuring.measuring import capture_state, differences, optimizer_tensors
+from autosac.planning.profiling import profile
+from autosac.simulation.simulating import Simulator
+from autosac.tracing.stepping import training_step
+from autosac.tracing.tracing import dry_run
 from tests.models import CASES
 from tests.test_tracing import LiveBytes
 

@@ -9,19 +9,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autosac.demo import GPT
+from autosac.cli.demo import GPT
 from autosac.errors import TraceError
-from autosac.measuring import (
+from autosac.measuring.measuring import (
     capture_state,
     differences,
     measure_peak,
     optimizer_tensors,
     storage_bytes,
 )
-from autosac.profiling import calibrate, profile
-from autosac.simulating import Simulator
-from autosac.stepping import normalize_inputs, training_step
-from autosac.tracing import dry_run
+from autosac.planning.profiling import calibrate, profile
+from autosac.simulation.simulating import Simulator
+from autosac.tracing.stepping import normalize_inputs, training_step
+from autosac.tracing.tracing import dry_run
 from tests.models import CASES, WIDTH, ResidualBlock, each_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")

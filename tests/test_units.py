@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autosac.profiling import profile
-from autosac.tape import Tape
+from autosac.planning.profiling import profile
+from autosac.tracing.tape import Tape
 from tests.models import BATCH, CASES, WIDTH, ConvNet, each_case, gpt, tokens
 
 

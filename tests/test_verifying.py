@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from autosac.measuring import storage_bytes
-from autosac.verifying import Verification, verify
+from autosac.measuring.measuring import storage_bytes
+from autosac.measuring.verifying import Verification, verify
 
 WIDTH, BATCH = 32, 128
 

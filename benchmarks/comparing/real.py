@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import autosac
-from autosac.verifying import AppliesToModel, Recipe
+from autosac.measuring.verifying import AppliesToModel, Recipe
 from benchmarks.comparing.profiles import budget_at, calibrated_profile
 from benchmarks.comparing.timing import measure
 from benchmarks.environment import MIB

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import autosac
-from autosac import demo
+from autosac.cli import demo
 from benchmarks.comparing.profiles import budget_at
 from benchmarks.environment import MIB
 

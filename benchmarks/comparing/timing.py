@@ -11,8 +11,13 @@ from typing import Any
 
 import torch
 
-from autosac.stepping import normalize_inputs, training_step
-from autosac.verifying import AppliesToModel, Recipe, Verification, verify_each
+from autosac.measuring.verifying import (
+    AppliesToModel,
+    Recipe,
+    Verification,
+    verify_each,
+)
+from autosac.tracing.stepping import normalize_inputs, training_step
 
 
 def measure(

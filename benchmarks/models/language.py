@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from autosac import demo
+from autosac.cli import demo
 from benchmarks.models.workload import (
     Workload,
     adamw,

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
-from autosac import curves
-from autosac.curves import UnitCurve
-from autosac.policies import Policy
-from autosac.profiling import Profile
-from autosac.units import Unit
+from autosac.candidates import curves
+from autosac.candidates.curves import UnitCurve
+from autosac.candidates.policies import Policy
+from autosac.candidates.units import Unit
+from autosac.planning.profiling import Profile
 from solvers import knapsack
 
 _SHARE = 0.7  # of what the modules of any one class keep

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autosac.planning import Choice
-from autosac.profiling import Profile
+from autosac.planning.planning import Choice
+from autosac.planning.profiling import Profile
 from benchmarks.rivals.blocks import find_blocks, policy_saving, unit_curves
 
 

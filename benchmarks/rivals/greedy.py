@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autosac.planning import Choice
-from autosac.profiling import Profile
-from autosac.units import Unit
+from autosac.candidates.units import Unit
+from autosac.planning.planning import Choice
+from autosac.planning.profiling import Profile
 from benchmarks.rivals.blocks import find_blocks, overlap, unit_curves
 
 _LEAST_MS = 1e-9  # of a move: free ones come first, by size

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from autosac.planning import Choice
-from autosac.profiling import Profile
-from autosac.tape import Tape
-from autosac.units import Unit
+from autosac.candidates.units import Unit
+from autosac.planning.planning import Choice
+from autosac.planning.profiling import Profile
+from autosac.tracing.tape import Tape
 from benchmarks.rivals.blocks import find_blocks, overlap, policy_saving
 
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})

@@ -35,10 +35,10 @@ from torch.distributed._tools.sac_ilp import (
 )
 from torch.utils._pytree import tree_map_only
 
-from autosac.planning import Choice
-from autosac.profiling import Profile
-from autosac.stepping import LossFn, default_loss, normalize_inputs
-from autosac.units import Unit
+from autosac.candidates.units import Unit
+from autosac.planning.planning import Choice
+from autosac.planning.profiling import Profile
+from autosac.tracing.stepping import LossFn, default_loss, normalize_inputs
 from benchmarks.rivals.blocks import policy_saving
 from benchmarks.rivals.settings import Rival, priced
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from autosac import applying, curves
-from autosac.planning import Choice, spell_out
-from autosac.policies import OpPolicy
-from autosac.profiling import Profile
+from autosac.applying import applying
+from autosac.candidates import curves
+from autosac.candidates.policies import OpPolicy
+from autosac.planning.planning import Choice, spell_out
+from autosac.planning.profiling import Profile
 from benchmarks.rivals import checkpointing, op_lists
 from benchmarks.rivals.greedy import greedy_path
 
@@ -61,7 +62,7 @@ class Rival:
 
 @dataclass(frozen=True, kw_only=True)
 class RivalPlan:
-    """A setting as `autosac.verifying` takes plans.
+    """A setting as `autosac.measuring.verifying` takes plans.
 
     Attributes:
         op_policies: What happens to every op of each unit.

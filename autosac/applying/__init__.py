@@ -1,0 +1,1 @@
+"""A model and a plan in, a model that recomputes out."""

@@ -1,0 +1,321 @@
+"""Make modules of a model AC units, and undo it.
+
+The engine is `torch.utils.checkpoint` (non-reentrant) under the dispatch modes of
+`applying/rerunning.py`. Blocks of a chain run as units too, but keep only arguments
+from outside the chain (`applying/relaying.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from autosac.applying.relaying import Nest, NestedCall, RelayedCall
+from autosac.applying.rerunning import ForwardMode, RerunMode, Run, rerunning
+from autosac.candidates.policies import OpPolicy
+from autosac.tracing.attributes import Attributes
+
+
+class _Step:
+    """What the stand-ins of one model know of the step that runs.
+
+    Attributes:
+        calls: How often each module was called.
+        latest: Chain -> its last call, as long as backward can need it.
+        nests: Nest -> the call of its module that runs forward now.
+        onward: The nest that runs onward now, for the sake of a rerun.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.latest: weakref.WeakValueDictionary[str, RelayedCall] = (
+            weakref.WeakValueDictionary()
+        )
+        self.nests: dict[str, Nest] = {}
+        self.onward: Nest | None = None
+
+    def __reduce__(self) -> tuple[type[_Step], tuple[()]]:
+        return _Step, ()  # a copy of a model has begun no step
+
+
+class _StandIn:
+    """Stands in for a module's ``forward``.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.own_forward = module.__dict__.get("forward")
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        own: Callable[..., Any] | None = self.own_forward
+        if own is not None:
+            return own
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
+
+
+class CheckpointedForward(_StandIn):
+    """Stands in for a module's ``forward`` and runs it as an AC unit.
+
+    Args:
+        module: The module.
+        policies: What to do with its ops, for each call of a step that is planned.
+        step: What is shared with the other units of the model.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        policies: tuple[OpPolicy, ...],
+        step: _Step,
+    ) -> None:
+        super().__init__(module)
+        self.fqn = policies[0].fqn
+        self.training = policies[0].training
+        self.num_calls = policies[0].num_calls
+        self.policies = {policy.call_index: policy for policy in policies}
+        self.step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.__wrapped__
+        if self.step.onward is not None:
+            return self.step.onward.meet(self.fqn, forward, args, kwargs)
+        policy = None if rerunning.now else self._policy()
+        if policy is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+
+        args, kwargs = _own_containers(args), _own_containers(kwargs)
+        if policy.chain:
+            return self._run_in_chain(policy, args, kwargs)
+
+        def run(*inputs: Any) -> Any:
+            return forward(*inputs, **kwargs)
+
+        def contexts() -> tuple[ForwardMode, RerunMode]:
+            record = Run(policy, Attributes(self.module))
+            return ForwardMode(record), RerunMode(record)
+
+        return checkpoint(
+            run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # random ops are given theirs one by one
+            context_fn=contexts,
+        )
+
+    def _run_in_chain(self, policy: OpPolicy, args: Any, kwargs: Any) -> Any:
+        """Run as a block of a chain or a nest, which keeps few arguments or none."""
+        record = Run(policy, Attributes(self.module))
+        call = self._call_in_chain(policy, record, args, kwargs)
+        is_expected = isinstance(call, NestedCall) or call.is_relayed
+        if not is_expected and (policy.around or policy.position):
+            warnings.warn(
+                f"AC unit `{self.fqn}` does not get what the block before it made, as"
+                " its plan expects; its arguments are kept, and the planned peak no"
+                " longer holds. Plan again with inputs like these.",
+                stacklevel=3,
+            )
+
+        def run() -> Any:
+            args, kwargs = call.arguments()
+            return forward(*args, **kwargs)
+
+        forward = self.__wrapped__
+        del args, kwargs
+        output = checkpoint(
+            run,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (ForwardMode(record), RerunMode(record)),
+        )
+        if isinstance(call, RelayedCall):
+            call.finish(output)
+            self.step.latest[policy.chain] = call
+        return output
+
+    def _call_in_chain(
+        self, policy: OpPolicy, record: Run, args: Any, kwargs: Any
+    ) -> RelayedCall | NestedCall:
+        nest = self.step.nests.get(policy.chain)
+        if nest is not None and len(nest.calls) == policy.position:
+            return NestedCall(nest, record, self.step, args, kwargs)
+        before = None
+        if policy.position and not policy.around:
+            before = self.step.latest.get(policy.chain)
+        if before is not None and before.position != policy.position - 1:
+            before = None
+        return RelayedCall(self.__wrapped__, record, before, args, kwargs)
+
+    def _policy(self) -> OpPolicy | None:
+        """The policy of this call."""
+        if self.module.training != self.training:
+            return None
+        if self.num_calls == 1:
+            return self.policies[0]
+        index = self.step.calls[self.fqn]
+        self.step.calls[self.fqn] += 1
+        if index == self.num_calls:
+            warnings.warn(
+                f"AC unit `{self.fqn}` is called more often than the {self.num_calls}"
+                " times its plan knows; what follows is saved, not recomputed, and the"
+                " planned peak no longer holds. Plan again with inputs like these.",
+                stacklevel=2,
+            )
+        return self.policies.get(index)
+
+
+class _NestForward(_StandIn):
+    """Stands in for the ``forward`` of the module of a nest.
+
+    Args:
+        module: The module.
+        parts: Op policies of its parts, in the order of their calls.
+        step: What is shared with the units of the model.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, parts: tuple[OpPolicy, ...], step: _Step
+    ) -> None:
+        super().__init__(module)
+        self.fqn = parts[0].around
+        self.chain = parts[0].chain
+        self.training = parts[0].training
+        self.fqns = tuple(part.fqn for part in parts)
+        self.step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.__wrapped__
+        is_planned = torch.is_grad_enabled() and self.module.training == self.training
+        if rerunning.now or not is_planned:
+            return forward(*args, **kwargs)
+        args, kwargs = _own_containers(args), _own_containers(kwargs)
+        attributes = Attributes(self.module)
+        nest = Nest(self.fqn, forward, attributes, self.fqns, args, kwargs)
+        self.step.nests[self.chain] = nest
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.step.nests.pop(self.chain, None)
+
+
+class _SlicedForward(_StandIn):
+    """Stands in for an `nn.Sequential`'s ``forward`` and runs slices of it as units.
+
+    Args:
+        module: The `nn.Sequential`.
+        policies: One for each slice.
+        step: What is shared with the other units of the model.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        policies: tuple[OpPolicy, ...],
+        step: _Step,
+    ) -> None:
+        super().__init__(module)
+        names, layers = list(module._modules), _layers(module)
+        self.slices: dict[int, tuple[int, CheckpointedForward]] = {}
+        for policy in policies:
+            first = names.index(policy.fqn.rpartition(".")[2])
+            end = names.index(policy.until.rpartition(".")[2]) + 1
+            part = torch.nn.Sequential(*layers[first:end])
+            self.slices[first] = (end, CheckpointedForward(part, (policy,), step))
+
+    def __call__(self, value: Any) -> Any:
+        layers = _layers(self.module)
+        position = 0
+        while position < len(layers):
+            if position in self.slices:
+                position, run = self.slices[position]
+                run.module.training = self.module.training
+                value = run(value)
+            else:
+                value = layers[position](value)
+                position += 1
+        return value
+
+
+def _layers(sequence: torch.nn.Module) -> list[torch.nn.Module]:
+    return [sequence.get_submodule(name) for name in sequence._modules]
+
+
+class _CountedForward(_StandIn):
+    """Stands in for the whole model's ``forward``; every call begins a new count."""
+
+    def __init__(self, module: torch.nn.Module, step: _Step) -> None:
+        super().__init__(module)
+        self.step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not rerunning.now:
+            self.step.calls.clear()
+        return self.__wrapped__(*args, **kwargs)
+
+
+def _own_containers(value: Any) -> Any:
+    """Copy lists and dicts, which the caller may change before the rerun."""
+    if type(value) in (list, tuple):
+        return type(value)(_own_containers(item) for item in value)
+    if type(value) is dict:
+        return {key: _own_containers(item) for key, item in value.items()}
+    return value
+
+
+def install(model: torch.nn.Module, policies: tuple[OpPolicy, ...]) -> None:
+    """Make modules of a model AC units; names and state dict stay as they are."""
+    step = _Step()
+    by_fqn: dict[str, list[OpPolicy]] = {}
+    sliced: dict[str, list[OpPolicy]] = {}
+    for policy in policies:
+        if policy.until:
+            sliced.setdefault(policy.fqn.rpartition(".")[0], []).append(policy)
+        else:
+            by_fqn.setdefault(policy.fqn, []).append(policy)
+    for fqn, of_module in by_fqn.items():
+        module = model.get_submodule(fqn)
+        module.forward = CheckpointedForward(module, tuple(of_module), step)
+    for fqn, slices in sliced.items():
+        module = model.get_submodule(fqn)
+        module.forward = _SlicedForward(module, tuple(slices), step)
+    nests: dict[str, list[OpPolicy]] = {}
+    for policy in policies:
+        if policy.around:
+            nests.setdefault(policy.around, []).append(policy)
+    for fqn, parts in nests.items():
+        module = model.get_submodule(fqn)
+        parts.sort(key=lambda part: part.position)
+        module.forward = _NestForward(module, tuple(parts), step)
+    if any(policy.num_calls > 1 for policy in policies):
+        model.forward = _CountedForward(model, step)
+
+
+def installed(model: torch.nn.Module) -> tuple[str, ...]:
+    """FQNs of the modules that `install` made AC units."""
+    return tuple(
+        fqn
+        for fqn, module in model.named_modules()
+        if isinstance(
+            module.__dict__.get("forward"), (CheckpointedForward, _SlicedForward)
+        )
+    )
+
+
+def remove(model: torch.nn.Module) -> None:
+    """Undo `install`."""
+    for module in model.modules():
+        # A whole model that is a sequence may have two, one around the other.
+        while isinstance(forward := module.__dict__.get("forward"), _StandIn):
+            del module.forward
+            if forward.own_forward is not None:
+                module.forward = forward.own_forward

@@ -1,0 +1,1 @@
+"""A tape in, AC units and their trade-off curves out."""

@@ -1,0 +1,208 @@
+"""Chains: consecutive blocks whose inputs are not kept but made again, block by block.
+
+With every block of a model under AC, what is kept are the blocks' inputs, one for
+each. A chain keeps the first of them only. At the first read in backward its blocks
+run forward once more, up to the last one, and leave their inputs behind; then each
+block is rerun when backward comes to it. So a chain of k blocks frees k - 1 inputs
+between forward and backward, at the price of nearly one more forward pass of it: the
+square-root rule of Chen et al. (Training Deep Nets with Sublinear Memory Cost, 2016)
+with blocks inside its segments, and with op policies inside the blocks.
+
+Of a run of n linked blocks those chains are candidates that span 2, 4, 8, ... blocks
+from every second, fourth, eighth, ... one: they nest, so that there are fewer than n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autosac.candidates.groups import Group, Tail, TapeIndex, make_tail
+from autosac.candidates.units import Block, Unit
+from autosac.tracing.tape import ModuleCall, Tape
+
+
+def find_chains(
+    tape: Tape, candidates: Sequence[Unit], op_ms: Sequence[float]
+) -> tuple[Unit, ...]:
+    """Chains of a tape.
+
+    Args:
+        tape: The traced step.
+        candidates: The units that are one module call each, in forward order.
+        op_ms: Forward time of every op of the tape.
+    """
+    index = TapeIndex(tape)
+    chains = []
+    for run in _runs(index, candidates):
+        blocks = [make_block(index, unit, op_ms) for unit in run]
+        for first, last in spans(len(run)):
+            chain = _chain(index, blocks[first:last])
+            if chain is not None:
+                chains.append(chain)
+    return tuple(chains)
+
+
+def _runs(index: TapeIndex, candidates: Sequence[Unit]) -> list[list[Unit]]:
+    """Units that follow each other with nothing in between, two or more at a time."""
+    tape = index.tape
+    around = _enclosing_calls(tape.calls)
+    open_runs: dict[int, list[Unit]] = {}
+    runs: list[list[Unit]] = []
+    for unit in candidates:
+        if tape.modules[unit.module].is_leaf:
+            continue
+        place = around[unit.call.enter]
+        run = open_runs.get(place)
+        if run is not None and _follows(index, run[-1], unit):
+            run.append(unit)
+        else:
+            open_runs[place] = run = [unit]
+            runs.append(run)
+    return [run for run in runs if len(run) > 1]
+
+
+def _enclosing_calls(calls: Sequence[ModuleCall]) -> dict[int, int]:
+    """Enter tick of each call -> that of the call around it, -1 if there is none."""
+    found: dict[int, int] = {}
+    stack: list[ModuleCall] = []
+    for call in calls:
+        while stack and stack[-1].exit < call.enter:
+            stack.pop()
+        found[call.enter] = stack[-1].enter if stack else -1
+        stack.append(call)
+    return found
+
+
+def _follows(index: TapeIndex, before: Unit, after: Unit) -> bool:
+    """Whether a unit takes over from another one at once."""
+    return (
+        not index.ops_in(before.call.exit, after.call.enter)
+        and after.trigger < before.trigger
+        and not set(before.call.outputs).isdisjoint(after.call.inputs)
+    )
+
+
+def spans(length: int) -> list[tuple[int, int]]:
+    """Where chains of so many linked blocks begin and end; they nest."""
+    spans: dict[tuple[int, int], None] = {}
+    size = 2
+    while size < 2 * length:
+        for first in range(0, length - 1, size):
+            last = min(first + size, length)
+            if last - first > 1:
+                spans[first, last] = None
+        size *= 2
+    return list(spans)
+
+
+def make_block(index: TapeIndex, unit: Unit, op_ms: Sequence[float]) -> Block | None:
+    """A unit and what it takes to run it to its end; None if that must not be."""
+    tail = make_tail(
+        index, unit.call, unit.ops, unit.groups, unit.last_pack, unit.trigger, op_ms
+    )
+    if not isinstance(tail, Tail):
+        return None
+    return Block(unit=unit, tail=tail.groups, outward=tail.outward, relayed=())
+
+
+def _chain(index: TapeIndex, blocks: Sequence[Block | None]) -> Unit | None:
+    """Linked blocks as one unit, if all that they hand on is known."""
+    found: list[Block] = []
+    passed: set[int] = set()
+    for block in blocks:
+        if block is None:
+            return None
+        call = block.unit.call
+        relayed = _relayed(index, call, found)
+        if not passed.issuperset(relayed):
+            return None
+        found.append(replace(block, relayed=relayed))
+        passed |= set(call.outputs)
+    units = [block.unit for block in found]
+    first, last = units[0], units[-1]
+    inputs = {
+        s: None
+        for block in found
+        for s in block.unit.call.inputs
+        if s not in block.relayed
+    }
+    call = ModuleCall(
+        module=first.module,
+        phase=first.call.phase,
+        enter=first.call.enter,
+        exit=last.call.exit,
+        inputs=tuple(inputs),
+        outputs=last.call.outputs,
+        once=None,
+    )
+    saved = range(first.saved.start, last.saved.stop)
+    groups = joined_groups(index, units, first.ops.start, saved, last.trigger)
+    return Unit(
+        fqn=f"{first.fqn}-{last.fqn}",
+        module=first.module,
+        call=call,
+        call_index=first.call_index,
+        num_calls=first.num_calls,
+        ops=range(first.ops.start, last.ops.stop),
+        saved=saved,
+        last_pack=last.last_pack,
+        trigger=last.trigger,
+        released=max(unit.released for unit in units),
+        last_use=max(unit.last_use for unit in units),
+        groups=groups,
+        key=(placed(found), tuple(group.saved_bytes for group in groups)),
+        activation_bytes=sum(unit.activation_bytes for unit in units),
+        sole_bytes=sum(group.saved_bytes for group in groups if group.needed),
+        blocks=tuple(found),
+    )
+
+
+def _relayed(
+    index: TapeIndex, call: ModuleCall, before: Sequence[Block]
+) -> tuple[int, ...]:
+    """Arguments that earlier blocks of the chain made."""
+    if not before:
+        return ()
+    enter = before[0].unit.call.enter
+    return tuple(s for s in call.inputs if index.tape.storages[s].born > enter)
+
+
+def joined_groups(
+    index: TapeIndex, units: Sequence[Unit], start: int, saved: range, trigger: int
+) -> tuple[Group, ...]:
+    """The groups of all blocks; saving one costs what nobody outside keeps."""
+    groups: list[Group] = []
+    for unit in units:
+        shift, offset = unit.ops.start - start, len(groups)
+        for group in unit.groups:
+            kept = (
+                index.tape.storages[s].nbytes
+                for s in group.storages
+                if index.held_elsewhere_until(s, saved) < trigger
+            )
+            groups.append(
+                replace(
+                    group,
+                    ops=tuple(i + shift for i in group.ops),
+                    inputs=tuple(g + offset for g in group.inputs),
+                    saved_bytes=sum(kept),
+                )
+            )
+    return tuple(groups)
+
+
+def placed(blocks: Sequence[Block]) -> tuple[object, ...]:
+    """Equal for blocks that behave alike and are placed alike."""
+    first = blocks[0].unit
+    return tuple(
+        (
+            block.unit.key,
+            block.unit.call.enter - first.call.enter,
+            first.trigger - block.unit.trigger,
+            tuple((group.ops, group.inputs) for group in block.tail),
+            block.outward,
+            len(block.relayed),
+        )
+        for block in blocks
+    )

@@ -1,0 +1,157 @@
+"""Storages that more than one candidate unit keeps alive, as the MILP's holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from autosac.candidates.curves import UnitCurve
+from autosac.candidates.units import Unit
+from autosac.simulation.simulating import Simulator
+from autosac.tracing.tape import IntArray
+from solvers import sac
+
+_Ends = tuple[tuple[int, int], ...]  # units, and ticks until which they hold
+_Froms = tuple[tuple[int, tuple[int, ...]], ...]  # and from which their points free
+
+
+class Holders:
+    """Who keeps a storage alive, besides one unit.
+
+    Attributes:
+        nbytes: Size of each storage.
+        freed: Tick at which each is freed in the plain step.
+        shared: Arguments of several units that can be chosen together, with the units
+            that hold each of them longer than the plain step does, and until when.
+            Such a storage is there but once: no unit alone is charged for it.
+        kept: Arguments that a unit holds although another one, chosen alone, would
+            free them: with those that hold, and those that free by point.
+    """
+
+    def __init__(
+        self, simulator: Simulator, units: Sequence[Unit], curves: Sequence[UnitCurve]
+    ) -> None:
+        tape = simulator.tape
+        self.nbytes: list[int] = tape.nbytes.tolist()
+        self.freed: list[int] = tape.freed.tolist()
+        self.saves: dict[int, list[int]] = defaultdict(list)
+        for i, saved in enumerate(tape.saved):
+            self.saves[saved.storage].append(i)
+        self.until: list[int] = tape.saved_until.tolist()
+        self.died: list[int] = tape.died.tolist()
+        self._without: dict[tuple[int, range], int] = {}
+        takers: dict[int, list[int]] = defaultdict(list)
+        for u, unit in enumerate(units):  # in the order of entering
+            for storage in unit.call.inputs:
+                takers[storage].append(u)
+        self.shared: dict[int, _Ends] = {}
+        for storage, taking in takers.items():
+            first_exit = min(units[u].call.exit for u in taking)
+            if any(units[u].call.enter > first_exit for u in taking):
+                held = [(u, units[u].held_until(storage)) for u in taking]
+                self.shared[storage] = tuple(
+                    (u, until) for u, until in held if until > self.freed[storage]
+                )
+        self.kept = self._find_kept(simulator, units, curves, takers)
+
+    def cuts(self) -> set[int]:
+        """Ticks at which such a storage is freed, in the plain step or by a unit."""
+        found: set[int] = set()
+        for storage, held in self.shared.items():
+            if held:
+                found |= {self.freed[storage], *(until for _, until in held)}
+        for held, freeing in self.kept.values():
+            found |= {until for _, until in held}
+            found |= {tick for _, froms in freeing for tick in froms}
+        return found
+
+    def holds(self, edges: IntArray) -> tuple[sac.Hold, ...]:
+        """What units hold together; storages that live alike are added up."""
+        sizes: dict[tuple[int, _Ends, _Froms], int] = defaultdict(int)
+        for storage, held in self.shared.items():
+            if held:
+                sizes[self.freed[storage], held, ()] += self.nbytes[storage]
+        for storage, (held, freeing) in self.kept.items():
+            first = min(tick for _, froms in freeing for tick in froms)
+            sizes[first, held, freeing] += self.nbytes[storage]
+
+        def place(tick: int) -> int:
+            return int(np.searchsorted(edges, tick))
+
+        return tuple(
+            sac.Hold(
+                nbytes=nbytes,
+                held_from=place(first),
+                holders=tuple((u, place(until)) for u, until in held),
+                freed_by=tuple((u, tuple(map(place, froms))) for u, froms in freeing),
+            )
+            for (first, held, freeing), nbytes in sizes.items()
+        )
+
+    def without(self, storage: int, own: range) -> int:
+        """Tick at which a storage is freed if ``own`` saves nothing."""
+        found = self._without.get((storage, own))
+        if found is None:
+            others = (self.until[i] for i in self.saves[storage] if i not in own)
+            found = max(self.died[storage], max(others, default=0))
+            self._without[storage, own] = found
+        return found
+
+    def _find_kept(
+        self,
+        simulator: Simulator,
+        units: Sequence[Unit],
+        curves: Sequence[UnitCurve],
+        takers: dict[int, list[int]],
+    ) -> dict[int, tuple[_Ends, _Froms]]:
+        """Storages that a unit saves last, and so would free, and others hold.
+
+        All units that save a storage last have that save in common: they lie in one
+        another, and at most one of them is chosen.
+        """
+        held: dict[int, dict[int, int]] = defaultdict(dict)
+        freeing: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        for u, (unit, made) in enumerate(zip(units, curves, strict=True)):
+            storages = {simulator.tape.saved[i].storage for i in unit.saved}
+            for storage in sorted(storages & takers.keys() - set(unit.call.inputs)):
+                freed = self.freed[storage]
+                first = self.without(storage, unit.saved)
+                if first >= freed:
+                    continue
+                ends = {
+                    v: min(freed, units[v].held_until(storage))
+                    for v in takers[storage]
+                    if _are_apart(unit, units[v])
+                }
+                ends = {v: until for v, until in ends.items() if until > first}
+                if not ends:
+                    continue
+                froms = self._freed_from(simulator, unit, made, storage)
+                if min(froms) < max(ends.values()):
+                    freeing[storage].append((u, froms))
+                    held[storage] |= ends
+        return {
+            storage: (tuple(sorted(held[storage].items())), tuple(found))
+            for storage, found in freeing.items()
+        }
+
+    def _freed_from(
+        self, simulator: Simulator, unit: Unit, made: UnitCurve, storage: int
+    ) -> tuple[int, ...]:
+        """Tick at which a unit alone frees a storage, by point of its curve."""
+        found = []
+        for policy in made.policies:
+            effect = simulator.effect(unit, policy)
+            own = effect.held_until[effect.held == storage]
+            held = -(-int(own.max(initial=0)) // simulator.span)
+            first = max(self.without(storage, unit.saved), held)
+            found.append(min(first, self.freed[storage]))
+        return tuple(found)
+
+
+def _are_apart(unit: Unit, other: Unit) -> bool:
+    """Whether two units can be chosen together."""
+    one, two = unit.call, other.call
+    return one.exit < two.enter or two.exit < one.enter

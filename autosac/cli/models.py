@@ -1,0 +1,220 @@
+"""What the command line means by a model: a factory of the user's, or an HF config."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autosac.planning.planning import calibrated_if_present
+from autosac.planning.profiling import Profile, profile
+
+_KEYS = ("model", "inputs", "loss_fn", "optimizer")
+_HF = "hf:"
+
+
+class UsageError(ValueError):
+    """What was typed cannot be meant; says what can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A training step to build.
+
+    Attributes:
+        make: Builds model, inputs and, if they are the model's own, loss and optimizer.
+        optimizer: Name of a class of ``torch.optim``, '' for none.
+        options: Further options of `autosac.profile`.
+    """
+
+    make: Callable[[], dict[str, Any]]
+    optimizer: str
+    options: Mapping[str, Any]
+
+    def parts(self) -> dict[str, Any]:
+        """Model, inputs, loss and optimizer, built anew from the same seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made = self.make()
+        if self.optimizer:
+            made = {**made, "optimizer": _optimizer(self.optimizer)}
+        return made
+
+    def profile(self) -> Profile:
+        """The step, traced."""
+        return profile(**self.parts(), **self.options)
+
+    def calibrated(self) -> Profile:
+        """The step, traced and measured if its model lies on this machine."""
+        return calibrated_if_present(self.profile())
+
+    def on(self, place: str) -> Target:
+        """The same, built on a device (``cpu``, ``cuda``, ``meta``)."""
+
+        def make() -> dict[str, Any]:
+            with torch.device(place):
+                return self.make()
+
+        return replace(self, make=make)
+
+
+def target(
+    name: str,
+    *,
+    settings: Sequence[str],
+    optimizer: str,
+    batch: int,
+    length: int,
+    options: Mapping[str, Any],
+) -> Target:
+    """Read the name of a model.
+
+    Args:
+        name: ``package.module:factory`` or ``hf:path/to/config.json``.
+        settings: ``key=value`` arguments of the factory, or entries of the config.
+        optimizer: As in `Target`, like `options`.
+        batch: Batch size of an HF model,
+        length: and length of its sequences.
+
+    Raises:
+        UsageError: The name or a setting cannot be read.
+    """
+    arguments = dict(map(_setting, settings))
+    if optimizer:
+        _optimizer(optimizer)  # complain before anything is built
+    if name.startswith(_HF):
+        path = Path(name[len(_HF) :])
+        if not path.is_file():
+            raise UsageError(f"{path} is no file; give the path of a config.json.")
+
+        def make() -> dict[str, Any]:
+            return _from_config(path, arguments, batch, length)
+    else:
+        factory = _factory(name)
+        _check_arguments(name, factory, arguments)
+
+        def make() -> dict[str, Any]:
+            return _parts_of(name, factory(**arguments))
+
+    return Target(make=make, optimizer=optimizer, options=options)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise UsageError(f"--set {text!r} must be key=value, such as layers=12.")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value  # a word is a text
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UsageError(
+            f"{name!r} names no model; write package.module:factory or"
+            " hf:path/to/config.json."
+        )
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules beside the user, as for `python -m`
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{name!r}: {error}.") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{name!r}: {module_name} has no {attribute!r}.")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{name!r} is no function, but {type(found).__name__}.")
+    factory: Callable[..., Any] = found
+    return factory
+
+
+def _check_arguments(
+    name: str, factory: Callable[..., Any], arguments: Mapping[str, Any]
+) -> None:
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise UsageError(f"{name!r}: {error}; see --set key=value.") from error
+
+
+def _parts_of(name: str, made: Any) -> dict[str, Any]:
+    """What a factory returned, by name."""
+    if isinstance(made, tuple) and 2 <= len(made) <= len(_KEYS):
+        made = dict(zip(_KEYS, made, strict=False))
+    is_right = isinstance(made, Mapping) and {"model", "inputs"} <= made.keys()
+    if not is_right or not made.keys() <= set(_KEYS):
+        raise UsageError(
+            f"{name!r} must return (model, inputs), (model, inputs, loss_fn) or"
+            " (model, inputs, loss_fn, optimizer), or a dict with these keys; it"
+            f" returned {_described(made)}."
+        )
+    return dict(made)
+
+
+def _described(made: Any) -> str:
+    if isinstance(made, Mapping):
+        return f"a dict with {sorted(map(str, made))}"
+    return type(made).__name__
+
+
+def _optimizer(name: str) -> Callable[..., Any]:
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    if name.lower() not in known:
+        raise UsageError(
+            f"--optimizer {name!r} must be one of {', '.join(sorted(known))}."
+        )
+    return known[name.lower()]
+
+
+def _from_config(
+    path: Path, changes: Mapping[str, Any], batch: int, length: int
+) -> dict[str, Any]:
+    """A model of Transformers with random weights, and a batch; nothing is loaded."""
+    try:
+        import transformers  # only here, and slow to import
+    except ImportError as error:
+        raise UsageError("hf: needs transformers: pip install transformers.") from error
+    record = {**json.loads(path.read_text(encoding="utf-8")), **changes}
+    kind, names = record.get("model_type"), record.get("architectures")
+    if kind is None or not names:
+        raise UsageError(f"{path} names no `model_type` or no `architectures`.")
+    architecture = getattr(transformers, names[0], None)
+    if architecture is None:
+        raise UsageError(f"{path}: this transformers has no {names[0]}.")
+    config = transformers.AutoConfig.for_model(**record)
+    config.use_cache = False  # a cache of keys is for generation
+    model = architecture(config).train()
+    return {"model": model, "inputs": _inputs(names[0], config, batch, length)}
+
+
+def _inputs(name: str, config: Any, batch: int, length: int) -> dict[str, Any]:
+    """A batch for an architecture, with labels, so that it computes its own loss."""
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
+        tokens = torch.randint(config.vocab_size, (batch, length))
+        return {"input_ids": tokens, "labels": tokens}
+    if name.endswith("ForImageClassification"):
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        pixels = torch.randn(batch, config.num_channels, height, width)
+        labels = torch.randint(config.num_labels, (batch,))
+        return {"pixel_values": pixels, "labels": labels}
+    raise UsageError(
+        f"autosac knows no batch for {name}; write a factory that returns (model,"
+        " inputs) and name it as package.module:factory."
+    )

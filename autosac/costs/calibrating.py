@@ -1,0 +1,152 @@
+"""Replace modelled times and workspaces of a tape by measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from autosac.costs import caching
+from autosac.costs.sources import Source, modelled
+from autosac.costs.timing import OpMeasurement, OpSizes, blas_bytes, measure_ops
+from autosac.tracing.signatures import Signature
+from autosac.tracing.tape import Op, Tape
+
+_PRODUCTS = frozenset(  # ops that call cuBLAS
+    f"aten.{name}.default"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """What is known of a tape's ops.
+
+    Attributes:
+        ops: They, with their workspaces.
+        op_ms: The time of each.
+        sources: Where the figures of each come from.
+        failures: Name of an op that was not run -> why.
+        library_bytes: Blocks that libraries keep for good.
+    """
+
+    ops: tuple[Op, ...]
+    op_ms: tuple[float, ...]
+    sources: tuple[Source, ...]
+    failures: dict[str, str]
+    library_bytes: tuple[int, ...]
+
+
+def calibrated(
+    tape: Tape,
+    op_ms: tuple[float, ...],
+    *,
+    device: torch.device,
+    cache: bool,
+    refresh: bool,
+    progress: bool | None,
+) -> Calibrated:
+    """Look up or measure every distinct op of a tape that does some work.
+
+    Args:
+        tape: The step.
+        op_ms: Modelled times, for ops that cannot be measured.
+        device: Where to measure.
+        cache: Use the table on disk, and add to it.
+        refresh: Measure what the table knows, too.
+        progress: As in `measure_ops`.
+    """
+    found, failures = look_up(
+        _sizes(tape), device=device, cache=cache, refresh=refresh, progress=progress
+    )
+    return _replaced(tape, op_ms, found, failures, _library_bytes(tape, device))
+
+
+Found = dict[Signature, tuple[OpMeasurement, Source]]
+
+
+def look_up(
+    needed: Mapping[Signature, OpSizes],
+    *,
+    device: torch.device,
+    cache: bool = True,
+    refresh: bool = False,
+    progress: bool | None = False,
+) -> tuple[Found, dict[Signature, str]]:
+    """Costs of ops from the table on disk, or measured now; why others have none.
+
+    Args:
+        needed: The ops, and what is counted of each anyway.
+        device: Where to measure.
+        cache: Use the table on disk, and add to it.
+        refresh: Measure what the table knows, too.
+        progress: As in `measure_ops`.
+    """
+    texts = {s: text for s in needed if (text := caching.text_of(s))} if cache else {}
+    found: Found = {}
+    if cache:
+        environment = caching.environment(device)
+        path = caching.path_of(environment)
+        table = {} if refresh else caching.read(path)
+        for signature, text in texts.items():
+            if text in table:
+                found[signature] = (table[text], "cached")
+    missing = {s: sizes for s, sizes in needed.items() if s not in found}
+    made = measure_ops(missing, device=device, progress=progress)
+    if cache:
+        known = {texts[s]: cost for s, cost in made.costs.items() if s in texts}
+        caching.add(path, environment, known)
+    for signature, cost in made.costs.items():
+        found[signature] = (cost, "measured")
+    return found, made.failures
+
+
+def _library_bytes(tape: Tape, device: torch.device) -> tuple[int, ...]:
+    """Workspaces of cuBLAS: of forward's thread and of backward's, if they use it."""
+    threads = {op.phase == "backward" for op in tape.ops if op.name in _PRODUCTS}
+    if device.type != "cuda" or not threads:
+        return ()
+    return (blas_bytes(device),) * len(threads)
+
+
+def _sizes(tape: Tape) -> dict[Signature, OpSizes]:
+    """Distinct ops that do some work -> what the tape counts of each."""
+    found: dict[Signature, OpSizes] = {}
+    for op in tape.ops:
+        if isinstance(op.signature, Signature) and not op.is_view:
+            made_bytes = sum(tape.storages[i].nbytes for i in op.creates)
+            found[op.signature] = OpSizes(
+                moved_bytes=op.moved_bytes, made_bytes=made_bytes
+            )
+    return found
+
+
+def _replaced(
+    tape: Tape,
+    op_ms: tuple[float, ...],
+    found: Found,
+    failed: dict[Signature, str],
+    library_bytes: tuple[int, ...],
+) -> Calibrated:
+    ops, times, sources = [], [], []
+    for op, modelled_ms in zip(tape.ops, op_ms, strict=True):
+        known = None
+        if isinstance(op.signature, Signature) and not op.is_view:
+            known = found.get(op.signature)
+        if known is None:
+            ops.append(op)
+            times.append(modelled_ms)
+            source = modelled(op)
+        else:
+            cost, source = known
+            ops.append(replace(op, workspace_bytes=cost.workspace_bytes))
+            times.append(cost.runtime_ms)
+        sources.append(source)
+    return Calibrated(
+        ops=tuple(ops),
+        op_ms=tuple(times),
+        sources=tuple(sources),
+        failures={str(signature.func): reason for signature, reason in failed.items()},
+        library_bytes=library_bytes,
+    )

@@ -1,0 +1,29 @@
+"""How long an op takes on a device: a roofline."""
+
+from __future__ import annotations
+
+from autosac.costs.devices import DeviceSpec
+from autosac.tracing.tape import Op, Tape
+
+
+def op_ms(op: Op, device: DeviceSpec) -> float:
+    """Predicted time of one op in ms; a view costs nothing.
+
+    ``max(flops / peak_flops(dtype), bytes / bandwidth) + launch overhead``, the
+    roofline of Williams et al., Communications of the ACM 52(4), 2009.
+    """
+    if op.is_view:
+        return 0.0
+    return roofline_ms(op.flops, op.dtype, op.moved_bytes, device)
+
+
+def roofline_ms(flops: int, dtype: str, moved_bytes: int, device: DeviceSpec) -> float:
+    """Predicted time of so much work in ms, see `op_ms`."""
+    compute_s = flops / device.flops_per_s(dtype)
+    memory_s = moved_bytes / device.bandwidth_bytes_per_s
+    return max(compute_s, memory_s) * 1e3 + device.launch_overhead_ms
+
+
+def tape_ms(tape: Tape, device: DeviceSpec) -> tuple[float, ...]:
+    """Predicted time of every op of a tape in ms."""
+    return tuple(op_ms(op, device) for op in tape.ops)

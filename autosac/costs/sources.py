@@ -1,0 +1,107 @@
+"""Where times and workspaces of ops come from: measured here, or modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from autosac.quantities import format_bytes, format_ms
+from autosac.tracing.tape import Op
+
+Source = Literal["measured", "cached", "modelled", "view"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of a step that comes from one source.
+
+    Attributes:
+        num_ops: Distinct ops.
+        ms: Time of all their calls in one step.
+        workspace_bytes: Sum of their workspaces, each distinct op once.
+    """
+
+    num_ops: int
+    ms: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How far the figures of a profile are measured.
+
+    Attributes:
+        measured: Ops that were run for this profile.
+        cached: Ops that were run before on this device, from the table on disk.
+        modelled: Ops whose time is a formula, and so is their workspace (workspaces.py
+            for a GPU that is not present, cpu_workspaces.py for the CPU).
+        modelled_ops: Names of these, dearest first, and why each was not run.
+    """
+
+    measured: Share
+    cached: Share
+    modelled: Share
+    modelled_ops: tuple[tuple[str, str], ...]
+
+    @property
+    def measured_fraction(self) -> float:
+        """Share of the step's time that was measured, now or before."""
+        known = self.measured.ms + self.cached.ms
+        total = known + self.modelled.ms
+        return known / total if total else 1.0
+
+    def __str__(self) -> str:
+        parts = [("measured", self.measured), ("from the cache", self.cached)]
+        lines = [
+            f"{name:15}{share.num_ops:5} distinct ops, {format_ms(share.ms)} a step,"
+            f" {format_bytes(share.workspace_bytes)} of workspaces"
+            for name, share in (*parts, ("modelled", self.modelled))
+        ]
+        lines += [f"    {name}: {reason}" for name, reason in self.modelled_ops]
+        return "\n".join(lines)
+
+
+def modelled(op: Op) -> Source:
+    """The source of an op's figures that nobody measured."""
+    return "view" if op.is_view else "modelled"
+
+
+def calibration(
+    ops: Iterable[Op],
+    op_ms: Iterable[float],
+    sources: Iterable[Source],
+    failures: Mapping[str, str],
+) -> Calibration:
+    """Sum up the sources of a step's figures.
+
+    Args:
+        ops: All ops of the tape,
+        op_ms: the time of each,
+        sources: and where that comes from.
+        failures: Name of an op -> why it was not run.
+    """
+    times: dict[str, float] = {"measured": 0.0, "cached": 0.0, "modelled": 0.0}
+    distinct: dict[str, dict[object, int]] = {source: {} for source in times}
+    formula_ms: dict[str, float] = {}
+    for op, ms, source in zip(ops, op_ms, sources, strict=True):
+        if source == "view":
+            continue
+        times[source] += ms
+        distinct[source][op.signature] = op.workspace_bytes
+        if source == "modelled":
+            formula_ms[op.name] = formula_ms.get(op.name, 0.0) + ms
+    shares = {
+        source: Share(
+            num_ops=len(found), ms=times[source], workspace_bytes=sum(found.values())
+        )
+        for source, found in distinct.items()
+    }
+    names = sorted(formula_ms, key=lambda name: -formula_ms[name])
+    reasons = tuple((name, failures.get(name, "not calibrated")) for name in names)
+    return Calibration(
+        measured=shares["measured"],
+        cached=shares["cached"],
+        modelled=shares["modelled"],
+        modelled_ops=reasons,
+    )

@@ -1,0 +1,319 @@
+"""Run ops alone on made-up data: their time and their workspace.
+
+The *workspace* of an op is what its kernel allocates and frees inside itself, which
+fake tensors cannot see.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from autosac import _compat
+from autosac.costs import inventing
+from autosac.measuring.measuring import recorded_events
+from autosac.quantities import format_bytes
+from autosac.tracing.signatures import Signature
+
+_REPEATS = 5  # noise only adds: the least of so many times is taken,
+_ENOUGH_MS = 200.0  # or of as many as fit into this time
+_IN_A_ROW = 20  # runs of a short op on a GPU, where waiting takes longer than it does
+_SHORT_MS = 1.0  # an op so short is slowed down by being recorded
+_SHOW_AFTER_S = 1.0  # no progress bar for what is done by then
+_MEMORY_SHARE = 0.8  # of what is free, that one op may take: a heuristic
+_MARK = "autosac::calibrated_op "
+# What ops say of arguments they do not like; the last three are Python kernels'.
+_REFUSALS = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    AssertionError,
+    AttributeError,
+    KeyError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSizes:
+    """Memory of one op call that its tape counts.
+
+    Attributes:
+        moved_bytes: Of its tensor arguments and results.
+        made_bytes: Of the storages that it makes for its results. A kernel may return
+            more than its fake one says: oneDNN's backward of a convolution returns the
+            gradient of a weight that only wants its bias's.
+    """
+
+    moved_bytes: int
+    made_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpMeasurement:
+    """What one op call costs.
+
+    Attributes:
+        runtime_ms: Least of a few times: noise only adds.
+        workspace_bytes: Most bytes alive while it ran, less what its tape counts.
+    """
+
+    runtime_ms: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What running some ops showed.
+
+    Attributes:
+        costs: Of each op that ran.
+        failures: Why each of the others did not.
+    """
+
+    costs: dict[Signature, OpMeasurement]
+    failures: dict[Signature, str]
+
+
+def measure_ops(
+    sizes: Mapping[Signature, OpSizes],
+    *,
+    device: torch.device,
+    progress: bool | None = None,
+) -> Measurements:
+    """Run ops on made-up data.
+
+    Args:
+        sizes: The ops, and what their tape says of each.
+        device: Where.
+        progress: Show a bar on the standard error stream; None for only if that is
+            a terminal.
+    """
+    allowed: dict[Signature, OpSizes] = {}
+    failures: dict[Signature, str] = {}
+    for signature, size in sizes.items():
+        reason = inventing.refusal(signature) or _too_large(size.moved_bytes, device)
+        if reason is None:
+            allowed[signature] = size
+        else:
+            failures[signature] = reason
+    first_runs = _first_runs_on_gpu if device.type == "cuda" else _first_runs_on_cpu
+    used = [_index_of(device)] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=used), torch.no_grad():
+        costs, failed = first_runs(allowed, device, progress)
+        short = [s for s, cost in costs.items() if cost.runtime_ms < _SHORT_MS]
+        for signature in _watched(short, "times", progress):
+            costs[signature] = _without_recording(signature, costs[signature], device)
+    return Measurements(costs, failures | failed)
+
+
+_FirstRuns = tuple[dict[Signature, OpMeasurement], dict[Signature, str]]
+
+
+def _first_runs_on_cpu(
+    sizes: Mapping[Signature, OpSizes], device: torch.device, progress: bool | None
+) -> _FirstRuns:
+    """Workspaces and times, rough ones of short ops; why other ops do not run."""
+    ran: dict[str, float] = {}
+    failures = {}
+    names = {f"{_MARK}{i}": signature for i, signature in enumerate(sizes)}
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as in `measuring`
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recording:
+        for name, signature in _watched(names.items(), "workspaces", progress):
+            try:
+                ran[name] = _first_run_on_cpu(name, signature, device)
+            except _REFUSALS as error:
+                failures[signature] = _summary(error)
+    costs = {}
+    for event in recorded_events(recording):
+        if event.name in ran:
+            signature = names[event.name]
+            beyond_bytes = _peak_bytes(event) - sizes[signature].made_bytes
+            costs[signature] = OpMeasurement(
+                runtime_ms=ran[event.name], workspace_bytes=max(0, beyond_bytes)
+            )
+    return costs, failures
+
+
+def _first_run_on_cpu(name: str, signature: Signature, device: torch.device) -> float:
+    """Time in ms of an op that is recorded under a name."""
+    args, kwargs = inventing.arguments(signature, device)
+    call = partial(signature.func, *args, **kwargs)
+    begin = time.perf_counter()
+    # Forward kernels run with gradients enabled, and oneDNN's LSTM looks.
+    is_forward = "backward" not in str(signature.func)
+    with torch.set_grad_enabled(is_forward), record_function(name):
+        out = call()
+    elapsed_ms = (time.perf_counter() - begin) * 1e3
+    del out  # before it runs again
+    if elapsed_ms >= _SHORT_MS:
+        elapsed_ms = _least_ms(call, device, elapsed_ms)
+    return elapsed_ms
+
+
+def _first_runs_on_gpu(
+    sizes: Mapping[Signature, OpSizes], device: torch.device, progress: bool | None
+) -> _FirstRuns:
+    """Workspaces and times, rough ones of short ops; why other ops do not run.
+
+    There, what an op returns counts, not what its tape says: blocks are rounded up.
+    """
+    costs, failures = {}, {}
+    for signature in _watched(sizes, "workspaces", progress):
+        try:
+            costs[signature] = _first_run_on_gpu(signature, device)
+        except _REFUSALS as error:
+            failures[signature] = _summary(error)
+    return costs, failures
+
+
+def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasurement:
+    args, kwargs = inventing.arguments(signature, device)
+    call = partial(signature.func, *args, **kwargs)
+    call()  # libraries are loaded and allocate at their first call
+    torch.cuda.synchronize(device)
+    elapsed_ms = _run_ms(call, device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    out = call()
+    torch.cuda.synchronize(device)
+    held = max(before, torch.cuda.memory_allocated(device))
+    workspace_bytes = max(0, torch.cuda.max_memory_allocated(device) - held)
+    del out  # before it runs again
+    if elapsed_ms >= _SHORT_MS:
+        elapsed_ms = _least_ms(call, device, elapsed_ms)
+    return OpMeasurement(runtime_ms=elapsed_ms, workspace_bytes=workspace_bytes)
+
+
+def _without_recording(
+    signature: Signature, first: OpMeasurement, device: torch.device
+) -> OpMeasurement:
+    """A measurement with a better time."""
+    args, kwargs = inventing.arguments(signature, device)
+    call = partial(signature.func, *args, **kwargs)
+    in_a_row = _IN_A_ROW if device.type == "cuda" else 1
+    try:
+        least_ms = _least_ms(call, device, first.runtime_ms, in_a_row)
+    except _REFUSALS:  # it ran before; memory may have run short since
+        return first
+    return replace(first, runtime_ms=least_ms)
+
+
+def _least_ms(
+    call: Callable[[], Any], device: torch.device, first_ms: float, in_a_row: int = 1
+) -> float:
+    """Least time of an op that took ``first_ms`` and runs a few times more."""
+    least_ms = spent_ms = first_ms
+    for _ in range(_REPEATS):
+        if spent_ms > _ENOUGH_MS:
+            break
+        elapsed_ms = _run_ms(call, device, in_a_row)
+        spent_ms += elapsed_ms * in_a_row
+        least_ms = min(least_ms, elapsed_ms)
+    return least_ms
+
+
+def _run_ms(call: Callable[[], Any], device: torch.device, in_a_row: int = 1) -> float:
+    """Time of a call; a GPU is waited for once after so many of them."""
+    begin = time.perf_counter()
+    for _ in range(in_a_row):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) * 1e3 / in_a_row
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _summary(error: Exception) -> str:
+    line = str(error).partition("\n")[0]
+    return f"it fails on made-up data: {type(error).__name__}: {line[:100]}"
+
+
+def _peak_bytes(mark: Any) -> int:
+    """Most bytes allocated inside a marked range."""
+    pending, sizes = list(mark.children), []
+    while pending:
+        event = pending.pop()
+        kind, fields = event.typed
+        if kind.name == "Allocation" and fields.device.type == "cpu":
+            sizes.append((event.start_time_ns, fields.alloc_size))
+        pending.extend(event.children)
+    live = peak = 0
+    for _, size in sorted(sizes, key=lambda item: item[0]):
+        live += size
+        peak = max(peak, live)
+    return peak
+
+
+def blas_bytes(device: torch.device) -> int:
+    """What cuBLAS allocates on a GPU for each thread that uses it, and keeps."""
+    torch.cuda.synchronize(device)
+    _compat.clear_blas_workspaces()
+    matrix = torch.ones(64, 64, device=device)
+    before = torch.cuda.memory_allocated(device)
+    torch.addmm(matrix[0], matrix, matrix)
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
+
+
+# --- memory that is free ------------------------------------------------------
+
+
+def _too_large(num_bytes: int, device: torch.device) -> str | None:
+    """Why an op of so many bytes must not run here."""
+    free_bytes = available_bytes(device)
+    if free_bytes is None or num_bytes <= _MEMORY_SHARE * free_bytes:
+        return None
+    return f"it needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} are free"
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that can be allocated; None where that cannot be known."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    try:  # as `free` does (proc_meminfo(5)); Linux only
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+# --- progress -----------------------------------------------------------------
+
+
+def _watched(items: Collection[Any], what: str, progress: bool | None) -> Iterator[Any]:
+    """The items, with a progress bar on the standard error stream."""
+    console = Console(stderr=True, force_terminal=True if progress else None)
+    if progress is False or (progress is None and not console.is_terminal):
+        yield from items
+        return
+    begin = time.perf_counter()
+    with Progress(console=console, transient=True, disable=progress is None) as bar:
+        task = bar.add_task(f"Measuring {what} of {len(items)} ops", total=len(items))
+        for item in items:
+            yield item
+            bar.advance(task)
+            if bar.disable and time.perf_counter() - begin > _SHOW_AFTER_S:
+                bar.disable = False
+                bar.start()

@@ -1,0 +1,1 @@
+"""The same questions about joint graphs: capture, plan, rewrite, compile."""

@@ -1,0 +1,107 @@
+"""What compiled graphs do when they run: guards, and a measured peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autosac import _compat_graphs
+from autosac.measuring.measuring import measure_peak, storage_bytes
+
+
+class Run(NamedTuple):
+    """A compiled graph.
+
+    Attributes:
+        call: Takes a list of tensors, which it empties.
+        example: Fake tensors with the layouts of these.
+    """
+
+    call: Callable[..., Any]
+    example: tuple[Any, ...]
+
+
+# Storages that a planned forward pass saved: their keys, and references to them.
+_waiting: dict[int, Any] = {}
+
+
+def guarded_forward(
+    compiled: Callable[..., Any], num_outputs: int, check: Callable[[], None]
+) -> Callable[..., Any]:
+    """A compiled forward pass that runs only when no other one waits for backward."""
+
+    def run(args: list[Any]) -> Any:
+        check()
+        if not all(storage.expired() for storage in _waiting.values()):
+            raise RuntimeError(
+                "A forward pass under a memory budget begins while another one waits"
+                " for its backward pass; the budget would not hold for both. Compile"
+                " the whole model as one graph, and call it once per backward pass."
+            )
+        known = _storages(args)
+        results = compiled(args)
+        known |= _storages(results[:num_outputs])
+        _waiting.clear()
+        for tensor in _tensors(results[num_outputs:]):
+            if (key := _compat_graphs.storage_key(tensor)) not in known:
+                _waiting[key] = _compat_graphs.weak_storage(tensor)
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def guarded_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled backward pass; gradients may take the place of what was saved."""
+
+    def run(args: list[Any]) -> Any:
+        results = compiled(args)
+        for key in _storages(results):
+            _waiting.pop(key, None)
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _storages(values: Sequence[Any]) -> set[int]:
+    return set(map(_compat_graphs.storage_key, _tensors(values)))
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def measured_peak(forward: Run, backward: Run, num_outputs: int) -> int:
+    """Real peak of forward and backward on made-up data, with their inputs.
+
+    Random numbers are drawn from a generator that is put back.
+    """
+    inputs = [_invented(example) for example in forward.example]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        num_saved = len(forward.call(list(inputs))) - num_outputs
+        tangents = [_invented(example) for example in backward.example[num_saved:]]
+
+        def step() -> Any:
+            results = list(forward.call(list(inputs)))
+            saved = [*results[num_outputs:], *tangents]
+            del results[num_outputs:]  # what forward returns stays alive
+            return results, backward.call(saved)
+
+        held = storage_bytes(_tensors([*inputs, *tangents]))
+        _, peak_bytes = measure_peak(
+            step, device="cpu", persistent_bytes=held, warm_up=step
+        )
+    return peak_bytes
+
+
+def _invented(example: Any) -> Any:
+    """Made-up data with the layout of a fake tensor; 0 is a valid index."""
+    if not isinstance(example, torch.Tensor):
+        return example
+    made = torch.empty_strided(
+        example.shape, example.stride(), dtype=example.dtype, device="cpu"
+    )
+    return made.fill_(0.5 if example.is_floating_point() else 0)

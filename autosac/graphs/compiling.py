@@ -1,0 +1,373 @@
+"""`torch.compile` with a cap on the real peak: a partition that keeps a byte budget.
+
+AOTAutograd gives the joint graph of forward and backward to a partition function. Ours
+plans it (`graphs/plans.py`), writes the recomputations into its backward just before
+their first use, and lets PyTorch cut it in two by what backward then reads of forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import fx
+
+from autosac import _compat_graphs
+from autosac.errors import AutosacError, InfeasibleBudgetError
+from autosac.graphs import compiled_runs
+from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
+from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy
+from autosac.quantities import format_bytes, parse_bytes
+
+CompilerBackend = Literal["aot_eager", "inductor"]
+
+_NUM_RUNGS = 12  # plans between all and as little memory as can be: a heuristic
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledPlan:
+    """The plan of one compiled graph.
+
+    Attributes:
+        graph: What is recomputed, and the joint graph that does so.
+        peak_bytes: Peak of forward and backward with all that is counted: simulated
+            for ``aot_eager``, measured for ``inductor``.
+    """
+
+    graph: GraphPlan
+    peak_bytes: int
+
+
+def compile(
+    model: torch.nn.Module,
+    *,
+    memory_budget: int | str,
+    strategy: Strategy = "milp",
+    backend: CompilerBackend = "aot_eager",
+    extra_bytes: int = 0,
+    accumulate: bool = False,
+    time_limit_s: float = 60.0,
+    relative_gap: float = 0.01,
+) -> Any:
+    """Compile a model so that forward and backward together keep a memory budget.
+
+    The budget is a cap on all that is alive at once during forward and backward of the
+    model: its parameters, buffers, inputs, outputs, activations, temporaries,
+    workspaces of kernels, gradients of outputs and of parameters. What the model does
+    not do is not seen: let it return the loss, so that the loss is in the graph, and
+    say by ``extra_bytes`` what else is alive, such as optimizer state.
+
+    The model is planned and compiled at its first call, and again for every new shape.
+    Calls without gradients are compiled, not planned: they keep nothing for backward.
+    With ``inductor`` the first call also runs forward and backward once on made-up
+    data, to measure the peak.
+
+    Args:
+        model: On the CPU; one graph, without a compiled module inside.
+        memory_budget: Cap on the peak: bytes, or text such as ``"8GiB"``.
+        strategy: ``"milp"``: least recompute time; ``"capuchin"``: greedy.
+        backend: ``"aot_eager"``: graphs run op by op; ``"inductor"``: they are fused.
+        extra_bytes: What else is alive throughout.
+        accumulate: Gradients of earlier backward passes are alive as well.
+        time_limit_s: Time of the MILP.
+        relative_gap: The MILP stops this close to its bound.
+
+    Returns:
+        What ``torch.compile`` returns. Its first call raises `InfeasibleBudgetError` if
+        no plan fits, ``NotImplementedError`` for graphs that cannot be planned, and
+        Dynamo's own error if the model is no single graph. Every call raises
+        ``RuntimeError`` while another planned forward pass waits for its backward
+        pass, or with gradients present that ``accumulate`` did not announce.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: An argument is none of the above.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"`model` must be a module, got {type(model).__name__}.")
+    for fqn, module in model.named_modules():
+        if _compat_graphs.is_compiled(module):
+            raise ValueError(
+                f"`{fqn or 'model'}` is compiled already; the budget caps one graph:"
+                " compile the whole model with `autosac.compile`, or leave it out."
+            )
+    _check_choice("strategy", strategy, get_args(Strategy))
+    _check_choice("backend", backend, get_args(CompilerBackend))
+    if extra_bytes < 0:
+        raise ValueError(f"`extra_bytes`={extra_bytes} must not be negative.")
+    compiler = _Compiler(
+        model=weakref.ref(model),
+        budget_bytes=parse_bytes(memory_budget),
+        strategy=strategy,
+        backend=backend,
+        extra_bytes=extra_bytes,
+        accumulate=accumulate,
+        time_limit_s=time_limit_s,
+        relative_gap=relative_gap,
+    )
+    made = torch.compile(model, backend=compiler.run, fullgraph=True, dynamic=False)
+    _plans[made] = compiler.plans
+    return made
+
+
+_plans: weakref.WeakKeyDictionary[Any, list[CompiledPlan]] = weakref.WeakKeyDictionary()
+
+
+def compiled_plans(compiled: Any) -> tuple[CompiledPlan, ...]:
+    """Plans of the graphs that calls of a compiled model have made so far.
+
+    Raises:
+        ValueError: ``compiled`` does not come from `compile`.
+    """
+    if compiled not in _plans:
+        raise ValueError("`compiled` must be what `autosac.compile` returned.")
+    return tuple(_plans[compiled])
+
+
+def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        words = " or ".join(map(repr, allowed))
+        raise ValueError(f"`{name}` must be {words}, got {value!r}.")
+
+
+@dataclass(kw_only=True)
+class _Compiler:
+    """A backend for Dynamo; the attributes are arguments of `compile`."""
+
+    model: weakref.ref[torch.nn.Module]
+    budget_bytes: int
+    strategy: Strategy
+    backend: CompilerBackend
+    extra_bytes: int
+    accumulate: bool
+    time_limit_s: float
+    relative_gap: float
+    plans: list[CompiledPlan] = field(default_factory=list)
+
+    def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Compile a graph. Dynamo would wrap our errors: they are raised by a call."""
+        try:
+            if self.backend == "aot_eager":
+                return self._compile_eagerly(gm, inputs)
+            return self._compile_with_inductor(gm, inputs)
+        except (AutosacError, NotImplementedError) as error:
+            return _raising(error)
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What is alive beside the graph."""
+        held = self.extra_bytes
+        if self.accumulate:
+            held += sum(p.nbytes for p in self._parameters() if p.requires_grad)
+        return held
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        model = self.model()
+        return [] if model is None else list(model.parameters())
+
+    def _compile_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        partition = _Partition(self, self.budget_bytes - self._beside_bytes)
+        made = _compat_graphs.compile_eagerly(
+            gm, inputs, partition.run, partition.guarded
+        )
+        if partition.plan is not None:
+            peak_bytes = partition.plan.peak_bytes + self._beside_bytes
+            self.plans.append(CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes))
+        return made
+
+    def _compile_with_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Compile and measure plans, less and less memory, until one fits.
+
+        The order of plans does not depend on the budget. So the real peak of what is
+        returned never rises as the budget falls, though that of single plans may.
+        """
+        wanted_bytes = self.budget_bytes - self._beside_bytes
+        least_bytes = rung = 0
+        while rung <= _NUM_RUNGS:
+            partition = _Partition(self, wanted_bytes, rung=rung)
+            made = _compat_graphs.compile_with_inductor(
+                _compat_graphs.copy_graph(gm), inputs, partition.run, partition.guarded
+            )
+            if partition.plan is None:  # no backward pass
+                return made
+            real_bytes = partition.measured_bytes()
+            if real_bytes <= wanted_bytes:
+                peak_bytes = real_bytes + self._beside_bytes
+                self.plans.append(
+                    CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes)
+                )
+                return made
+            least_bytes = min(real_bytes, least_bytes or real_bytes)
+            assert partition.rung is not None
+            rung = partition.rung + 1
+        raise InfeasibleBudgetError(
+            f"No plan fits `memory_budget`={self.budget_bytes}"
+            f" ({format_bytes(self.budget_bytes)}): the least peak that was measured"
+            f" with `backend`='inductor' is {least_bytes + self._beside_bytes} bytes"
+            f" ({format_bytes(least_bytes + self._beside_bytes)}). Raise the budget to"
+            " that, or use a smaller batch.",
+            budget_bytes=self.budget_bytes,
+            lowest_peak_bytes=least_bytes + self._beside_bytes,
+            composition={
+                "graph": least_bytes,
+                "beside the graph": self._beside_bytes,
+            },
+        )
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that are not counted."""
+        if self.accumulate:
+            return
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    "Parameters have gradients when forward begins, which the budget"
+                    " does not count: call `optimizer.zero_grad()` (with"
+                    " `set_to_none=True`) before, or compile with `accumulate=True`."
+                )
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def run(*_args: Any) -> Any:
+        raise error
+
+    return run
+
+
+class _Partition:
+    """Plans and cuts one joint graph, and watches what is compiled of it.
+
+    Attributes:
+        budget_bytes: What is left for the graph.
+        rung: None to plan for the budget. Else the plan to begin with, from 0, which
+            recomputes nothing, to `_NUM_RUNGS`, whose simulated peak is the least;
+            afterwards the one that was taken.
+        plan: Of the graph, once there is one.
+    """
+
+    def __init__(
+        self, compiler: _Compiler, budget_bytes: int, *, rung: int | None = None
+    ) -> None:
+        self.compiler = compiler
+        self.budget_bytes = budget_bytes
+        self.rung = rung
+        self.plan: GraphPlan | None = None
+        self._runs: dict[bool, compiled_runs.Run] = {}
+        self._num_outputs = 0
+
+    def run(
+        self, module: fx.GraphModule, num_outputs: int, static: Sequence[int]
+    ) -> _compat_graphs.Partition:
+        """Forward and backward of a joint graph, within the budget."""
+        found = normalized(module, num_outputs)
+        joint = JointGraph(
+            module=module,
+            num_forward_outputs=num_outputs,
+            memory=found.memory.measured(),
+        )
+        self.plan = self._planned(GraphPlanner(joint))
+        self._num_outputs = num_outputs
+        saved = saved_nodes(self.plan.joint)
+        parts = _compat_graphs.split(self.plan.joint.module, saved, num_outputs, static)
+        for part in parts:
+            unpack_at_once(part.graph)
+            part.recompile()
+        return parts
+
+    def _planned(self, planner: GraphPlanner) -> GraphPlan:
+        if self.rung is not None:
+            return self._climbed_down(planner, self.rung)
+        try:
+            return self._plan(planner, max(self.budget_bytes, 1))
+        except InfeasibleBudgetError as error:
+            raise self._with_all_bytes(error) from None
+
+    def _plan(self, planner: GraphPlanner, budget_bytes: int) -> GraphPlan:
+        return planner.plan(
+            budget_bytes,
+            strategy=self.compiler.strategy,
+            time_limit_s=self.compiler.time_limit_s,
+            relative_gap=self.compiler.relative_gap,
+        )
+
+    def _climbed_down(self, planner: GraphPlanner, first: int) -> GraphPlan:
+        """The first plan from some rung on that may fit whatever is fused."""
+        high = planner.baseline_peak_bytes
+        span_bytes = high - planner.floor(self.compiler.strategy)
+        for rung in range(first, _NUM_RUNGS + 1):
+            plan = self._plan(planner, high - span_bytes * rung // _NUM_RUNGS)
+            self.rung = rung
+            if least_real_bytes(plan.joint) <= self.budget_bytes:
+                break
+        return plan
+
+    def _with_all_bytes(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        """The same error in terms of the whole budget."""
+        beside_bytes = self.compiler.budget_bytes - self.budget_bytes
+        if not beside_bytes:
+            return error
+        lowest_bytes = error.lowest_peak_bytes + beside_bytes
+        return InfeasibleBudgetError(
+            f"No plan fits `memory_budget`={self.compiler.budget_bytes}: beside"
+            f" {format_bytes(beside_bytes)} that are alive throughout (`extra_bytes`,"
+            f" accumulated gradients), the lowest peak is {error.lowest_peak_bytes}"
+            f" bytes. Raise the budget to {lowest_bytes}, or use a smaller batch.",
+            budget_bytes=self.compiler.budget_bytes,
+            lowest_peak_bytes=lowest_bytes,
+            composition={**error.composition, "beside the graph": beside_bytes},
+        )
+
+    def guarded(
+        self, compiled: Callable[..., Any], example: Sequence[Any], is_backward: bool
+    ) -> Callable[..., Any]:
+        """A compiled graph that refuses to run where the budget would not hold."""
+        self._runs[is_backward] = compiled_runs.Run(compiled, tuple(example))
+        if is_backward:
+            return compiled_runs.guarded_backward(compiled)
+        return compiled_runs.guarded_forward(
+            compiled, self._num_outputs, self.compiler.check_gradients
+        )
+
+    def measured_bytes(self) -> int:
+        """Real peak of what was compiled, on made-up data."""
+        return compiled_runs.measured_peak(
+            self._runs[False], self._runs[True], self._num_outputs
+        )
+
+
+def saved_nodes(joint: JointGraph) -> list[fx.Node]:
+    """Nodes of forward, and inputs, that backward reads."""
+    stages = joint.stages
+    backward = [n for n, stage in stages.items() if stage == "backward"]
+    read = [a for n in backward for a in n.all_input_nodes]
+    results: Any = joint.module.graph.output_node().args[0]
+    read += [r for r in results[joint.num_forward_outputs :] if isinstance(r, fx.Node)]
+    return [
+        node
+        for node in dict.fromkeys(read)
+        if stages.get(node, "backward") != "backward"
+        and not _compat_graphs.is_tangent(node)
+    ]
+
+
+def least_real_bytes(joint: JointGraph) -> int:
+    """What is alive where forward ends, or backward, however nodes are fused."""
+    results: Any = joint.module.graph.output_node().args[0]
+    count = joint.num_forward_outputs
+    nodes = joint.module.graph.find_nodes(op="placeholder")
+    inputs = [node for node in nodes if not _compat_graphs.is_tangent(node)]
+    moments = ([*inputs, *results[:count], *saved_nodes(joint)], [*inputs, *results])
+    return max(_bytes_of(joint, nodes) for nodes in moments)
+
+
+def _bytes_of(joint: JointGraph, nodes: Sequence[Any]) -> int:
+    """Least memory that holds the tensors of some nodes."""
+    sizes: dict[int, int] = {}
+    for node in nodes:
+        if isinstance(node, fx.Node):
+            (storage,) = joint.memory.nodes[node].storages
+            sizes[storage] = max(sizes.get(storage, 0), node.meta["val"].nbytes)
+    return sum(sizes.values())

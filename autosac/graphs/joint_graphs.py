@@ -1,0 +1,270 @@
+"""The joint graph of a training step: forward, loss and backward as one FX graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autosac import _compat_graphs
+from autosac.errors import TraceError
+from autosac.graphs.memory import GraphMemory, graph_memory
+from autosac.tracing.stepping import LossFn, default_loss, normalize_inputs
+
+Stage = Literal["placeholder", "forward", "loss", "backward"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intermediate:
+    """A block of memory that an op of forward or loss makes.
+
+    Attributes:
+        node: Name of the node that makes it.
+        op: What that node runs.
+        stage: forward or loss.
+        num_bytes: Its size.
+        runtime_ms: Time of the node.
+        last_forward_access: Name of the last node of forward or loss that reads it,
+            by itself or by a view; None if none does.
+        first_backward_access: Name of the first such node of backward, None likewise.
+    """
+
+    node: str
+    op: str
+    stage: Stage
+    num_bytes: int
+    runtime_ms: float
+    last_forward_access: str | None
+    first_backward_access: str | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JointGraph:
+    """A training step as one graph, in the order in which it runs.
+
+    Attributes:
+        module: Takes ``inputs``; returns loss and other results of forward, then
+            a gradient (or None) for each input.
+        num_forward_outputs: How many of the results belong to forward.
+        memory: Storages, times and workspaces of its nodes.
+        inputs: Parameters, buffers, inputs, then the gradient of the loss: what to run
+            it with. Empty for a graph that is being compiled.
+    """
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    memory: GraphMemory
+    inputs: tuple[torch.Tensor, ...] = ()
+
+    def run(self) -> tuple[Any, ...]:
+        """Run it node by node; values are freed after their last use.
+
+        Returns:
+            Results of forward, then a gradient (or None) per input.
+        """
+        with torch.no_grad():
+            return tuple(fx.Interpreter(self.module).run(*self.inputs))
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Parameters, buffers and inputs: alive before, while and after it runs."""
+        return self.memory.input_bytes
+
+    @cached_property
+    def forward_nodes(self) -> tuple[fx.Node, ...]:
+        """Nodes of forward and loss."""
+        return tuple(n for n, s in self.stages.items() if s in ("forward", "loss"))
+
+    @cached_property
+    def stages(self) -> dict[fx.Node, Stage]:
+        """The stage of every node but constants and the output."""
+        last = _last_forward_node(self.module.graph, self.num_forward_outputs)
+        found: dict[fx.Node, Stage] = {}
+        is_forward = True
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                found[node] = "placeholder"
+            elif node.op == "call_function":
+                found[node] = "forward" if is_forward else "backward"
+            is_forward = is_forward and node is not last
+        for node in _loss_nodes([n for n, s in found.items() if s == "forward"]):
+            found[node] = "forward" if _is_update(node) else "loss"
+        return found
+
+    def intermediates(self) -> list[Intermediate]:
+        """Every storage that forward or loss makes, in order."""
+        readers: dict[int, list[fx.Node]] = {}
+        for node in self.module.graph.nodes:
+            for argument in node.all_input_nodes:
+                for storage in self.memory.nodes[argument].storages:
+                    readers.setdefault(storage, []).append(node)
+        found = []
+        for node in self.forward_nodes:
+            memory = self.memory.nodes[node]
+            for storage in memory.makes:
+                reads = readers.get(storage, [])
+                before = [n.name for n in reads if self.stages.get(n) != "backward"]
+                after = [n.name for n in reads if self.stages.get(n) == "backward"]
+                found.append(
+                    Intermediate(
+                        node=node.name,
+                        op=str(node.target),
+                        stage=self.stages[node],
+                        num_bytes=self.memory.nbytes[storage],
+                        runtime_ms=memory.runtime_ms,
+                        last_forward_access=before[-1] if before else None,
+                        first_backward_access=after[0] if after else None,
+                    )
+                )
+        return found
+
+
+def joint_graph(
+    model: torch.nn.Module, inputs: Any, *, loss_fn: LossFn | None = None
+) -> JointGraph:
+    """Capture forward, loss and backward of a model as one graph; nothing is run.
+
+    Dynamo and AOTAutograd make the graph: in-place ops become ordinary ones, updates of
+    buffers are copies at the end of forward. Random ops draw when the graph runs.
+
+    Args:
+        model: On the CPU, in the mode it trains in.
+        inputs: A tensor, a tuple (args), a dict (kwargs) or ``(args, kwargs)``.
+        loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
+            sum of all outputs that require gradients.
+
+    Raises:
+        TraceError: The step is no single graph.
+        NotImplementedError: The graph has ops that cannot be planned, or the model is
+            not on the CPU.
+    """
+    args, kwargs = normalize_inputs(inputs)
+    loss = loss_fn or default_loss
+
+    def step() -> torch.Tensor:
+        return loss(model(*args, **kwargs))
+
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TraceError("No parameter requires a gradient: there is no backward pass.")
+    try:
+        module, num_outputs, primals = _compat_graphs.capture_joint(step)
+    except _compat_graphs.CaptureError as error:
+        raise TraceError(
+            f"The step cannot be captured as one graph: {error}"
+        ) from error
+    found = normalized(module, num_outputs)
+    tangents = [
+        torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+        for node in module.graph.nodes
+        if _compat_graphs.is_tangent(node)
+    ]
+    return JointGraph(
+        module=found.module,
+        num_forward_outputs=num_outputs,
+        memory=found.memory.measured(),
+        inputs=(*primals, *tangents),
+    )
+
+
+def normalized(module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
+    """A captured graph in the order that memory is counted for; costs are modelled.
+
+    What unpacks the results of an op follows it at once, and updates of inputs end
+    forward. Dead nodes go.
+
+    Raises:
+        NotImplementedError: As `joint_graph`.
+    """
+    graph = module.graph
+    graph.eliminate_dead_code()
+    unpack_at_once(graph)
+    last = _last_forward_node(graph, num_forward_outputs)
+    for node in [n for n in graph.nodes if _is_update(n)]:
+        if node.args[0].op != "placeholder" or _is_backward(node.args[1], last):
+            raise NotImplementedError(
+                f"`{node.name}` changes a tensor in backward; such graphs cannot be"
+                " planned."
+            )
+        last.append(node)
+        last = node
+    for node in graph.nodes:
+        _check(node)
+    module.recompile()
+    return JointGraph(
+        module=module,
+        num_forward_outputs=num_forward_outputs,
+        memory=graph_memory(module),
+    )
+
+
+def unpack_at_once(graph: fx.Graph) -> None:
+    """Move every ``getitem`` to what it unpacks, in the order they have."""
+    for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
+        node.args[0].append(node)
+
+
+def _check(node: fx.Node) -> None:
+    """Refuse nodes whose memory is not known."""
+    if _compat_graphs.is_symbolic(node):
+        raise NotImplementedError(
+            f"`{node.name}` has a size that is not known while compiling; give inputs"
+            " of fixed shapes (`dynamic=False`)."
+        )
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+        raise NotImplementedError(
+            f"`{node.name}` is on {value.device}: graphs are planned for the CPU only,"
+            " so far; use `autosac.plan` on a GPU."
+        )
+    known = _compat_graphs.is_op(node.target)
+    if node.op == "call_function" and not known and node.target != operator.getitem:
+        raise NotImplementedError(
+            f"`{node.name}` is no plain operator ({node.target}); its memory cannot be"
+            " planned."
+        )
+
+
+def _is_update(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.copy_.default
+
+
+def _last_forward_node(graph: fx.Graph, num_forward_outputs: int) -> fx.Node:
+    """The last node that results of forward, or updates of inputs, depend on."""
+    outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
+    pending = [n for n in outputs[:num_forward_outputs] if isinstance(n, fx.Node)]
+    updates = [n for n in graph.nodes if _is_update(n)]
+    pending += [n.args[1] for n in updates if isinstance(n.args[1], fx.Node)]
+    needed: set[fx.Node] = set(updates) if _updates_are_moved(updates) else set()
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    last: fx.Node = [node for node in graph.nodes if node in needed][-1]
+    while _compat_graphs.placement(last.next) == "is_forward":
+        last = last.next  # what only backward reads
+    return last
+
+
+def _updates_are_moved(updates: list[fx.Node]) -> bool:
+    """Whether backward follows the updates of inputs."""
+    return bool(updates) and updates[-1].next.op != "output"
+
+
+def _is_backward(value: Any, last: fx.Node) -> bool:
+    return isinstance(value, fx.Node) and last < value
+
+
+def _loss_nodes(forward: list[fx.Node]) -> list[fx.Node]:
+    """Nodes outside of the model; if there are none, those after its last submodule."""
+    depths = [len(n.meta.get("nn_module_stack") or ()) for n in forward]
+    if 0 in depths and max(depths, default=0) > 0:
+        inside = [place for place, depth in enumerate(depths) if depth > 0]
+    else:
+        inside = [place for place, depth in enumerate(depths) if depth > 1]
+    return forward[inside[-1] + 1 :] if inside else []

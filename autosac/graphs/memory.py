@@ -1,0 +1,241 @@
+"""Memory and time of every node of an FX graph that is run node by node.
+
+A run keeps the result of every node until its last user has run. A storage is alive as
+long as a node that refers to it is: views hold their base. `live` simulates that; a run
+by `torch.fx.Interpreter`, or of the generated code, does the same for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from autosac import _compat, _compat_graphs
+from autosac.costs.calibrating import look_up
+from autosac.costs.devices import device_spec
+from autosac.costs.roofline import roofline_ms
+from autosac.costs.timing import OpMeasurement, OpSizes
+from autosac.pytrees import tensors_in
+from autosac.tracing import op_facts, real_layouts
+from autosac.tracing.signatures import Signature
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeMemory:
+    """What a node does to memory, and what it costs.
+
+    Attributes:
+        storages: Storages that its result refers to.
+        makes: Storages that it allocates.
+        sizes: What measuring it must know; None if it allocates nothing.
+        signature: Equal for nodes that do the same work; None likewise.
+        runtime_ms: Its time, modelled until measured.
+        workspace_bytes: What it allocates and frees inside itself, likewise.
+    """
+
+    storages: tuple[int, ...]
+    makes: tuple[int, ...] = ()
+    sizes: OpSizes | None = None
+    signature: Signature | None = None
+    runtime_ms: float = 0.0
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphMemory:
+    """Memory of a graph.
+
+    Attributes:
+        nodes: All nodes in order.
+        nbytes: Size of each storage.
+    """
+
+    nodes: Mapping[fx.Node, NodeMemory]
+    nbytes: Mapping[int, int]
+
+    @property
+    def input_bytes(self) -> int:
+        """Size of what is there before and after a run."""
+        return sum(self.nbytes[storage] for storage in self._held(()))
+
+    def measured(self) -> GraphMemory:
+        """The same with times and workspaces that were measured here, or before."""
+        needed = {
+            memory.signature: memory.sizes
+            for memory in self.nodes.values()
+            if memory.signature is not None and memory.sizes is not None
+        }
+        with _compat.no_modes():  # AOTAutograd's fake tensors cost nothing
+            found, _ = look_up(needed, device=torch.device("cpu"))
+        return self.with_costs({s: cost for s, (cost, _) in found.items()})
+
+    @cached_property
+    def costs(self) -> dict[Signature, OpMeasurement]:
+        """Time and workspace per kind of node."""
+        return {
+            memory.signature: OpMeasurement(
+                runtime_ms=memory.runtime_ms, workspace_bytes=memory.workspace_bytes
+            )
+            for memory in self.nodes.values()
+            if memory.signature is not None
+        }
+
+    def with_costs(self, costs: Mapping[Signature, OpMeasurement]) -> GraphMemory:
+        """The same with these times and workspaces, where they are known."""
+
+        def known(memory: NodeMemory) -> NodeMemory:
+            cost = None if memory.signature is None else costs.get(memory.signature)
+            if cost is None:
+                return memory
+            return replace(
+                memory,
+                runtime_ms=cost.runtime_ms,
+                workspace_bytes=cost.workspace_bytes,
+            )
+
+        nodes = {node: known(memory) for node, memory in self.nodes.items()}
+        return replace(self, nodes=nodes)
+
+    def last_users(self) -> dict[fx.Node, int]:
+        """Place in the order of the last user of each node, else its own place."""
+        found: dict[fx.Node, int] = {}
+        for place, node in enumerate(self.nodes):
+            found[node] = place
+            for argument in node.all_input_nodes:
+                found[argument] = place
+        return found
+
+    def lives(self, freed: Collection[fx.Node] = ()) -> dict[int, tuple[int, int]]:
+        """Storages -> first and last place at which they are alive.
+
+        Args:
+            freed: Placeholders that only this run holds. Others outlive it, and are
+                not listed.
+        """
+        last_users, held = self.last_users(), self._held(freed)
+        found: dict[int, tuple[int, int]] = {}
+        for place, (node, memory) in enumerate(self.nodes.items()):
+            for storage in memory.storages if node in freed else memory.makes:
+                if storage not in held:
+                    found[storage] = (0 if node in freed else place), place
+            for storage in memory.storages:
+                if storage in found:
+                    first, last = found[storage]
+                    found[storage] = first, max(last, last_users[node])
+        return found
+
+    def _held(self, freed: Collection[fx.Node]) -> frozenset[int]:
+        """Storages of inputs that outlive a run."""
+        return frozenset(
+            storage
+            for node, memory in self.nodes.items()
+            if node.op in ("placeholder", "get_attr") and node not in freed
+            for storage in memory.storages
+        )
+
+    def live(self, freed: Collection[fx.Node] = ()) -> Iterator[tuple[fx.Node, int]]:
+        """Bytes alive while each node runs; ``freed`` as for `lives`."""
+        changes = [0] * (len(self.nodes) + 1)
+        for storage, (first, last) in self.lives(freed).items():
+            changes[first] += self.nbytes[storage]
+            changes[last + 1] -= self.nbytes[storage]
+        base = sum(self.nbytes[storage] for storage in self._held(freed))
+        alive = accumulate(changes)
+        for (node, memory), num_bytes in zip(self.nodes.items(), alive, strict=False):
+            yield node, base + num_bytes + memory.workspace_bytes
+
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once."""
+        return max(num_bytes for _, num_bytes in self.live())
+
+
+def graph_memory(module: fx.GraphModule) -> GraphMemory:
+    """Run a graph on fake tensors: which storages does every node make and hold?
+
+    Times and workspaces are modelled.
+    """
+    inputs = [
+        node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"
+    ]
+    run = _FakeRun(module)
+    mode = next(
+        (m for t in tensors_in(inputs) if (m := _compat.fake_mode_of(t)) is not None),
+        None,
+    )
+    with mode or _compat.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        run.run(*inputs)
+    return GraphMemory(nodes=run.found, nbytes=run.nbytes)
+
+
+class _FakeRun(fx.Interpreter):
+    """Notes what every node makes."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.found: dict[fx.Node, NodeMemory] = {}
+        self.nbytes: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of storages, which `env` keeps alive
+        self._device = device_spec("cpu")
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node and note its storages."""
+        self._node = n
+        self._costs: dict[str, Any] = {}
+        out = super().run_node(n)
+        storages, new = self._storages(out)
+        if n.op == "call_function" and (new or self._costs.get("is_written")):
+            costs = self._cost_of(out, new)
+        else:
+            costs = {}
+        self.found[n] = NodeMemory(storages=storages, makes=new, **costs)
+        return out
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, with the memory that its CPU kernel gives its results."""
+        out = super().call_function(target, args, kwargs)
+        if not _compat_graphs.is_op(target):
+            return out
+        out = real_layouts.on_cpu(target, args, out)
+        written = _compat.written_arguments(target, args, kwargs)
+        self._costs = {"call": (target, args, kwargs), "is_written": bool(written)}
+        return out
+
+    def _storages(self, out: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        storages: list[int] = []
+        new: list[int] = []
+        for tensor in tensors_in(out):
+            key = _compat_graphs.storage_key(tensor)
+            if key not in self._numbers:
+                self._numbers[key] = len(self._numbers)
+                self.nbytes[self._numbers[key]] = tensor.untyped_storage().nbytes()
+                new.append(self._numbers[key])
+            storages.append(self._numbers[key])
+        return tuple(dict.fromkeys(storages)), tuple(new)
+
+    def _cost_of(self, out: Any, new: tuple[int, ...]) -> dict[str, Any]:
+        if "call" not in self._costs:
+            return {}
+        func, args, kwargs = self._costs["call"]
+        tensors = [*tensors_in(args), *tensors_in(kwargs), *tensors_in(out)]
+        costs = op_facts.costs(
+            func, args, kwargs, tensors, out, device_type="cpu", target=None
+        )
+        floats = (t.dtype for t in tensors_in(out) if t.is_floating_point())
+        dtype = str(next(floats, ""))[6:]
+        return {
+            "signature": costs.signature,
+            "sizes": OpSizes(
+                moved_bytes=costs.moved_bytes,
+                made_bytes=sum(self.nbytes[storage] for storage in new),
+            ),
+            "runtime_ms": roofline_ms(
+                costs.flops, dtype, costs.moved_bytes, self._device
+            ),
+            "workspace_bytes": costs.workspace_bytes,
+        }

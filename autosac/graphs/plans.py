@@ -1,0 +1,302 @@
+"""Plans for joint graphs: which intermediates are recomputed under a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from torch import fx
+
+from autosac import _compat
+from autosac.candidates.groups import BATCH_NORM_OPS, NEVER_RERUN
+from autosac.errors import InfeasibleBudgetError
+from autosac.graphs import rewriting as graph_rewriting
+from autosac.graphs.joint_graphs import JointGraph
+from autosac.graphs.memory import GraphMemory
+from autosac.quantities import format_bytes, parse_bytes
+from solvers import capuchin, graph, recomputation
+from solvers.recomputation import GraphProblem
+
+Strategy = Literal["milp", "capuchin"]
+
+_FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphPlan:
+    """A joint graph that keeps a budget.
+
+    Attributes:
+        joint: The graph, rewritten: run it, or look at its ``module``.
+        strategy: What chose.
+        budget_bytes: The budget that was asked for.
+        peak_bytes: Simulated peak of the rewritten graph.
+        baseline_peak_bytes: That of the graph as it was captured.
+        recompute_ms: Time of the nodes that run again.
+        bound_ms: No choice that recomputes an intermediate at most once takes less;
+            None where nothing is proven.
+        recomputed: Names of the forward nodes that run again.
+    """
+
+    joint: JointGraph
+    strategy: Strategy
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    recompute_ms: float
+    bound_ms: float | None
+    recomputed: tuple[str, ...]
+
+    @property
+    def optimality_gap(self) -> float | None:
+        """Share of the recompute time that the bound leaves open, None without one."""
+        if self.bound_ms is None:
+            return None
+        if not self.recompute_ms:
+            return 0.0
+        return (self.recompute_ms - self.bound_ms) / self.recompute_ms
+
+
+class GraphPlanner:
+    """Plans one joint graph under any number of budgets.
+
+    Attributes:
+        joint: The graph.
+        problem: The same as numbers.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.joint = joint
+        self._reader = _Reader(joint)
+        self.problem = self._reader.problem()
+
+    @cached_property
+    def baseline_peak_bytes(self) -> int:
+        """Simulated peak when nothing is recomputed."""
+        return self.joint.memory.peak_bytes()
+
+    def floor(self, strategy: Strategy) -> int:
+        """The least peak that a strategy reaches."""
+        if strategy == "milp":
+            return self.lowest[0]
+        return capuchin.solve(self.problem, budget_bytes=0).peak_bytes
+
+    def plan(
+        self,
+        memory_budget: int | str,
+        *,
+        strategy: Strategy = "milp",
+        time_limit_s: float = 60.0,
+        relative_gap: float = 0.01,
+    ) -> GraphPlan:
+        """Recompute intermediates so that the peak keeps a budget.
+
+        Args:
+            memory_budget: Cap on the peak: bytes, or text such as ``"8GiB"``.
+            strategy: ``"milp"``: least time, with a bound; ``"capuchin"``: greedy.
+            time_limit_s: Time of the MILP.
+            relative_gap: The MILP stops this close to its bound.
+
+        Raises:
+            InfeasibleBudgetError: The strategy knows no plan within the budget.
+            ValueError: An argument is none of these.
+        """
+        budget_bytes = parse_bytes(memory_budget)
+        if strategy not in get_args(Strategy):
+            raise ValueError(
+                f"`strategy` must be 'milp' or 'capuchin', got {strategy!r}."
+            )
+        greedy = capuchin.solve(self.problem, budget_bytes=budget_bytes)
+        if strategy == "capuchin":
+            if greedy.kept is None:
+                raise self._infeasible(budget_bytes, greedy.lowest, strategy)
+            return self._made(budget_bytes, greedy.kept, None, strategy)
+        found = graph.solve(
+            self.problem,
+            budget_bytes=budget_bytes,
+            start=(greedy.lowest,),
+            time_limit_s=time_limit_s,
+            relative_gap=relative_gap,
+        )
+        if found.kept is None:
+            if self.lowest[0] > budget_bytes:
+                raise self._infeasible(budget_bytes, self.lowest[1], strategy)
+            return self._made(budget_bytes, self.lowest[1], 0.0, strategy)
+        return self._made(budget_bytes, found.kept, found.bound_ms, strategy)
+
+    @cached_property
+    def lowest(self) -> tuple[int, frozenset[int]]:
+        """Least peak that the MILP finds, and what is kept there."""
+        greedy = capuchin.solve(self.problem, budget_bytes=0)
+        found = graph.lowest(self.problem, start=(greedy.lowest,))
+        assert found.kept is not None and found.peak_bytes is not None
+        return found.peak_bytes, found.kept
+
+    def _made(
+        self,
+        budget_bytes: int,
+        kept: Set[int],
+        bound_ms: float | None,
+        strategy: Strategy,
+    ) -> GraphPlan:
+        again = recomputation.reruns(self.problem, kept)
+        joint = self._reader.rewritten(kept, again)
+        ops = [op for ops in again.values() for op in ops]
+        peak_bytes = joint.memory.peak_bytes()
+        assert peak_bytes <= recomputation.peak_bytes(self.problem, kept)
+        return GraphPlan(
+            joint=joint,
+            strategy=strategy,
+            budget_bytes=budget_bytes,
+            peak_bytes=peak_bytes,
+            baseline_peak_bytes=self.baseline_peak_bytes,
+            recompute_ms=recomputation.recompute_ms(self.problem, kept),
+            bound_ms=bound_ms,
+            recomputed=tuple(self._reader.ops[op].name for op in ops),
+        )
+
+    def _infeasible(
+        self, budget_bytes: int, kept: Set[int], strategy: Strategy
+    ) -> InfeasibleBudgetError:
+        peak_bytes = recomputation.peak_bytes(self.problem, kept)
+        inputs = self.joint.persistent_bytes
+        composition = {
+            "parameters, buffers and inputs": inputs,
+            "activations, gradients and temporaries": peak_bytes - inputs,
+        }
+        parts = ", ".join(
+            f"{format_bytes(n)} {what}" for what, n in composition.items()
+        )
+        more = " or use `strategy`='milp'" if strategy == "capuchin" else ""
+        return InfeasibleBudgetError(
+            f"No plan fits `memory_budget`={budget_bytes}"
+            f" ({format_bytes(budget_bytes)}): the lowest peak that"
+            f" `strategy`={strategy!r} reaches is {peak_bytes} bytes"
+            f" ({format_bytes(peak_bytes)}), made of {parts}. Raise the budget to"
+            f" that{more}, or use a smaller batch.",
+            budget_bytes=budget_bytes,
+            lowest_peak_bytes=peak_bytes,
+            composition=composition,
+        )
+
+
+class _Reader:
+    """Numbers of a joint graph, and the way back from them.
+
+    Attributes:
+        joint: The graph.
+        ops: Forward nodes that make memory or update inputs.
+        steps: Nodes of backward, and the output.
+        values: Storages that forward makes -> their numbers.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.joint = joint
+        self.memory: GraphMemory = joint.memory
+        self.ops = [n for n in joint.forward_nodes if self._is_op(n)]
+        backward = [n for n, stage in joint.stages.items() if stage == "backward"]
+        self.steps = [*backward, joint.module.graph.output_node()]
+        made = [s for n in self.ops for s in self.memory.nodes[n].makes]
+        self.values = {storage: value for value, storage in enumerate(made)}
+
+    def _is_op(self, node: fx.Node) -> bool:
+        return bool(self.memory.nodes[node].makes) or node.is_impure()
+
+    def _of(self, nodes: Any) -> tuple[int, ...]:
+        """Values that some nodes refer to."""
+        storages = (s for n in nodes for s in self.memory.nodes[n].storages)
+        return tuple(
+            dict.fromkeys(self.values[s] for s in storages if s in self.values)
+        )
+
+    def problem(self) -> GraphProblem:
+        """The graph as numbers."""
+        nodes, nbytes = self.memory.nodes, self.memory.nbytes
+        results: Any = self.steps[-1].args[0]
+        returned = [
+            r
+            for r in results[: self.joint.num_forward_outputs]
+            if isinstance(r, fx.Node)
+        ]
+        carried, during = self._beside_values()
+        made = [r for r in results[self.joint.num_forward_outputs :] if r is not None]
+        return GraphProblem(
+            value_bytes=tuple(nbytes[storage] for storage in self.values),
+            runtime_ms=tuple(nodes[n].runtime_ms for n in self.ops),
+            workspace_bytes=tuple(nodes[n].workspace_bytes for n in self.ops),
+            reads=tuple(self._of(n.all_input_nodes) for n in self.ops),
+            makes=tuple(
+                tuple(self.values[s] for s in nodes[n].makes) for n in self.ops
+            ),
+            pinned=frozenset(i for i, n in enumerate(self.ops) if self._is_pinned(n)),
+            returned=frozenset(self._of(returned)),
+            step_reads=(
+                *(self._of(n.all_input_nodes) for n in self.steps[:-1]),
+                self._of(made),
+            ),
+            step_bytes=during,
+            carried_bytes=carried,
+            other_bytes=self.memory.input_bytes,
+        )
+
+    def _beside_values(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """All memory but values just before and during each step."""
+        places = {node: place for place, node in enumerate(self.memory.nodes)}
+        first_place = places[self.steps[0]]
+        before = [self.memory.input_bytes] * len(self.steps)
+        during = list(before)
+        for storage, (first, last) in self.memory.lives().items():
+            if storage in self.values:
+                continue
+            size = self.memory.nbytes[storage]
+            for place in range(first, last + 1):
+                during[place - first_place] += size
+                if place > first:
+                    before[place - first_place] += size
+        for i, node in enumerate(self.steps):
+            during[i] += self.memory.nodes[node].workspace_bytes
+        return tuple(before), tuple(during)
+
+    def _is_pinned(self, node: fx.Node) -> bool:
+        """Never made twice: random draws, choices, updates and what they change."""
+        target: Any = node.target
+        name = str(target)
+        if _compat.is_random(target) or node.is_impure():
+            return True
+        if name.rpartition(".")[0] in NEVER_RERUN:
+            return True
+        if name in BATCH_NORM_OPS or name == _FUNCTIONAL_BATCH_NORM:
+            return not node.args[5]  # in evaluation it reads running statistics
+        storages = (
+            s for n in node.all_input_nodes for s in self.memory.nodes[n].storages
+        )
+        return any(storage in self._updated for storage in storages)
+
+    @cached_property
+    def _updated(self) -> frozenset[int]:
+        """Storages of inputs that forward changes at its end."""
+        return frozenset(
+            storage
+            for node in self.joint.forward_nodes
+            if node.is_impure() and node.all_input_nodes
+            for storage in self.memory.nodes[node.all_input_nodes[0]].storages
+            if storage not in self.values
+        )
+
+    def rewritten(
+        self, kept: Set[int], again: dict[int, tuple[int, ...]]
+    ) -> JointGraph:
+        """The graph that keeps some values and runs some ops again."""
+        problem = self.problem()
+        made = {v for ops in again.values() for op in ops for v in problem.makes[op]}
+        dropped = made - set(kept) - problem.returned
+        return graph_rewriting.rewritten(
+            self.joint,
+            {
+                self.steps[step]: tuple(self.ops[op] for op in ops)
+                for step, ops in again.items()
+            },
+            [storage for storage, value in self.values.items() if value in dropped],
+        )

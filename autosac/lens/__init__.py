@@ -1,0 +1,1 @@
+"""What a GPU would run where a trace on the CPU chooses otherwise."""

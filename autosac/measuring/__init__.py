@@ -1,0 +1,1 @@
+"""What real steps take, with and without a plan."""

@@ -1,0 +1,1 @@
+"""A profile and a cluster in, FSDP units and AC units for every rank out."""

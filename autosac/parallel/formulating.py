@@ -1,0 +1,266 @@
+"""From a profile to the parallel MILP's numbers, for any sharding degree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autosac.candidates import curves
+from autosac.candidates.curves import UnitCurve
+from autosac.candidates.policies import Policy
+from autosac.candidates.units import Unit
+from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.fsdp_candidates import Candidate, find_candidates
+from autosac.parallel.fsdp_memory import RankSimulator
+from autosac.parallel.positions import Positions, hook_ticks, place
+from autosac.parallel.sharding import FsdpUnit, Sharding, chunk_numel
+from autosac.planning.formulating import formulate
+from autosac.planning.profiling import Profile
+from solvers import knapsack, sac
+from solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem
+
+_MOST_POINTS = 1600  # of all AC units together
+_NUM_POINTS = (8, 16, 24, 48, 96)  # of each of them, as many as fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Types:
+    """Types of a mixed-precision policy; None for those of the parameters."""
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+
+class ParallelFormulation:
+    """A step as the parallel MILP sees it.
+
+    Args:
+        profile: The traced step, in the type of gathered parameters.
+        types: The mixed-precision policy.
+
+    Attributes:
+        ranks: Simulates what the MILP chooses.
+        candidates: Modules that may be FSDP units.
+        units: Modules that may be AC units.
+
+    Raises:
+        NotImplementedError: As `RankSimulator`, and `find_candidates`.
+    """
+
+    def __init__(self, profile: Profile, types: Types) -> None:
+        self.profile, self.types = profile, types
+        self.ranks = RankSimulator(profile)
+        schedule = self.ranks.schedule
+        self.candidates = find_candidates(schedule, types.param_dtype)
+        found = _ac_units(profile, self.candidates)
+        ticks = hook_ticks(self.candidates, schedule.final)
+        self._cells = formulate(
+            self.ranks.simulator,
+            [unit for unit, _ in found],
+            [curve for _, curve in found],
+            live=self.ranks.base_by_tick(1),
+            cuts={tick + late for tick in ticks for late in (0, 1)},
+        )
+        self.units = self._cells.units
+        edges = self._cells.edges
+        self._positions = place(self.candidates, edges, schedule.final)
+        self._ac_records = tuple(
+            _moved_unit(unit, self._positions) for unit in self._cells.solver_units
+        )
+        first = [*self._positions.first.tolist(), len(self._positions.cell_of)]
+        self._holds = tuple(
+            replace(
+                hold,
+                held_from=first[hold.held_from],
+                holders=tuple((u, first[until]) for u, until in hold.holders),
+            )
+            for hold in self._cells.holds
+        )
+        names = [candidate.fqn for candidate in self.candidates]
+        self._inside = tuple(
+            frozenset(
+                i for i, name in enumerate(names) if name.startswith(f"{unit.fqn}.")
+            )
+            for unit in self.units
+        )
+
+    def problem(
+        self, cluster: ClusterSpec, degree: int, budget_bytes: int
+    ) -> FsdpProblem:
+        """The MILP for one sharding degree.
+
+        Args:
+            cluster: The GPUs, all of which take part.
+            degree: Ranks over which parameters are sharded.
+            budget_bytes: Cap on the peak of a rank.
+        """
+        positions = self._positions
+        live = self.ranks.base_by_tick(degree)
+        base = np.maximum.reduceat(live, self._cells.edges)
+        modules = tuple(
+            self._module(index, degree) for index in range(len(self.candidates))
+        )
+        costs = cluster.fsdp_costs(degree, _typical_bytes(modules))
+        return FsdpProblem(
+            modules=modules,
+            sac=sac.SacProblem(
+                units=self._ac_records,
+                base_bytes=tuple(base[positions.cell_of].tolist()),
+                budget_bytes=budget_bytes,
+                holds=self._holds,
+            ),
+            inside=self._inside,
+            rerun_at=tuple(unit.freed_until for unit in self._ac_records),
+            compute_ms=self._compute_ms(degree),
+            gather=costs.gather,
+            reduce=costs.reduce,
+            all_reduce=costs.all_reduce,
+        )
+
+    def sharding(
+        self, choice: FsdpChoice, degree: int, replicate_degree: int
+    ) -> Sharding:
+        """The FSDP units of a choice."""
+        return Sharding(
+            units=tuple(
+                FsdpUnit(fqn=candidate.fqn, reshard_after_forward=reshard)
+                for candidate, unit, reshard in zip(
+                    self.candidates, choice.units, choice.reshard, strict=True
+                )
+                if unit
+            ),
+            shard_degree=degree,
+            replicate_degree=replicate_degree,
+            param_dtype=self.types.param_dtype,
+            reduce_dtype=self.types.reduce_dtype,
+        )
+
+    def policies(self, choice: FsdpChoice) -> dict[Unit, Policy]:
+        """The AC units of a choice."""
+        return {
+            unit: made.policies[point]
+            for unit, made, point in zip(
+                self.units, self._cells.curves, choice.points, strict=True
+            )
+            if point is not None
+        }
+
+    def compute_ms(self, degree: int) -> float:
+        """Compute of a step without recomputation."""
+        return sum(self._compute_ms(degree))
+
+    def collectives_ms(self, cluster: ClusterSpec, degree: int) -> float:
+        """Least time of a step's collectives: all parameters as one, gathered once."""
+        modules = [self._module(i, degree) for i in range(len(self.candidates))]
+        costs = cluster.fsdp_costs(degree, _typical_bytes(modules))
+        gathered = sum(module.gather_bytes for module in modules)
+        reduced = sum(module.reduce_bytes for module in modules)
+        return costs.gather.ms(gathered) + costs.reduce.ms(reduced)
+
+    def resident_bytes(self, degree: int) -> int:
+        """What is there before the step: shards, optimizer state, buffers, inputs."""
+        return int(self.ranks.base_by_tick(degree)[0])
+
+    def _compute_ms(self, degree: int) -> tuple[float, ...]:
+        """Compute at every position; the optimizer works on a shard."""
+        cells = np.zeros(len(self._cells.edges))
+        ops = self.ranks.tape.ops
+        starts = [op.start for op in ops]
+        at = np.searchsorted(self._cells.edges, starts, side="right") - 1
+        times = [
+            ms / degree if op.phase == "optimizer" else ms
+            for op, ms in zip(ops, self.profile.op_ms, strict=True)
+        ]
+        np.add.at(cells, at, times)
+        found = np.zeros(len(self._positions.cell_of))
+        found[self._positions.rest] = cells
+        return tuple(found.tolist())
+
+    def _module(self, index: int, degree: int) -> FsdpModule:
+        candidate, span = self.candidates[index], self._positions.spans[index]
+        sharding = Sharding(
+            units=(FsdpUnit(fqn="", reshard_after_forward=False),),
+            shard_degree=degree,
+            param_dtype=self.types.param_dtype,
+            reduce_dtype=self.types.reduce_dtype,
+        )
+        storages = self.ranks.tape.storages
+        chunks = [(p, chunk_numel(p, degree)) for p in candidate.parameters]
+        trained = [(p, n) for p, n in chunks if p.gradient is not None]
+        born = [storages[p.gradient].born for p, _ in trained if p.gradient is not None]
+        dtypes = sorted({p.dtype for p in candidate.parameters if p.trained})
+        return FsdpModule(
+            fqn=candidate.fqn,
+            parent=candidate.parent,
+            forward=span.forward,
+            backward=span.backward,
+            gather_bytes=sum(
+                n * degree * sharding.gathered_itemsize(p) for p, n in chunks
+            ),
+            grad_bytes=sum(
+                storages[p.gradient].nbytes
+                for p, _ in trained
+                if p.gradient is not None
+            ),
+            reduce_bytes=sum(
+                n * degree * sharding.reduced_itemsize(p) for p, n in trained
+            ),
+            shard_grad_bytes=sum(n * p.itemsize for p, n in trained),
+            grad_from=self._grad_from(min(born, default=None), span.backward),
+            dtype=" and ".join(dtypes) or None,
+            can_be_unit=candidate.can_be_unit,
+            kind=candidate.kind,
+        )
+
+    def _grad_from(self, tick: int | None, backward: tuple[int, int]) -> int | None:
+        if tick is None:
+            return None
+        cell = int(np.searchsorted(self._cells.edges, tick, side="right")) - 1
+        return min(int(self._positions.first[cell]), backward[1] - 1)
+
+
+def _typical_bytes(modules: Sequence[FsdpModule]) -> int:
+    """Parameters of the largest module that has others like it, or of the model."""
+    inside = [module.gather_bytes for module in modules]
+    for index in reversed(range(1, len(modules))):
+        inside[modules[index].parent or 0] += inside[index]
+    alike = [n for n, m in zip(inside, modules, strict=True) if m.kind is not None]
+    return max(alike, default=inside[0])
+
+
+def _ac_units(
+    profile: Profile, candidates: Sequence[Candidate]
+) -> list[tuple[Unit, UnitCurve]]:
+    """Candidates for FSDP units that can be AC units and free memory, with curves."""
+    names = {candidate.fqn for candidate in candidates if candidate.fqn}
+    units = [unit for unit in profile.units.candidates if unit.fqn in names]
+    fronts = {}
+    for unit in units:
+        if unit.key not in fronts:
+            fronts[unit.key] = knapsack.front(curves.save_problem(unit))
+    fitting = (n for n in _NUM_POINTS if n * len(units) <= _MOST_POINTS)
+    num_points = max(fitting, default=_NUM_POINTS[0])
+    by_key = {
+        unit.key: curves.trade_off(unit, fronts[unit.key], num_points=num_points)
+        for unit in {unit.key: unit for unit in units}.values()
+    }
+    return [(u, curve) for u in units if (curve := by_key[u.key]) is not None]
+
+
+def _moved_unit(unit: sac.Unit, positions: Positions) -> sac.Unit:
+    """The record of an AC unit over positions instead of cells."""
+    first = [*positions.first.tolist(), len(positions.cell_of)]
+    rest = [*positions.rest.tolist(), len(positions.cell_of)]
+    working = []
+    for cell, extras in unit.working:
+        # The rerun comes after the hooks of the cell in which it happens.
+        begin = rest[cell] if cell == unit.freed_until else first[cell]
+        working += [(q, extras) for q in range(begin, rest[cell] + 1)]
+    return replace(
+        unit,
+        freed_from=first[unit.freed_from],
+        freed_until=rest[unit.freed_until],
+        working=tuple(working),
+    )

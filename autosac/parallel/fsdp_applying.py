@@ -1,0 +1,62 @@
+"""Apply a sharding to a real model with ``fully_shard``."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from autosac.parallel.sharding import Sharding
+
+
+def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
+    """Shard a model in place: units further down before those around them.
+
+    AC units are installed before or after, as both only wrap: checkpointing
+    replaces ``forward``, FSDP2 hooks the call around it, so that a rerun does not
+    gather parameters anew.
+
+    Args:
+        model: On the device of the mesh, or on the meta device.
+        sharding: Which modules are units.
+        mesh: Of shape ``(shard_degree,)``, or with replicas ``(replicate_degree,
+            shard_degree)``.
+
+    Raises:
+        ValueError: The mesh has another shape.
+    """
+    check_mesh(sharding, mesh)
+    policy = MixedPrecisionPolicy(
+        param_dtype=_dtype(sharding.param_dtype),
+        reduce_dtype=_dtype(sharding.reduce_dtype),
+    )
+    order = {fqn: i for i, (fqn, _) in enumerate(model.named_modules())}
+    for unit in sorted(sharding.units, key=lambda unit: -order[unit.fqn]):
+        fully_shard(
+            model.get_submodule(unit.fqn),
+            mesh=mesh,
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=policy,
+        )
+
+
+def check_mesh(sharding: Sharding, mesh: DeviceMesh) -> None:
+    """Refuse a mesh that a sharding does not fit.
+
+    Raises:
+        ValueError: The mesh has another shape.
+    """
+    shape: tuple[int, ...] = (sharding.shard_degree,)
+    if sharding.replicate_degree > 1:
+        shape = (sharding.replicate_degree, sharding.shard_degree)
+    if tuple(mesh.shape) != shape:
+        raise ValueError(
+            f"`mesh` has shape {tuple(mesh.shape)}, and the sharding wants {shape}."
+        )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,168 @@
+"""Which modules of a step may be FSDP units, and when their hooks run.
+
+Candidates are blocks (modules that have siblings like themselves) and their children
+that hold a good part of a block's parameters; outside blocks all modules with
+parameters that do not lie around blocks. That leaves out what nobody would make a unit
+of its own, such as a norm inside a layer, and keeps the MILP small.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autosac.parallel.fsdp_schedule import Hooks, Schedule
+from autosac.tracing.tape import Parameter, Tape
+from solvers.fsdp import owner_of_shared
+
+_LEAST_SHARE = 0.05  # of a block's parameters, to be a candidate inside it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A module that may be an FSDP unit; the first one is the model itself.
+
+    Attributes:
+        fqn: Its name.
+        module: Its index in the module tree.
+        parent: Place of the nearest candidate around it, None for the model.
+        hooks: When its hooks run.
+        parameters: Those of no candidate inside it.
+        can_be_unit: Not so if that would part a shared parameter from its users.
+        kind: Equal for modules that look alike, None for one that is alone.
+    """
+
+    fqn: str
+    module: int
+    parent: int | None
+    hooks: Hooks
+    parameters: tuple[Parameter, ...]
+    can_be_unit: bool
+    kind: int | None
+
+
+def find_candidates(schedule: Schedule, param_dtype: str | None) -> list[Candidate]:
+    """Candidates of a step, each after those around it.
+
+    Args:
+        schedule: Places of hooks.
+        param_dtype: Type of gathered parameters, None for their own.
+
+    Raises:
+        NotImplementedError: The model itself cannot be a unit.
+    """
+    tape = schedule.tape
+    looks = _looks(tape)
+    hooks = {0: _hooks(schedule, 0, param_dtype)}
+    if hooks[0] is None or hooks[0].pre_backward is None:
+        raise NotImplementedError(
+            "The model's own forward is not called once in the step, or its output gets"
+            " no gradient; call the model itself and give a loss of its output."
+        )
+    for module in _wanted(tape, looks):
+        found = _hooks(schedule, module, param_dtype)
+        if found is not None and found.pre_backward is not None:
+            hooks[module] = found
+    modules = sorted(hooks)
+    places = {module: place for place, module in enumerate(modules)}
+    parents: list[int | None] = [None]
+    for module in modules[1:]:
+        around = tape.modules.ancestors(module)
+        parents.append(next(places[outer] for outer in around if outer in places))
+    owned, barred = _owned(tape, modules, parents)
+    counts = Counter(looks[module] for module in modules)
+    kinds: dict[Hashable, int] = {}
+    return [
+        Candidate(
+            fqn=tape.modules[module].fqn,
+            module=module,
+            parent=parent,
+            hooks=hooks[module],  # type: ignore[arg-type]
+            parameters=tuple(owned[place]),
+            can_be_unit=place not in barred,
+            kind=kinds.setdefault(looks[module], len(kinds))
+            if counts[looks[module]] > 1
+            else None,
+        )
+        for place, (module, parent) in enumerate(zip(modules, parents, strict=True))
+    ]
+
+
+def _hooks(schedule: Schedule, module: int, param_dtype: str | None) -> Hooks | None:
+    """Hooks of a module, None if FSDP2's memory with it as a unit is not modelled."""
+    try:
+        call, hooks = schedule.call(module), schedule.hooks(module)
+    except NotImplementedError:
+        return None
+    if call is None or hooks is None:
+        return None
+    is_cast = param_dtype and any(d != param_dtype for d in call.input_dtypes)
+    return None if is_cast and module else hooks
+
+
+def _looks(tape: Tape) -> dict[int, Hashable]:
+    """Module -> what modules that look alike have in common."""
+    parts: dict[int, list[Hashable]] = defaultdict(list)
+    for parameter in tape.parameters:
+        for fqn in parameter.fqns:
+            owner, _, name = fqn.rpartition(".")
+            module = tape.modules.index[owner]
+            for around in (module, *tape.modules.ancestors(module)):
+                inner = owner[len(tape.modules[around].fqn) :]
+                parts[around].append((inner, name, parameter.shape, parameter.dtype))
+    return {
+        module: (
+            re.sub(r"\d+", "*", tape.modules[module].fqn),
+            tape.modules[module].class_name,
+            tuple(found),
+        )
+        for module, found in parts.items()
+    }
+
+
+def _wanted(tape: Tape, looks: Mapping[int, Hashable]) -> list[int]:
+    """Modules with parameters that are candidates if their hooks are known."""
+    tree = tape.modules
+    repeated = Counter((tree[m].parent, look) for m, look in looks.items() if m)
+    blocks: set[int] = set()
+    for module, look in looks.items():
+        is_repeated = module and repeated[tree[module].parent, look] > 1
+        # A list of parts that are alike is no block; they must do something together.
+        if is_repeated and not tree[module].is_leaf:
+            blocks.add(module)
+    outermost = {m for m in blocks if not blocks & {*tree.ancestors(m)}}
+    around = {outer for block in outermost for outer in tree.ancestors(block)}
+    found = []
+    for module in sorted(looks):
+        block = next((b for b in tree.ancestors(module) if b in outermost), None)
+        if module in outermost:
+            found.append(module)
+        elif block is not None:
+            least = _LEAST_SHARE * tree[block].parameter_bytes
+            is_large = tree[module].parameter_bytes >= least
+            if tree[module].parent == block and is_large:
+                found.append(module)
+        elif module and module not in around:
+            found.append(module)
+    return found
+
+
+def _owned(
+    tape: Tape, modules: Sequence[int], parents: Sequence[int | None]
+) -> tuple[list[list[Parameter]], set[int]]:
+    """Parameters of each candidate, and candidates that must not be units."""
+    places = {tape.modules[module].fqn: place for place, module in enumerate(modules)}
+    owned: list[list[Parameter]] = [[] for _ in modules]
+    barred: set[int] = set()
+    for parameter in tape.parameters:
+        holders = []
+        for fqn in parameter.fqns:
+            while fqn not in places:
+                fqn = fqn.rpartition(".")[0]
+            holders.append(places[fqn])
+        owner, inside = owner_of_shared(parents, sorted(set(holders)))
+        owned[owner].append(parameter)
+        barred |= inside
+    return owned, barred - {0}

@@ -1,0 +1,405 @@
+"""Memory of one rank of a step under FSDP2, from the tape of the unsharded step.
+
+The tape has every op, activation and gradient of the step as one process without
+sharding runs it. A rank does the same on its own batch, so only this changes:
+    - a parameter takes one padded chunk, its optimizer state the rows of the rank;
+    - gathered parameters come and go with the hooks of `fsdp_hooks`, at the places that
+      `fsdp_schedule` finds on the tape, and so do the buffers of collectives;
+    - an unsharded gradient is freed when it is reduced, and a sharded one stays;
+    - what the optimizer makes of parameters has the size of the rank's rows.
+AC policies change lifetimes as in `simulating`; reruns find parameters gathered, as
+FSDP2 gathers before the first op of backward of a module that is unit of both kinds.
+
+Per position of the step, memory is linear in the choice of units. Let unit u have P_u
+bytes of parameters in the gathered type and G_u of gradients in the reduced one (both
+padded), y_u = 1 if u is a unit and k_u = 1 if it is kept after forward. It adds
+    always: its chunks P_u / degree (in their own type) and state;
+    in forward of u: 2 P_u, the parameters and the buffer they were gathered in. The
+        buffer goes when the next unit's is full, so at the entry of u it meets that of
+        the unit before; with gloo once more P_u there, with a cast P_u / degree;
+    from then until backward of u: k_u P_u;
+    in backward of the unit after u: (1 - k_u) P_u, the buffer of the prefetch;
+    at the entry of backward of u: (1 - k_u) 2 P_u for an instant;
+    in backward of u: P_u, and its gradients as they are made;
+    at the end of backward of u: G_u for the input of reduce-scatter while the gradients
+        live, then G_u + G_u / degree (with gloo 2 G_u + G_u / degree); P_u is gone;
+    until the end of backward of the unit before u: G_u, an input that is kept;
+    from the end of its backward on: G_u / degree, its sharded gradients.
+Parameters that no chosen unit holds are those of the model itself, P - sum of y_u P_u,
+kept after forward by default and reduced at the very end of backward, with all their
+gradients alive until then. Before and after are meant in the order of forward. So each
+position has one term in y_u and one in k_u for every unit that is near it; where the
+neighbour depends on the choice, charge the prefetch to the unit in whose backward it
+falls, with the size of the largest possible neighbour, and let the simulation correct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autosac.candidates.policies import Policy
+from autosac.candidates.units import Unit
+from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
+from autosac.parallel.fsdp_optimizer import Shards, find_shards
+from autosac.parallel.fsdp_schedule import Hook, Schedule
+from autosac.parallel.sharding import (
+    Sharding,
+    chunk_numel,
+    owned_parameters,
+    unit_around,
+)
+from autosac.planning.profiling import Profile
+from autosac.simulation.simulating import Simulator, Timeline
+from autosac.tracing.stepping import OptimizerInBackward
+from autosac.tracing.tape import CATEGORIES, IntArray, Tape
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline(Timeline):
+    """Live memory of one rank.
+
+    Attributes:
+        rank: Its place among those that share the parameters.
+        composition: Bytes alive at the peak, per category.
+    """
+
+    rank: int
+    composition: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sharded:
+    """What a sharding does to a step, whatever is recomputed."""
+
+    groups: tuple[Group, ...]
+    born: IntArray
+    died: IntArray
+    nbytes: IntArray
+    category: tuple[str, ...]
+    gradients: IntArray
+    gradients_died: IntArray
+
+
+class RankSimulator:
+    """Replays a tape as the ranks of FSDP2 run it.
+
+    Args:
+        profile: The traced step; for a mixed-precision policy traced with
+            `profiling.in_compute_dtype`.
+        copies: Collectives copy what they send. By default they do on the CPU, as gloo
+            does, and not on a GPU, as NCCL does not.
+
+    Raises:
+        NotImplementedError: The step accumulates gradients, steps its optimizer in
+            backward, or has optimizer state that is not shaped like its parameter.
+    """
+
+    def __init__(self, profile: Profile, *, copies: bool | None = None) -> None:
+        _check_step(profile)
+        self.profile = profile
+        self.tape = _in_real_types(profile)
+        same = self.tape is profile.tape
+        self.simulator = profile.simulator if same else Simulator(self.tape)
+        self.schedule = Schedule(self.tape)
+        on_cpu = profile.device.type == "cpu"
+        self.how = Collectives(
+            granularity_bytes=profile.step.granularity_bytes,
+            on_cpu=on_cpu,
+            copies=on_cpu if copies is None else copies,
+        )
+        self.shards: Shards = find_shards(self.tape)
+        self._sharded: dict[Sharding, _Sharded] = {}
+
+    def peak_bytes(
+        self, sharding: Sharding, chosen: Mapping[Unit, Policy] | None = None
+    ) -> int:
+        """Peak of the rank whose peak is highest, which is the first one."""
+        return self.timeline(sharding, chosen).peak_bytes
+
+    def late_bytes(self, sharding: Sharding) -> int:
+        """What a step may take beyond its peak when threads of gloo are slow.
+
+        Each of its two threads may still hold the copy that it has just reduced
+        (`ProcessGroupGloo::runLoop`). 0 on a GPU.
+        """
+        if not self.how.copies:
+            return 0
+        groups = self._shard(sharding).groups
+        return 2 * max(group.reduced_bytes for group in groups)
+
+    def timeline(
+        self,
+        sharding: Sharding,
+        chosen: Mapping[Unit, Policy] | None = None,
+        *,
+        rank: int = 0,
+        workspaces: bool = True,
+    ) -> RankTimeline:
+        """Live memory of one rank.
+
+        Args:
+            sharding: How the model is sharded.
+            chosen: AC units and their policies.
+            rank: Its place among the ranks that share parameters.
+            workspaces: Count what kernels allocate inside themselves.
+
+        Raises:
+            ValueError: The sharding does not fit the model, the types of the trace or
+                the AC units; names what does not.
+            NotImplementedError: A unit is called several times, or gets arguments that
+                FSDP2 would cast.
+        """
+        chosen = chosen or {}
+        if not 0 <= rank < sharding.shard_degree:
+            raise ValueError(
+                f"`rank`={rank} must be at least 0 and less than the shard degree"
+                f" {sharding.shard_degree}."
+            )
+        found = self._shard(sharding)
+        _check_ac_units(sharding, chosen)
+        base = self.simulator.allocations(chosen, workspaces=workspaces)
+        num_storages = len(self.tape.storages)
+        nbytes = base.nbytes.copy()
+        self._resize(nbytes, sharding.shard_degree, rank)
+        died = base.died * PLACES
+        died[found.gradients] = found.gradients_died
+        born = np.concatenate([base.born * PLACES, found.born])
+        end = base.end * PLACES
+        died = np.concatenate([died, np.where(found.died < 0, end, found.died)])
+        nbytes = np.concatenate([nbytes, found.nbytes])
+        extra = self.simulator.number_bytes if workspaces else 0
+        keys, live = _live(born, died, nbytes, extra)
+        peak = int(keys[live.argmax()])
+        alive = np.flatnonzero((born <= peak) & (died > peak))
+        return RankTimeline(
+            keys=keys,
+            live_bytes=live,
+            rank=rank,
+            composition=self._composition(
+                alive, nbytes, found, num_storages, len(base.nbytes), extra
+            ),
+        )
+
+    def base_by_tick(self, degree: int) -> IntArray:
+        """Bytes alive on the first rank after every tick, whatever the units are.
+
+        That is without gathered parameters, gradients and the buffers of collectives,
+        and with nothing recomputed.
+
+        Args:
+            degree: Ranks over which parameters are sharded.
+
+        Returns:
+            Shape (num_ticks + 1,).
+        """
+        base = self.simulator.allocations({}, workspaces=True)
+        nbytes = base.nbytes.copy()
+        self._resize(nbytes, degree, 0)
+        gradients = [p.gradient for p in self.tape.parameters]
+        nbytes[[g for g in gradients if g is not None]] = 0
+        keys, live = _live(base.born, base.died, nbytes, self.simulator.number_bytes)
+        change = np.zeros(self.tape.num_ticks + 2, dtype=np.int64)
+        ticks = np.minimum(keys // self.simulator.span, self.tape.num_ticks + 1)
+        np.add.at(change, ticks, np.diff(live, prepend=0))
+        return np.cumsum(change)[:-1]
+
+    def _shard(self, sharding: Sharding) -> _Sharded:
+        if sharding not in self._sharded:
+            self._sharded[sharding] = self._replay(sharding)
+        return self._sharded[sharding]
+
+    def _replay(self, sharding: Sharding) -> _Sharded:
+        self._check_types(sharding)
+        owned = owned_parameters(self.tape, sharding)
+        index = self.tape.modules.index
+        units = sorted(sharding.units, key=lambda unit: index[unit.fqn])
+        groups = []
+        for unit in units:
+            module = index[unit.fqn]
+            hooks = self.schedule.hooks(module)
+            if owned[unit.fqn] and hooks is not None:
+                self._check_inputs(sharding, module)
+            groups.append(
+                make_group(sharding, unit, module, hooks, owned[unit.fqn], self.how)
+            )
+        replay = Replay(groups, sharding, self.how)
+        self._run_hooks(replay)
+        died = replay.gradient_died
+        return _Sharded(
+            groups=tuple(groups),
+            born=np.array(replay.born, dtype=np.int64),
+            died=np.array(replay.died, dtype=np.int64),
+            nbytes=np.array(replay.nbytes, dtype=np.int64),
+            category=tuple(replay.category),
+            gradients=np.array(list(died), dtype=np.int64),
+            gradients_died=np.array(list(died.values()), dtype=np.int64),
+        )
+
+    def _run_hooks(self, replay: Replay) -> None:
+        events: list[tuple[int, Hook, int, int, int]] = [
+            (self.schedule.final, Hook.FINAL, 0, 0, 0)
+        ]
+        for i, state in enumerate(replay.states):
+            hooks = state.group.hooks
+            if hooks is None:
+                continue
+            enter, leave = hooks.pre_forward, hooks.post_forward
+            events.append((enter, Hook.PRE_FORWARD, 0, 0, i))
+            events.append((leave, Hook.POST_FORWARD, 0, 0, i))
+            # Inner modules end backward first. They begin it last, but where both have
+            # one output: then theirs is its first hook.
+            if (tick := hooks.post_backward) is not None:
+                events.append((tick, Hook.POST_BACKWARD, -enter, 0, i))
+            if (tick := hooks.pre_backward) is not None:
+                events.append((tick, Hook.PRE_BACKWARD, -hooks.last_op, leave, i))
+        for tick, hook, _, _, i in sorted(events):
+            replay.at(tick * self.simulator.span)
+            state = replay.states[i]
+            if hook == Hook.FINAL:
+                replay.final()
+            elif hook == Hook.POST_FORWARD:
+                replay.post_forward(state)
+            elif not state.group.unsharded_bytes:
+                continue
+            elif hook == Hook.PRE_FORWARD:
+                replay.pre_forward(state)
+            elif hook == Hook.PRE_BACKWARD:
+                replay.pre_backward(state)
+            else:
+                replay.post_backward(state)
+
+    def _resize(self, nbytes: IntArray, degree: int, rank: int) -> None:
+        """Parameters and what the optimizer makes of them, as large as on the rank."""
+        for p in self.tape.parameters:
+            chunk_bytes = chunk_numel(p, degree) * p.itemsize
+            nbytes[p.storage] = self.how.rounded(chunk_bytes)
+        local = self.shards.local_numel(degree, rank)
+        sizes = local[self.shards.owners] * self.shards.itemsizes
+        grain = self.how.granularity_bytes
+        nbytes[self.shards.storages] = -(-sizes // grain) * grain
+
+    def _composition(
+        self,
+        alive: IntArray,
+        nbytes: IntArray,
+        found: _Sharded,
+        num_storages: int,
+        num_base: int,
+        extra: int,
+    ) -> dict[str, int]:
+        """Bytes alive per category; reruns count as activations."""
+        total = dict.fromkeys(CATEGORIES, 0)
+        total["temporary"] += extra
+        gradients = set(found.gradients.tolist())
+        for i in alive.tolist():
+            if i in gradients:
+                category = "unsharded gradient"
+            elif i < num_storages:
+                category = self.tape.storages[i].category
+            elif i < num_base:
+                category = "activation"
+            else:
+                category = found.category[i - num_base]
+            total[category] = total.get(category, 0) + int(nbytes[i])
+        return total
+
+    def _check_types(self, sharding: Sharding) -> None:
+        traced = self.profile.step.compute_dtype
+        name = None if traced is None else str(traced).removeprefix("torch.")
+        if name != sharding.param_dtype:
+            raise ValueError(
+                f"`param_dtype`={sharding.param_dtype!r}, but the step was traced with"
+                f" compute_dtype={name!r}; trace it with `profiling.in_compute_dtype`."
+            )
+
+    def _check_inputs(self, sharding: Sharding, module: int) -> None:
+        call = self.schedule.call(module)
+        if sharding.param_dtype is None or call is None:
+            return
+        for dtype in call.input_dtypes:
+            if dtype != sharding.param_dtype:
+                raise NotImplementedError(
+                    f"FSDP unit `{self.tape.modules[module].fqn}` gets arguments of"
+                    f" {dtype}, which FSDP2 would cast to {sharding.param_dtype} at its"
+                    " entry; that is not modelled. Cast them in the model, or make a"
+                    " module around it the unit."
+                )
+
+
+def _in_real_types(profile: Profile) -> Tape:
+    """The tape, with room for the optimizer's kernels to work in the real types.
+
+    What these allocate inside themselves is known for the types of the trace only. It
+    grows with the type at most in proportion.
+    """
+    tape = profile.tape
+    wider = max((p.itemsize // p.traced_itemsize for p in tape.parameters), default=1)
+    if wider <= 1:
+        return tape
+    ops = (
+        replace(op, workspace_bytes=op.workspace_bytes * wider)
+        if op.phase == "optimizer" and op.workspace_bytes
+        else op
+        for op in tape.ops
+    )
+    return replace(tape, ops=tuple(ops))
+
+
+def _live(
+    born: IntArray, died: IntArray, nbytes: IntArray, extra: int
+) -> tuple[IntArray, IntArray]:
+    """Instants at which memory changes, and what is alive after each."""
+    key = np.concatenate([born, died])
+    delta = np.concatenate([nbytes, -nbytes])
+    order = np.argsort(key, kind="stable")
+    key, live = key[order], np.cumsum(delta[order]) + extra
+    last = np.append(key[1:] != key[:-1], True)
+    return key[last], live[last]
+
+
+def _check_step(profile: Profile) -> None:
+    if profile.step.accumulate > 1:
+        raise NotImplementedError(
+            f"`accumulate`={profile.step.accumulate} under FSDP2 is not modelled;"
+            " profile a step of one micro-step."
+        )
+    if isinstance(profile.step.optimizer, OptimizerInBackward):
+        raise NotImplementedError(
+            "An `OptimizerInBackward` under FSDP2 is not modelled; pass a plain"
+            " optimizer."
+        )
+    for parameter in profile.tape.parameters:
+        if parameter.other_states:
+            raise NotImplementedError(
+                f"The optimizer keeps a tensor of shape {parameter.other_states[0]} for"
+                f" parameter `{parameter.fqns[0]}` of shape {parameter.shape}; it is"
+                " not known how that is sharded. Use an optimizer whose state is shaped"
+                " like its parameters."
+            )
+
+
+def _check_ac_units(sharding: Sharding, chosen: Mapping[Unit, Policy]) -> None:
+    """Refuse AC units whose rerun would meet parameters that are not gathered."""
+    fqns = {unit.fqn: unit for unit in sharding.units}
+    for unit in chosen:
+        names = [block.unit.fqn for block in unit.blocks] or [unit.fqn]
+        for name in names:
+            inner = [fqn for fqn in fqns if fqn.startswith(f"{name}.")]
+            if inner:
+                raise ValueError(
+                    f"AC unit `{name}` lies around FSDP unit `{inner[0]}`: a rerun"
+                    " would gather its parameters anew. Choose AC units that are FSDP"
+                    " units or lie inside one."
+                )
+        around = [unit.around] if unit.around else []
+        owners = {unit_around(name, fqns) for name in [*names, *around]}
+        if len(owners) > 1:
+            raise ValueError(
+                f"The chain of AC units {', '.join(names)} reaches over FSDP units"
+                f" {', '.join(sorted(owners))}, whose parameters are not gathered at"
+                " the same time. Make a module around the chain the FSDP unit, or use"
+                " plain AC units."
+            )

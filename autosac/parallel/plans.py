@@ -1,0 +1,244 @@
+"""A parallel plan: how ranks share a model, and what each of them recomputes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from autosac.applying import applying
+from autosac.candidates.policies import OpPolicy
+from autosac.parallel import fsdp_applying
+from autosac.parallel.sharding import FsdpUnit, Sharding
+from autosac.planning.fingerprints import Fingerprint
+from autosac.planning.plans import check_model, check_unplanned
+from autosac.quantities import format_bytes, format_ms
+
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A sharding degree that was not taken.
+
+    Attributes:
+        shard_degree: Ranks over which parameters are sharded.
+        replicate_degree: How many such groups there are.
+        reason: Why it lost.
+        step_ms: Predicted time of its best step, None if it was not worked out.
+        peak_bytes: Peak of a rank in that step.
+    """
+
+    shard_degree: int
+    replicate_degree: int
+    reason: str
+    step_ms: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """FSDP units and AC units of a model on a cluster, with what a step then takes.
+
+    Attributes:
+        sharding: FSDP units and degrees.
+        policy: FQN of each AC unit -> share (0 to 1) of its activation memory that is
+            recomputed instead of saved.
+        op_policies: What happens to every op of each AC unit.
+        budget_bytes: The cap on the peak of a rank.
+        peak_bytes: Predicted peak of the rank whose peak is highest, simulated.
+        composition: Bytes alive at that peak per category.
+        compute_ms: Predicted compute of a step without recomputation,
+        recompute_ms: its recomputation,
+        exposed_forward_ms: what forward waits for collectives, played event by event,
+        exposed_backward_ms: and what backward does, its end included.
+        milp_ms: Time of the step as the MILP sees it, in which collectives overlap
+            slightly differently,
+        bound_ms: and proven lower bound on that at this sharding degree, over the
+            candidate units and the selected points of their curves, with modules that
+            look alike made alike, in the MILP's memory model.
+        alternatives: Other sharding degrees, and why they lost.
+        cluster: Name of the cluster that times are for,
+        device: and of its GPUs.
+        calibrated: Times of ops were measured, not modelled.
+        model: Fingerprint of the model the plan is for.
+        torch_version: PyTorch that the model was traced with.
+    """
+
+    sharding: Sharding
+    policy: dict[str, float]
+    op_policies: tuple[OpPolicy, ...]
+    budget_bytes: int
+    peak_bytes: int
+    composition: dict[str, int]
+    compute_ms: float
+    recompute_ms: float
+    exposed_forward_ms: float
+    exposed_backward_ms: float
+    milp_ms: float
+    bound_ms: float
+    alternatives: tuple[Alternative, ...]
+    cluster: str
+    device: str
+    calibrated: bool
+    model: Fingerprint
+    torch_version: str
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Shape of the mesh: ``(shard,)``, or ``(replicate, shard)`` with replicas."""
+        found = self.sharding
+        if found.replicate_degree > 1:
+            return (found.replicate_degree, found.shard_degree)
+        return (found.shard_degree,)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that take part."""
+        return self.sharding.replicate_degree * self.sharding.shard_degree
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted time of a step."""
+        return (
+            self.compute_ms
+            + self.recompute_ms
+            + self.exposed_forward_ms
+            + self.exposed_backward_ms
+        )
+
+    @property
+    def batches_per_s(self) -> float:
+        """Throughput of all GPUs in batches, of which each GPU has one a step."""
+        return 1e3 * self.num_gpus / self.step_ms
+
+    @property
+    def optimality_gap(self) -> float:
+        """``(milp_ms - bound_ms) / milp_ms``."""
+        return max(0.0, (self.milp_ms - self.bound_ms) / self.milp_ms)
+
+    def apply(self, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+        """Install the AC units, then shard the model, in place.
+
+        Make the optimizer after that. Parameters of a model on the meta device are
+        made with ``model.to_empty(device=...)`` and initialised or loaded then.
+
+        Args:
+            model: On the device of the mesh or on the meta device, in the type that
+                the plan was made for.
+            mesh: Of shape `mesh_shape`; sharding goes over its last dimension.
+
+        Returns:
+            The model.
+
+        Raises:
+            PlanMismatchError: The plan was made for another model; names the first
+                difference.
+            ValueError: A plan is applied already, the model is sharded already, or the
+                mesh has another shape.
+        """
+        for fqn, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                raise ValueError(
+                    f"`model` is sharded already (`{fqn}` is an FSDP unit); apply the"
+                    " plan to a model without."
+                )
+        check_model(self.model, model)
+        check_unplanned(model)
+        fsdp_applying.check_mesh(self.sharding, mesh)
+        applying.install(model, self.op_policies)
+        fsdp_applying.shard(model, self.sharding, mesh)
+        return model
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        record = {"format": _FORMAT_VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ParallelPlan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: The file is not such a plan.
+        """
+        record = _record(path)
+        try:
+            return cls(
+                **{
+                    **record,
+                    "sharding": _sharding(record["sharding"]),
+                    "op_policies": tuple(map(_op_policy, record["op_policies"])),
+                    "alternatives": tuple(
+                        Alternative(**other) for other in record["alternatives"]
+                    ),
+                    "model": _model(record["model"]),
+                }
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error}. Plan again.") from error
+
+    def report(self) -> str:
+        """The plan as text for people."""
+        shape = " x ".join(map(str, self.mesh_shape))
+        exposed_ms = self.exposed_forward_ms + self.exposed_backward_ms
+        lines = [
+            f"mesh      {shape} {self.device} ({self.cluster})",
+            f"budget    {format_bytes(self.budget_bytes)} a rank",
+            f"peak      {format_bytes(self.peak_bytes)} predicted",
+            f"time      {format_ms(self.step_ms)} a step: {format_ms(self.compute_ms)}"
+            f" compute, {format_ms(self.recompute_ms)} recomputation,"
+            f" {format_ms(exposed_ms)} exposed communication",
+            f"gap       {100 * self.optimality_gap:.1f} % to the proven bound at this"
+            " sharding degree",
+        ]
+        for other in self.alternatives:
+            lines.append(
+                f"not       sharded {other.shard_degree} times with"
+                f" {other.replicate_degree} replicas: {other.reason}"
+            )
+        lines.append("FSDP units")
+        for unit in self.sharding.units:
+            kept = "reshards" if unit.reshard_after_forward else "stays gathered"
+            lines.append(f"  {unit.fqn or '(the model)'}  {kept}")
+        lines.append("AC units")
+        lines += [f"  {fqn}  {ratio:.1%}" for fqn, ratio in self.policy.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.report()
+
+
+def _sharding(record: dict[str, Any]) -> Sharding:
+    units = tuple(FsdpUnit(**unit) for unit in record["units"])
+    return Sharding(**{**record, "units": units})
+
+
+def _record(path: str | Path) -> dict[str, Any]:
+    """The JSON object of a saved plan without its format."""
+    try:
+        record: dict[str, Any] = json.loads(Path(path).read_text())
+        found = record.pop("format")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no parallel plan saved by autosac.") from error
+    if found != _FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has parallel plan format {found}; this autosac reads format"
+            f" {_FORMAT_VERSION}. Plan again, or use the autosac it was made with."
+        )
+    return record
+
+
+def _model(record: list[Any]) -> Fingerprint:
+    return tuple(
+        (fqn, class_name, tuple(parameters)) for fqn, class_name, parameters in record
+    )
+
+
+def _op_policy(record: dict[str, Any]) -> OpPolicy:
+    return OpPolicy(**{**record, "names": tuple(record["names"])})

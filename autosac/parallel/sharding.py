@@ -1,0 +1,219 @@
+"""How a model is sharded by FSDP2: units, degrees, types; and the sizes that follow.
+
+A parameter is cut along its first dimension into chunks of ``ceil(rows / degree)``
+rows. The last ranks may get fewer rows or none, but every rank allocates a whole chunk
+for the parameter and its gradient, so that collectives are even; only optimizer state
+has the rows that are really there. Rank 0 always has the most.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`, and
+_fsdp_init.py, `_get_managed_modules`, of torch 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autosac.tracing.tape import Parameter, Tape
+
+# Bytes of one element of the types that a mixed-precision policy may name.
+_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpUnit:
+    """One module that is given to ``fully_shard``.
+
+    Attributes:
+        fqn: Its name; empty for the model itself, which is always a unit.
+        reshard_after_forward: Free its parameters between forward and backward; a
+            number n keeps them sharded over n ranks in between.
+    """
+
+    fqn: str
+    reshard_after_forward: bool | int = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How the model is sharded.
+
+    Attributes:
+        units: The FSDP units, the model itself among them. Each holds the parameters
+            below it that no unit further down holds.
+        shard_degree: Ranks over which parameters are sharded.
+        replicate_degree: How many such groups there are (HSDP); ranks are
+            ``shard_degree * replicate_degree``.
+        param_dtype: Type of gathered parameters, None for their own.
+        reduce_dtype: Type in which gradients are reduced; given if and only if
+            `param_dtype` is.
+
+    Raises:
+        ValueError: With what is wrong.
+    """
+
+    units: tuple[FsdpUnit, ...]
+    shard_degree: int
+    replicate_degree: int = 1
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("shard_degree", "replicate_degree"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` must be at least 1, got {getattr(self, name)}."
+                )
+        fqns = [unit.fqn for unit in self.units]
+        if "" not in fqns:
+            raise ValueError(
+                "`units` lacks the model itself, which holds what no other unit does;"
+                ' add FsdpUnit(fqn="", reshard_after_forward=False).'
+            )
+        twice = [fqn for fqn in set(fqns) if fqns.count(fqn) > 1]
+        if twice:
+            raise ValueError(f"`units` names `{twice[0]}` twice; name it once.")
+        for unit in self.units:
+            self._check_reshard(unit)
+        self._check_dtypes()
+
+    def _check_reshard(self, unit: FsdpUnit) -> None:
+        ranks = unit.reshard_after_forward
+        if isinstance(ranks, bool):
+            return
+        if ranks < 1 or self.shard_degree % ranks:
+            raise ValueError(
+                f"`reshard_after_forward`={ranks} of unit `{unit.fqn}` must divide the"
+                f" shard degree {self.shard_degree}."
+            )
+
+    def _check_dtypes(self) -> None:
+        given = (self.param_dtype, self.reduce_dtype)
+        if (given[0] is None) != (given[1] is None):
+            raise ValueError(
+                f"`param_dtype`={given[0]!r} and `reduce_dtype`={given[1]!r}: give both"
+                " or none, as versions of PyTorch differ in what one alone means."
+            )
+        for dtype in given:
+            if dtype is not None and dtype not in _ITEMSIZES:
+                raise ValueError(
+                    f"{dtype!r} is no type to gather or reduce in; use one of"
+                    f" {', '.join(_ITEMSIZES)}."
+                )
+        if given[0] and _ITEMSIZES[str(given[1])] < _ITEMSIZES[given[0]]:
+            raise NotImplementedError(
+                f"`reduce_dtype`={given[1]!r} is narrower than `param_dtype`="
+                f"{given[0]!r}: autograd then casts each gradient, which is not"
+                " modelled. Reduce in the type of the parameters or a wider one."
+            )
+
+    def reshards_to(self, unit: FsdpUnit) -> int | None:
+        """Ranks that share a unit's parameters between forward and backward.
+
+        Returns:
+            The shard degree if they are resharded in full, None if they are kept.
+        """
+        flag = unit.reshard_after_forward
+        if isinstance(flag, bool):
+            return self.shard_degree if flag else None
+        return None if flag == 1 else flag
+
+    def gathered_itemsize(self, parameter: Parameter) -> int:
+        """Bytes of an element of a gathered parameter."""
+        if self.param_dtype is None or not self.casts(parameter):
+            return parameter.itemsize
+        return _ITEMSIZES[self.param_dtype]
+
+    def casts(self, parameter: Parameter) -> bool:
+        """Whether a parameter is cast before it is gathered."""
+        return (
+            self.param_dtype is not None
+            and parameter.dtype in _ITEMSIZES
+            and parameter.dtype != self.param_dtype
+        )
+
+    def reduced_itemsize(self, parameter: Parameter) -> int:
+        """Bytes of an element of a gradient that is being reduced."""
+        if self.reduce_dtype is None:
+            return parameter.itemsize
+        return _ITEMSIZES[self.reduce_dtype]
+
+
+def fsdp_units(
+    fqns: Iterable[str], *, reshard_after_forward: bool | int = True
+) -> tuple[FsdpUnit, ...]:
+    """These modules and the model itself as units, with FSDP2's defaults.
+
+    The model's own parameters stay gathered after forward.
+    """
+    flag = reshard_after_forward
+    units = [FsdpUnit(fqn=fqn, reshard_after_forward=flag) for fqn in fqns if fqn]
+    return (*units, FsdpUnit(fqn="", reshard_after_forward=False))
+
+
+def chunk_numel(parameter: Parameter, degree: int) -> int:
+    """Elements of the chunk that every rank allocates."""
+    rows, *rest = parameter.shape
+    return -(-rows // degree) * prod(rest)
+
+
+def local_numel(parameter: Parameter, degree: int, rank: int) -> int:
+    """Elements that a rank really has."""
+    rows, *rest = parameter.shape
+    chunk = -(-rows // degree)
+    return min(max(rows - rank * chunk, 0), chunk) * prod(rest)
+
+
+def is_uneven(parameter: Parameter, degree: int) -> bool:
+    """Whether chunks are padded."""
+    return parameter.shape[0] % degree != 0
+
+
+def owned_parameters(tape: Tape, sharding: Sharding) -> dict[str, list[Parameter]]:
+    """FQN of each unit -> the parameters that it holds.
+
+    Raises:
+        ValueError: A unit is no module, or its parameters cannot be held by it.
+    """
+    owned: dict[str, list[Parameter]] = {unit.fqn: [] for unit in sharding.units}
+    for fqn in owned:
+        if fqn not in tape.modules.index:
+            raise ValueError(
+                f"`units` names `{fqn}`, which is no module of the model; use names"
+                " from `model.named_modules()`."
+            )
+    for parameter in tape.parameters:
+        owners = {unit_around(fqn, owned) for fqn in parameter.fqns}
+        if len(owners) > 1:
+            raise ValueError(
+                f"Parameter `{parameter.fqns[0]}` is shared with `{parameter.fqns[-1]}`"
+                " and would be held by several units; make a module around both of"
+                " them the unit."
+            )
+        if not parameter.shape:
+            raise ValueError(
+                f"Parameter `{parameter.fqns[0]}` is a scalar, which FSDP2 cannot"
+                " shard; give it one dimension of one element."
+            )
+        owned[owners.pop()].append(parameter)
+    for fqn, parameters in owned.items():
+        _check_dtypes(fqn, parameters)
+    return owned
+
+
+def unit_around(fqn: str, units: Mapping[str, object]) -> str:
+    """The innermost unit that is the named module or parameter or lies around it."""
+    while fqn not in units:
+        fqn = fqn.rpartition(".")[0]
+    return fqn
+
+
+def _check_dtypes(fqn: str, parameters: list[Parameter]) -> None:
+    found = sorted({p.dtype for p in parameters if p.trained})
+    if len(found) > 1:
+        raise ValueError(
+            f"FSDP unit `{fqn or 'the model itself'}` would hold parameters of types"
+            f" {' and '.join(found)}; FSDP2 wants one type per unit. Make the modules"
+            " of one type units of their own."
+        )

@@ -1,0 +1,84 @@
+"""Does a plan hold for a step? Its model, its ops one by one, its budget."""
+
+from __future__ import annotations
+
+from autosac.candidates.policies import OpPolicy, Policy, chosen_by, op_names
+from autosac.candidates.units import Unit
+from autosac.errors import PlanMismatchError
+from autosac.planning.fingerprints import first_difference
+from autosac.planning.plans import Plan
+from autosac.planning.profiling import TracedStep
+from autosac.quantities import format_bytes
+
+
+def check(plan: Plan, profile: TracedStep) -> int:
+    """Check a plan against a traced step, such as one of another machine or PyTorch.
+
+    Args:
+        plan: The plan, from a file or not.
+        profile: The step that shall run under it.
+
+    Returns:
+        Predicted peak of this step under the plan, in bytes.
+
+    Raises:
+        PlanMismatchError: The step is of another model, device or mode, does other
+            ops, or does not fit the plan's budget; names the first difference.
+    """
+    peak_bytes = profile.peak_bytes(chosen(plan, profile))
+    if peak_bytes > plan.budget_bytes:
+        raise PlanMismatchError(
+            f"The plan does not fit its budget here: this step peaks at {peak_bytes}"
+            f" bytes ({format_bytes(peak_bytes)}) under it, above"
+            f" {plan.budget_bytes} ({format_bytes(plan.budget_bytes)}). Plan again."
+        )
+    return peak_bytes
+
+
+def chosen(plan: Plan, profile: TracedStep) -> dict[Unit, Policy]:
+    """The units of a step that a plan is for, and their policies.
+
+    Raises:
+        PlanMismatchError: As `check`, but for the budget.
+    """
+    difference = first_difference(plan.model, profile.model)
+    if difference is not None:
+        raise PlanMismatchError(f"The plan is for another model: {difference}.")
+    if plan.device != profile.device.name:
+        raise PlanMismatchError(
+            f"The plan is for the device {plan.device}, the profile for"
+            f" {profile.device.name}. Profile with `device`={plan.device!r}."
+        )
+    single = (*profile.units.candidates, *profile.slices)
+    calls = {(unit.label, unit.call_index): unit for unit in single}
+    for one in plan.op_policies:
+        difference = _difference(one, calls.get((one.label, one.call_index)), profile)
+        if difference is not None:
+            raise PlanMismatchError(
+                f"The plan is for another step: {difference}. Plan again."
+            )
+    try:
+        return chosen_by(profile.tape, profile.candidates, plan.op_policies)
+    except ValueError as error:
+        raise PlanMismatchError(f"The plan is for another step: {error}") from error
+
+
+def _difference(one: OpPolicy, unit: Unit | None, profile: TracedStep) -> str | None:
+    """Where a call of a module departs from its op policy."""
+    if one.training != profile.training:
+        modes = {True: "training", False: "evaluation"}
+        return f"it is for {modes[one.training]} mode, the profile for the other one"
+    if unit is None:
+        why = profile.units.refused.get(one.fqn, "it saves nothing for backward")
+        return f"`{one.label}` cannot be an AC unit here: {why}"
+    if unit.num_calls != one.num_calls:
+        return (
+            f"it expects {one.num_calls} calls of `{one.label}`, not {unit.num_calls}"
+        )
+    found = op_names(profile.tape, unit)
+    if found == one.names:
+        return None
+    for place, (expected, name) in enumerate(zip(one.names, found, strict=False)):
+        if name != expected:
+            return f"op {place} of `{one.label}` is {name} here, and {expected} there"
+    return f"`{one.label}` runs {len(found)} ops here, and {len(one.names)} there"

@@ -1,0 +1,379 @@
+"""From a tape and its candidate units to the MILP's numbers.
+
+The step is cut at every tick where a candidate begins or ends to matter. Between
+two cuts lies a *position*; its base is the most bytes alive there when nothing is
+recomputed. What a unit does under one point of its curve is simulated on its own,
+and split into a constant (what it frees between its forward and its backward) and
+what it changes at the positions of its own forward, rerun and backward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autosac.candidates.curves import UnitCurve
+from autosac.candidates.holding import Holders
+from autosac.candidates.policies import Policy
+from autosac.candidates.units import Unit
+from autosac.simulation.simulating import Simulator
+from autosac.tracing.tape import IntArray
+from solvers import curve, sac
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Formulation:
+    """Candidate units in numbers.
+
+    Attributes:
+        units: The candidates, index by index those of the problem.
+        curves: Their curves.
+        solver_units: The solver's record of each, over the exact points.
+        base_bytes: Most bytes alive at each position without recomputation.
+        holds: Arguments that several units hold together, and those that one unit
+            holds and another one would have freed.
+        edges: First tick of every position.
+    """
+
+    units: tuple[Unit, ...]
+    curves: tuple[UnitCurve, ...]
+    solver_units: tuple[sac.Unit, ...]
+    base_bytes: tuple[int, ...]
+    holds: tuple[sac.Hold, ...]
+    edges: IntArray
+
+    def fitted(self, num_segments: int) -> Formulation:
+        """The same with every curve fitted by few linear segments (pwlf).
+
+        The breakpoints are points of the exact curve, lifted in time so that the fit
+        never understates a point in between.
+        """
+        fits = {
+            id(made): curve.fit(made.points, num_segments=num_segments)
+            for made in self.curves
+        }
+        found = [(made.points, fits[id(made)]) for made in self.curves]
+        kept = [
+            [exact.freed_bytes.index(nbytes) for nbytes in fit.freed_bytes]
+            for exact, fit in found
+        ]
+        return replace(
+            self,
+            solver_units=tuple(
+                _thinned(unit, own, fit)
+                for unit, own, (_, fit) in zip(
+                    self.solver_units, kept, found, strict=True
+                )
+            ),
+            holds=tuple(
+                replace(
+                    hold,
+                    freed_by=tuple(
+                        (u, tuple(froms[k] for k in kept[u]))
+                        for u, froms in hold.freed_by
+                    ),
+                )
+                for hold in self.holds
+            ),
+        )
+
+    def problem(self, budget_bytes: int) -> sac.SacProblem:
+        """The MILP over exact points for one budget."""
+        return sac.SacProblem(
+            units=self.solver_units,
+            base_bytes=self.base_bytes,
+            budget_bytes=budget_bytes,
+            holds=self.holds,
+        )
+
+
+def formulate(
+    simulator: Simulator,
+    units: Sequence[Unit],
+    curves: Sequence[UnitCurve],
+    *,
+    live: IntArray | None = None,
+    cuts: Iterable[int] = (),
+) -> Formulation:
+    """Work out the MILP's coefficients for all candidates.
+
+    Args:
+        simulator: Of the tape.
+        units: The candidates in forward order, those around others first.
+        curves: Their curves.
+        live: Bytes alive after every tick without recomputation; None for those of
+            the tape.
+        cuts: Ticks at which positions must begin besides those of the candidates.
+    """
+    if live is None:
+        live = _live_by_tick(simulator)
+    cuts = {0, *cuts}
+    for unit in units:
+        cuts |= {
+            unit.call.enter,
+            unit.call.exit + 1,
+            unit.trigger - 1,
+            unit.last_use + 1,
+        }
+    holders = Holders(simulator, units, curves)
+    cuts |= holders.cuts()
+    edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
+    base = np.maximum.reduceat(live, edges)
+    step = _Step(simulator, holders, live, edges, base)
+    known: dict[Hashable, sac.Unit] = {}
+    records = []
+    for unit, made, parent in zip(units, curves, _parents(units), strict=True):
+        sight = _sight(step, unit, made)
+        twin = known.get(sight)
+        record = twin and _moved(step, unit, twin)
+        if record is None:
+            record = known[sight] = _solver_unit(step, unit, made)
+        records.append(replace(record, fqn=unit.fqn, parent=parent))
+    return Formulation(
+        units=tuple(units),
+        curves=tuple(curves),
+        solver_units=tuple(records),
+        base_bytes=tuple(base.tolist()),
+        holds=holders.holds(edges),
+        edges=edges,
+    )
+
+
+def _thinned(unit: sac.Unit, kept: Sequence[int], fit: curve.FittedCurve) -> sac.Unit:
+    """A unit with the breakpoints of its fitted curve only."""
+    working = [(q, tuple(extras[k] for k in kept)) for q, extras in unit.working]
+    return replace(
+        unit,
+        points=tuple(
+            replace(unit.points[k], recompute_ms=ms)
+            for k, ms in zip(kept, fit.recompute_ms, strict=True)
+        ),
+        working=tuple(working),
+    )
+
+
+def _live_by_tick(simulator: Simulator) -> IntArray:
+    """Bytes alive after every tick when nothing is recomputed."""
+    timeline = simulator.baseline
+    ticks = timeline.keys // simulator.span
+    change = np.zeros(simulator.tape.num_ticks + 1, dtype=np.int64)
+    np.add.at(change, ticks, np.diff(timeline.live_bytes, prepend=0))
+    return np.cumsum(change)
+
+
+def _parents(units: Sequence[Unit]) -> list[int | None]:
+    """Nearest enclosing candidate of each unit; units are in forward order."""
+    parents: list[int | None] = []
+    open_units: list[int] = []
+    for i, unit in enumerate(units):
+        while open_units and units[open_units[-1]].call.exit < unit.call.enter:
+            open_units.pop()
+        parents.append(open_units[-1] if open_units else None)
+        open_units.append(i)
+    return parents
+
+
+def _changes(
+    simulator: Simulator, holders: Holders, unit: Unit, policy: Policy
+) -> tuple[IntArray, IntArray]:
+    """Keys and sizes of what changes in memory if only this unit is rerun."""
+    tape, span = simulator.tape, simulator.span
+    effect = simulator.effect(unit, policy)
+    held = dict(zip(effect.held.tolist(), effect.held_until.tolist(), strict=True))
+    affected = set(held) | {tape.saved[i].storage for i in unit.saved}
+    affected -= holders.shared.keys() & set(unit.call.inputs)
+    keys: list[int] = []
+    deltas: list[int] = []
+    for storage in affected:
+        before = holders.freed[storage] * span
+        after = max(holders.without(storage, unit.saved) * span, held.get(storage, 0))
+        if before != after:
+            nbytes = tape.storages[storage].nbytes
+            keys += [before, after]
+            deltas += [nbytes, -nbytes]
+    copied, worked = effect.copy_bytes, effect.work_bytes
+    all_keys = np.concatenate(
+        [
+            np.array(keys, dtype=np.int64),
+            effect.copy_born,
+            effect.copy_died,
+            effect.work_made,
+            effect.work_end,
+        ]
+    )
+    all_deltas = np.concatenate(
+        [np.array(deltas, dtype=np.int64), copied, -copied, worked, -worked]
+    )
+    order = np.argsort(all_keys, kind="stable")
+    return all_keys[order], all_deltas[order]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all units have in common.
+
+    Attributes:
+        simulator: Of the tape.
+        holders: Who keeps which storage.
+        live: Bytes alive after every tick when nothing is recomputed.
+        edges: First tick of every position.
+        base: Most of these bytes at every position.
+    """
+
+    simulator: Simulator
+    holders: Holders
+    live: IntArray
+    edges: IntArray
+    base: IntArray
+
+    def places(self, unit: Unit) -> list[int]:
+        """Positions at which a unit begins, has run, is about to be rerun, is done."""
+        ticks = [unit.call.enter, unit.call.exit + 1, unit.trigger - 1]
+        found = np.searchsorted(self.edges, [*ticks, unit.last_use + 1]).tolist()
+        return [found[0], found[1], max(found[1], found[2]), found[3]]
+
+
+def _sight(step: _Step, unit: Unit, made: UnitCurve) -> Hashable:
+    """Equal for units of which one can be formulated by moving the other.
+
+    They behave alike, memory rises and falls alike around them, and so does what the
+    first and the last point of their curves change.
+    """
+    first, freed_from, freed_until, last = step.places(unit)
+    stops = np.append(step.edges, len(step.live))
+    seen: list[bytes] = []
+    for low, high, origin in (
+        (first, freed_from, unit.call.enter),
+        (freed_until, last, unit.trigger),
+    ):
+        around = step.live[stops[low] : stops[high]]
+        seen.append((stops[low : high + 1] - origin).tobytes())
+        seen.append((around - (around[0] if len(around) else 0)).tobytes())
+    for policy in {made.policies[0]: None, made.policies[-1]: None}:
+        keys, deltas = _changes(step.simulator, step.holders, unit, policy)
+        span = step.simulator.span
+        late = keys >= (unit.trigger - 1) * span
+        moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
+        seen += [moved.tobytes(), deltas.tobytes()]
+    return (unit.key, tuple(seen))
+
+
+def _moved(step: _Step, unit: Unit, twin: sac.Unit) -> sac.Unit | None:
+    """The record of a unit that looks like its twin; None if it is not only moved."""
+    first, freed_from, freed_until, last = step.places(unit)
+    working = []
+    for position, extras in twin.working:
+        if position < twin.freed_from:
+            moved = position - twin.freed_from + freed_from
+        elif position >= twin.freed_until:
+            moved = position - twin.freed_until + freed_until
+        else:
+            return None
+        if not first <= moved < last:
+            return None
+        working.append((moved, extras))
+    return replace(
+        twin, freed_from=freed_from, freed_until=freed_until, working=tuple(working)
+    )
+
+
+def _solver_unit(step: _Step, unit: Unit, made: UnitCurve) -> sac.Unit:
+    simulator, edges, base = step.simulator, step.edges, step.base
+    first, freed_from, freed_until, last = step.places(unit)
+    changes = np.stack(
+        [
+            _by_position(
+                step.live,
+                edges,
+                base,
+                range(first, last),
+                *_changes(simulator, step.holders, unit, policy),
+                simulator.span,
+            )
+            for policy in made.policies
+        ],
+        axis=1,
+    )
+    # What a unit frees is what it frees at most positions between its forward and
+    # its backward; it works at those where it changes anything else.
+    between = changes[freed_from - first : freed_until - first]
+    freed = np.array([-_most_frequent(column) for column in between.T])
+    between += freed
+    working = np.flatnonzero(changes.any(axis=1))
+    return sac.Unit(
+        fqn=unit.fqn,
+        parent=None,
+        points=tuple(
+            sac.Breakpoint(ratio=ratio, freed_bytes=nbytes, recompute_ms=ms)
+            for ratio, nbytes, ms in zip(
+                made.ratios, freed.tolist(), made.points.recompute_ms, strict=True
+            )
+        ),
+        freed_from=freed_from,
+        freed_until=freed_until,
+        working=tuple((first + int(q), tuple(changes[q].tolist())) for q in working),
+        between=_between(made) if made.is_selection else (),
+        mixed_from_ms=made.complete_below_ms if made.is_selection else 0.0,
+    )
+
+
+def _between(made: UnitCurve) -> tuple[sac.Between, ...]:
+    """Points that are known and not among those of the MILP."""
+    freed = made.points.freed_bytes
+    most = freed[-1] + min(nbytes for nbytes, _, _ in made.finer)
+    found = []
+    for nbytes, time_ms, _ in made.finer:
+        at = bisect_right(freed, most - nbytes) - 1
+        if freed[at] != most - nbytes:
+            share = (most - nbytes - freed[at]) / (freed[at + 1] - freed[at])
+            found.append(sac.Between(index=at, share=share, recompute_ms=time_ms))
+    return tuple(found)
+
+
+def _most_frequent(values: IntArray) -> int:
+    if not len(values):
+        return 0
+    found, counts = np.unique(values, return_counts=True)
+    return int(found[counts.argmax()])
+
+
+def _by_position(
+    live: IntArray,
+    edges: IntArray,
+    base: IntArray,
+    positions: range,
+    keys: IntArray,
+    deltas: IntArray,
+    span: int,
+) -> IntArray:
+    """Change of the most bytes alive at each position, given all changes in time."""
+    level = np.concatenate([[0], np.cumsum(deltas)])
+    stops = np.append(edges, len(live))[positions.start : positions.stop + 1]
+    before = keys.searchsorted(stops[:-1] * span, side="right")
+    after = keys.searchsorted(stops[1:] * span, side="left")
+    change: IntArray = level[before]
+    for i in np.flatnonzero(before != after).tolist():
+        first, last = int(stops[i]), int(stops[i + 1])
+        most = _peak(live, first, last, keys, level, span)
+        change[i] = most - int(base[positions[i]])
+    return change
+
+
+def _peak(
+    live: IntArray, first: int, last: int, keys: IntArray, level: IntArray, span: int
+) -> int:
+    """Most bytes alive at ticks first to last with a unit's changes on top.
+
+    ``level[i]`` is what the changes before ``keys[i]`` come to.
+    """
+    at = keys.searchsorted(np.arange(first, last) * span, side="right")
+    most = int((live[first:last] + level[at]).max())
+    # Changes between two ticks (a rerun) come on top of the earlier tick.
+    low, high = keys.searchsorted([first * span, last * span], side="left").tolist()
+    if low < high:
+        inside = live[keys[low:high] // span] + level[low + 1 : high + 1]
+        most = max(most, int(inside.max()))
+    return most

@@ -1,0 +1,156 @@
+"""Plan files: JSON that a person can read and a machine checks.
+
+Every list has one line per entry. Units that treat equal ops equally share one list of
+ops. A line of it, ``"rerun aten.addmm.default"``, says what the rerun of the unit does
+with an op; in chains ``"skip/rerun aten.addmm.default"`` also says what happens to it
+when the output of its block is made again. `digest` covers all but the summary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from autosac.candidates.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
+from autosac.planning.fingerprints import digest
+
+FORMAT = 2
+_WORDS = {
+    SAVE: "save",
+    RERUN: "rerun",
+    SKIP: "skip",
+    VIEW: "view",
+    DETACHED: "once",
+}
+_LETTERS = {word: letter for letter, word in _WORDS.items()}
+# Of an op policy, besides its module and its ops.
+_UNIT_FIELDS = (
+    "training",
+    "call_index",
+    "num_calls",
+    "chain",
+    "position",
+    "around",
+    "until",
+)
+_UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
+
+
+def write(record: Mapping[str, Any], *, summary: list[str]) -> str:
+    """Text of a plan file.
+
+    Args:
+        record: The plan's fields; ``op_policies`` holds `OpPolicy` objects.
+        summary: What people should know first, line by line.
+    """
+    sequences: dict[tuple[str, ...], int] = {}
+    units = []
+    for one in record["op_policies"]:
+        lines = _lines(one)
+        unit = {"fqn": one.fqn, "ops": sequences.setdefault(lines, len(sequences))}
+        unit |= {name: getattr(one, name) for name in _UNIT_FIELDS}
+        units.append(unit)
+    longer = ("op_policies", "model")  # what people read last
+    body = {
+        **{name: value for name, value in record.items() if name not in longer},
+        "units": units,
+        "op_sequences": [list(lines) for lines in sequences],
+        "model": record["model"],
+    }
+    body = json.loads(json.dumps(body, allow_nan=False))  # tuples are lists there
+    whole = {"format": FORMAT, "summary": summary, "digest": digest(body), **body}
+    return _pretty(whole, depth=2) + "\n"
+
+
+def read(text: str) -> dict[str, Any]:
+    """The plan's fields from a text that `write` made.
+
+    Raises:
+        ValueError: The text is no such plan, is of another format, or was changed;
+            says which.
+    """
+    try:
+        whole = json.loads(text)
+    except ValueError as error:
+        raise ValueError("is not a plan saved by autosac: it is no JSON") from error
+    if not isinstance(whole, dict) or "format" not in whole:
+        raise ValueError("is not a plan saved by autosac: it names no format")
+    if whole["format"] != FORMAT:
+        raise ValueError(
+            f"has plan format {whole['format']}; this autosac reads format {FORMAT}."
+            " Plan again, or use the autosac it was made with"
+        )
+    body = {name: value for name, value in whole.items() if name not in _UNREAD}
+    if whole.get("digest") != digest(body):
+        raise ValueError("was changed or cut since it was saved. Plan again")
+    try:
+        return _fields(body)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"is damaged: {error!r}. Plan again") from error
+
+
+def _fields(body: dict[str, Any]) -> dict[str, Any]:
+    sequences = [list(map(_op, lines)) for lines in body.pop("op_sequences")]
+    units = []
+    for unit in body.pop("units"):
+        actions, onward, names = zip(*sequences[unit.pop("ops")], strict=True)
+        units.append(
+            OpPolicy(
+                names=names, actions="".join(actions), onward="".join(onward), **unit
+            )
+        )
+    model = tuple((fqn, kind, tuple(own)) for fqn, kind, own in body.pop("model"))
+    return {**body, "model": model, "op_policies": tuple(units)}
+
+
+def _op(line: str) -> tuple[str, str, str]:
+    """Action, action on the way onward ('' outside of chains) and name of an op."""
+    words, name = line.split(" ")
+    action, _, onward = words.partition("/")
+    return _LETTERS[action], onward and _LETTERS[onward], name
+
+
+def problem(record: Mapping[str, Any]) -> str | None:
+    """Why the fields of a plan cannot be true together, in words; None if they can."""
+    modules = {fqn for fqn, _, _ in record["model"]}
+    units = record["op_policies"]
+    if record["peak_bytes"] > record["budget_bytes"]:
+        return (
+            f"its peak of {record['peak_bytes']} bytes is above its budget of"
+            f" {record['budget_bytes']}"
+        )
+    if {one.label for one in units} != record["policy"].keys():
+        return "its policy and its op policies are for different units"
+    ends = {fqn for one in units for fqn in (one.fqn, one.until) if fqn}
+    if strange := ends - modules:
+        return f"its unit `{min(strange)}` is no module of its model"
+    return None
+
+
+def _lines(one: OpPolicy) -> tuple[str, ...]:
+    words = [_WORDS[action] for action in one.actions]
+    if one.onward:
+        both = zip(words, one.onward, strict=True)
+        words = [f"{word}/{_WORDS[onward]}" for word, onward in both]
+    return tuple(map(" ".join, zip(words, one.names, strict=True)))
+
+
+def _pretty(value: object, depth: int, indent: str = "") -> str:
+    """JSON with a line per entry down to a depth, and further lists on one line."""
+    if depth == 0 or not isinstance(value, (dict, list)) or not value:
+        return json.dumps(value)
+    inner = indent + " "
+    if isinstance(value, dict):
+        items = [
+            f"{json.dumps(key)}: {_pretty(item, _depth(key, depth), inner)}"
+            for key, item in value.items()
+        ]
+    else:
+        items = [_pretty(item, depth - 1, inner) for item in value]
+    left, right = "{}" if isinstance(value, dict) else "[]"
+    return f"{left}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{right}"
+
+
+def _depth(key: str, depth: int) -> int:
+    return depth if key == "op_sequences" else depth - 1

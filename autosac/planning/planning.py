@@ -1,0 +1,445 @@
+"""From a profile and a budget to a plan."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from autosac.applying import applying
+from autosac.candidates import curves
+from autosac.candidates.policies import OpPolicy, Policy, block_policies, op_policies
+from autosac.candidates.units import Unit
+from autosac.errors import InfeasibleBudgetError, SolverError
+from autosac.planning.formulating import Formulation
+from autosac.planning.plans import Plan
+from autosac.planning.profiling import Profile, TracedStep, calibrate, profile
+from autosac.planning.spending import spend_slack
+from autosac.quantities import format_bytes, parse_bytes
+from autosac.simulation.simulating import Simulator
+from autosac.tracing.tracing import dry_run
+from solvers import sac
+from solvers._pulp import Backend
+
+Choice = Mapping[Unit, Policy]
+
+_ATTEMPTS = 6  # to correct the MILP's memory model by simulation
+RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
+TIME_LIMIT_S = 10.0  # of a solve, unless the caller says otherwise
+_MANY_OPS = 10_000  # of a step whose dry run takes seconds
+
+
+def plan(
+    model: torch.nn.Module | Profile,
+    inputs: Any = None,
+    *,
+    memory_budget: int | str,
+    segments: int | None = None,
+    backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
+    time_limit_s: float | None = TIME_LIMIT_S,
+    dry_run: bool | None = None,
+    **options: Any,
+) -> Plan:
+    """Find the cheapest way to train under a memory budget.
+
+    Args:
+        model: The model, or a `Profile` of it (then no other option is taken).
+        inputs: As in `profile`.
+        memory_budget: Cap on the peak: bytes, or text such as "24GiB" or "80%".
+        segments: None to choose among the exact points of every trade-off curve;
+            a number to fit each curve with so many linear segments (pwlf) and let
+            the MILP choose the units on these: fewer variables, dearer plans.
+        backend: MILP solver, "highs" or "cbc".
+        relative_gap: A solve stops when the plan's recompute time is proven this
+            close to the least.
+        time_limit_s: A solve stops after this long with the best plan so far, and
+            the plan's gap says what is left; None for no limit. Most take
+            milliseconds.
+        dry_run: Whether to run the applied model once under fake tensors, which must
+            confirm the simulated peak. None for always but in one case: the step has
+            more than 10,000 ops, and a dry run of another plan from the same profile
+            has confirmed the simulation. `Plan.dry_run` says what was done.
+        options: As in `profile`.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits; says the least feasible budget.
+        ValueError: The budget cannot be read.
+        SolverError: The dry run does not confirm the plan.
+    """
+    made = profile_of(model, inputs, options)
+    budget_bytes = parse_bytes(memory_budget, total_bytes=made.device.memory_bytes)
+    return make_plan(
+        made,
+        budget_bytes,
+        segments=segments,
+        backend=backend,
+        relative_gap=relative_gap,
+        time_limit_s=time_limit_s,
+        dry_run=dry_run,
+    )
+
+
+def price_ms_per_byte(made: TracedStep, budget_bytes: int) -> float | None:
+    """What one more byte of budget saves at the margin, in milliseconds per step.
+
+    The dual price of memory in the LP relaxation of the MILP; None below its floor.
+    """
+    if made.baseline_peak_bytes <= budget_bytes:
+        return 0.0
+    if not made.formulation.units:
+        return None
+    return _solver(made.formulation).price(budget_bytes)
+
+
+def policy(
+    model: torch.nn.Module | Profile,
+    inputs: Any = None,
+    *,
+    memory_budget: int | str,
+    **options: Any,
+) -> dict[str, float]:
+    """FQN of each AC unit -> share of its activation memory to recompute."""
+    return plan(model, inputs, memory_budget=memory_budget, **options).policy
+
+
+def floor(made: TracedStep) -> int:
+    """Least feasible budget of a profile in bytes."""
+    return made.peak_bytes(lowest(made))
+
+
+def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
+    """The profile that was passed, or a new one, calibrated where the model lies."""
+    if isinstance(model, TracedStep):
+        if inputs is not None or options:
+            raise TypeError(
+                "A profile knows its inputs and options already; pass only"
+                " `memory_budget`."
+            )
+        return model
+    if inputs is None:
+        raise TypeError("`inputs` is missing: pass what the model is called with.")
+    return calibrated_if_present(profile(model, inputs, **options))
+
+
+def calibrated_if_present(made: Profile) -> Profile:
+    """The profile with measured figures if its model lies here, or as it is.
+
+    What is not here cannot be measured; what is, must keep its promise.
+    """
+    is_meta = any(parameter.is_meta for parameter in made.step.model.parameters())
+    return made if made.step.lens is not None or is_meta else calibrate(made)
+
+
+def make_plan(
+    made: TracedStep,
+    budget_bytes: int,
+    *,
+    segments: int | None = None,
+    backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
+    time_limit_s: float | None = TIME_LIMIT_S,
+    dry_run: bool | None = None,
+    start: sac.Start | None = None,
+) -> Plan:
+    """Solve, simulate, spend what is left of the budget, dry-run.
+
+    Args:
+        made: The profile.
+        budget_bytes: Cap on the peak.
+        segments: As in `plan`, like what follows.
+        backend: MILP solver.
+        dry_run: Whether to dry-run the plan.
+        start: What smaller budgets of a sweep found.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits.
+        SolverError: The applied model's dry run does not confirm the plan.
+    """
+    chosen, bound_ms = choose(
+        made,
+        budget_bytes,
+        segments=segments,
+        backend=backend,
+        relative_gap=relative_gap,
+        time_limit_s=time_limit_s,
+        start=start,
+    )
+    policies = spell_out(made, chosen)
+    if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
+        if not isinstance(made, Profile):
+            raise ValueError(
+                "`dry_run`=True needs the model: pass the `Profile`, not the step that"
+                " a plan keeps of it."
+            )
+        _confirm(made, chosen, policies)
+    return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
+
+
+def choose(
+    made: TracedStep,
+    budget_bytes: int,
+    *,
+    segments: int | None = None,
+    backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
+    time_limit_s: float | None = TIME_LIMIT_S,
+    start: sac.Start | None = None,
+) -> tuple[Choice, float]:
+    """The units of a plan with their policies, and the bound on recompute time.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits.
+    """
+    if made.baseline_peak_bytes <= budget_bytes:
+        return {}, 0.0
+    problem = _Problem(made, segments, backend, relative_gap, time_limit_s, start)
+    target, bound_ms = budget_bytes, 0.0
+    for attempt in range(_ATTEMPTS):
+        chosen, found_ms = problem.solve(target)
+        if chosen is None:
+            break
+        chosen = spend_slack(made.simulator, made.formulation, chosen, target)
+        bound_ms = bound_ms if attempt else found_ms
+        excess = made.peak_bytes(chosen) - budget_bytes
+        if excess <= 0:
+            return chosen, bound_ms
+        target -= excess  # a GPU's allocator holds more than is asked of it
+    chosen = lowest(made, backend)
+    if made.peak_bytes(chosen) > budget_bytes:
+        raise _infeasible(made, chosen, budget_bytes)
+    return chosen, bound_ms
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """How the MILP of a profile is solved."""
+
+    made: TracedStep
+    segments: int | None
+    backend: Backend
+    relative_gap: float
+    time_limit_s: float | None
+    start: sac.Start | None = None
+
+    def solve(self, budget_bytes: int) -> tuple[Choice | None, float]:
+        """Choice under the budget by simulation, and the bound on its time."""
+        formulation = self.made.formulation
+        # The MILP may see more memory than the simulation, where a unit holds an
+        # output that another one saves. At a budget that only the simulation can
+        # meet, the bound of the MILP's least budget holds all the more.
+        least_bytes, choice = _lowest(formulation, self.backend)
+        target = max(budget_bytes, least_bytes)
+        bound_ms: float | None = None
+        for _ in range(_ATTEMPTS):
+            solution = self._solve_once(target)
+            if bound_ms is None:
+                bound_ms = self._bound_ms(target, solution)
+            if not solution.termination.has_incumbent:
+                break
+            chosen: Choice = decode(formulation, solution)
+            excess = self.made.simulator.peak_bytes(chosen) - budget_bytes
+            if excess <= 0:
+                return chosen, bound_ms
+            target -= excess
+        fits = self.made.simulator.peak_bytes(choice) <= budget_bytes
+        return choice if fits else None, bound_ms or 0.0
+
+    def _solve_once(self, budget_bytes: int) -> sac.SacSolution:
+        """Exact points of all candidates, or of those a MILP on fitted curves picks."""
+        formulation = self.made.formulation
+        units = None
+        if self.segments is not None:
+            fitted = sac.solve(
+                formulation.fitted(self.segments).problem(budget_bytes),
+                integral=False,
+                backend=self.backend,
+                time_limit_s=self.time_limit_s,
+                relative_gap=self.relative_gap,
+            )
+            if fitted.weights is not None:
+                units = [u for u, weights in enumerate(fitted.weights) if any(weights)]
+        return self._run(budget_bytes, self.relative_gap, units)
+
+    def _bound_ms(self, budget_bytes: int, solution: sac.SacSolution) -> float:
+        """Least time of any choice of units and Pareto points, as far as proven."""
+        curves = self.made.formulation.curves
+        if not all(curve.has_hull for curve in curves):
+            return 0.0  # some save sets are unknown: nothing is proven
+        if self.segments is not None:  # it knows only the units that the fit picked
+            solution = self._run(budget_bytes, math.inf, None)
+        return solution.bound_ms or 0.0
+
+    def _run(
+        self, budget_bytes: int, relative_gap: float, units: list[int] | None
+    ) -> sac.SacSolution:
+        formulation = self.made.formulation
+        return _solver(formulation).solve(
+            budget_bytes,
+            start=self.start if units is None else None,
+            backend=self.backend,
+            time_limit_s=self.time_limit_s,
+            relative_gap=relative_gap,
+            fixed_units=units,
+            mixed_units=[
+                u for u, curve in enumerate(formulation.curves) if curve.is_selection
+            ],
+        )
+
+
+@lru_cache(maxsize=1)
+def _solver(formulation: Formulation) -> sac.Solver:
+    """What does not depend on the budget, worked out once."""
+    return sac.Solver(formulation.problem(0))
+
+
+def decode(formulation: Formulation, solution: sac.SacSolution) -> dict[Unit, Policy]:
+    """Units and policies of a solution over exact points."""
+    assert solution.chosen is not None
+    return {
+        unit: curve.policies[point]
+        for unit, curve, point in zip(
+            formulation.units, formulation.curves, solution.chosen, strict=True
+        )
+        if point is not None
+    }
+
+
+@lru_cache(maxsize=2)
+def lowest(made: TracedStep, backend: Backend = "highs") -> Choice:
+    """The choice of least peak, found once for all budgets."""
+    least_bytes, choice = _lowest(made.formulation, backend)
+    problem = _Problem(made, None, backend, RELATIVE_GAP, TIME_LIMIT_S)
+    peak_bytes = made.simulator.peak_bytes(choice)
+    while peak_bytes > least_bytes:  # where the MILP is off, another may be lower
+        lower, _ = problem.solve(peak_bytes - 1)
+        if lower is None:
+            break
+        choice, peak_bytes = lower, made.simulator.peak_bytes(lower)
+    return choice
+
+
+@lru_cache(maxsize=2)
+def _lowest(formulation: Formulation, backend: Backend) -> tuple[int, Choice]:
+    """Least peak in the MILP's memory model, and the choice that reaches it."""
+    if not formulation.units:
+        return 0, {}
+    peak_bytes, solution = _solver(formulation).lowest_peak(
+        backend=backend, time_limit_s=TIME_LIMIT_S
+    )
+    return peak_bytes, decode(formulation, solution)
+
+
+def _infeasible(made: TracedStep, chosen: Choice, budget_bytes: int) -> Exception:
+    peak_bytes = made.peak_bytes(chosen)
+    composition = made.composition(chosen)
+    parts = ", ".join(
+        f"{format_bytes(nbytes)} {category}"
+        for category, nbytes in composition.items()
+        if nbytes
+    )
+    hint = _hint(made)
+    return InfeasibleBudgetError(
+        f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}):"
+        f" the lowest peak is {peak_bytes} bytes ({format_bytes(peak_bytes)}), made of"
+        f" {parts}. Raise the budget to that, or use a smaller batch.{hint}",
+        budget_bytes=budget_bytes,
+        lowest_peak_bytes=peak_bytes,
+        composition=composition,
+    )
+
+
+def _hint(made: TracedStep) -> str:
+    """The module that would matter most among those that cannot be AC units."""
+    refused = made.units.refused
+    kept = {m.fqn: m.activation_bytes or 0 for m in made.statistics.modules}
+    fqn = max(refused, key=lambda fqn: kept.get(fqn, 0), default=None)
+    return "" if fqn is None else f" `{fqn}` cannot be an AC unit: {refused[fqn]}."
+
+
+# --- the plan -----------------------------------------------------------------
+
+
+def spell_out(made: TracedStep, chosen: Choice) -> tuple[OpPolicy, ...]:
+    """What a choice does to every op of its units."""
+    return tuple(
+        spelled
+        for unit, policy in chosen.items()
+        for spelled in op_policies(made.tape, unit, policy, training=made.training)
+    )
+
+
+def _wants_dry_run(made: TracedStep, chosen: Choice) -> bool:
+    """Whether a plan is dry-run if nobody says so; on large models that takes long."""
+    is_possible = isinstance(made, Profile)
+    if not is_possible or frozenset(chosen.items()) in made.dry_runs:
+        return False
+    # A plan that recomputes nothing confirms little.
+    return len(made.tape.ops) <= _MANY_OPS or not any(made.dry_runs)
+
+
+def _confirm(made: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -> None:
+    """Run the applied model under fake tensors: its peak must be the simulated one."""
+    dry = dry_run(made.step, lambda model: applying.install(model, policies))
+    found = Simulator(dry).baseline.peak_bytes
+    expected = made.simulator.peak_bytes(chosen, workspaces=False)
+    if found != expected:
+        raise SolverError(
+            f"The dry run of the plan peaks at {found} bytes, its simulation at"
+            f" {expected}. This is a mistake in autosac; please report the model."
+        )
+    made.dry_runs.add(frozenset(chosen.items()))
+
+
+def _as_plan(
+    made: TracedStep,
+    budget_bytes: int,
+    chosen: Choice,
+    policies: tuple[OpPolicy, ...],
+    bound_ms: float,
+) -> Plan:
+    recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
+    return Plan(
+        policy=policy_ratios(made, chosen),
+        op_policies=policies,
+        budget_bytes=budget_bytes,
+        peak_bytes=made.peak_bytes(chosen),
+        baseline_peak_bytes=made.baseline_peak_bytes,
+        recompute_ms=recompute_ms,
+        step_ms=made.baseline_ms + recompute_ms,
+        bound_ms=min(bound_ms, recompute_ms),
+        composition=made.composition(chosen),
+        device=made.device.name,
+        calibrated=made.calibrated,
+        model=made.model,
+        torch_version=torch.__version__,
+        measured_fraction=made.calibration.measured_fraction,
+        reserved_bytes=_reserved_bytes(made, chosen),
+        dry_run=frozenset(chosen.items()) in made.dry_runs,
+        traced=made.traced(),
+    )
+
+
+def _reserved_bytes(made: TracedStep, chosen: Choice) -> int | None:
+    if made.device.type != "cuda":
+        return None
+    return made.simulator.allocator_peaks(chosen)[1]
+
+
+def policy_ratios(made: TracedStep, chosen: Choice) -> dict[str, float]:
+    """Share of each module's activation memory that is recomputed, over all calls."""
+    most: dict[str, int] = defaultdict(int)
+    freed: dict[str, int] = defaultdict(int)
+    for unit in (*made.units.candidates, *made.slices):
+        most[unit.label] += unit.activation_bytes
+    for unit, policy in chosen.items():
+        parts = [(block.unit, p) for block, p in block_policies(unit, policy)]
+        for call, part in parts or [(unit, policy)]:
+            left = call.activation_bytes - curves.kept(call, part)
+            freed[call.label] += max(left, 0)
+    return {fqn: nbytes / max(most[fqn], 1) for fqn, nbytes in freed.items()}

@@ -1,0 +1,248 @@
+"""A plan: what to recompute in a model so that a step fits a budget."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autosac.applying import applying
+from autosac.candidates.policies import OpPolicy
+from autosac.errors import PlanMismatchError
+from autosac.planning import plan_files
+from autosac.planning.fingerprints import Fingerprint, fingerprint, first_difference
+from autosac.planning.profiling import TracedStep
+from autosac.quantities import format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from autosac.showing.reporting import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which modules are AC units, and what each of them recomputes.
+
+    Attributes:
+        policy: FQN of each AC unit -> share (0 to 1) of its activation memory that
+            is recomputed instead of saved. A slice of an `nn.Sequential` is named by
+            its first and last layer, as ``features.0-features.4``.
+        op_policies: What happens to every op of each unit.
+        budget_bytes: The cap that was asked for.
+        peak_bytes: Predicted peak of a step with the plan, simulated on the tape.
+        baseline_peak_bytes: Predicted peak of a step without it.
+        recompute_ms: Predicted time a step spends on recomputation.
+        step_ms: Predicted time of a step, recomputation included.
+        bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
+            their Pareto-optimal save sets, in the MILP's memory model.
+        composition: Bytes alive at the peak per category.
+        device: Name of the device that times are for.
+        calibrated: Times and workspaces were measured, not modelled.
+        model: Fingerprint of the model the plan is for.
+        torch_version: PyTorch that the model was traced with.
+        measured_fraction: Share of the step's time that is measured, not modelled.
+        reserved_bytes: What PyTorch's allocator is predicted to reserve for a step
+            with the plan; None on the CPU, where it reserves nothing.
+        dry_run: A dry run of the applied model confirmed the peak of this very plan,
+            not only its simulation.
+        traced: The step it was made for, as plain data, for reports. It is not part of
+            a plan file, nor of a copy: there it is None.
+    """
+
+    policy: dict[str, float]
+    op_policies: tuple[OpPolicy, ...]
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    recompute_ms: float
+    step_ms: float
+    bound_ms: float
+    composition: dict[str, int]
+    device: str
+    calibrated: bool
+    model: Fingerprint
+    torch_version: str
+    measured_fraction: float
+    reserved_bytes: int | None
+    dry_run: bool
+    traced: TracedStep | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "traced": None}
+
+    @property
+    def optimality_gap(self) -> float:
+        """``(recompute_ms - bound_ms) / recompute_ms``, 0.0 without recomputation."""
+        if self.recompute_ms == 0.0:
+            return 0.0
+        return max(0.0, (self.recompute_ms - self.bound_ms) / self.recompute_ms)
+
+    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Make the model train under the budget, in place.
+
+        Parameter and module names stay as they are. The plan is in force while the
+        model is in the mode (train or eval) that it was traced in.
+
+        Returns:
+            The model.
+
+        Raises:
+            PlanMismatchError: The plan was made for another model; names the first
+                difference.
+            ValueError: A plan is applied already.
+        """
+        check_model(self.model, model)
+        check_unplanned(model)
+        applying.install(model, self.op_policies)
+        return model
+
+    def unapply(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Undo `apply`.
+
+        Returns:
+            The model.
+        """
+        applying.remove(model)
+        return model
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; a file that is there is replaced in one step."""
+        record = {name: value for name, value in vars(self).items() if name != "traced"}
+        text = plan_files.write(record, summary=str(self).splitlines())
+        target = Path(path)
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(target)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote, and check that it is whole.
+
+        Warns if another PyTorch runs now than the plan was made with. Its model is
+        checked by `apply`, what a step of it really does by `autosac.check`.
+
+        Raises:
+            ValueError: The file is no such plan, was changed, or contradicts itself.
+        """
+        try:
+            record = plan_files.read(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:  # of text that is not UTF-8, too
+            raise ValueError(f"{path} {error}.") from error
+        try:
+            plan, wrong = cls(**record), plan_files.problem(record)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {error}. Plan again.") from error
+        if wrong:
+            raise ValueError(f"{path} contradicts itself: {wrong}. Plan again.")
+        if _release(plan.torch_version) != _release(torch.__version__):
+            warnings.warn(
+                f"{path} was planned with torch {plan.torch_version}, this is torch"
+                f" {torch.__version__}, which may run other ops. `autosac.check` with a"
+                " profile of the model tells whether the plan holds; or plan again.",
+                stacklevel=2,
+            )
+        return plan
+
+    def report(self, profile: TracedStep | None = None) -> Report:
+        """The plan explained: print it, or its ``str()``.
+
+        Args:
+            profile: The step that the plan is for. Needed only for a plan from a file,
+                which knows no ops: without it the report says what is missing.
+
+        Raises:
+            PlanMismatchError: The profile is of another step.
+        """
+        from autosac.showing.reporting import (
+            report,  # which plans itself: a cycle otherwise
+        )
+
+        return report(self, profile)
+
+    def to_html(self, path: str | Path, profile: TracedStep | None = None) -> None:
+        """Write the report with its pictures as one HTML file that needs no other.
+
+        Args:
+            path: Where to.
+            profile: As in `report`.
+
+        Raises:
+            ImportError: Matplotlib is not installed.
+            PlanMismatchError: The profile is of another step.
+        """
+        from autosac.showing.html_report import page  # like `report`
+
+        Path(path).write_text(page(self, profile), encoding="utf-8")
+
+    def __str__(self) -> str:
+        gap = f"{100 * self.optimality_gap:.1f} %"
+        lines = [
+            f"budget    {format_bytes(self.budget_bytes)}",
+            f"peak      {format_bytes(self.peak_bytes)} predicted,"
+            f" {format_bytes(self.baseline_peak_bytes)} without the plan",
+            f"time      {format_ms(self.step_ms)} a step on {self.device},"
+            f" {format_ms(self.recompute_ms)} of it recomputation (gap {gap})",
+            f"measured  {self.measured_fraction:.1%} of the step's time, the rest is"
+            " modelled",
+        ]
+        if self.reserved_bytes is not None:
+            reserved = f"reserved  {format_bytes(self.reserved_bytes)} predicted"
+            lines.insert(2, reserved)
+        if not self.dry_run:
+            lines.append("checked   by simulation, without a dry run of its own")
+        width = max(map(len, self.policy), default=0)
+        notes = self.notes()
+        lines += [
+            f"{fqn:{width}}  {ratio:6.1%}  {notes.get(fqn, '')}".rstrip()
+            for fqn, ratio in self.policy.items()
+        ]
+        return "\n".join(lines)
+
+    def notes(self) -> dict[str, str]:
+        """Which chain or nest an AC unit belongs to, if it does."""
+        chains: dict[str, list[str]] = {}
+        for one in self.op_policies:
+            if one.chain:
+                chains.setdefault(one.chain, []).append(one.fqn)
+        return {
+            one.fqn: f"part of {one.around}"
+            if one.around
+            else f"input made again from {chains[one.chain][0]}"
+            for one in self.op_policies
+            if one.around or one.position
+        }
+
+
+def check_model(expected: Fingerprint, model: torch.nn.Module) -> None:
+    """Refuse a model that a plan was not made for.
+
+    Raises:
+        PlanMismatchError: Names the first difference.
+    """
+    difference = first_difference(expected, fingerprint(model))
+    if difference is not None:
+        raise PlanMismatchError(
+            f"The plan was made for another model: {difference}. Plan again."
+        )
+
+
+def check_unplanned(model: torch.nn.Module) -> None:
+    """Refuse a model that has AC units already.
+
+    Raises:
+        ValueError: Names one.
+    """
+    units = applying.installed(model)
+    if units:
+        raise ValueError(
+            f"`model` has a plan already (`{units[0]}` is an AC unit); call"
+            " `plan.unapply(model)` first."
+        )
+
+
+def _release(version: str) -> str:
+    """A version without the build it is of: 2.15.0 of 2.15.0+cu130."""
+    return version.partition("+")[0]

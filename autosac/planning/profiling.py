@@ -1,0 +1,398 @@
+"""Trace a step once; everything that is asked of it afterwards is in the profile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from autosac.candidates import curves
+from autosac.candidates.chains import find_chains
+from autosac.candidates.nests import find_nests
+from autosac.candidates.policies import Policy
+from autosac.candidates.slices import find_slices, plain_sequences
+from autosac.candidates.units import Unit, Units, find_units
+from autosac.costs import roofline
+from autosac.costs.devices import DeviceSpec, device_of_product, device_spec
+from autosac.costs.sources import Calibration, Source, calibration, modelled
+from autosac.errors import TraceError
+from autosac.planning.fingerprints import Fingerprint, fingerprint
+from autosac.planning.formulating import Formulation, formulate
+from autosac.simulation.simulating import Simulator
+from autosac.statistics.by_module import Statistics, module_statistics
+from autosac.tracing.collecting import no_collections
+from autosac.tracing.stepping import LossFn, normalize_inputs
+from autosac.tracing.tape import Tape
+from autosac.tracing.tracing import Step, trace
+from solvers import knapsack
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedStep:
+    """What is known of a training step, as plain data: no model, no tensor.
+
+    Attributes:
+        tape: What it did.
+        op_ms: Time of every op of the tape.
+        device: The device that the step is planned for.
+        exclude: FQNs of modules that must not be AC units.
+        training: Whether the model was traced in training mode.
+        model: Fingerprint of the model.
+        sequences: FQNs of the modules that call their children one after the other.
+        calibrated: Times and workspaces were measured, not modelled.
+        op_sources: Where time and workspace of every op come from; empty if all are
+            modelled.
+        failures: Name of an op that could not be measured -> why.
+    """
+
+    tape: Tape
+    op_ms: tuple[float, ...]
+    device: DeviceSpec
+    exclude: tuple[str, ...]
+    training: bool
+    model: Fingerprint
+    sequences: frozenset[str]
+    calibrated: bool
+    op_sources: tuple[Source, ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """How far times and workspaces are measured."""
+        ops = self.tape.ops
+        sources = self.op_sources or tuple(map(modelled, ops))
+        return calibration(ops, self.op_ms, sources, self.failures)
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        """Replays the tape under plans."""
+        return Simulator(self.tape)
+
+    @cached_property
+    def units(self) -> Units:
+        """Module calls that can be AC units, and why other modules are none."""
+        with no_collections():
+            return find_units(self.tape, self.op_ms, exclude=self.exclude)
+
+    @cached_property
+    def chains(self) -> tuple[Unit, ...]:
+        """Chains and nests of these."""
+        found = (self.tape, self.units.candidates, self.op_ms)
+        with no_collections():
+            return find_chains(*found) + find_nests(*found)
+
+    @cached_property
+    def slices(self) -> tuple[Unit, ...]:
+        """Consecutive layers of sequences that can be AC units."""
+        found = (self.tape, self.op_ms, self.sequences)
+        with no_collections():
+            return find_slices(*found, exclude=self.exclude)
+
+    @cached_property
+    def candidates(self) -> tuple[Unit, ...]:
+        """All candidates in forward order, those around others first."""
+        units = [*self.chains, *self.units.candidates, *self.slices]
+        return tuple(sorted(units, key=lambda u: (u.call.enter, -u.call.exit)))
+
+    @cached_property
+    def formulation(self) -> Formulation:
+        """The MILP's numbers for the candidates that free memory."""
+        with no_collections():
+            return self._formulation()
+
+    def _formulation(self) -> Formulation:
+        fronts: dict[Any, knapsack.Front] = {}
+        single = (*self.units.candidates, *self.slices)
+        for unit in single:
+            if unit.key not in fronts:
+                fronts[unit.key] = knapsack.front(curves.save_problem(unit))
+        sizes = [len(fronts[unit.key].solutions) for unit in single]
+        num_points = curves.affordable_points(sizes)
+        by_key = {
+            unit.key: curves.trade_off(unit, fronts[unit.key], num_points=num_points)
+            for unit in {unit.key: unit for unit in single}.values()
+        }
+        for chain in self.chains:
+            if chain.key not in by_key:
+                of_blocks = [by_key[block.unit.key] for block in chain.blocks]
+                by_key[chain.key] = curves.chain_trade_off(chain, of_blocks)
+        useful = [
+            (unit, curve)
+            for unit in self.candidates
+            if (curve := by_key[unit.key]) is not None
+        ]
+        return formulate(
+            self.simulator, [unit for unit, _ in useful], [curve for _, curve in useful]
+        )
+
+    @cached_property
+    def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
+        """Choices of units and policies that a dry run has confirmed."""
+        return set()
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Where memory and time go, module by module."""
+        return module_statistics(self.tape, self.op_ms)
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Peak of the step when nothing is recomputed."""
+        return self.peak_bytes({})
+
+    def peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """Peak of the step when units run under policies.
+
+        On a GPU that is what the caching allocator hands out, which is a little more
+        than is asked of it: see `autosac.simulation.allocator`.
+        """
+        if self.device.type == "cuda":
+            return self.simulator.allocator_peaks(chosen)[0]
+        return self.simulator.peak_bytes(chosen)
+
+    def composition(self, chosen: Mapping[Unit, Policy]) -> dict[str, int]:
+        """Bytes alive at the peak, per category."""
+        found = self.simulator.composition(chosen)
+        rest = self.peak_bytes(chosen) - sum(found.values())
+        return {**found, "fragmentation": rest} if rest else found
+
+    @cached_property
+    def baseline_ms(self) -> float:
+        """Time of the step when nothing is recomputed."""
+        return sum(self.op_ms)
+
+    def traced(self) -> TracedStep:
+        """The step without the user's objects: this one."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Profile(TracedStep):
+    """A traced training step, from which any number of plans can be made.
+
+    Attributes:
+        step: The step that was traced: the user's own model, inputs and optimizer.
+    """
+
+    step: Step
+
+    def traced(self) -> TracedStep:
+        """The same without the user's objects; shares all that is worked out so far."""
+        found = object.__new__(TracedStep)
+        known = {name: value for name, value in vars(self).items() if name != "step"}
+        vars(found).update(known)
+        return found
+
+
+def profile(
+    model: torch.nn.Module,
+    inputs: Any,
+    *,
+    optimizer: Any = None,
+    loss_fn: LossFn | None = None,
+    device: str | DeviceSpec | None = None,
+    autocast: torch.dtype | None = None,
+    accumulate: int = 1,
+    clip_grad_norm: float | None = None,
+    exclude: tuple[str, ...] = (),
+) -> Profile:
+    """Trace one training step of a model; nothing is run, nothing is changed.
+
+    Args:
+        model: On the CPU, a GPU or the meta device, in the mode it trains in.
+        inputs: A tensor, a tuple (args), a dict (kwargs) or ``(args, kwargs)``.
+        optimizer: A ``torch.optim`` instance, an `OptimizerInBackward`, a callable on
+            the parameters that returns one of these, or None.
+        loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
+            sum of all outputs that require gradients.
+        device: ``"cpu"``, ``"cuda"``, a known GPU such as ``"h100"``, or a
+            `DeviceSpec`; None for the device of the model (the CPU if that is the meta
+            device). A GPU need not be present: see `autosac.lens.mode`.
+        autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``.
+        accumulate: Micro-steps (forward, loss, backward) per optimizer step.
+        clip_grad_norm: Largest norm of all gradients together
+            (``torch.nn.utils.clip_grad_norm_`` before the optimizer steps), or None.
+        exclude: FQNs of modules that must not be AC units.
+
+    Raises:
+        TraceError: The step cannot be traced; names the module and the line.
+        ValueError: `exclude` or `device` names something unknown, or `accumulate` is
+            less than 1.
+        NotImplementedError: The model is on a GPU and the device is the CPU; or the
+            device is a GPU that is not present, and its kernels cannot be known.
+    """
+    _check(model, accumulate, clip_grad_norm, exclude)
+    args, kwargs = normalize_inputs(inputs)
+    spec, lens = _device(model, device)
+    step = Step(
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        device_type=spec.type,
+        granularity_bytes=spec.allocation_granularity_bytes,
+        autocast=autocast,
+        accumulate=accumulate,
+        clip_grad_norm=clip_grad_norm,
+        lens=lens,
+    )
+    tape = trace(step)
+    if not any(op.phase == "backward" for op in tape.ops):
+        raise TraceError("The step has no backward pass: nothing requires a gradient.")
+    return Profile(
+        step=step,
+        tape=tape,
+        op_ms=roofline.tape_ms(tape, spec),
+        device=spec,
+        exclude=tuple(exclude),
+        training=model.training,
+        model=fingerprint(model),
+        sequences=plain_sequences(model),
+        calibrated=False,
+    )
+
+
+def in_compute_dtype(profile: Profile, dtype: torch.dtype | None) -> Profile:
+    """The same step with parameters and inputs of the model in another type.
+
+    That is how a step runs under a mixed-precision policy of FSDP2.
+
+    Args:
+        profile: The traced step.
+        dtype: The type, or None for each parameter's own.
+    """
+    step = replace(profile.step, compute_dtype=dtype)
+    tape = trace(step)
+    return replace(
+        profile,
+        step=step,
+        tape=tape,
+        op_ms=roofline.tape_ms(tape, profile.device),
+        calibrated=False,
+        op_sources=(),
+        failures={},
+    )
+
+
+def calibrate(
+    profile: Profile,
+    *,
+    cache: bool = True,
+    refresh: bool = False,
+    progress: bool | None = None,
+) -> Profile:
+    """Measure time and workspace of every distinct op on the present device.
+
+    Each is measured once on a device, PyTorch version and number of threads: the
+    user's cache directory keeps the figures (``$AUTOSAC_CACHE_DIR``, or ``autosac``
+    in ``$XDG_CACHE_HOME`` or ``~/.cache``).
+
+    Args:
+        profile: The traced step.
+        cache: Read and write that table.
+        refresh: Measure again what is in it.
+        progress: Show a progress bar; None for only on a terminal.
+
+    Returns:
+        The profile with measured figures; ops that do not run on made-up data keep
+        their modelled ones. Its `calibration` says which.
+
+    Raises:
+        ValueError: The profile is for a device that is not present.
+    """
+    from autosac.costs.calibrating import (
+        calibrated,  # runs kernels: only when asked for
+    )
+
+    if profile.step.lens is not None and torch.cuda.is_available():
+        raise ValueError(
+            f"The profile is for {profile.device.name}, but the model is not there;"
+            " move it to the GPU and profile it again."
+        )
+    if profile.step.device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"The profile is for {profile.device.name}, and this machine has no GPU;"
+            " calibrate where the device is."
+        )
+    found = calibrated(
+        profile.tape,
+        profile.op_ms,
+        device=torch.device(profile.step.device_type),
+        cache=cache,
+        refresh=refresh,
+        progress=progress,
+    )
+    return replace(
+        profile,
+        tape=replace(profile.tape, ops=found.ops, library_bytes=found.library_bytes),
+        op_ms=found.op_ms,
+        calibrated=True,
+        op_sources=found.sources,
+        failures=found.failures,
+    )
+
+
+def _check(
+    model: torch.nn.Module,
+    accumulate: int,
+    clip_grad_norm: float | None,
+    exclude: tuple[str, ...],
+) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"`model` must be a torch.nn.Module, got {type(model).__name__}."
+        )
+    if accumulate < 1:
+        raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
+    names = {name for name, _ in model.named_modules()}
+    for fqn in exclude:
+        if fqn not in names:
+            raise ValueError(
+                f"`exclude` names `{fqn}`, which is no module of the model; use names"
+                " from `model.named_modules()`."
+            )
+
+
+def _present_gpu() -> DeviceSpec:
+    """The GPU that is present, with the memory that it really has."""
+    if not torch.cuda.is_available():
+        raise ValueError("`device`='cuda', but no GPU is present; name a device.")
+    spec = device_of_product(torch.cuda.get_device_name())
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return replace(spec, memory_bytes=found.total_memory)
+
+
+def _device(
+    model: torch.nn.Module, device: str | DeviceSpec | None
+) -> tuple[DeviceSpec, DeviceSpec | None]:
+    """The device to plan for; once more if the trace must pretend to be there."""
+    tensors = [*model.parameters(), *model.buffers()]
+    types = {tensor.device.type for tensor in tensors} - {"meta"}
+    if len(types) > 1:
+        raise ValueError(
+            f"`model` lies on several devices ({', '.join(sorted(types))}); move it to"
+            " one."
+        )
+    own = types.pop() if types else None
+    if device is None:
+        device = own or "cpu"
+    if device == "cuda":
+        device = _present_gpu()
+    spec = device if isinstance(device, DeviceSpec) else device_spec(device)
+    if device == "cpu":
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        spec = replace(spec, memory_bytes=pages)
+    traced = own or "cpu"
+    if spec.type == "cpu" and traced != "cpu":
+        raise NotImplementedError(
+            f"`device`={spec.name!r} runs other kernels than the {traced} device that"
+            " the model is on; move the model to the CPU or the meta device."
+        )
+    return spec, spec if spec.type != traced else None

@@ -1,0 +1,1 @@
+"""Plans and profiles in, tables and pictures out."""

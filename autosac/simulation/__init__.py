@@ -1,0 +1,1 @@
+"""A tape and op policies in, live memory at every instant out."""

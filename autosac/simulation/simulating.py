@@ -1,0 +1,408 @@
+"""Memory over time of a step with a plan, from the tape, byte for byte.
+
+Time is a *key*: tick times `_span` plus, for what happens while a unit is rerun,
+the place inside the rerun. A rerun takes place between the tick before its unit's
+trigger and the trigger itself.
+
+What `torch.utils.checkpoint` (non-reentrant, early stop) does to lifetimes, read
+off torch/utils/checkpoint.py of torch 2.15:
+    - in a unit's forward nothing is kept for backward but its arguments, and the
+      outputs that the policy saves;
+    - at the first read of a saved tensor the unit is rerun up to its last saved
+      tensor; all saved tensors are then kept until backward has used each;
+    - the arguments live until the last saved tensor of the unit is dropped.
+Blocks of a chain keep only arguments that come from outside the chain. The others are
+made once more at the chain's trigger, just before its last block is rerun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autosac.candidates.groups import Group
+from autosac.candidates.policies import (
+    RERUN,
+    SAVE,
+    SKIP,
+    Policy,
+    block_policies,
+    onward,
+)
+from autosac.candidates.units import Block, Unit
+from autosac.simulation.allocator import Allocations, replay
+from autosac.tracing.tape import CATEGORIES, IntArray, Tape
+
+# Of `torch.get_rng_state()`: the generator's legacy state of the Mersenne twister
+# (aten/src/ATen/CPUGeneratorImpl.cpp).
+_RANDOM_STATE_BYTES = 5056
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Live memory of a step.
+
+    Attributes:
+        keys: Time of each event, ascending.
+        live_bytes: Bytes alive after it.
+    """
+
+    keys: IntArray
+    live_bytes: IntArray
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at one instant."""
+        return int(self.live_bytes.max())
+
+    @property
+    def peak_key(self) -> int:
+        """When that is."""
+        return int(self.keys[self.live_bytes.argmax()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """How running one unit under one policy changes lifetimes.
+
+    Attributes:
+        held: Storages that are kept alive,
+        held_until: and the keys until when.
+        copy_born: Keys at which rerun ops allocate,
+        copy_died: the keys at which that is freed again,
+        copy_bytes: and how much it is.
+        work_made: Keys at which rerun kernels hold their workspaces,
+        work_end: the keys at which they are free of them again,
+        work_bytes: and how much it is.
+    """
+
+    held: IntArray
+    held_until: IntArray
+    copy_born: IntArray
+    copy_died: IntArray
+    copy_bytes: IntArray
+    work_made: IntArray
+    work_end: IntArray
+    work_bytes: IntArray
+
+
+class _Lifetimes:
+    """An `Effect` that is still being written.
+
+    Attributes:
+        held: Storage -> key until when it is kept alive.
+        copies: From, to and bytes of what is made again,
+        works: and of what its kernels hold for themselves.
+        made: Storage, from, to and bytes of what is made on the way to a later block.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+        self.made: list[tuple[int, int, int, int]] = []
+        self.copies: list[tuple[int, int, int]] = []
+        self.works: list[tuple[int, int, int]] = []
+
+    def hold(self, storage: int, until: int) -> None:
+        """Keep a storage alive at least until a key."""
+        self.held[storage] = max(self.held.get(storage, 0), until)
+
+    def add(self, other: _Lifetimes) -> None:
+        """What happens to another part of the same unit."""
+        for storage, until in other.held.items():
+            self.hold(storage, until)
+        self.copies += other.copies
+        self.works += other.works
+
+
+class Simulator:
+    """Replays a tape under plans.
+
+    Args:
+        tape: The traced step.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.span = tape.num_ticks + 2
+        self._effects: dict[tuple[Unit, Policy], Effect] = {}
+        self._reruns: dict[tuple[Unit, Policy, tuple[int, ...]], _Lifetimes] = {}
+        self._onwards: dict[tuple[Unit, Policy], _Lifetimes] = {}
+        self._until: dict[Unit, dict[int, int]] = {}
+        self._allocator_peaks: dict[
+            frozenset[tuple[Unit, Policy]], tuple[int, int]
+        ] = {}
+        used = [op for op in tape.ops if op.workspace_bytes]
+        self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
+        self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
+        self._work = np.array([op.workspace_bytes for op in used], dtype=np.int64)
+        self._library = np.array(tape.library_bytes, dtype=np.int64)
+        # Numbers that autograd may keep as CPU tensors, from forward and from rerun:
+        # an upper bound, as no fake tensor shows them.
+        wrapped = sum(op.wrapped_numbers for op in tape.ops)
+        self.number_bytes = 16 * wrapped if tape.device_type == "cpu" else 0
+
+    def timeline(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> Timeline:
+        """Live memory of a step in which the chosen units run under policies.
+
+        Args:
+            chosen: The AC units.
+            workspaces: Count what kernels allocate inside themselves, and what
+                libraries keep.
+        """
+        found = self.allocations(chosen, workspaces=workspaces)
+        key = np.concatenate([found.born, found.died])
+        delta = np.concatenate([found.nbytes, -found.nbytes])
+        order = np.argsort(key, kind="stable")
+        key, live = key[order], np.cumsum(delta[order])
+        if workspaces:
+            live += self.number_bytes
+        last = np.append(key[1:] != key[:-1], True)
+        return Timeline(keys=key[last], live_bytes=live[last])
+
+    def allocations(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> Allocations:
+        """All that a step allocates in which the chosen units run under policies."""
+        effects = [self.effect(unit, policy) for unit, policy in chosen.items()]
+        born = [self.tape.born * self.span, *(e.copy_born for e in effects)]
+        died = [self._freed(chosen), *(e.copy_died for e in effects)]
+        nbytes = [self.tape.nbytes, *(e.copy_bytes for e in effects)]
+        if workspaces:
+            always = np.zeros_like(self._library)
+            born += [always, self._work_made, *(e.work_made for e in effects)]
+            until = always + self.tape.num_ticks * self.span
+            died += [until, self._work_end, *(e.work_end for e in effects)]
+            nbytes += [self._library, self._work, *(e.work_bytes for e in effects)]
+        return Allocations(
+            born=np.concatenate(born),
+            died=np.concatenate(died),
+            nbytes=np.concatenate(nbytes),
+            end=self.tape.num_ticks * self.span,
+        )
+
+    def allocator_peaks(self, chosen: Mapping[Unit, Policy]) -> tuple[int, int]:
+        """Bytes that a GPU's caching allocator hands out, and reserves, at most."""
+        key = frozenset(chosen.items())
+        if key not in self._allocator_peaks:
+            after = replay(self.allocations(chosen))
+            peaks = (after.peak_allocated_bytes, after.peak_reserved_bytes)
+            self._allocator_peaks[key] = peaks
+        return self._allocator_peaks[key]
+
+    def peak_bytes(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> int:
+        """Peak of a step in which the chosen units run under policies."""
+        return self.timeline(chosen, workspaces=workspaces).peak_bytes
+
+    @cached_property
+    def baseline(self) -> Timeline:
+        """Live memory when nothing is recomputed."""
+        return self.timeline({})
+
+    def composition(self, chosen: Mapping[Unit, Policy]) -> dict[str, int]:
+        """Bytes alive at the peak, per category; rerun results are activations."""
+        peak = self.timeline(chosen).peak_key
+        pieces = self.allocations(chosen)
+        alive = (pieces.born <= peak) & (pieces.died > peak)
+        sums = np.zeros(len(CATEGORIES), dtype=np.int64)
+        np.add.at(sums, self.categories(chosen)[alive], pieces.nbytes[alive])
+        found = dict(zip(CATEGORIES, sums.tolist(), strict=True))
+        found["temporary"] += self.number_bytes
+        return found
+
+    def categories(self, chosen: Mapping[Unit, Policy]) -> IntArray:
+        """Index into `CATEGORIES` of all that `allocations` has, in its order."""
+        effects = [self.effect(unit, policy) for unit, policy in chosen.items()]
+        copied = sum(len(effect.copy_born) for effect in effects)
+        worked = sum(len(effect.work_made) for effect in effects)
+        num_works = len(self._library) + len(self._work) + worked
+        of_tape = [CATEGORIES.index(s.category) for s in self.tape.storages]
+        return np.concatenate(
+            [
+                np.array(of_tape, dtype=np.int64),
+                np.full(copied, CATEGORIES.index("activation"), dtype=np.int64),
+                np.full(num_works, CATEGORIES.index("workspace"), dtype=np.int64),
+            ]
+        )
+
+    def effect(self, unit: Unit, policy: Policy) -> Effect:
+        """How one unit under one policy changes lifetimes (cached)."""
+        key = (unit, policy)
+        if key not in self._effects:
+            self._effects[key] = self._make_effect(unit, policy)
+        return self._effects[key]
+
+    def _freed(self, chosen: Mapping[Unit, Policy]) -> IntArray:
+        """Key at which each storage is freed."""
+        tape = self.tape
+        outside = np.ones(len(tape.saved), dtype=bool)
+        for unit in chosen:
+            outside[unit.saved.start : unit.saved.stop] = False
+        freed = tape.died * self.span
+        until = tape.saved_until[outside] * self.span
+        np.maximum.at(freed, tape.saved_storage[outside], until)
+        for unit, policy in chosen.items():
+            effect = self.effect(unit, policy)
+            np.maximum.at(freed, effect.held, effect.held_until)
+        return freed
+
+    def _make_effect(self, unit: Unit, policy: Policy) -> Effect:
+        found = _Lifetimes()
+        if unit.blocks:
+            self._add_chain(found, unit, policy)
+        else:
+            begin = (unit.trigger - 1) * self.span + 1 - unit.call.enter
+            found.add(self._rerun(unit, policy, begin))
+        for storage in unit.call.inputs:
+            found.hold(storage, unit.held_until(storage) * self.span)
+        copied = np.array(found.copies, dtype=np.int64).reshape(-1, 3)
+        worked = np.array(found.works, dtype=np.int64).reshape(-1, 3)
+        return Effect(
+            held=np.array(list(found.held), dtype=np.int64),
+            held_until=np.array(list(found.held.values()), dtype=np.int64),
+            copy_born=copied[:, 0],
+            copy_died=copied[:, 1],
+            copy_bytes=copied[:, 2],
+            work_made=worked[:, 0],
+            work_end=worked[:, 1],
+            work_bytes=worked[:, 2],
+        )
+
+    def _rerun(
+        self,
+        unit: Unit,
+        policy: Policy,
+        begin: int,
+        relayed: tuple[int, ...] = (),
+    ) -> _Lifetimes:
+        """One module call, rerun at `begin` plus its ticks; some arguments relayed."""
+        tape, span = self.tape, self.span
+        found = _Lifetimes()
+        stop = unit.trigger * span - 1
+        until = self._saved_until(unit)
+        own = {s for group in unit.groups for s in group.storages}
+        for storage in until.keys() - own - set(relayed):
+            found.hold(storage, until[storage] * span)
+        for group, choice in zip(unit.groups, policy.choices, strict=True):
+            if choice != SAVE:
+                found.works += self._random_copies(unit, group)
+            if choice == SKIP:
+                continue
+            for storage in group.storages:
+                record = tape.storages[storage]
+                if storage in until:
+                    end = max(stop, until[storage] * span)
+                elif record.died <= unit.last_pack:
+                    end = begin + record.died
+                else:
+                    end = stop
+                if choice == SAVE:
+                    found.hold(storage, end)
+                else:
+                    found.copies.append((begin + record.born, end, record.nbytes))
+            if choice == RERUN:
+                found.works += self._workspaces(unit, group, begin)
+        return found
+
+    def _add_chain(self, found: _Lifetimes, chain: Unit, policy: Policy) -> None:
+        """Blocks run onward when the last one is due, then each is rerun in turn."""
+        span = self.span
+        parts = block_policies(chain, policy)
+        start = (chain.trigger - 1) * span + 1 - chain.call.enter
+        needed_until: dict[int, int] = {}
+        for block, part in parts:
+            unit = block.unit
+            if unit.trigger == chain.trigger:
+                found.add(self._rerun(unit, part, start, block.relayed))
+            else:
+                found.add(self._later_rerun(block, part))
+            until = self._saved_until(unit)
+            for storage in block.relayed:
+                end = max(unit.trigger * span - 1, until.get(storage, 0) * span)
+                needed_until[storage] = max(needed_until.get(storage, 0), end)
+        stop = parts[-1][0].unit.call.enter
+        onwards = [self._onward(block, part) for block, part in parts[:-1]]
+        onwards.append(
+            self._made_onward(chain, chain.glue, RERUN * len(chain.glue), stop)
+        )
+        for passed in onwards:
+            for storage in passed.held:
+                if storage in needed_until:
+                    found.hold(storage, needed_until[storage])
+            for storage, born, end, nbytes in passed.made:
+                until_key = needed_until.get(storage, start + end)
+                found.copies.append((start + born, until_key, nbytes))
+            found.works += [(start + a, start + b, n) for a, b, n in passed.works]
+
+    def _later_rerun(self, block: Block, policy: Policy) -> _Lifetimes:
+        """A block that is rerun after the last one of its chain (cached)."""
+        key = (block.unit, policy, block.relayed)
+        if key not in self._reruns:
+            unit = block.unit
+            begin = (unit.trigger - 1) * self.span + 1 - unit.call.enter
+            self._reruns[key] = self._rerun(unit, policy, begin, block.relayed)
+        return self._reruns[key]
+
+    def _onward(self, block: Block, policy: Policy) -> _Lifetimes:
+        """A block that runs onward, in ticks of its forward pass (cached)."""
+        key = (block.unit, policy)
+        if key not in self._onwards:
+            unit, choices = block.unit, onward(block, policy)
+            groups = (*unit.groups, *block.tail)
+            leave = unit.call.exit
+            self._onwards[key] = self._made_onward(unit, groups, choices, leave)
+        return self._onwards[key]
+
+    def _made_onward(
+        self, unit: Unit, groups: Sequence[Group], choices: str, leave: int
+    ) -> _Lifetimes:
+        found = _Lifetimes()
+        for group, choice in zip(groups, choices, strict=True):
+            if choice == SAVE:
+                found.held.update(dict.fromkeys(group.storages, 0))
+            elif choice == RERUN:
+                for storage in group.storages:
+                    record = self.tape.storages[storage]
+                    end = min(record.died, leave)
+                    found.made.append((storage, record.born, end, record.nbytes))
+                found.works += self._workspaces(unit, group, 0)
+        return found
+
+    def _workspaces(
+        self, unit: Unit, group: Group, begin: int
+    ) -> list[tuple[int, int, int]]:
+        """What kernels of a group that runs again allocate inside themselves."""
+        held = []
+        for op in (self.tape.ops[unit.ops[i]] for i in group.ops):
+            if op.workspace_bytes:
+                held.append((begin + op.made, begin + op.end, op.workspace_bytes))
+            if op.random and self.tape.device_type == "cpu":
+                held.append((begin + op.made, begin + op.end, _RANDOM_STATE_BYTES))
+        return held
+
+    def _random_copies(self, unit: Unit, group: Group) -> list[tuple[int, int, int]]:
+        """Random states that are copied before a random op that may run again."""
+        if self.tape.device_type != "cpu":
+            return []  # they lie on the CPU
+        ops = (self.tape.ops[unit.ops[i]] for i in group.ops)
+        return [
+            (op.start * self.span, op.made * self.span, _RANDOM_STATE_BYTES)
+            for op in ops
+            if op.random
+        ]
+
+    def _saved_until(self, unit: Unit) -> dict[int, int]:
+        """Storages that autograd saves in a unit -> tick until when it keeps them."""
+        if unit not in self._until:
+            until: dict[int, int] = {}
+            for saved in (self.tape.saved[i] for i in unit.saved):
+                tick = max(until.get(saved.storage, 0), saved.used_until)
+                until[saved.storage] = tick
+            self._until[unit] = until
+        return self._until[unit]

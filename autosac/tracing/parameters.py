@@ -1,0 +1,53 @@
+"""What a trace knows of each parameter: its memory, its gradient's, its state's."""
+
+from __future__ import annotations
+
+import torch
+
+from autosac.pytrees import tensors_in
+from autosac.tracing.probing import dtype_name
+from autosac.tracing.recording import Recorder
+from autosac.tracing.stepping import AnyOptimizer
+from autosac.tracing.tape import Parameter
+
+
+def find_parameters(
+    recorder: Recorder,
+    own: torch.nn.Module,
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+) -> tuple[Parameter, ...]:
+    """Describe the parameters of a model that was just traced, gradients in place.
+
+    Args:
+        recorder: Recorded the step.
+        own: The user's model.
+        model: Its fake copy.
+        optimizer: The optimizer of the copy.
+    """
+    names: dict[int, list[str]] = {}
+    for fqn, parameter in own.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+    found = []
+    for original, parameter in zip(own.parameters(), model.parameters(), strict=True):
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        tensors = list(tensors_in(state))
+        alike = [t for t in tensors if t.shape == parameter.shape and t.dim()]
+        others = [t for t in tensors if t.shape != parameter.shape and t.numel() > 1]
+        gradient = recorder.storages_of([parameter.grad])
+        found.append(
+            Parameter(
+                fqns=tuple(names[id(original)]),
+                shape=tuple(original.shape),
+                dtype=dtype_name(original.dtype),
+                itemsize=original.itemsize,
+                traced_itemsize=parameter.itemsize,
+                trained=original.requires_grad,
+                storage=recorder.storages_of([parameter])[0],
+                gradient=gradient[0] if gradient else None,
+                states=recorder.storages_of(alike),
+                state_itemsizes=tuple(t.itemsize for t in alike),
+                other_states=tuple(tuple(t.shape) for t in others),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,121 @@
+"""Where a recorder learns which module runs: stand-ins for every ``forward``."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autosac.tracing.modules import ModuleNode, ModuleTree
+from autosac.tracing.tape import ModuleCall
+
+if TYPE_CHECKING:
+    from autosac.tracing.recording import Recorder
+
+
+def module_tree(model: torch.nn.Module) -> ModuleTree:
+    """The module tree of a model, in the pre-order of ``named_modules()``."""
+    names = dict(model.named_modules())
+    index = {fqn: i for i, fqn in enumerate(names)}
+    nodes: list[ModuleNode] = []
+    for fqn, module in names.items():
+        parent = index[fqn.rpartition(".")[0]] if fqn else -1
+        nodes.append(
+            ModuleNode(
+                fqn=fqn,
+                class_name=type(module).__name__,
+                parent=parent,
+                depth=nodes[parent].depth + 1 if fqn else 0,
+                is_leaf=next(module.children(), None) is None,
+                parameter_bytes=sum(p.nbytes for p in module.parameters()),
+                buffer_bytes=sum(b.nbytes for b in module.buffers()),
+            )
+        )
+    return ModuleTree(tuple(nodes))
+
+
+def random_numbers() -> int:
+    """Changes when Python's or NumPy's global generator is drawn from."""
+    _, numpy_keys, numpy_place, *_ = sys.modules["numpy"].random.get_state()
+    return hash((random.getstate(), numpy_keys.tobytes(), numpy_place))
+
+
+class Probe:
+    """Stands in for a module's ``forward`` and reports entering and leaving."""
+
+    def __init__(
+        self, recorder: Recorder, index: int, forward: Callable[..., Any]
+    ) -> None:
+        self.recorder = recorder
+        self.index = index
+        self.forward = forward
+        self.__wrapped__ = forward  # for `inspect.signature`
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.recorder.enter(self.index, args, kwargs)
+        try:
+            output = self.forward(*args, **kwargs)
+        except BaseException:
+            self.recorder.failed_in = self.recorder.failed_in or self.index
+            raise
+        self.recorder.leave(call, args, kwargs, output)
+        return output
+
+
+class Call:
+    """A `ModuleCall` that is still being written."""
+
+    __slots__ = (
+        "enter",
+        "exit",
+        "gives_gradients",
+        "input_dtypes",
+        "inputs",
+        "module",
+        "once",
+        "outputs",
+        "phase",
+        "random",
+        "takes_gradients",
+    )
+
+    def __init__(self, module: int, phase: str, enter: int) -> None:
+        self.module = module
+        self.phase = phase
+        self.enter = enter
+        self.exit = enter
+        self.inputs: tuple[torch.Tensor | int, ...] = ()
+        self.outputs: tuple[int, ...] = ()
+        self.once: str | None = None
+        self.random = random_numbers()
+        self.input_dtypes: tuple[str, ...] = ()
+        self.takes_gradients = self.gives_gradients = False
+
+    def look_at_inputs(self, tensors: list[torch.Tensor]) -> None:
+        """Note what FSDP2 asks of a module's arguments."""
+        floating = {t.dtype for t in tensors if t.is_floating_point()}
+        self.input_dtypes = tuple(sorted(dtype_name(dtype) for dtype in floating))
+        self.takes_gradients = any(t.requires_grad for t in tensors)
+
+    def finished(self) -> ModuleCall:
+        """The call as plain data."""
+        return ModuleCall(
+            module=self.module,
+            phase=self.phase,
+            enter=self.enter,
+            exit=self.exit,
+            inputs=tuple(i for i in self.inputs if isinstance(i, int)),
+            outputs=self.outputs,
+            once=self.once,
+            input_dtypes=self.input_dtypes,
+            takes_gradients=self.takes_gradients,
+            gives_gradients=self.gives_gradients,
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as ``float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,495 @@
+"""A dispatch mode that writes down a training step while it runs on fakes."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from autosac import _compat
+from autosac.costs import cuda_workspaces
+from autosac.costs.devices import DeviceSpec
+from autosac.errors import TraceError
+from autosac.pytrees import opaque_type, tensors_in
+from autosac.tracing import source_lines
+from autosac.tracing.accumulating import Accumulations
+from autosac.tracing.foreach import run_distinct
+from autosac.tracing.op_facts import VIEW, Costs, Facts, costs
+from autosac.tracing.probing import Call, Probe, module_tree, random_numbers
+from autosac.tracing.repeating import KnownCalls, RepeatedCalls
+from autosac.tracing.saving import Holder, Saved
+from autosac.tracing.tape import Op, Storage, Tape
+from autosac.tracing.values import refuse_sparse, run_op
+
+_FORWARD_PHASES = ("forward", "loss")
+_LITERAL = torch.ops.aten.lift_fresh.default
+
+
+class Recorder(_compat.PlainDispatchMode):
+    """Records storages, and on request ops, saved tensors and module calls.
+
+    Args:
+        model: The fake model that will run.
+        mode: The mode of its fake tensors.
+        device_type: Only storages on this type of device count.
+        granularity_bytes: Allocations are rounded up to a multiple of this.
+        only_storages: Track memory as a real run holds it and nothing else.
+        target: The GPU that the tensors stand for though they are on the CPU.
+        known: Calls that earlier runs of the step made.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        mode: Any,
+        device_type: str,
+        granularity_bytes: int,
+        only_storages: bool,
+        target: DeviceSpec | None = None,
+        known: KnownCalls | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self.repeated = RepeatedCalls(mode, known)
+        self.device_type = device_type
+        self.granularity_bytes = granularity_bytes
+        self.only_storages = only_storages
+        self.target = target
+        self.exempted: dict[int, Any] = {}  # kept, so that no address is used twice
+        self.blas_phases: set[str] = set()
+        self.tree = module_tree(model)
+        self.clock = 0
+        self.muted = False
+        self.phase = "forward"
+        self.phases: dict[str, int] = {}
+        self.nbytes: list[int] = []
+        self.categories: list[str] = []
+        self.born: list[int] = []
+        self.died: list[int | None] = []
+        self.ids: dict[int, int] = {}
+        self.watchers: dict[int, weakref.ref[Any]] = {}
+        self.originals: dict[int, int] = {}
+        self.ops: list[Op] = []
+        self.saved: list[Saved] = []
+        self.calls: list[Call] = []
+        self.stack: list[int] = [0]
+        self.module_of_node: dict[int, int] = {}
+        self.module_of_parameter: dict[int, int] = {}
+        self.last_backward_module = 0
+        self.failed_in = 0
+        self.first_loss_node = 0
+        self.accumulations = Accumulations()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside."""
+        hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if not self.only_storages:
+            self._probe_modules()
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with hooks, self:
+            yield
+        self.tick()
+
+    def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
+        """Begin a phase of the step; backward begins at a loss."""
+        if loss is not None:
+            self.accumulations = Accumulations(loss)
+        if phase == "loss":
+            self.first_loss_node = _compat.next_sequence_nr()
+        self.phase = phase
+        self.phases[phase] = self.tick()
+
+    def tick(self) -> int:
+        """Advance the clock by one event."""
+        self.clock += 1
+        return self.clock
+
+    def tape(self) -> Tape:
+        """What was recorded, as plain data."""
+        end = self.clock
+        storages = tuple(
+            Storage(
+                nbytes=nbytes,
+                category=category,
+                born=born,
+                died=end if died is None else died,
+            )
+            for nbytes, category, born, died in zip(
+                self.nbytes, self.categories, self.born, self.died, strict=True
+            )
+        )
+        return Tape(
+            modules=self.tree,
+            storages=storages + self._blas_storages(end),
+            ops=tuple(self.ops),
+            saved=tuple(saved.finished(end) for saved in self.saved),
+            calls=tuple(call.finished() for call in self.calls),
+            phases=self.phases,
+            num_ticks=end,
+            device_type=self.target.type if self.target else self.device_type,
+        )
+
+    def _blas_storages(self, end: int) -> tuple[Storage, ...]:
+        """What the threads that run matrix products hold all the time."""
+        if self.target is None:
+            return ()
+        nbytes = self.target.allocated_bytes(cuda_workspaces.blas_bytes(self.target))
+        storage = Storage(nbytes=nbytes, category="workspace", born=0, died=end)
+        threads = {phase == "backward" for phase in self.blas_phases}
+        return (storage,) * len(threads)
+
+    # --- storages ---------------------------------------------------------
+
+    def register(self, tensors: Iterator[torch.Tensor], category: str) -> None:
+        """Count tensors that exist before the step."""
+        for tensor in tensors:
+            if self._counts(tensor):
+                self._index(tensor, 0, category)
+
+    def register_copies(
+        self,
+        originals: Iterable[torch.Tensor],
+        copies: Iterable[torch.Tensor],
+        category: str,
+    ) -> None:
+        """Count copies of the user's tensors, each with the memory of its original.
+
+        Where the user's code meets an original itself, it counts as its copy.
+        """
+        for original, copy in zip(originals, copies, strict=True):
+            if not self._counts(copy):
+                continue
+            index = self._index(copy, 0, category)
+            storage = original.untyped_storage()
+            first = self.originals.setdefault(storage._cdata, index)
+            self.nbytes[index] = (
+                self._rounded(storage.nbytes()) if first == index else 0
+            )
+            self.ids.setdefault(storage._cdata, first)
+
+    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
+        """Refuse what bypasses the copy, such as a loss that closes over the model."""
+        for tensor in inputs:
+            if _compat.is_fake(tensor) or not self._counts(tensor):
+                continue
+            index = self.originals.get(tensor.untyped_storage()._cdata)
+            if index is not None and self.categories[index] == "parameter":
+                raise TraceError(
+                    f"{func} in {self.phase} reads a parameter of shape"
+                    f" {tuple(tensor.shape)} of the model itself, not through the model"
+                    " that is called: gradients would go past the trace. Compute what"
+                    " needs parameters inside the model's `forward`."
+                )
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Take a registered tensor out of the account again."""
+        self.nbytes[self._index(tensor, 0, "temporary")] = 0
+
+    def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave tensors out of the account: they lie on the CPU in a real run."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.exempted[storage._cdata] = storage
+
+    def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
+        """What is computed from CPU scalars alone, stays on the CPU."""
+        if func is _LITERAL or (
+            inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
+        ):
+            self.exempt(tensors_in((out,)))
+
+    def rename(self, tensor: torch.Tensor | None, category: str) -> None:
+        """Change the category of a tensor's storage."""
+        if tensor is not None and self._counts(tensor):
+            self.categories[self._index(tensor, 0, category)] = category
+
+    def storages_of(self, tensors: Iterable[Any]) -> tuple[int, ...]:
+        """Indices of the storages of those tensors that count."""
+        return self._indices([t for t in tensors if t is not None], 0, "temporary")
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.layout is torch.strided
+            and tensor.device.type == self.device_type
+            and not (self.exempted and tensor.untyped_storage()._cdata in self.exempted)
+        )
+
+    def _index(self, tensor: torch.Tensor, born: int, category: str) -> int:
+        """Index of a tensor's storage; an unknown one is added."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        index = self.ids.get(key)
+        if index is None:
+            index = self.ids[key] = len(self.nbytes)
+            self.nbytes.append(self._rounded(storage.nbytes()))
+            self.categories.append(category)
+            self.born.append(born)
+            self.died.append(None)
+            self._watch(storage, self._on_death, index)
+        return index
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.granularity_bytes) * self.granularity_bytes
+
+    def _watch(self, storage: Any, on_death: Callable[[int], None], index: int) -> None:
+        key = storage._cdata
+
+        def forget(_: Any) -> None:
+            del self.ids[key], self.watchers[key]
+            on_death(index)
+
+        self.watchers[key] = weakref.ref(storage, forget)
+
+    def _on_death(self, index: int) -> None:
+        self.died[index] = self.tick()
+
+    def _indices(
+        self,
+        tensors: list[torch.Tensor],
+        born: int,
+        category: str,
+        *,
+        strided: bool = False,
+    ) -> tuple[int, ...]:
+        """Indices of storages, each once; knowing that all are strided saves time."""
+        found = []
+        for tensor in tensors:
+            index = None
+            if strided and not self.exempted:
+                index = self.ids.get(tensor.untyped_storage()._cdata)
+            if index is None and self._counts(tensor):
+                index = self._index(tensor, born, category)
+            if index is not None:
+                found.append(index)
+        return tuple(dict.fromkeys(found))
+
+    # --- operators --------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _compat.DEVICE:  # PyTorch asks for it all the time
+            return args[0].device
+        if self.phase == "optimizer" and func is _compat.ITEM:
+            # Step counts are read as numbers; no size depends on them but that RAdam
+            # does more after the first few. At 1, NAdam would divide by zero.
+            return 1000.0 if args[0].is_floating_point() else 1000
+        if func in _compat.METADATA_OPS:
+            return func(*args, **kwargs)
+        if self.muted:
+            return self._unrecorded(func, args, kwargs)
+        if self.phase == "backward" and self.accumulations.in_place(func, args):
+            func = torch.ops.aten.add_.Tensor
+        start = self.tick()
+        inputs: list[torch.Tensor] = []
+        key = self.repeated.key(func, args, kwargs, inputs)
+        call = self.repeated.find(key)
+        if call is None:
+            self._refuse_own_parameters(func, inputs)
+        strided = key is not None
+        reads: tuple[int, ...] = ()
+        if func is not _LITERAL:  # its memory is born here, with the output
+            reads = self._indices(inputs, 0, "input", strided=strided)
+        if call is None:
+            out = self._call(key, func, args, kwargs, inputs)
+            refuse_sparse(func, tensors_in((out,)))
+            call = self.repeated.learn(key, func, args, kwargs, out)
+        else:
+            out = self.repeated.repeat(call, inputs)
+        if self.target is not None:
+            if self.phase == "optimizer":
+                self._exempt_results(func, inputs, out)
+            if cuda_workspaces.runs_blas(func):
+                self.blas_phases.add(self.phase)
+        made = self.tick()
+        outputs = list(tensors_in((out,)))
+        category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
+        first_new = len(self.nbytes)
+        made_ids = self._indices(outputs, made, category, strided=True)
+        if not self.only_storages:
+            call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
+            creates = tuple(i for i in made_ids if i >= first_new)
+            written = [inputs[i] for i in call.facts.written]
+            writes = self._indices(written, 0, "input", strided=strided)
+            spent = VIEW
+            if creates or writes:
+                spent = call.facts.costs or costs(
+                    func,
+                    args,
+                    kwargs,
+                    inputs + outputs,
+                    out,
+                    device_type=self.device_type,
+                    target=self.target,
+                )
+                call.facts.costs = spent
+            self._write(call.facts, spent, (start, made), reads, writes, creates)
+        return out
+
+    def _write(
+        self,
+        facts: Facts,
+        spent: Costs,
+        ticks: tuple[int, int],
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        creates: tuple[int, ...],
+    ) -> None:
+        """Write an op down that has just run."""
+        self.ops.append(
+            Op(
+                name=facts.name,
+                phase=self.phase,
+                module=self._module(),
+                start=ticks[0],
+                made=ticks[1],
+                end=self.tick(),
+                reads=reads,
+                writes=writes,
+                creates=creates,
+                random=facts.random,
+                flops=spent.flops,
+                moved_bytes=spent.moved_bytes,
+                workspace_bytes=spent.workspace_bytes,
+                wrapped_numbers=facts.wrapped if self.phase in _FORWARD_PHASES else 0,
+                dtype=facts.dtype,
+                shapes=facts.shapes,
+                signature=spent.signature,
+                source=source_lines.running(self.phase),
+            )
+        )
+
+    def _unrecorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op that a real step does not."""
+        tensors: list[torch.Tensor] = []
+        key = self.repeated.key(func, args, kwargs, tensors)
+        call = self.repeated.find(key)
+        if call is not None:
+            return self.repeated.repeat(call, tensors)
+        is_marginal = self._is_count(func, args) or _compat.is_profiling(func)
+        if key is not None or is_marginal:
+            out = self._call(key, func, args, kwargs, tensors)
+            self.repeated.learn(key, func, args, kwargs, out)
+            return out
+        out = func(*args, **kwargs)
+        if self.phase == "optimizer":
+            # Nobody reads step counts (see ITEM above), and counting takes long.
+            _compat.forget_values(tensors_in((out,)))
+        return out
+
+    def _call(
+        self,
+        key: Hashable,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+    ) -> Any:
+        """Run an op that no equal one is known of."""
+
+        mode, on_gpu = self.repeated.mode, self.target is not None
+        if self._is_count(func, args):
+            return _compat.new_fake(mode, (), (), args[0].dtype, args[0].device)
+        if key is None:
+            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu)
+
+        def run(args: Any) -> Any:
+            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu)
+
+        return run_distinct(mode, func, args, kwargs, run)
+
+    def _is_count(self, func: Any, args: Any) -> bool:
+        """Whether a number becomes a tensor whose value nobody reads: see ITEM."""
+        return self.phase == "optimizer" and func is _LITERAL and not args[0].dim()
+
+    def _module(self) -> int:
+        """Index of the module that the running op belongs to."""
+        if self.phase == "backward":
+            self.last_backward_module = self._backward_module()
+            return self.last_backward_module
+        module = self.stack[-1]
+        if self.phase in _FORWARD_PHASES:
+            self.module_of_node.setdefault(_compat.next_sequence_nr() - 1, module)
+        return module
+
+    def _backward_module(self) -> int:
+        variable = _compat.current_node_variable()
+        if variable is not None:
+            return self.module_of_parameter.get(id(variable), 0)
+        node = _compat.current_node_sequence_nr()
+        if node is None:
+            return self.last_backward_module
+        if node < self.first_loss_node:
+            self.phases.setdefault("model backward", self.clock)
+        return self.module_of_node.get(node, self.last_backward_module)
+
+    # --- saved tensors ----------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
+        if not self._counts(tensor):
+            return tensor
+        storage = self._index(tensor, 0, "input")
+        holder = Holder(self, len(self.saved))
+        self.saved.append(Saved(storage, self.tick()))
+        if self.born[storage] == 0:
+            holder.tensor = _compat.detached(self.repeated.mode, tensor)
+        else:
+            layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+            holder.layout = layout
+        return holder
+
+    def _unpack(self, holder: Holder | torch.Tensor) -> torch.Tensor:
+        if isinstance(holder, torch.Tensor):
+            return holder
+        saved = self.saved[holder.index]
+        if saved.unpacked is None:
+            saved.unpacked = self.tick()
+        if holder.tensor is not None:
+            return holder.tensor
+        twin = _compat.new_fake(self.repeated.mode, *holder.layout)
+        storage = twin.untyped_storage()
+        self.ids[storage._cdata] = saved.storage
+        self._watch(storage, self._on_used, holder.index)
+        return twin
+
+    def _on_used(self, index: int) -> None:
+        self.saved[index].used_until = self.tick()
+
+    # --- modules ----------------------------------------------------------
+
+    def _probe_modules(self) -> None:
+        for index, module in enumerate(self.model.modules()):
+            for parameter in module.parameters(recurse=False):
+                self.module_of_parameter.setdefault(id(parameter), index)
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.forward = Probe(self, index, module.forward)
+
+    def enter(self, module: int, args: Any, kwargs: Any) -> Call:
+        """A module's ``forward`` begins."""
+        call = Call(module, self.phase, self.tick())
+        tensors = list(tensors_in((args, kwargs)))
+        call.inputs = self._indices(tensors, 0, "input")
+        call.look_at_inputs(tensors)
+        if opaque := opaque_type((args, kwargs)):
+            call.once = f"its input holds a {opaque}, so it may not be called twice"
+        self.calls.append(call)
+        self.stack.append(module)
+        return call
+
+    def leave(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
+        """A module's ``forward`` ends."""
+        self.stack.pop()
+        if self._indices(list(tensors_in((args, kwargs))), 0, "input") != call.inputs:
+            call.once = call.once or "it changes a container that it is given"
+        if call.random != random_numbers():
+            call.once = "it draws from Python's or NumPy's random numbers"
+        outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
+        call.gives_gradients = any(t.requires_grad for t in tensors_in((output,)))
+        call.outputs = self._indices(list(tensors_in(outputs)), 0, "input")
+        call.exit = self.tick()

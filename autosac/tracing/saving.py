@@ -1,0 +1,51 @@
+"""What a recorder keeps in place of the tensors that autograd saves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autosac.tracing.tape import SavedTensor
+
+if TYPE_CHECKING:
+    from autosac.tracing.recording import Recorder
+
+
+class Holder:
+    """Stands in for a tensor that autograd saved; reports when it is dropped."""
+
+    __slots__ = ("__weakref__", "index", "layout", "recorder", "tensor")
+
+    def __init__(self, recorder: Recorder, index: int) -> None:
+        self.recorder = recorder
+        self.index = index
+        self.tensor: torch.Tensor | None = None
+        self.layout: tuple[Any, ...] = ()
+
+    def __del__(self) -> None:
+        self.recorder.saved[self.index].released = self.recorder.tick()
+
+
+class Saved:
+    """A `SavedTensor` that is still being written."""
+
+    __slots__ = ("packed", "released", "storage", "unpacked", "used_until")
+
+    def __init__(self, storage: int, packed: int) -> None:
+        self.storage = storage
+        self.packed = packed
+        self.unpacked: int | None = None
+        self.released: int | None = None
+        self.used_until: int | None = None
+
+    def finished(self, end: int) -> SavedTensor:
+        """What was written, at the last tick of the step."""
+        released = end if self.released is None else self.released
+        return SavedTensor(
+            storage=self.storage,
+            packed=self.packed,
+            unpacked=self.unpacked,
+            released=released,
+            used_until=released if self.used_until is None else self.used_until,
+        )

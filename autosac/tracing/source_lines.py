@@ -1,0 +1,51 @@
+"""Which line of the user's code runs an op."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from autosac.tracing import stepping
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_DEMO = str(Path(__file__).with_name("demo.py"))  # a model like any other
+_END = stepping.__file__  # what lies outside of the step is not the model's
+
+_is_users: dict[CodeType, bool] = {}  # asked for every op
+
+
+def running(phase: str) -> str:
+    """``file:line`` of the innermost frame that is not PyTorch's or autosac's.
+
+    Args:
+        phase: Of the step; only forward and loss run user code.
+
+    Returns:
+        An empty text if there is no such frame inside the step.
+    """
+    frame: FrameType | None = None
+    if phase in ("forward", "loss"):
+        frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        found = _is_users.get(code)
+        if found is None:
+            found = _is_users[code] = _of_user(code.co_filename)
+        if found:
+            return f"{code.co_filename}:{frame.f_lineno}"
+        if code.co_filename == _END:
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+def _of_user(path: str) -> bool:
+    return path == _DEMO or not path.startswith((*_LIBRARIES, "<"))
+
+
+def shortened(source: str) -> str:
+    """The last two parts of the path, and the line."""
+    return "/".join(Path(source).parts[-2:])

@@ -1,0 +1,344 @@
+"""Trace one training step under fake tensors into a `Tape`.
+
+Tensors that autograd wants to save are taken away from it (a saved-tensors hook
+keeps only their shape) and handed back as fresh fake tensors in backward. So the
+tape knows two things that an ordinary run mixes up: until when the model itself
+holds a storage, and until when autograd does. Recomputation changes only the
+second; that is what makes simulating a plan on the tape exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from autosac import _compat
+from autosac.costs.devices import DeviceSpec
+from autosac.errors import TraceError
+from autosac.lens.mode import host_state, lens
+from autosac.pytrees import tensors_in
+from autosac.tracing.collecting import no_collections
+from autosac.tracing.parameters import find_parameters
+from autosac.tracing.recording import Recorder
+from autosac.tracing.repeating import KnownCalls
+from autosac.tracing.stepping import (
+    AnyOptimizer,
+    LossFn,
+    OptimizerInBackward,
+    check_optimizer,
+    finish_step,
+    micro_step,
+)
+from autosac.tracing.tape import Tape
+from autosac.tracing.values import keeps_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A training step ready to be traced: the user's objects, never changed.
+
+    Attributes:
+        model: The model; on the CPU, a GPU or the meta device.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        loss_fn: Output -> scalar tensor, None for `stepping.default_loss`.
+        optimizer: Instance, or callable on the parameters, or None.
+        device_type: ``cpu`` or ``cuda``.
+        granularity_bytes: Allocations are rounded up to a multiple of this.
+        autocast: Type that forward and loss autocast to, or None.
+        accumulate: Micro-steps per optimizer step. One of them is traced, with the
+            gradients that the earlier ones left.
+        clip_grad_norm: Largest norm of all gradients together, or None.
+        lens: The GPU whose kernels are traced though the model is not there.
+        compute_dtype: Type that floating-point parameters and inputs of the model are
+            traced in, as under a mixed-precision policy of FSDP2; None for their own.
+        known: Calls of ops that its runs have made so far.
+    """
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: LossFn | None
+    optimizer: Any
+    device_type: str
+    granularity_bytes: int
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+    lens: DeviceSpec | None = None
+    compute_dtype: torch.dtype | None = None
+    known: KnownCalls = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def traced_type(self) -> str:
+        """Type of device that the traced tensors say they are on."""
+        return self.device_type if self.lens is None else "cpu"
+
+
+def trace(step: Step) -> Tape:
+    """Run the step once under fake tensors and write down what it does.
+
+    Raises:
+        TraceError: The step cannot run without data; names the module and line.
+    """
+    return _run(step, lambda model: None, only_storages=False)
+
+
+def dry_run(step: Step, apply: Callable[[torch.nn.Module], Any]) -> Tape:
+    """Run the step under fake tensors with a plan applied, as a real run would.
+
+    Args:
+        step: The step without a plan.
+        apply: Called with the fake copy of the model before it runs.
+
+    Returns:
+        A tape that holds nothing but storages.
+    """
+    return _run(step, apply, only_storages=True)
+
+
+def _run(
+    step: Step, prepare: Callable[[torch.nn.Module], Any], *, only_storages: bool
+) -> Tape:
+    mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    with _preserved_state(), lens(mode, step.lens):
+        model, optimizer, args, kwargs = _fake_copy(step, mode)
+        check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
+        prepare(model)
+        recorder = Recorder(
+            model,
+            mode=mode,
+            device_type=step.traced_type,
+            granularity_bytes=step.granularity_bytes,
+            only_storages=only_storages,
+            target=step.lens,
+            known=step.known,
+        )
+        own, given = step.model, (step.args, step.kwargs)
+        for originals, copies, category in (
+            (own.parameters(), model.parameters(), "parameter"),
+            (own.buffers(), model.buffers(), "buffer"),
+            (tensors_in(given), tensors_in((args, kwargs)), "input"),
+        ):
+            recorder.register_copies(originals, copies, category)
+        if step.accumulate > 1:
+            _make_gradients(recorder, model)
+        # On a GPU backward would run on a thread of its own, whose last references
+        # go at any moment after it.
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        try:
+            with mode, torch.enable_grad(), one_thread, recorder.recording():
+                if isinstance(optimizer, OptimizerInBackward):
+                    _make_states(recorder, optimizer)
+                loss = micro_step(
+                    model,
+                    args,
+                    kwargs,
+                    loss_fn=step.loss_fn,
+                    autocast=step.autocast,
+                    accumulate=step.accumulate,
+                    mark=recorder.mark,
+                )
+                _enter_steady_state(recorder, model, optimizer, step.accumulate)
+                recorder.mark("optimizer")
+                finish_step(model, optimizer, step.clip_grad_norm)
+                del loss  # alive until here, as in `training_step`
+        except _compat.TRACE_ERRORS as error:
+            raise TraceError(_explanation(recorder, error)) from error
+        parameters = find_parameters(recorder, own, model, optimizer)
+        return replace(recorder.tape(), parameters=parameters)
+
+
+def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
+    """Give the parameters the gradients of earlier micro-steps."""
+    with torch.no_grad(), _compat.no_modes():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+    recorder.register(
+        (p.grad for p in model.parameters() if p.grad is not None), "gradient"
+    )
+
+
+def _make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
+    """Give optimizers that step in backward the state they keep over steps."""
+
+    def begin(*_: Any) -> None:
+        recorder.phase = "optimizer"
+
+    def end(*_: Any) -> None:
+        recorder.phase = "backward"
+
+    recorder.muted = True
+    for parameter, its_own in optimizer.optimizers.items():
+        its_own.register_step_pre_hook(begin)
+        its_own.register_step_post_hook(end)
+        parameter.grad = torch.empty_like(parameter)
+        optimizer.step_one(parameter)
+    recorder.muted = False
+    _register_state(recorder, optimizer)
+
+
+def _register_state(recorder: Recorder, optimizer: AnyOptimizer) -> None:
+    """Count the optimizer's state; through a lens, not what it keeps on the CPU."""
+    if recorder.target is not None:
+        recorder.exempt(host_state(optimizer))
+    recorder.register(tensors_in(optimizer.state), "optimizer")
+
+
+def _enter_steady_state(
+    recorder: Recorder,
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+    accumulate: int,
+) -> None:
+    """Name the gradients, and give the optimizer the state it keeps over steps."""
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if grad is not None and accumulate > 1 and grad._version == 0:
+            recorder.forget(grad)  # made in advance, but backward never came here
+            parameter.grad = None
+        recorder.rename(parameter.grad, "gradient")
+    if optimizer is None or isinstance(optimizer, OptimizerInBackward):
+        return
+    trained = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    recorder.phase = "optimizer"
+    if any(parameter not in optimizer.state for parameter in trained):
+        recorder.muted = True
+        optimizer.step()
+        recorder.muted = False
+    _register_state(recorder, optimizer)
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Makes ``copy.deepcopy`` turn every tensor it meets into a fake one."""
+
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.convert = convert
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.convert(tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
+    """Copies of model, optimizer, args and kwargs that hold fake tensors."""
+    device = torch.device(step.traced_type)
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if keeps_values(tensor):
+            return tensor.detach().clone()
+        return _compat.fake_like(mode, tensor, device)
+
+    # Parameters are not copied through `Tensor.__deepcopy__`.
+    memo: dict[int, Any] = {
+        id(p): _in_compute_dtype(convert(p), step) for p in step.model.parameters()
+    }
+    if not isinstance(step.optimizer, OptimizerInBackward):
+        _check_hooks(step.model)
+    originals = (step.model, step.optimizer, step.args, step.kwargs)
+    try:
+        with _FakeCopies(convert):
+            model, optimizer, args, kwargs = copy.deepcopy(originals, memo)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise TraceError(
+            "The model, optimizer or inputs cannot be copied for tracing:"
+            f" copy.deepcopy says {error}. Make them copyable."
+        ) from error
+    kinds = (torch.optim.Optimizer, OptimizerInBackward)
+    if optimizer is not None and not isinstance(optimizer, kinds):
+        optimizer = optimizer(model.parameters())
+    if step.compute_dtype is not None:
+        model.register_forward_pre_hook(
+            partial(_cast_inputs, step.compute_dtype), prepend=True, with_kwargs=True
+        )
+    return model, optimizer, args, kwargs
+
+
+def _in_compute_dtype(parameter: torch.Tensor, step: Step) -> torch.Tensor:
+    if step.compute_dtype is None or not parameter.is_floating_point():
+        return parameter
+    data = parameter.detach().to(step.compute_dtype)
+    return torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: torch.nn.Module, args: Any, kwargs: Any
+) -> Any:
+    """What FSDP2 does to the arguments of its root module."""
+
+    def cast(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    return tree_map(cast, (args, kwargs))
+
+
+def _check_hooks(model: torch.nn.Module) -> None:
+    """Refuse hooks of parameters, which the fake copy does not have."""
+    for name, parameter in model.named_parameters():
+        if _compat.has_hooks(parameter):
+            raise TraceError(
+                f"The parameter `{name}` has a hook, which would be left out of the"
+                " trace. If it steps an optimizer, pass `optimizer=autosac."
+                "OptimizerInBackward(model.parameters(), make_optimizer)` instead;"
+                " otherwise remove it while planning."
+            )
+
+
+@contextlib.contextmanager
+def _preserved_state() -> Iterator[None]:
+    """Random states are the same inside and restored afterwards; no collections."""
+    python_state = random.getstate()
+    numpy_random = sys.modules["numpy"].random
+    numpy_state = numpy_random.get_state()
+    try:
+        with no_collections(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            random.seed(0)
+            numpy_random.seed(0)
+            yield
+    finally:
+        random.setstate(python_state)
+        numpy_random.set_state(numpy_state)
+
+
+def _explanation(recorder: Recorder, error: BaseException) -> str:
+    """Say which module and which line of the user's code could not be traced."""
+    library = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(library)
+    ]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    fqn = recorder.tree[recorder.failed_in].fqn or "the model itself"
+    return (
+        f"The step cannot be traced without data: in module `{fqn}`{where},"
+        f" {type(error).__name__} says {error}. Autosac plans steps whose shapes do"
+        " not depend on values; avoid `.item()`, boolean indexing and the like there."
+    )

@@ -1,0 +1,134 @@
+"""Which tensors keep their values while a step is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from autosac import _compat
+from autosac.errors import TraceError
+from autosac.lens.on_gpu import on_fake_gpu
+from autosac.pytrees import tensors_in
+from autosac.tracing import real_layouts
+from autosac.tracing.signatures import Signature, signature
+
+_MOST_KNOWN_VALUES = 2**22  # elements of a tensor that stays real while tracing
+
+
+def keeps_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the user's stays real: steps branch on such values."""
+    return (
+        not tensor.is_meta
+        and not tensor.is_floating_point()
+        and not tensor.is_complex()
+        and tensor.numel() <= _MOST_KNOWN_VALUES
+    )
+
+
+def run_op(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    inputs: list[torch.Tensor],
+    *,
+    on_gpu: bool = False,
+) -> Any:
+    """Run an op on fakes, or for real if all it reads is real and small.
+
+    Masks, positions and lengths keep their values that way, so that the step takes
+    the branches that it takes on this input, and finds its data-dependent shapes. So
+    does a random number that reads nothing, such as `torch.rand([])` for layer drop.
+    """
+    if any(map(_compat.is_fake, inputs)):
+        out = func(*args, **kwargs)
+        if on_gpu:
+            out = _as_on_gpu(func, args, kwargs, out)
+            return real_layouts.on_any_device(func, args, out)
+        return real_layouts.on_cpu(func, args, out)
+    if _compat.is_profiling(func):
+        with _compat.no_dispatch():
+            return func(*args, **kwargs)
+    try:
+        out = func(*args, **kwargs)
+    except _compat.TRACE_ERRORS:
+        if not inputs:
+            raise
+    else:
+        if not inputs and _compat.is_random(func) and out.ndim == 0:
+            with _compat.no_modes():
+                return func(*args, **kwargs)
+        large = any(t.numel() > _MOST_KNOWN_VALUES for t in tensors_in((out,)))
+        values = inputs or all(keeps_values(t) for t in tensors_in((out,)))
+        if large or not values or _compat.is_random(func):
+            return out
+    with _compat.no_modes():
+        return func(*args, **kwargs)
+
+
+def refuse_sparse(func: Any, outputs: Iterable[torch.Tensor]) -> None:
+    """Raise a `TraceError` for results whose memory is not known while tracing."""
+    for tensor in outputs:
+        if tensor.layout is not torch.strided:
+            raise TraceError(
+                f"{func} makes a tensor of layout {tensor.layout}, whose memory is not"
+                " known while tracing. Use dense tensors (embeddings: `sparse=False`)."
+            )
+
+
+_Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+_gpu_layouts: dict[Signature, _Layouts | None] = {}
+
+
+def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """A result of fake CPU tensors with the layouts and types of a GPU's."""
+    if not _compat.makes_all_results(func) or _compat.is_view(func):
+        return out
+    key = signature(func, args, kwargs)
+    if key not in _gpu_layouts:
+        _gpu_layouts[key] = _layouts_on_gpu(func, args, kwargs)
+    layouts = _gpu_layouts[key]
+    if layouts is None:
+        return out
+    leaves, spec = tree_flatten(out)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for place, layout in zip(places, layouts, strict=True):
+        leaf = leaves[place]
+        size, stride, dtype = _with_mixed_statistics(func, args, place, layout)
+        if (tuple(leaf.shape), leaf.stride(), leaf.dtype) != (size, stride, dtype):
+            leaves[place] = torch.empty_strided(
+                size, stride, dtype=dtype, device=leaf.device
+            )
+    return tree_unflatten(leaves, spec)
+
+
+def _layouts_on_gpu(func: Any, args: Any, kwargs: Any) -> _Layouts | None:
+    """Size, stride and type of an op's results on a GPU; None if nobody knows."""
+    try:
+        out = on_fake_gpu(func, args, kwargs)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return None  # it asks for properties of a GPU
+    return tuple(
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        for leaf in tree_leaves(out)
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def _with_mixed_statistics(func: Any, args: Any, place: int, layout: Any) -> Any:
+    """Group norm of a half input with float32 weights keeps float32 statistics.
+
+    `param_scalar_type` in aten/src/ATen/native/group_norm.cpp; its fake kernel says
+    half.
+    """
+    size, stride, dtype = layout
+    if (
+        func is torch.ops.aten.native_group_norm.default
+        and place
+        and args[1] is not None
+    ):
+        dtype = args[1].dtype
+    return size, stride, dtype
