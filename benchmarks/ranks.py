@@ -12,7 +12,7 @@ import gc
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from autosac.candidates.policies import OpPolicy
 from autosac.measuring.measuring import (
     optimizer_tensors,
     recorded_events,
-    storage_bytes,
 )
 from autosac.parallel.fsdp_applying import shard
 from autosac.parallel.plans import ParallelPlan
@@ -177,7 +176,10 @@ def run_rank(
         tensors = [*model.parameters(), *model.buffers(), *_leaves((args, kwargs))]
         if optimizer is not None:
             tensors += optimizer_tensors(optimizer)
-        persistent = storage_bytes(map(_local, tensors))
+        persistent = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in map(_local, tensors)
+        }
         for _ in range(num_measured):
             with record_function("measured step"):
                 kept = step()
@@ -194,8 +196,16 @@ def run_rank(
     )
 
 
-def phase_peaks(recording: profiler, persistent: int) -> list[dict[str, int]]:
-    """Most bytes alive in each phase of each measured step, on all threads."""
+def phase_peaks(
+    recording: profiler, persistent: Mapping[int, int]
+) -> list[dict[str, int]]:
+    """Most bytes alive in each phase of each measured step, on all threads.
+
+    Args:
+        recording: Of at least one step, and then of the measured ones.
+        persistent: Address -> bytes of what is there before the measured ones. What
+            else the recorded steps before a step have left is counted too.
+    """
     steps: list[tuple[int, int]] = []
     phases: list[tuple[int, str]] = []
     events: list[tuple[int, int, int]] = []
@@ -216,18 +226,21 @@ def _of_one_step(
     step: tuple[int, int],
     phases: list[tuple[int, str]],
     events: list[tuple[int, int, int]],
-    persistent: int,
+    persistent: Mapping[int, int],
 ) -> dict[str, int]:
     starts = [start for start, _ in phases]
     live: dict[int, int] = {}
-    alive, peaks = persistent, {}
+    alive: int | None = None
+    peaks: dict[str, int] = {}
     for when, address, num_bytes in events:
+        if when >= step[0] and alive is None:
+            alive = sum((live | persistent).values())
         change = num_bytes
         if num_bytes > 0:
             live[address] = num_bytes
         else:
             change = -live.pop(address, 0)
-        if step[0] <= when <= step[1]:
+        if alive is not None and when <= step[1]:
             phase = phases[bisect_right(starts, when) - 1][1]
             alive += change
             peaks[phase] = max(peaks.get(phase, 0), alive)

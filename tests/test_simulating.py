@@ -1,10 +1,13 @@
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from autosac.applying import applying
+from autosac.candidates.policies import SAVE, OpPolicy, Policy
+from autosac.measuring.verifying import verify
 from autosac.planning.planning import spell_out
+from autosac.planning.profiling import calibrate, profile
 from autosac.simulation.simulating import Simulator
 from autosac.tracing.tracing import dry_run
 from tests.models import CASES, each_case, random_choice
@@ -25,6 +28,46 @@ def test_a_simulated_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
 
         expected = Simulator(dry).baseline.peak_bytes
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected, chosen
+
+
+class LateNoise(torch.nn.Module):
+    """Draws numbers after the last op whose result backward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) + torch.rand_like(x)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Op policies as `verify` takes a plan."""
+
+    policies: tuple[OpPolicy, ...]
+    peak_bytes: int
+    budget_bytes: int = 2**40
+
+    def apply(self, model):
+        applying.install(model, self.policies)
+
+
+def test_random_ops_that_no_rerun_reaches_keep_a_random_state_too():
+    def make_model():
+        return torch.nn.Sequential(LateNoise(), LateNoise())
+
+    def make_inputs():
+        return torch.randn(4, 8)
+
+    made = calibrate(profile(make_model(), make_inputs()))
+    chosen = {unit: Policy(SAVE * len(unit.groups)) for unit in made.candidates[:1]}
+    simulated = made.simulator.peak_bytes(chosen)
+    plan = Installed(spell_out(made, chosen), simulated)
+
+    found = verify(plan, make_model, make_inputs, timing_rounds=1)
+
+    assert found.measured_peak_bytes == simulated > made.simulator.peak_bytes({})
 
 
 def test_what_libraries_keep_is_alive_all_the_time():

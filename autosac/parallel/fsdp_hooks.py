@@ -212,6 +212,8 @@ class Replay:
             if group.kept_bytes:
                 for i, nbytes in enumerate(group.kept_bytes):
                     state.kept.append(self._allocate(nbytes, "resharded parameter"))
+                    if group.hooks is not None and group.hooks.pre_backward is None:
+                        self._drop_stale(nbytes, "resharded parameter")
                     self._free(state.unsharded[i])
                 state.unsharded = []
             elif group.resharded:
@@ -321,6 +323,11 @@ class Replay:
         if index is not None:
             self.now += 1
             self.died[index] = self.now
+
+    def _drop_stale(self, nbytes: int, category: str) -> None:
+        """Free what the step before this one left until it is replaced."""
+        self._free(self._allocate(nbytes, category))
+        self.born[-1] = 0
 
     def _free_all(self, indices: list[int]) -> None:
         for index in indices:

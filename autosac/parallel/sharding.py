@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from autosac.tracing.modules import ModuleTree
 from autosac.tracing.tape import Parameter, Tape
 
 # Bytes of one element of the types that a mixed-precision policy may name.
@@ -171,7 +172,10 @@ def is_uneven(parameter: Parameter, degree: int) -> bool:
 
 
 def owned_parameters(tape: Tape, sharding: Sharding) -> dict[str, list[Parameter]]:
-    """FQN of each unit -> the parameters that it holds.
+    """FQN of each unit -> the parameters that it holds, in FSDP2's order.
+
+    That is the order of `_get_managed_modules`: a module's own parameters come after
+    those of the modules inside it.
 
     Raises:
         ValueError: A unit is no module, or its parameters cannot be held by it.
@@ -197,9 +201,25 @@ def owned_parameters(tape: Tape, sharding: Sharding) -> dict[str, list[Parameter
                 " shard; give it one dimension of one element."
             )
         owned[owners.pop()].append(parameter)
+    place = _places_after_inner(tape.modules)
     for fqn, parameters in owned.items():
+        parameters.sort(key=lambda p: min(place[f.rpartition(".")[0]] for f in p.fqns))
         _check_dtypes(fqn, parameters)
     return owned
+
+
+def _places_after_inner(modules: ModuleTree) -> dict[str, int]:
+    """FQN of each module -> its place where every one comes after those inside it."""
+    children: dict[int, list[int]] = {}
+    for module in range(1, len(modules)):
+        children.setdefault(modules[module].parent, []).append(module)
+    # The reverse is: a module, then those inside it, from the last to the first.
+    found, pending = [], [0]
+    while pending:
+        module = pending.pop()
+        found.append(modules[module].fqn)
+        pending += children.get(module, [])
+    return {fqn: place for place, fqn in enumerate(reversed(found))}
 
 
 def unit_around(fqn: str, units: Mapping[str, object]) -> str:

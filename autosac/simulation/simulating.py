@@ -17,7 +17,8 @@ made once more at the chain's trigger, just before its last block is rerun.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,7 +35,7 @@ from autosac.candidates.policies import (
 )
 from autosac.candidates.units import Block, Unit
 from autosac.simulation.allocator import Allocations, replay
-from autosac.tracing.tape import CATEGORIES, IntArray, Tape
+from autosac.tracing.tape import CATEGORIES, IntArray, Op, Tape
 
 # Of `torch.get_rng_state()`: the generator's legacy state of the Mersenne twister
 # (aten/src/ATen/CPUGeneratorImpl.cpp).
@@ -134,6 +135,8 @@ class Simulator:
         self._allocator_peaks: dict[
             frozenset[tuple[Unit, Policy]], tuple[int, int]
         ] = {}
+        self._random = [op for op in tape.ops if op.random]
+        self._random_starts = [op.start for op in self._random]
         used = [op for op in tape.ops if op.workspace_bytes]
         self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
         self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
@@ -289,9 +292,11 @@ class Simulator:
         own = {s for group in unit.groups for s in group.storages}
         for storage in until.keys() - own - set(relayed):
             found.hold(storage, until[storage] * span)
+        found.works += self._random_copies(self._random_tail(unit))
         for group, choice in zip(unit.groups, policy.choices, strict=True):
             if choice != SAVE:
-                found.works += self._random_copies(unit, group)
+                ops = (tape.ops[unit.ops[i]] for i in group.ops)
+                found.works += self._random_copies(ops)
             if choice == SKIP:
                 continue
             for storage in group.storages:
@@ -386,11 +391,16 @@ class Simulator:
                 held.append((begin + op.made, begin + op.end, _RANDOM_STATE_BYTES))
         return held
 
-    def _random_copies(self, unit: Unit, group: Group) -> list[tuple[int, int, int]]:
-        """Random states that are copied before a random op that may run again."""
+    def _random_tail(self, unit: Unit) -> list[Op]:
+        """Random ops of a unit after its last saved tensor, which no group has."""
+        begin = bisect_left(self._random_starts, unit.last_pack)
+        end = bisect_left(self._random_starts, unit.call.exit)
+        return self._random[begin:end]
+
+    def _random_copies(self, ops: Iterable[Op]) -> list[tuple[int, int, int]]:
+        """Random states that are copied before random ops that are not saved."""
         if self.tape.device_type != "cpu":
             return []  # they lie on the CPU
-        ops = (self.tape.ops[unit.ops[i]] for i in group.ops)
         return [
             (op.start * self.span, op.made * self.span, _RANDOM_STATE_BYTES)
             for op in ops
