@@ -35,7 +35,16 @@ Where the two agree: (2) is exact if
 - units do not nest but for the first to begin and last to end, the root, which alone
   is not gathered again,
 - no compute lies between the end of a unit and the next beginning or end,
-- there are no replicas. With some, it is at most one reduce-scatter less.
+- there are no replicas.
+
+With replicas the rest being so, an all-reduce of (4) starts r_m after t_m. Until t_m
+the links carry all that unit m was issued after, as e_k holds the all-gather issued
+while m computes; so the two agree but for two units. The root ends right after the
+unit before it, in no time, and waits for that one's reduce-scatter first: if the root
+all-reduces, (2) may be less by this r, never more. And a unit with an all-reduce but
+without a reduce-scatter does not wait for the all-gather in e_k: there (2) may exceed
+by this g_k+1. FSDP2 has such units if it shards over one rank only, and then nothing
+is gathered: its (2) never exceeds.
 
 Elsewhere (1) overstates forward, where FSDP2 gathers up to two units ahead, by at most
 sum g_k; it is exact for equal units. After units that are not gathered again the next
