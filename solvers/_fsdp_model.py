@@ -352,7 +352,7 @@ class FsdpModel:
         terms: Terms = []
         for site, index in enumerate(sites.modules):
             (f0, f1), (b0, b1) = modules[index].forward, modules[index].backward
-            if f0 <= position < f1 or b0 <= position < b1:
+            if f0 <= position < f1 or b0 <= position < b1 - 1:
                 terms.append((self._gathered[site], 1.0))
             elif f1 <= position < b0:
                 terms.append((self._stays[site], 1.0))

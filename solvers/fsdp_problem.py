@@ -10,7 +10,8 @@ A parameter belongs to the nearest FSDP unit around it. Of unit m, with G, R and
 bytes of its parameters, of its reduce-scatter input and of its gradient shards, alive
 are, besides what is there in any case (shards of parameters, optimizer state):
 
-    G  parameters            in its forward and backward; in between if it stays     (1)
+    G  parameters            in its forward, and in its backward until its last
+                             instant; in between if it stays                         (1)
     G  all-gather buffer     in forward until the next unit begins                   (2)
     G  all-gather buffer     in backward from after the unit before began until its
                              own first instant, if it does not stay                  (3)
@@ -259,7 +260,7 @@ def mixed_live(
         (f0, f1), (b0, b1) = modules[unit].forward, modules[unit].backward
         add(f0, f1, gather[unit])  # (1)
         add(f1, b0, gather[unit] * (1.0 - reshard[unit]))
-        add(b0, b1, gather[unit])
+        add(b0, b1 - 1, gather[unit])
         add(b1 - 1, size, shard[unit])  # (6)
     by_forward = sorted(chosen, key=lambda unit: modules[unit].forward[0])
     ends = [modules[unit].forward[0] for unit in by_forward[1:]]

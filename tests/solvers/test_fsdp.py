@@ -109,11 +109,11 @@ def test_memory_by_hand():
         1 + 1,  # the root's gradient counts from the beginning of its backward
         1 + 1 + 3 + 3 + 3,  # part b, its gradients, and its buffer at its instant
         1 + 1 + 3 + 3 + 2,  # and the buffer of part a
-        1 + 1 + 3 + 3 + 2 + 3,  # what b reduces
+        1 + 1 + 3 + 2 + 3,  # what b reduces, its parameters gone
         1 + 1 + 2 + 2 + 2 + 3,
         1 + 1 + 2 + 2 + 3,
-        1 + 1 + 2 + 2 + 2,  # what a reduces
-        1 + 1 + 1,  # what the root reduces
+        1 + 1 + 2 + 2,  # what a reduces
+        1 + 1,  # what the root reduces
         0,
     ]
 
