@@ -153,7 +153,7 @@ def _table(
         late = max(0, *(r.highest_peak_bytes - p for p, r in pairs))
         losses, gradients = references[cell.model]
         equal = [result.loss for result in results] == losses
-        difference = _difference(results, gradients)
+        difference = largest_difference(results, gradients)
         lines.append(
             f"| {cell.model} | {cell.choice} | {worst[0] / MIB:.3f}"
             f" | {worst[1].peak_bytes / MIB:.3f} | {_error(*worst):+.4%}"
@@ -171,7 +171,7 @@ def _error(predicted_bytes: int, result: RankResult) -> float:
     return predicted_bytes / result.peak_bytes - 1
 
 
-def _difference(
+def largest_difference(
     results: list[RankResult], expected: Mapping[str, torch.Tensor]
 ) -> float:
     """Largest difference of any gradient, relative to the largest element of all."""

@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import autosac
+from autosac.candidates.curves import save_problem, spell
+from autosac.candidates.policies import Policy
 from autosac.costs.devices import device_spec
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Types
@@ -16,11 +18,12 @@ from autosac.parallel.planning import (
     make_parallel_plan,
     shard_degrees,
 )
+from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import Solving, best_at, lowest_at
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
 from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
-from solvers import fsdp
+from solvers import fsdp, knapsack
 from solvers.fsdp import FsdpChoice
 
 pytestmark = [
@@ -92,6 +95,22 @@ def test_planned_ranks_keep_the_cap_and_train_as_one_process(made, form, lowest_
             assert off <= LARGEST_DIFFERENCE * scale
     assert plans[0].policy and not plans[0].step_ms < plans[1].step_ms
     assert plans[1].step_ms >= plans[2].step_ms
+
+
+def test_a_giant_embedding_leaves_room_to_recompute_its_blocks():
+    recipe = RECIPES["giant embedding"]
+    form = ParallelFormulation(recipe.profile(), Types())
+    by_hand = Sharding(units=fsdp_units(recipe.blocks), shard_degree=2)
+    all_rerun = {}
+    for unit in form.units:
+        cheapest = knapsack.front(save_problem(unit)).solutions[-1]
+        all_rerun[unit] = Policy(spell(cheapest.saved, cheapest.rerun))
+    spec = on_cpu(2)
+
+    least = lowest_at(form, form.problem(spec, 2, 1), spec, 2, Solving())
+
+    assert form.ranks.peak_bytes(by_hand, all_rerun) < form.ranks.peak_bytes(by_hand)
+    assert least.peak_bytes <= form.ranks.peak_bytes(by_hand, all_rerun)
 
 
 def test_an_impossible_cap_says_the_least_peak_and_how_many_gpus_are_enough(

@@ -1,0 +1,292 @@
+"""Planned ranks that really run: do they keep the cap and train as one process?
+
+    python -m benchmarks.planned_ranks [--ranks 2,4] [--models GPT,ViT] [--output DIR]
+
+`plan_parallel` plans each model for each number of ranks under three caps, near the
+least peak, in the middle and near that of the fastest step, once with AC units and once
+without any. Every rank is a process on the CPU that gloo connects, with a batch of its
+own. The measured peak is what PyTorch's allocator reports on all threads of the
+process, the least of three steps: a thread of gloo may drop late what it has reduced.
+Exits with 1 if a rank is above its cap, off its prediction by over 1 %, or if losses or
+gradients differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autosac
+from autosac.costs.devices import device_spec
+from autosac.parallel.clusters import ClusterSpec, cluster_spec
+from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.plans import ParallelPlan
+from autosac.parallel.solving import Solving, best_at, lowest_at
+from autosac.planning.profiling import Profile
+from benchmarks.environment import MIB, environment
+from benchmarks.fsdp_ranks import (
+    LARGEST_DIFFERENCE,
+    LARGEST_ERROR,
+    largest_difference,
+)
+from benchmarks.ranks import RankResult, reference, run_gloo_ranks
+from benchmarks.sharded_models import RECIPES
+
+LINKS = "pcie-l40s"  # the cluster that ranks on the CPU borrow their links from
+SHARES = (0.02, 0.4, 0.9)  # of the way from the least peak to the fastest plan's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One plan.
+
+    Attributes:
+        model: Name of the model.
+        ranks: Processes.
+        with_sac: Whether modules may be AC units.
+        plan: What was planned.
+        late_bytes: What slow threads of gloo may add to its peak.
+    """
+
+    model: str
+    ranks: int
+    with_sac: bool
+    plan: ParallelPlan
+    late_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How the ranks of one plan did.
+
+    Attributes:
+        model: Name of the model.
+        ranks: Processes.
+        with_sac: Whether modules might be AC units.
+        mesh: Shape of the mesh.
+        num_fsdp_units: FSDP units but the model itself,
+        num_ac_units: and AC units.
+        recomputed_ms: Predicted recomputation.
+        budget_bytes: Cap on the peak of a rank.
+        predicted_bytes: Peak of the rank with the highest,
+        measured_bytes: and of each rank, the least of three steps.
+        over_bytes: The worst rank and step beyond the prediction,
+        late_bytes: and what slow threads of gloo may add to it.
+        same_losses: Losses are those of one process, bit by bit.
+        gradient_difference: Largest one, relative to the largest element of any.
+        is_kept: Every promise is.
+    """
+
+    model: str
+    ranks: int
+    with_sac: bool
+    mesh: tuple[int, ...]
+    num_fsdp_units: int
+    num_ac_units: int
+    recomputed_ms: float
+    budget_bytes: int
+    predicted_bytes: int
+    measured_bytes: tuple[int, ...]
+    over_bytes: int
+    late_bytes: int
+    same_losses: bool
+    gradient_difference: float
+    is_kept: bool
+
+    @property
+    def worst_error(self) -> float:
+        """Of the prediction, at the rank where it is largest."""
+        errors = [self.predicted_bytes / found - 1 for found in self.measured_bytes]
+        return max(errors, key=abs)
+
+
+def main() -> int:
+    """Plan, run and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--models", default=",".join(RECIPES))
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--timeout", type=float, default=3600)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = options.models.split(",")
+    profiles = {name: autosac.calibrate(RECIPES[name].profile()) for name in names}
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "planned_ranks.json"
+    is_kept = True
+    for num_ranks in map(int, options.ranks.split(",")):
+        cells = [
+            cell for name in names for cell in _planned(name, profiles[name], num_ranks)
+        ]
+        rows = _run(cells, num_ranks, options.timeout)
+        is_kept &= all(row.is_kept for row in rows)
+        # What was found on other numbers of ranks stays.
+        runs = json.loads(path.read_text()) if path.exists() else {}
+        runs[str(num_ranks)] = {
+            "environment": environment(),
+            "rows": [asdict(row) for row in rows],
+        }
+        path.write_text(json.dumps(dict(sorted(runs.items())), indent=1) + "\n")
+        text = "\n".join(_table(runs)) + "\n"
+        path.with_suffix(".md").write_text(text)
+    print(text)
+    return 0 if is_kept else 1
+
+
+def without_sac(profile: Profile) -> Profile:
+    """The same step, in which no module may be an AC unit."""
+    every = {module.fqn for module in profile.tape.modules}
+    return replace(profile, exclude=tuple(sorted(every)))
+
+
+def caps(profile: Profile, spec: ClusterSpec) -> list[int]:
+    """Three caps from the least peak of any sharding degree to the fastest plan's."""
+    form = ParallelFormulation(profile, Types())
+    degree = spec.num_gpus
+    how = Solving()
+    least = lowest_at(form, form.problem(spec, degree, 1), spec, degree, how)
+    fastest = best_at(form, spec, degree, 2**40, how)
+    between = fastest.peak_bytes - least.peak_bytes
+    return [int(least.peak_bytes + share * between) for share in SHARES]
+
+
+def _planned(name: str, profile: Profile, num_ranks: int) -> Iterator[Planned]:
+    links = cluster_spec(LINKS, num_gpus=num_ranks)
+    spec = replace(links, device=device_spec("cpu"))
+    for with_sac in (True, False):
+        made = profile if with_sac else without_sac(profile)
+        ranks = ParallelFormulation(made, Types()).ranks
+        for cap in caps(made, spec):
+            plan = autosac.plan_parallel(made, cluster=spec, memory_budget=cap)
+            print(f"{name}, {num_ranks} ranks, {cap} bytes: planned", flush=True)
+            yield Planned(
+                model=name,
+                ranks=num_ranks,
+                with_sac=with_sac,
+                plan=plan,
+                late_bytes=ranks.late_bytes(plan.sharding),
+            )
+
+
+def _run(cells: list[Planned], num_ranks: int, timeout_s: float) -> list[Row]:
+    jobs = [
+        (
+            RECIPES[cell.model],
+            cell.plan.sharding,
+            (),
+            {"plan": cell.plan, "want_gradients": True, "num_measured": 3},
+        )
+        for cell in cells
+    ]
+    found = run_gloo_ranks(num_ranks, jobs, timeout_s=timeout_s)
+    references = {
+        name: reference(RECIPES[name], num_ranks) for name in {c.model for c in cells}
+    }
+    return [
+        _row(cell, results, *references[cell.model])
+        for cell, results in zip(cells, found, strict=True)
+    ]
+
+
+def _row(
+    cell: Planned,
+    results: list[RankResult],
+    losses: list[float],
+    gradients: dict[str, torch.Tensor],
+) -> Row:
+    plan = cell.plan
+    row = Row(
+        model=cell.model,
+        ranks=cell.ranks,
+        with_sac=cell.with_sac,
+        mesh=plan.mesh_shape,
+        num_fsdp_units=len([unit for unit in plan.sharding.units if unit.fqn]),
+        num_ac_units=len(plan.policy),
+        recomputed_ms=plan.recompute_ms,
+        budget_bytes=plan.budget_bytes,
+        predicted_bytes=plan.peak_bytes,
+        measured_bytes=tuple(result.peak_bytes for result in results),
+        over_bytes=max(
+            0, *(result.highest_peak_bytes - plan.peak_bytes for result in results)
+        ),
+        late_bytes=cell.late_bytes,
+        same_losses=[result.loss for result in results] == losses,
+        gradient_difference=largest_difference(results, gradients),
+        is_kept=True,
+    )
+    return replace(row, is_kept=_is_kept(row))
+
+
+def _is_kept(row: Row) -> bool:
+    highest = max(row.measured_bytes)
+    return (
+        highest <= row.predicted_bytes <= row.budget_bytes
+        and abs(row.worst_error) <= LARGEST_ERROR
+        and row.over_bytes <= row.late_bytes
+        and row.same_losses
+        and row.gradient_difference <= LARGEST_DIFFERENCE
+    )
+
+
+def _table(runs: dict[str, Any]) -> list[str]:
+    every = [Row(**row) for run in runs.values() for row in run["rows"]]
+    lines = [
+        "# Planned ranks of FSDP2: caps, predicted and measured peaks",
+        "",
+        f"{sum(row.is_kept for row in every)} of {len(every)} plans keep every promise:"
+        " no rank above the cap or its prediction, none off by over"
+        f" {LARGEST_ERROR:.0%}, losses identical to those of one unsharded process on"
+        f" the same batches, gradients within {LARGEST_DIFFERENCE:.0e} of the largest"
+        " element of any.",
+        "",
+        "Peaks in MiB a rank; the prediction is for the first one, which has the most."
+        " *error*: of the prediction, at the rank where it is largest. *late*: the"
+        " worst of three steps beyond the prediction, and what slow threads of gloo may"
+        " add; it comes on top of the cap. *units*: FSDP units but the model, and AC"
+        " units.",
+    ]
+    for num_ranks, run in sorted(runs.items()):
+        lines += [
+            "",
+            f"## {num_ranks} ranks",
+            "",
+            "```",
+            *(f"{key}: {value}" for key, value in run["environment"].items()),
+            "```",
+            "",
+            "| model | mesh | SAC | units | cap | predicted | measured | error | late |"
+            " losses | gradients | kept |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+            *(_line(Row(**row)) for row in run["rows"]),
+        ]
+    return lines
+
+
+def _line(row: Row) -> str:
+    low, high = min(row.measured_bytes) / MIB, max(row.measured_bytes) / MIB
+    cells = [
+        row.model,
+        " x ".join(map(str, row.mesh)),
+        "yes" if row.with_sac else "no",
+        f"{row.num_fsdp_units}, {row.num_ac_units}",
+        f"{row.budget_bytes / MIB:.3f}",
+        f"{row.predicted_bytes / MIB:.3f}",
+        f"{high:.3f}" if high == low else f"{low:.3f} to {high:.3f}",
+        f"{row.worst_error:+.4%}",
+        f"{row.over_bytes / MIB:.2f} of {row.late_bytes / MIB:.2f}",
+        "identical" if row.same_losses else "DIFFER",
+        f"{row.gradient_difference:.1e}",
+        "yes" if row.is_kept else "NO",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
