@@ -6,7 +6,7 @@
 least peak, in the middle and near that of the fastest step, once with AC units and once
 without any. Every rank is a process on the CPU that gloo connects, with a batch of its
 own. The measured peak is what PyTorch's allocator reports on all threads of the
-process, the least of three steps: a thread of gloo may drop late what it has reduced.
+process, the least of eight steps: a thread of gloo may drop late what it has reduced.
 Exits with 1 if a rank is above its cap, off its prediction by over 1 %, or if losses or
 gradients differ.
 """
@@ -40,6 +40,7 @@ from benchmarks.ranks import RankResult, reference, run_gloo_ranks
 from benchmarks.sharded_models import RECIPES
 
 LINKS = "pcie-l40s"  # the cluster that ranks on the CPU borrow their links from
+NUM_STEPS = 8  # that are measured
 SHARES = (0.02, 0.4, 0.9)  # of the way from the least peak to the fastest plan's
 
 
@@ -76,7 +77,7 @@ class Row:
         recomputed_ms: Predicted recomputation.
         budget_bytes: Cap on the peak of a rank.
         predicted_bytes: Peak of the rank with the highest,
-        measured_bytes: and of each rank, the least of three steps.
+        measured_bytes: and of each rank, the least of eight steps.
         over_bytes: The worst rank and step beyond the prediction,
         late_bytes: and what slow threads of gloo may add to it.
         same_losses: Losses are those of one process, bit by bit.
@@ -181,7 +182,7 @@ def _run(cells: list[Planned], num_ranks: int, timeout_s: float) -> list[Row]:
             RECIPES[cell.model],
             cell.plan.sharding,
             (),
-            {"plan": cell.plan, "want_gradients": True, "num_measured": 3},
+            {"plan": cell.plan, "want_gradients": True, "num_measured": NUM_STEPS},
         )
         for cell in cells
     ]
@@ -248,7 +249,7 @@ def _table(runs: dict[str, Any]) -> list[str]:
         "",
         "Peaks in MiB a rank; the prediction is for the first one, which has the most."
         " *error*: of the prediction, at the rank where it is largest. *late*: the"
-        " worst of three steps beyond the prediction, and what slow threads of gloo may"
+        " worst of eight steps beyond the prediction, and what slow threads of gloo may"
         " add; it comes on top of the cap. *units*: FSDP units but the model, and AC"
         " units.",
     ]

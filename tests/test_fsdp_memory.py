@@ -313,6 +313,25 @@ def test_a_unit_that_is_called_twice_is_refused():
         ranks.timeline(Sharding(units=fsdp_units(["shared"]), shard_degree=2))
 
 
+def test_a_unit_that_gets_one_tensor_several_times_is_refused():
+    class Attending(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before = torch.nn.Linear(8, 8)
+            # Takes another path where query, key and value are one tensor.
+            self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            x = self.before(x)
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    ranks = RankSimulator(profile(Attending(), torch.randn(2, 4, 8)))
+
+    with pytest.raises(NotImplementedError, match="`attention` gets one tensor"):
+        ranks.timeline(Sharding(units=fsdp_units(["attention"]), shard_degree=2))
+    ranks.timeline(Sharding(units=fsdp_units(["before"]), shard_degree=2))
+
+
 def test_types_of_trace_and_policy_must_agree(made, made_in_bf16):
     plain = Sharding(units=fsdp_units(BLOCKS), shard_degree=2)
     mixed = Sharding(units=fsdp_units(BLOCKS), shard_degree=2, **BF16)

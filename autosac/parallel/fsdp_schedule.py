@@ -88,7 +88,8 @@ class Schedule:
         """Where the hooks of a module run, None if it is never called.
 
         Raises:
-            NotImplementedError: It is called several times, or in backward.
+            NotImplementedError: It is called several times or in backward, or one
+                tensor is several of its arguments.
         """
         if module not in self._found:
             self._found[module] = self._find(module)
@@ -109,6 +110,12 @@ class Schedule:
             raise NotImplementedError(
                 f"FSDP unit `{fqn}` runs in {calls[0].phase}, which is not modelled;"
                 " make a module around it the unit."
+            )
+        if calls[0].repeats_inputs:
+            raise NotImplementedError(
+                f"FSDP unit `{fqn}` gets one tensor as several arguments, which FSDP2"
+                " hands on as different ones, so that the module may take another path;"
+                " that is not modelled. Make a module around it the unit."
             )
         return calls[0]
 

@@ -79,6 +79,7 @@ class Call:
         "outputs",
         "phase",
         "random",
+        "repeats_inputs",
         "takes_gradients",
     )
 
@@ -93,12 +94,15 @@ class Call:
         self.random = random_numbers()
         self.input_dtypes: tuple[str, ...] = ()
         self.takes_gradients = self.gives_gradients = False
+        self.repeats_inputs = False
 
     def look_at_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Note what FSDP2 asks of a module's arguments."""
         floating = {t.dtype for t in tensors if t.is_floating_point()}
         self.input_dtypes = tuple(sorted(dtype_name(dtype) for dtype in floating))
-        self.takes_gradients = any(t.requires_grad for t in tensors)
+        trained = [id(t) for t in tensors if t.requires_grad]
+        self.takes_gradients = bool(trained)
+        self.repeats_inputs = len(set(trained)) < len(trained)
 
     def finished(self) -> ModuleCall:
         """The call as plain data."""
@@ -112,6 +116,7 @@ class Call:
             once=self.once,
             input_dtypes=self.input_dtypes,
             takes_gradients=self.takes_gradients,
+            repeats_inputs=self.repeats_inputs,
             gives_gradients=self.gives_gradients,
         )
 

@@ -136,6 +136,7 @@ class ModuleCall:
         input_dtypes: Distinct types of its floating-point arguments.
         takes_gradients: Whether backward passes gradients on to its arguments,
         gives_gradients: and whether its output gets any.
+        repeats_inputs: One tensor that requires a gradient is several arguments.
     """
 
     module: int
@@ -148,6 +149,7 @@ class ModuleCall:
     input_dtypes: tuple[str, ...] = ()
     takes_gradients: bool = True
     gives_gradients: bool = True
+    repeats_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
