@@ -12,7 +12,7 @@ import gc
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,12 +178,14 @@ def run_rank(
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in map(_local, tensors)
         }
+        held = []
         for _ in range(num_measured):
+            held.append(_held())
             with record_function("measured step"):
                 kept = step()
             del kept
             model.zero_grad()
-    phases = phase_peaks(recording, persistent)
+    phases = phase_peaks(recording, persistent, held)
     peaks = [max(of_step.values()) for of_step in phases]
     return RankResult(
         peak_bytes=min(peaks),
@@ -195,14 +197,16 @@ def run_rank(
 
 
 def phase_peaks(
-    recording: profiler, persistent: Mapping[int, int]
+    recording: profiler, persistent: Mapping[int, int], held: Sequence[Set[int]]
 ) -> list[dict[str, int]]:
     """Most bytes alive in each phase of each measured step, on all threads.
 
     Args:
         recording: Of at least one step, and then of the measured ones.
-        persistent: Address -> bytes of what is there before the measured ones. What
-            else the recorded steps before a step have left is counted too.
+        persistent: Address -> bytes of what is there before the measured ones.
+        held: Addresses of all tensors before each measured step: what the steps before
+            it have left counts if it is among them. A thread of gloo may free
+            something without leaving an event.
     """
     steps: list[tuple[int, int]] = []
     phases: list[tuple[int, str]] = []
@@ -217,7 +221,10 @@ def phase_peaks(
             phases.append((event.start_time_ns, event.name.removeprefix("phase ")))
     events.sort(key=lambda event: event[0])
     phases.sort()
-    return [_of_one_step(step, phases, events, persistent) for step in sorted(steps)]
+    return [
+        _of_one_step(step, phases, events, persistent, there)
+        for step, there in zip(sorted(steps), held, strict=True)
+    ]
 
 
 def _of_one_step(
@@ -225,6 +232,7 @@ def _of_one_step(
     phases: list[tuple[int, str]],
     events: list[tuple[int, int, int]],
     persistent: Mapping[int, int],
+    held: Set[int],
 ) -> dict[str, int]:
     starts = [start for start, _ in phases]
     live: dict[int, int] = {}
@@ -232,6 +240,7 @@ def _of_one_step(
     peaks: dict[str, int] = {}
     for when, address, num_bytes in events:
         if when >= step[0] and alive is None:
+            live = {at: nbytes for at, nbytes in live.items() if at in held}
             alive = sum((live | persistent).values())
         change = num_bytes
         if num_bytes > 0:
@@ -243,6 +252,14 @@ def _of_one_step(
             alive += change
             peaks[phase] = max(peaks.get(phase, 0), alive)
     return peaks
+
+
+def _held() -> set[int]:
+    """Addresses of the memory of all plain tensors that Python knows."""
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
+    return {
+        t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided
+    }
 
 
 def _mesh(sharding: Sharding) -> DeviceMesh:
