@@ -101,7 +101,13 @@ class MemoryBudget(TrainerCallback):
 
         hook = model.register_forward_pre_hook(look, with_kwargs=True)
         self._undo.append(hook.remove)
-        self.report(summary(plan))
+        text = summary(plan)
+        if getattr(getattr(model, "config", None), "use_cache", False):
+            text += (
+                "\n`model.config.use_cache` is True, so that modules that get the cache"
+                " cannot recompute; set it to False for cheaper plans."
+            )
+        self.report(text)
 
     def _clean_up(self) -> None:
         while self._undo:
