@@ -175,8 +175,7 @@ def no_modes() -> contextlib.AbstractContextManager[Any]:
 
 def no_dispatch() -> contextlib.AbstractContextManager[Any]:
     """Run ops as they are, past modes and subclasses."""
-    guard: contextlib.AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
-    return guard
+    return torch._C._DisableTorchDispatch()
 
 
 def is_profiling(func: Any) -> bool:
@@ -344,10 +343,15 @@ def current_node_variable() -> torch.Tensor | None:
     return getattr(torch._C._current_autograd_node(), "variable", None)
 
 
-def has_hooks(parameter: torch.nn.Parameter) -> bool:
-    """Whether hooks are registered on a parameter, of either kind."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(parameter, kind, None) for kind in kinds)
+_HOOKS = (
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+)
+
+
+def has_hooks(owner: torch.nn.Parameter | torch.optim.Optimizer) -> bool:
+    """Whether hooks of any kind are registered on a parameter or an optimizer."""
+    return any(getattr(owner, kind, None) for kind in _HOOKS)
 
 
 def clear_blas_workspaces() -> None:
