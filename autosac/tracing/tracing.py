@@ -30,6 +30,7 @@ from autosac.errors import TraceError
 from autosac.lens.mode import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.tracing.collecting import no_collections
+from autosac.tracing.equal_states import EqualStates
 from autosac.tracing.parameters import find_parameters
 from autosac.tracing.random_streams import random_streams_kept
 from autosac.tracing.recording import Recorder
@@ -162,6 +163,8 @@ def _run(
                 del loss  # alive until here, as in `training_step`
         except _compat.TRACE_ERRORS as error:
             raise TraceError(_explanation(recorder, error)) from error
+        if only_storages:
+            return recorder.tape()
         parameters = find_parameters(recorder, own, model, optimizer)
         return replace(recorder.tape(), parameters=parameters)
 
@@ -207,12 +210,19 @@ def _make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
     def end(*_: Any) -> None:
         recorder.phase = "backward"
 
+    known = EqualStates(recorder.repeated.mode)
     recorder.muted = True
     for parameter, its_own in optimizer.optimizers.items():
+        kind = known.kind(its_own, parameter)
         its_own.register_step_pre_hook(begin)
         its_own.register_step_post_hook(end)
+        state = known.like(kind)
+        if state is not None:
+            its_own.state[parameter] = state
+            continue
         parameter.grad = torch.empty_like(parameter)
         optimizer.step_one(parameter)
+        known.learn(kind, its_own.state.get(parameter, {}))
     recorder.muted = False
     _register_state(recorder, optimizer)
 
