@@ -30,6 +30,8 @@ from autosac.planning.planning import floor, plan, policy
 from autosac.planning.plans import Plan
 from autosac.planning.profiling import Profile, calibrate, profile
 from autosac.planning.sweeping import Sweep, sweep
+from autosac.sweeps.grids import sweep_grid
+from autosac.sweeps.results import GridRow, GridSweep
 from autosac.tracing.stepping import OptimizerInBackward
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
     "DeviceSpec",
     "Estimate",
     "GraphInfo",
+    "GridRow",
+    "GridSweep",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
     "ParallelPlan",
@@ -70,6 +74,7 @@ __all__ = [
     "policy",
     "profile",
     "sweep",
+    "sweep_grid",
     "sweep_parallel",
     "verify",
 ]
