@@ -175,7 +175,7 @@ def _axis(name: str, values: Sequence[Any] | Mapping[str, Any]) -> dict[Label, A
         )
     if not values:
         raise ValueError(f"`grid[{name!r}]` is empty: give at least one value.")
-    pairs = values.items() if isinstance(values, Mapping) else zip(values, values)
+    pairs = values.items() if isinstance(values, Mapping) else [(v, v) for v in values]
     found: dict[Label, Any] = {_label(name, label): value for label, value in pairs}
     if len(found) < len(values):
         raise ValueError(
