@@ -333,15 +333,20 @@ class FsdpModel:
         for hold in self._table.holds.at(position):
             if hold.key not in self._held:
                 self._held[hold.key] = self._add_hold(hold)
-            terms.append((self._held[hold.key], hold.nbytes / _MIB))
+            terms.append((self._held[hold.key], hold.added_bytes / _MIB))
         return terms
 
     def _add_hold(self, hold: Held) -> pulp.LpVariable:
         name = "h_" + "_".join(f"{number:05d}" for number in hold.key)
         held = self.model.add_variable(name, 0, 1)
-        freeing = [] if hold.freeing is None else hold.freeing.tolist()
-        others = [(self._z[column], -1.0) for column in freeing]
-        spare = 0 if hold.freeing is None else 1  # one of these and one holder
+        columns = [] if hold.columns is None else hold.columns.tolist()
+        others = [(self._z[column], -1.0) for column in columns]
+        if hold.is_kept:
+            taken = [(self._y[u], -1.0) for u in hold.holders.tolist()]
+            self.model += _pulp.row([(held, 1.0), *others]) <= 0
+            self.model += _pulp.row([(held, 1.0), *taken]) <= 0
+            return held
+        spare = 0 if hold.columns is None else 1  # one of these and one holder
         for u in hold.holders.tolist():
             terms = [(held, 1.0), (self._y[u], -1.0), *others]
             self.model += _pulp.row(terms) >= -spare

@@ -50,8 +50,9 @@ class Classes:
 def classify(table: Table, rows: Sequence[int], kinds: Sequence[int]) -> Classes:
     """Group units by all that rows at a few positions show of them.
 
-    Holds with `freed_by` are left out: they would tell most layers apart. The model
-    counts them, see `_sac_counts`; where that is not enough, `Search._tell_apart`.
+    Holds with `freed_by` or `kept_by` are left out: they would tell most layers apart.
+    The model counts them, see `_sac_counts`; where that is not enough,
+    `Search._tell_apart`.
 
     Args:
         table: The units.
@@ -62,7 +63,7 @@ def classify(table: Table, rows: Sequence[int], kinds: Sequence[int]) -> Classes
     for position in rows:
         columns.append(table.role(position))
         for hold in table.holds.at(position):
-            if hold.freeing is None:
+            if hold.columns is None:
                 held = np.zeros(len(table.parents), dtype=np.int64)
                 held[hold.holders] = 1
                 columns.append(held)
@@ -103,7 +104,8 @@ def spread(table: Table, classes: Classes, totals: Floats) -> Floats:
 
     Units that free memory longest take the points that free most: in a network that
     runs backward in the opposite order, these rerun when memory is lowest. Units that
-    hold what others free are taken where these are not, as far as there are such.
+    hold what others free are taken where these are not, and units that hold what others
+    keep where these are, as far as there are such.
 
     Args:
         table: The units.
@@ -127,7 +129,7 @@ def spread(table: Table, classes: Classes, totals: Floats) -> Floats:
         if any(partners := [table.holds.partners(u) for u in members]):
             taken = np.bincount(table.owner, found, len(table.parents))
             beside = {
-                u: float(sum(taken[v] for v in others))
+                u: float(sum(sign * taken[v] for v, sign in others.items()))
                 for u, others in zip(members, partners, strict=True)
             }
             members = tuple(sorted(members, key=lambda u: beside[u]))

@@ -9,11 +9,13 @@ subject to  sum_k Z_ck = Y_c                        for every class            (
             B_q + sum_ck a_qck Z_ck + sum_j n_j h_j <= P    at the rows' positions q (3)
             sum_d Y_d |c| / |d| <= |c| h_j          d as in (2) that hold j    (4)
             sum_ek Z_ek + Y_d - m - r <= h_g        g: m holds of like units   (5)
+            h_g <= sum_ek Z_ek, h_g <= sum_d Y_d    likewise                   (6)
 
 with a what a point adds to the live memory B, and h_j = 1 if any unit holds j. (5)
 instead of (4) is for holds with `freed_by`: points ek free what d holds, h_g is how
 many of m such holds are alive, and r how many members of e and d have no part in them.
-It is exact for classes of one member, and else a relaxation. Classes of equal units of
+(6) is for holds with `kept_by`, whose n_j is negative: points ek keep what d holds.
+Both are exact for classes of one member, else a relaxation. Classes of equal units of
 one tree split in equal parts, so that |c| / |d| is an integer, and every solution in
 integers can be dealt out to the units (`_sac_classes.spread`). With one member each
 this is the MILP over units itself. Bytes are in MiB.
@@ -22,7 +24,8 @@ this is the MILP over units itself. Bytes are in MiB.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import pulp
@@ -249,12 +252,10 @@ class CountModel:
         for holds in groups.values():
             key = tuple(hold.key for hold in holds)
             if key not in self._held:
-                is_plain = holds[0].freeing is None
-                add = self._add_hold if is_plain else self._add_freed
-                self._held[key] = add(holds)
+                self._held[key] = self._add_held(holds)
             held = self._held[key]
             if held is not None:
-                terms.append((held, holds[0].nbytes / MIB))
+                terms.append((held, holds[0].added_bytes / MIB))
         if self._peak is not None:
             terms.append((self._peak, -1.0))
             constraint = _pulp.row(terms) <= -float(self._table.base[position]) / MIB
@@ -264,18 +265,25 @@ class CountModel:
         return constraint
 
     def _likeness(self, hold: Held) -> object:
-        """Equal for holds that are counted together: with `freed_by`, of one class."""
-        if hold.freeing is None:
+        """Equal for holds that are counted together: of one class."""
+        if hold.columns is None:
             return hold.index
-        columns = tuple(sorted(map(self._of_class, hold.freeing.tolist())))
+        columns = tuple(sorted(map(self._of_class, hold.columns.tolist())))
         of_unit = self.classes.of_unit
-        return hold.nbytes, columns, tuple(sorted(of_unit[u] for u in hold.holders))
+        holders = tuple(sorted(of_unit[u] for u in hold.holders))
+        return hold.added_bytes, columns, holders
 
     def _of_class(self, column: int) -> int:
         """The column that stands for one and its like."""
         u = int(self._table.owner[column])
         first = self.classes.members[self.classes.of_unit[u]][0]
         return column - self._table.first[u] + self._table.first[first]
+
+    def _add_held(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
+        """Rows (4), (5) or (6) of holds that are counted together."""
+        if holds[0].columns is None:
+            return self._add_hold(holds)
+        return self._add_kept(holds) if holds[0].is_kept else self._add_freed(holds)
 
     def _add_hold(self, holds: Sequence[Held]) -> pulp.LpVariable:
         """Rows (4) of a single hold."""
@@ -292,7 +300,7 @@ class CountModel:
     def _add_freed(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
         """Rows (5); None if they cannot bind."""
         count, of_unit = len(holds), self.classes.of_unit
-        freeing = [h.freeing.tolist() for h in holds if h.freeing is not None]
+        freeing = [h.columns.tolist() for h in holds if h.columns is not None]
         freers = {int(self._table.owner[j]) for own in freeing for j in own}
         columns = frozenset(map(self._of_class, freeing[0]))
         outer = {of_unit[u] for u in freers}
@@ -317,6 +325,39 @@ class CountModel:
             terms = [(held, 1.0), (self._y[c], -1.0), *free]
             self.model += _pulp.row(terms) >= -(count + spare + rest)
         return held
+
+    def _add_kept(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
+        """Rows (6); None if nothing can be both kept and held."""
+        every = (h.columns.tolist() for h in holds if h.columns is not None)
+        columns = self._most_parts(every, self._of_class)
+        keeping = [(self._z[j], -most) for j, most in columns if j in self._z]
+        parts = dict(columns)
+        for b, j, share, _ in self._between:
+            most = max(parts.get(j, 0.0), parts.get(j + 1, 0.0) if share else 0.0)
+            if most:
+                keeping.append((b, -most))
+        holders = (hold.holders.tolist() for hold in holds)
+        units = self._most_parts(holders, self.classes.of_unit.__getitem__)
+        held = [(self._y[c], -most) for c, most in units if c in self._y]
+        if not keeping or not held:
+            return None
+        name = f"{_name(holds[0])}_{len(holds)}"
+        both = self.model.add_variable(name, 0, len(holds))
+        self.model += _pulp.row([(both, 1.0), *keeping]) <= 0
+        self.model += _pulp.row([(both, 1.0), *held]) <= 0
+        return both
+
+    @staticmethod
+    def _most_parts(
+        holds: Iterable[list[int]], of_class: Callable[[int], int]
+    ) -> list[tuple[int, float]]:
+        """Of how many holds one unit or column of each class is a part, at most."""
+        counts = Counter(member for members in holds for member in members)
+        most: dict[int, float] = {}
+        for member, count in sorted(counts.items()):
+            c = of_class(member)
+            most[c] = max(most.get(c, 0.0), float(count))
+        return sorted(most.items())
 
 
 def _name(hold: Held) -> str:

@@ -168,7 +168,7 @@ class _Search:
                 after[v] = None
             after[u] = k
             for index in touched:
-                nbytes = table.problem.holds[index].nbytes
+                nbytes = table.holds.added_bytes(index)
                 change[slice(*table.holds.alive(index, self.choice))] -= nbytes
                 change[slice(*table.holds.alive(index, after))] += nbytes
         return change

@@ -24,22 +24,24 @@ class Held:
 
     Attributes:
         index: Its number.
-        nbytes: Its size.
+        added_bytes: What it adds to the live memory.
         holders: Units that hold it there.
-        freeing: Columns that count it as freed there, one of which must be chosen as
-            well; None if the holders are enough.
+        columns: Columns that count it as freed there, or as kept, one of which must be
+            chosen as well; None if the holders are enough.
+        is_kept: Whether they keep it.
     """
 
     index: int
-    nbytes: int
+    added_bytes: int
     holders: Ints
-    freeing: Ints | None
+    columns: Ints | None
+    is_kept: bool
 
     @property
     def key(self) -> tuple[int, int, int]:
         """Equal for positions with equal holders and columns: these are nested sets."""
-        num_freeing = 0 if self.freeing is None else len(self.freeing)
-        return (self.index, len(self.holders), num_freeing)
+        num_columns = 0 if self.columns is None else len(self.columns)
+        return (self.index, len(self.holders), num_columns)
 
 
 class Holds:
@@ -65,32 +67,33 @@ class Holds:
         self._ends = [_ints(end for _, end in held) for held in self._by_end]
         self._columns: list[Ints] = []
         self._stretches: list[list[tuple[int, int]]] = []
-        self._froms: list[Ints] = []
+        self._bounds: list[Ints] = []  # where columns free it, or keep it no more
         self.of_unit: list[list[int]] = [[] for _ in shapes]
         alike: dict[object, list[int]] = {}
         for index, hold in enumerate(holds):
+            by_point = hold.freed_by or hold.kept_by
             pairs = [
-                (first[u] + k, start)
-                for u, froms in hold.freed_by
-                for k, start in enumerate(froms)
+                (first[u] + k, bound)
+                for u, bounds in by_point
+                for k, bound in enumerate(bounds)
             ]
             self._columns.append(_ints(column for column, _ in pairs))
-            self._froms.append(_ints(start for _, start in pairs))
+            self._bounds.append(_ints(bound for _, bound in pairs))
             for u in self.parties(index):
                 self.of_unit[u].append(index)
-            self._stretches.append(hold.stretches() if hold.freed_by else [])
-            if hold.freed_by:
+            self._stretches.append(hold.stretches() if by_point else [])
+            if by_point:
                 of_shape = sorted(shapes[u] for u in self.parties(index))
-                alike.setdefault((hold.nbytes, *of_shape), []).append(index)
+                alike.setdefault((hold.added_bytes, *of_shape), []).append(index)
         self._alike = {index: family for family in alike.values() for index in family}
 
     def parties(self, index: int) -> set[int]:
-        """Units that hold something, or count it as freed."""
+        """Units that hold something, or count it as freed or kept."""
         hold = self._holds[index]
-        return {u for u, _ in (*hold.holders, *hold.freed_by)}
+        return {u for u, _ in (*hold.holders, *hold.freed_by, *hold.kept_by)}
 
     def alike(self, index: int) -> list[int]:
-        """Holds of the same size, freed and held by units with equal curves."""
+        """Holds of the same size, in which units with equal curves have a part."""
         return self._alike[index]
 
     def at(self, position: int) -> list[Held]:
@@ -100,39 +103,54 @@ class Holds:
             ends = self._ends[index]
             if not len(ends) or not hold.held_from <= position < ends[0]:
                 continue
-            freeing = None
-            if hold.freed_by:
-                freeing = self._columns[index][self._froms[index] <= position]
-                if not len(freeing):
+            columns, bounds = None, self._bounds[index]
+            if len(bounds):
+                there = bounds > position if hold.kept_by else bounds <= position
+                columns = self._columns[index][there]
+                if not len(columns):
                     continue
             units = self._units[index][ends > position]
-            found.append(Held(index, hold.nbytes, units, freeing))
+            is_kept = bool(hold.kept_by)
+            found.append(Held(index, hold.added_bytes, units, columns, is_kept))
         return found
 
+    def added_bytes(self, index: int) -> int:
+        """What a hold adds to the live memory."""
+        return self._holds[index].added_bytes
+
     def alive(self, index: int, choice: Sequence[int | None]) -> tuple[int, int]:
-        """First position at which a choice holds it, and the first after these."""
+        """First position at which it counts in a choice, and the first after these."""
         hold = self._holds[index]
         start = hold.held_from
+        last = next((e for u, e in self._by_end[index] if choice[u] is not None), start)
+        if hold.kept_by:
+            kept = ((choice[u], untils) for u, untils in hold.kept_by)
+            untils = [ends[k] for k, ends in kept if k is not None]
+            return start, min(last, max(untils, default=start))
         if hold.freed_by:
             points = ((choice[u], froms) for u, froms in hold.freed_by)
             starts = [froms[k] for k, froms in points if k is not None]
             if not starts:
                 return start, start
             start = min(starts)
-        ends = (end for u, end in self._by_end[index] if choice[u] is not None)
-        return start, max(start, next(ends, start))
+        return start, max(start, last)
 
-    def partners(self, u: int) -> set[int]:
-        """Units that free what a unit holds, or hold what it frees."""
-        found: set[int] = set()
+    def partners(self, u: int) -> dict[int, int]:
+        """Units that free, or keep, what a unit holds, or hold what it frees or keeps.
+
+        1 for each that is better not chosen together with it, -1 for the others.
+        """
+        found: dict[int, int] = {}
         for index in self.of_unit[u]:
             hold = self._holds[index]
-            freeing, holding = {v for v, _ in hold.freed_by}, dict(hold.holders)
-            if freeing and u in holding:
-                found |= freeing
-            if u in freeing:
-                found |= holding.keys()
-        return found - {u}
+            by_point = {v for v, _ in hold.freed_by or hold.kept_by}
+            holding = {v for v, _ in hold.holders}
+            others = (by_point if u in holding else set[int]()) | (
+                holding if u in by_point else set[int]()
+            )
+            sign = -1 if hold.kept_by else 1
+            found |= {v: sign for v in others if v != u}
+        return found
 
     def add(self, shares: Numbers, weights: Numbers, change: Numbers) -> None:
         """Add what is held to the changes of the live memory.
@@ -150,26 +168,32 @@ class Holds:
             held = np.maximum.accumulate(shares[units])
             if not held[-1]:
                 continue
-            if hold.freed_by:
-                self._add_freed(index, held, weights, change)
+            if hold.kept_by:
+                held = np.minimum(np.cumsum(shares[units]), 1)
+            if hold.freed_by or hold.kept_by:
+                self._add_both(index, held, weights, change)
                 continue
             gained = hold.nbytes * np.diff(held, prepend=held.dtype.type(0))
             change[hold.held_from] += hold.nbytes * held[-1]
             np.subtract.at(change, ends, gained)
 
-    def _add_freed(
+    def _add_both(
         self, index: int, held: Numbers, weights: Numbers, change: Numbers
     ) -> None:
-        """A hold that counts only as far as it was counted as freed."""
-        hold, ends, froms = self._holds[index], self._ends[index], self._froms[index]
+        """A hold that counts only as far as it was counted as freed, or as kept."""
+        hold, ends, bounds = self._holds[index], self._ends[index], self._bounds[index]
         own = weights[self._columns[index]]
         if not own.any():
             return
         for start, stop in self._stretches[index]:
-            both = own[froms <= start].sum() + held[(ends > start).sum() - 1] - 1
+            of_units = held[(ends > start).sum() - 1]
+            if hold.kept_by:
+                both = min(own[bounds > start].sum(), of_units)
+            else:
+                both = own[bounds <= start].sum() + of_units - 1
             if both > 0:
-                change[start] += hold.nbytes * both
-                change[stop] -= hold.nbytes * both
+                change[start] += hold.added_bytes * both
+                change[stop] -= hold.added_bytes * both
 
 
 def _ints(values: Iterable[int]) -> Ints:

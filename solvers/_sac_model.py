@@ -11,12 +11,14 @@ subject to  sum_k z_uk = y_u                        for every unit             (
             B_q - D_q + sum_uk x_uqk z_uk <= P      at every position q        (5)
             h_j >= h_j+1, h_j >= y_u                u holds until e_j or later (6)
             h_j >= y_u + sum_vk z_vk - 1            vk free it, u holds it     (7)
+            h_j <= sum_vk z_vk, h_j <= sum_u y_u    vk keep it, u holds it     (8)
 
 with m freed bytes, x working sets, B live memory without AC and P the budget. (3) is
 there only if a unit's curve is not convex: w_us = 1 for the segment in use. h_j = 1 if
 what some units hold together is alive between its ends e_j-1 and e_j; (4) takes it out
 of D from its first position on and puts it back end by end. (7) instead of (6) is for
-holds with `freed_by`, one h_j for every stretch. Bytes are in MiB.
+holds with `freed_by`, (8) for those with `kept_by`, which are added to D; one h_j for
+every stretch. Bytes are in MiB.
 """
 
 from __future__ import annotations
@@ -186,6 +188,8 @@ class SacModel:
         for index, hold in enumerate(self._problem.holds):
             if hold.freed_by:
                 self._add_freed(index, hold, found)
+            elif hold.kept_by:
+                self._add_kept(index, hold, found)
             else:
                 self._add_hold(index, hold, found)
         return found
@@ -211,6 +215,26 @@ class SacModel:
                 self.model += _pulp.row([(held, 1.0), *taken, *freeing]) >= -1
             events[start].append((held, -size))
             events[stop].append((held, size))
+
+    def _add_kept(self, index: int, hold: Hold, events: dict[int, _Terms]) -> None:
+        """Rows (8) of what units hold that others keep, and when it counts."""
+        size = hold.nbytes / _MIB
+        for start, stop in hold.stretches():
+            keeping = [
+                (z, -1.0)
+                for u, untils in hold.kept_by
+                for z, until in zip(self._z.get(u, ()), untils, strict=False)
+                if until > start
+            ]
+            ends = {u: end for u, end in hold.holders if u in self._y and end > start}
+            if not keeping or not ends:
+                continue
+            both = self.model.add_variable(f"k_{index:05d}_{start:06d}", 0, 1)
+            taken = [(self._y[u], -1.0) for u in ends]
+            self.model += _pulp.row([(both, 1.0), *keeping]) <= 0
+            self.model += _pulp.row([(both, 1.0), *taken]) <= 0
+            events[start].append((both, size))
+            events[stop].append((both, -size))
 
     def _add_hold(self, index: int, hold: Hold, events: dict[int, _Terms]) -> None:
         """Rows (6) of what units hold together, and when it is alive."""
@@ -303,9 +327,11 @@ def _ranges(
         ends = {end for u, end in hold.holders if u in chosen}
         if ends:
             edges |= {hold.held_from, *ends}
-            edges |= {first for _, froms in hold.freed_by for first in froms}
-            rises[hold.held_from] += hold.nbytes
-            rises[max(ends)] -= hold.nbytes
+            by_point = hold.freed_by or hold.kept_by
+            edges |= {bound for _, bounds in by_point for bound in bounds}
+            changes = falls if hold.kept_by else rises
+            changes[hold.held_from] += hold.added_bytes
+            changes[max(ends)] -= hold.added_bytes
     base = problem.base_bytes
     lowest = zip(base, accumulate(falls[:-1]), low_extra, strict=True)
     highest = zip(base, accumulate(rises[:-1]), high_extra, strict=True)

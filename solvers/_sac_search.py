@@ -343,7 +343,9 @@ class Search:
     def _tell_apart(
         self, model: CountModel, weights: Numbers, live: Numbers, cap: int
     ) -> bool:
-        """Single out units whose classes hide that one frees what another one holds.
+        """Single out units whose classes hide that one holds what another one frees.
+
+        Or does not hold what another one keeps.
 
         Layers repeat: what is alike is told apart at once. Where that would be more
         than `_MOST_APART` units the model stays the relaxation that it is.
@@ -353,10 +355,14 @@ class Search:
         found: set[int] = set()
         for position in (q for q in self.rows if live[q] > cap):
             for hold in table.holds.at(position):
-                if hold.freeing is None:
+                if hold.columns is None:
                     continue
-                both = weights[hold.freeing].sum() + shares[hold.holders].max()
-                if both > 1.0 + _NOISE:
+                by_point, held = weights[hold.columns].sum(), shares[hold.holders].max()
+                if hold.is_kept:
+                    is_hidden = abs(by_point - held) > _NOISE
+                else:
+                    is_hidden = by_point + held > 1.0 + _NOISE
+                if is_hidden:
                     for other in table.holds.alike(hold.index):
                         found |= table.holds.parties(other)
         found = {u for u in found if not model.classes.is_alone(u)}
@@ -389,8 +395,9 @@ class Search:
         """Whether a row is above the budget although all that lowers it is chosen."""
         table = self._table
         for position in self.rows:
-            falls = np.minimum(table.row(position), 0)
-            if table.base[position] + falls.sum() > budget_bytes:
+            least = int(table.base[position] + np.minimum(table.row(position), 0).sum())
+            least += sum(min(h.added_bytes, 0) for h in table.holds.at(position))
+            if least > budget_bytes:
                 return True
         return False
 

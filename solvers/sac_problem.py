@@ -102,17 +102,32 @@ class Hold:
             with the first position at which each of its points does. The hold then
             makes up for that, and counts only from where one of them is chosen too.
             Empty if nobody counts it.
+        kept_by: Units in one another whose points keep the memory themselves, each
+            with the first position at which each of its points does so no more. Such
+            a point counts the memory, and so does every holder: where one of both is
+            chosen, the hold takes it off once. Empty, or `freed_by` is.
     """
 
     nbytes: int
     held_from: int
     holders: tuple[tuple[int, int], ...]
     freed_by: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    kept_by: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @property
+    def added_bytes(self) -> int:
+        """What it adds to the live memory."""
+        return -self.nbytes if self.kept_by else self.nbytes
 
     def stretches(self) -> list[tuple[int, int]]:
         """First positions, and those after the last, between which nothing changes."""
         bounds = {end for _, end in self.holders}
         last = max(bounds, default=self.held_from)
+        if self.kept_by:
+            untils = {q for _, ends in self.kept_by for q in ends}
+            last = min(last, max(untils))
+            bounds = {q for q in {self.held_from} | bounds | untils if q <= last}
+            return list(pairwise(sorted(bounds)))
         starts = {q for _, froms in self.freed_by for q in froms}
         bounds |= {q for q in starts or {self.held_from} if q < last}
         return list(pairwise(sorted(bounds)))
@@ -164,7 +179,10 @@ class SacProblem:
                     )
         _check_tree(self.units)
         for hold in self.holds:
-            _check_freed_by(self, hold)
+            if hold.freed_by and hold.kept_by:
+                raise ValueError("A hold has `freed_by` or `kept_by`, not both.")
+            _check_points(self, hold, "freed_by", hold.freed_by)
+            _check_points(self, hold, "kept_by", hold.kept_by)
 
     def ancestry(self, index: int) -> list[int]:
         """A unit and the candidates around it, innermost first."""
@@ -203,6 +221,9 @@ def live_bytes(
         if hold.freed_by:
             _hold_freed(hold, weights, change)
             continue
+        if hold.kept_by:
+            _take_off_once(hold, weights, change)
+            continue
         held: float = 0
         for u, held_until in sorted(hold.holders, key=lambda h: -h[1]):
             share = sum(weights[u])
@@ -231,6 +252,23 @@ def _hold_freed(
         change[stop] -= hold.nbytes * both
 
 
+def _take_off_once(
+    hold: Hold, weights: Sequence[Sequence[float]], change: list[float]
+) -> None:
+    """Take off what is both held and kept, and so counted twice."""
+    for start, stop in hold.stretches():
+        kept = sum(
+            share
+            for u, untils in hold.kept_by
+            for share, until in zip(weights[u], untils, strict=True)
+            if until > start
+        )
+        held = sum(sum(weights[u]) for u, end in hold.holders if end > start)
+        both = min(kept, held, 1)  # mixed points overlap as much as they can
+        change[start] -= hold.nbytes * both
+        change[stop] += hold.nbytes * both
+
+
 def total_ms(problem: SacProblem, weights: Sequence[Sequence[float]]) -> float:
     """Recompute time of all units."""
     return math.fsum(
@@ -253,28 +291,33 @@ def _ancestry(units: Sequence[Unit], index: int) -> list[int]:
     return found
 
 
-def _check_freed_by(problem: SacProblem, hold: Hold) -> None:
+def _check_points(
+    problem: SacProblem,
+    hold: Hold,
+    name: str,
+    units: tuple[tuple[int, tuple[int, ...]], ...],
+) -> None:
     num_positions = len(problem.base_bytes)
-    for u, froms in hold.freed_by:
+    for u, positions in units:
         if not 0 <= u < len(problem.units):
             raise ValueError(
-                f"`freed_by` must name units below {len(problem.units)}, got {u}."
+                f"`{name}` must name units below {len(problem.units)}, got {u}."
             )
         unit = problem.units[u]
-        if len(froms) != len(unit.points):
+        if len(positions) != len(unit.points):
             raise ValueError(
-                f"`freed_by` must have one position for each of {len(unit.points)}"
-                f" points of {unit.fqn!r}, got {len(froms)}."
+                f"`{name}` must have one position for each of {len(unit.points)}"
+                f" points of {unit.fqn!r}, got {len(positions)}."
             )
-        if not all(hold.held_from <= first <= num_positions for first in froms):
+        if not all(hold.held_from <= q <= num_positions for q in positions):
             raise ValueError(
-                f"The positions of `freed_by` must lie in {hold.held_from} to"
-                f" {num_positions}, got {froms} for {unit.fqn!r}."
+                f"The positions of `{name}` must lie in {hold.held_from} to"
+                f" {num_positions}, got {positions} for {unit.fqn!r}."
             )
-    inside = {u for u, _ in hold.freed_by}
+    inside = {u for u, _ in units}
     if inside and not any(inside <= set(problem.ancestry(u)) for u in inside):
         names = sorted(problem.units[u].fqn for u in inside)
-        raise ValueError(f"Units of `freed_by` must lie in one another, got {names}.")
+        raise ValueError(f"Units of `{name}` must lie in one another, got {names}.")
 
 
 def _check_tree(units: Sequence[Unit]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from autosac.tracing.tape import IntArray
 from solvers import sac
 
 _Ends = tuple[tuple[int, int], ...]  # units, and ticks until which they hold
-_Froms = tuple[tuple[int, tuple[int, ...]], ...]  # and from which their points free
+_ByPoint = tuple[tuple[int, tuple[int, ...]], ...]  # units, and a tick for each point
 
 
 class Holders:
@@ -28,6 +28,9 @@ class Holders:
             Such a storage is there but once: no unit alone is charged for it.
         kept: Arguments that a unit holds although another one, chosen alone, would
             free them: with those that hold, and those that free by point.
+        twice: Results that a unit keeps by some of its points although the plain step
+            frees them earlier, and that other units hold as arguments: both are charged
+            for them. With those that hold, and those that keep by point.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Holders:
                     (u, until) for u, until in held if until > self.freed[storage]
                 )
         self.kept = self._find_kept(simulator, units, curves, takers)
+        self.twice = self._find_twice(simulator, units, curves, takers)
 
     def cuts(self) -> set[int]:
         """Ticks at which such a storage is freed, in the plain step or by a unit."""
@@ -65,29 +69,38 @@ class Holders:
         for held, freeing in self.kept.values():
             found |= {until for _, until in held}
             found |= {tick for _, froms in freeing for tick in froms}
+        for storage, (held, keeping) in self.twice.items():
+            found |= {self.freed[storage], *(until for _, until in held)}
+            found |= {tick for _, untils in keeping for tick in untils}
         return found
 
     def holds(self, edges: IntArray) -> tuple[sac.Hold, ...]:
         """What units hold together; storages that live alike are added up."""
-        sizes: dict[tuple[int, _Ends, _Froms], int] = defaultdict(int)
+        sizes: dict[tuple[int, _Ends, _ByPoint, _ByPoint], int] = defaultdict(int)
         for storage, held in self.shared.items():
             if held:
-                sizes[self.freed[storage], held, ()] += self.nbytes[storage]
+                sizes[self.freed[storage], held, (), ()] += self.nbytes[storage]
         for storage, (held, freeing) in self.kept.items():
             first = min(tick for _, froms in freeing for tick in froms)
-            sizes[first, held, freeing] += self.nbytes[storage]
+            sizes[first, held, freeing, ()] += self.nbytes[storage]
+        for storage, (held, keeping) in self.twice.items():
+            sizes[self.freed[storage], held, (), keeping] += self.nbytes[storage]
 
         def place(tick: int) -> int:
             return int(np.searchsorted(edges, tick))
+
+        def place_all(by_point: _ByPoint) -> _ByPoint:
+            return tuple((u, tuple(map(place, ticks))) for u, ticks in by_point)
 
         return tuple(
             sac.Hold(
                 nbytes=nbytes,
                 held_from=place(first),
                 holders=tuple((u, place(until)) for u, until in held),
-                freed_by=tuple((u, tuple(map(place, froms))) for u, froms in freeing),
+                freed_by=place_all(freeing),
+                kept_by=place_all(keeping),
             )
-            for (first, held, freeing), nbytes in sizes.items()
+            for (first, held, freeing, keeping), nbytes in sizes.items()
         )
 
     def without(self, storage: int, own: range) -> int:
@@ -105,7 +118,7 @@ class Holders:
         units: Sequence[Unit],
         curves: Sequence[UnitCurve],
         takers: dict[int, list[int]],
-    ) -> dict[int, tuple[_Ends, _Froms]]:
+    ) -> dict[int, tuple[_Ends, _ByPoint]]:
         """Storages that a unit saves last, and so would free, and others hold.
 
         All units that save a storage last have that save in common: they lie in one
@@ -137,6 +150,50 @@ class Holders:
             for storage, found in freeing.items()
         }
 
+    def _find_twice(
+        self,
+        simulator: Simulator,
+        units: Sequence[Unit],
+        curves: Sequence[UnitCurve],
+        takers: dict[int, list[int]],
+    ) -> dict[int, tuple[_Ends, _ByPoint]]:
+        """Results that points of a unit keep longer than the plain step does.
+
+        Others hold them as arguments. All units that keep one make it: they lie in one
+        another.
+        """
+        held: dict[int, dict[int, int]] = defaultdict(dict)
+        keeping: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        known: dict[Hashable, list[dict[int, int]]] = {}
+        for u, (unit, made) in enumerate(zip(units, curves, strict=True)):
+            results = [s for group in unit.groups for s in group.storages]
+            for place, storage in enumerate(results):
+                if storage not in takers or storage in unit.call.inputs:
+                    continue
+                freed = self.freed[storage]
+                ends = {
+                    v: until
+                    for v in takers[storage]
+                    if _are_apart(unit, units[v])
+                    and (until := units[v].held_until(storage)) > freed
+                }
+                if not ends:
+                    continue
+                like = (unit.key, unit.last_use - unit.trigger, len(results))
+                if like not in known:
+                    known[like] = _kept_until(simulator, unit, made, results)
+                untils = tuple(
+                    max(freed, unit.trigger + ticks[place]) if place in ticks else freed
+                    for ticks in known[like]
+                )
+                if max(untils) > freed:
+                    keeping[storage].append((u, untils))
+                    held[storage] |= ends
+        return {
+            storage: (tuple(sorted(held[storage].items())), tuple(found))
+            for storage, found in keeping.items()
+        }
+
     def _freed_from(
         self, simulator: Simulator, unit: Unit, made: UnitCurve, storage: int
     ) -> tuple[int, ...]:
@@ -149,6 +206,28 @@ class Holders:
             first = max(self.without(storage, unit.saved), held)
             found.append(min(first, self.freed[storage]))
         return tuple(found)
+
+
+def _kept_until(
+    simulator: Simulator, unit: Unit, made: UnitCurve, results: Sequence[int]
+) -> list[dict[int, int]]:
+    """By point of a curve: place among a unit's results -> tick until which it is kept.
+
+    Ticks are counted from the rerun, so that they are those of all units alike.
+    """
+    places = {storage: place for place, storage in enumerate(results)}
+    found = []
+    for policy in made.policies:
+        effect = simulator.effect(unit, policy)
+        kept = zip(effect.held.tolist(), effect.held_until.tolist(), strict=True)
+        found.append(
+            {
+                places[storage]: -(-until // simulator.span) - unit.trigger
+                for storage, until in kept
+                if storage in places
+            }
+        )
+    return found
 
 
 def _are_apart(unit: Unit, other: Unit) -> bool:

@@ -75,6 +75,8 @@ class ParallelFormulation:
                 hold,
                 held_from=first[hold.held_from],
                 holders=tuple((u, first[until]) for u, until in hold.holders),
+                freed_by=_placed(hold.freed_by, first),
+                kept_by=_placed(hold.kept_by, first),
             )
             for hold in self._cells.holds
         )
@@ -247,6 +249,13 @@ def _ac_units(
         for unit in {unit.key: unit for unit in units}.values()
     }
     return [(u, curve) for u in units if (curve := by_key[u.key]) is not None]
+
+
+def _placed(
+    by_point: tuple[tuple[int, tuple[int, ...]], ...], first: list[int]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Positions in place of cells, by point of each unit."""
+    return tuple((u, tuple(first[cell] for cell in cells)) for u, cells in by_point)
 
 
 def _moved_unit(unit: sac.Unit, positions: Positions) -> sac.Unit:

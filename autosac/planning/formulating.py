@@ -34,7 +34,7 @@ class Formulation:
         solver_units: The solver's record of each, over the exact points.
         base_bytes: Most bytes alive at each position without recomputation.
         holds: Arguments that several units hold together, and those that one unit
-            holds and another one would have freed.
+            holds and another one would have freed, or keeps as well.
         edges: First tick of every position.
     """
 
@@ -71,10 +71,8 @@ class Formulation:
             holds=tuple(
                 replace(
                     hold,
-                    freed_by=tuple(
-                        (u, tuple(froms[k] for k in kept[u]))
-                        for u, froms in hold.freed_by
-                    ),
+                    freed_by=_of_points(hold.freed_by, kept),
+                    kept_by=_of_points(hold.kept_by, kept),
                 )
                 for hold in self.holds
             ),
@@ -140,6 +138,13 @@ def formulate(
         holds=holders.holds(edges),
         edges=edges,
     )
+
+
+def _of_points(
+    by_point: tuple[tuple[int, tuple[int, ...]], ...], kept: Sequence[Sequence[int]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """What a hold says of the points that each unit is left with."""
+    return tuple((u, tuple(of[k] for k in kept[u])) for u, of in by_point)
 
 
 def _thinned(unit: sac.Unit, kept: Sequence[int], fit: curve.FittedCurve) -> sac.Unit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import strategies as st
@@ -61,11 +62,14 @@ def fsdp_problems(draw, *, most=5, kinds=False, replicas=False):
         holders = tuple((u, draw(st.integers(0, size))) for u in range(len(units)))
         start = min((until for _, until in holders), default=end)
         freeing = draw(st.none() | st.integers(0, len(units) - 1))
-        freed_by: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        by_point: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        is_kept = draw(st.booleans())
         if freeing is not None:
             froms = [draw(st.integers(start, size)) for _ in units[freeing].points]
-            freed_by = ((freeing, tuple(froms)),)
-        holds = (Hold(nbytes=MIB, held_from=start, holders=holders, freed_by=freed_by),)
+            by_point = ((freeing, tuple(froms)),)
+        hold = Hold(nbytes=MIB, held_from=start, holders=holders)
+        name = "kept_by" if is_kept else "freed_by"
+        holds = (replace(hold, **{name: by_point}),)
     sac = SacProblem(
         units=tuple(units),
         base_bytes=tuple((8 + b) * MIB for b in whole[:size]),

@@ -67,8 +67,17 @@ def peak_of(problem: SacProblem, chosen: tuple[int | None, ...]) -> int:
                 for k, start in enumerate(froms)
             )
             is_held = any(chosen[u] is not None and q < end for u, end in hold.holders)
-            if is_held and is_freed and q >= hold.held_from:
-                nbytes += hold.nbytes
+            is_kept = any(
+                k == chosen[u] and q < end
+                for u, ends in hold.kept_by
+                for k, end in enumerate(ends)
+            )
+            if q < hold.held_from or not is_held:
+                continue
+            if hold.kept_by:
+                nbytes -= hold.nbytes * is_kept
+            else:
+                nbytes += hold.nbytes * is_freed
         live.append(nbytes)
     return max(live)
 

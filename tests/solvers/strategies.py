@@ -97,23 +97,25 @@ def sac_units(draw: st.DrawFn, index: int, num_positions: int) -> Unit:
 def holds(draw: st.DrawFn, made: tuple[Unit, ...], num_positions: int) -> Hold:
     """Memory that a few units hold, each until a position of its own.
 
-    A unit, and some of those around it, may count it as freed.
+    A unit, and some of those around it, may count it as freed, or keep it themselves.
     """
     held_from = draw(st.integers(0, num_positions))
     ends = st.integers(held_from, num_positions)
     units = st.integers(0, len(made) - 1)
     u: int | None = draw(st.none() | units)
-    freed_by = []
+    by_point = []
     while u is not None:
         if draw(st.booleans()):
-            froms = [draw(ends) for _ in made[u].points]
-            freed_by.append((u, tuple(froms)))
+            bounds = [draw(ends) for _ in made[u].points]
+            by_point.append((u, tuple(bounds)))
         u = made[u].parent
+    is_kept = draw(st.booleans())
     return Hold(
         nbytes=draw(st.integers(0, 6)) * MIB,
         held_from=held_from,
         holders=tuple(draw(st.dictionaries(units, ends, max_size=4)).items()),
-        freed_by=tuple(freed_by),
+        freed_by=() if is_kept else tuple(by_point),
+        kept_by=tuple(by_point) if is_kept else (),
     )
 
 
@@ -167,6 +169,7 @@ def layered_problems(draw: st.DrawFn) -> SacProblem:
             )
     held = [(u, 2 * layers - u // (inner + 1)) for u in range(len(units))]
     freed_bytes = draw(st.integers(0, 4)) * MIB
+    kept_is_drawn = draw(st.booleans())
     kept = [  # one inner unit frees what the next one holds
         Hold(
             nbytes=freed_bytes,
@@ -176,6 +179,16 @@ def layered_problems(draw: st.DrawFn) -> SacProblem:
         )
         for u in range(1, len(units), 3)
         if inner == 2
+    ]
+    kept += [  # a layer keeps what the next one holds
+        Hold(
+            nbytes=draw(st.integers(0, 2)) * MIB,
+            held_from=units[u].freed_from + 1,
+            holders=((u + inner + 1, units[u + inner + 1].freed_until),),
+            kept_by=((u, (units[u].freed_until,) * len(units[u].points)),),
+        )
+        for u in range(0, len(units) - inner - 1, inner + 1)
+        if kept_is_drawn
     ]
     base = [4 + 5 * min(q, 2 * layers - q) for q in range(num_positions)]
     return SacProblem(

@@ -164,6 +164,23 @@ def test_what_one_unit_frees_stays_alive_where_another_one_holds_it():
         assert live_bytes(two, weights) == tuple(mib * MIB for mib in live)
 
 
+def test_what_one_unit_keeps_and_another_one_holds_is_there_once():
+    # "a" at half keeps 2 MiB until the end that "b" holds up to position 2.
+    hold = Hold(nbytes=2 * MIB, held_from=1, holders=((1, 2),), kept_by=((0, (3, 1)),))
+    two = replace(
+        problem(unit("a", HALF_OR_ALL, freed=(1, 3)), unit("b", HALF_OR_ALL), budget=8),
+        holds=(hold,),
+    )
+
+    for weights, live in [
+        ([[1, 0], [0, 0]], (10, 16, 6)),
+        ([[0, 0], [0, 1]], (10, 12, 10)),
+        ([[1, 0], [0, 1]], (10, 6, 6)),
+        ([[0, 1], [0, 1]], (10, 4, 2)),
+    ]:
+        assert live_bytes(two, weights) == tuple(mib * MIB for mib in live)
+
+
 @either
 def test_an_ample_budget_recomputes_nothing(integral):
     two = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=20)
@@ -463,15 +480,20 @@ def test_wrong_problems_are_refused():
     with pytest.raises(ValueError, match="index below 1, got 5"):
         problem(unit("a", HALF_OR_ALL, parent=5), budget=1)
     one = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=1)
-    for freed_by, words in [
+    for by_point, words in [
         (((2, (1, 1)),), "below 2, got 2"),
         (((0, (1,)),), "one position for each of 2 points of 'a', got 1"),
         (((0, (0, 1)),), "must lie in 1 to 3"),
         (((0, (1, 1)), (1, (1, 1))), "must lie in one another"),
     ]:
-        hold = Hold(nbytes=1, held_from=1, holders=((1, 2),), freed_by=freed_by)
-        with pytest.raises(ValueError, match=words):
-            replace(one, holds=(hold,))
+        hold = Hold(nbytes=1, held_from=1, holders=((1, 2),))
+        for name in ("freed_by", "kept_by"):
+            with pytest.raises(ValueError, match=words):
+                replace(one, holds=(replace(hold, **{name: by_point}),))
+    both = ((0, (1, 1)),)
+    hold = Hold(nbytes=1, held_from=1, holders=(), freed_by=both, kept_by=both)
+    with pytest.raises(ValueError, match="not both"):
+        replace(one, holds=(hold,))
     with pytest.raises(ValueError, match="at least one position"):
         problem(base=(), budget=1)
 
