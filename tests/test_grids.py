@@ -400,9 +400,10 @@ def test_processes_give_the_same_rows_and_a_dead_worker_costs_one_cell(found, tm
 
 
 SCRIPT = """
-import autosac, functools, sys, torch
+import autosac, functools, signal, sys, torch
 from tests.grid_steps import make_step
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 if __name__ == "__main__":
     step = functools.partial(make_step, calls=sys.argv[1])
     grid = {"width": list(range(1, 60)), "batch_size": [64]}
