@@ -77,7 +77,8 @@ def sweep_grid(
 
     Returns:
         A row for each budget of each cell, in the order of the grid, the same for every
-        `n_jobs` and backend (but for times, with `calibrate`).
+        `n_jobs` (but for times, with `calibrate`). On Dask some cells have come out
+        wrong, for a reason that is not known: see docs/exploring.md.
 
     Raises:
         TypeError: Neither or both of `memory_budgets` and `n` are given.
