@@ -30,6 +30,7 @@ from autosac.planning.planning import floor, plan, policy
 from autosac.planning.plans import Plan
 from autosac.planning.profiling import Profile, calibrate, profile
 from autosac.planning.sweeping import Sweep, sweep
+from autosac.showing import plotting
 from autosac.sweeps.grids import sweep_grid
 from autosac.sweeps.results import GridRow, GridSweep
 from autosac.tracing.stepping import OptimizerInBackward
@@ -71,6 +72,7 @@ __all__ = [
     "pipeline_checkpoint",
     "plan",
     "plan_parallel",
+    "plotting",
     "policy",
     "profile",
     "sweep",

@@ -14,10 +14,12 @@ import argparse
 import gc
 import json
 import logging
+import multiprocessing
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,17 @@ Part = Callable[[argparse.Namespace], Iterator[Record]]
 
 def _zoo(options: argparse.Namespace) -> Iterator[Record]:
     models = []
-    for name in options.models or models_of_zoo():
-        models.append(zoo.run(name, options.budgets))
-        gc.collect()
-        print(*zoo.losses(models[-1]), zoo.row(models[-1]), sep="\n", flush=True)
-        yield {"num_budgets": options.budgets, "models": models}
+    names = list(options.models or models_of_zoo())
+    with ProcessPoolExecutor(
+        options.jobs,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_quiet,
+        initargs=(options.threads,),
+    ) as pool:
+        for model in pool.map(zoo.run, names, [options.budgets] * len(names)):
+            models.append(model)
+            print(*zoo.losses(model), zoo.row(model), sep="\n", flush=True)
+            yield {"num_budgets": options.budgets, "models": models}
 
 
 def _scale(options: argparse.Namespace) -> Iterator[Record]:
@@ -81,9 +89,7 @@ PARTS: dict[str, tuple[Part, Callable[[Record], Iterator[str]]]] = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts; the exit code tells whether the zoo showed what is asked for."""
     options = _options(arguments)
-    torch.set_num_threads(options.threads)
-    warnings.filterwarnings("ignore")  # of rivals and of models, about themselves
-    logging.disable(logging.ERROR)  # sac_milp logs what its result says anyway
+    _quiet(options.threads)
     path = options.output / "compare.json"
     results: Record = json.loads(path.read_text()) if path.exists() else {}
     if options.render:
@@ -101,6 +107,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(kept for *_, kept in zoo.summary(results["zoo"]["models"])) else 1
 
 
+def _quiet(num_threads: int) -> None:
+    """Set up a process."""
+    torch.set_num_threads(num_threads)
+    warnings.filterwarnings("ignore")  # of rivals and of models, about themselves
+    logging.disable(logging.ERROR)  # sac_milp logs what its result says anyway
+
+
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare")
 
@@ -110,6 +123,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", type=names, default=list(PARTS))
     parser.add_argument("--models", type=names, help="of the zoo; default: all")
     parser.add_argument("--budgets", type=int, default=16, help="per model of the zoo")
+    parser.add_argument("--jobs", type=int, default=1, help="models of the zoo at once")
     parser.add_argument("--real-models", type=names, default=list(real.MODELS))
     parser.add_argument(
         "--frontier-models", type=names, default=list(frontier.subjects())

@@ -54,7 +54,7 @@ def memory(plan: Plan, profile: TracedStep | None = None) -> Picture:
     made = step_of(plan, profile)
     before, after = history(made, {}), history(made, chosen(plan, made))
     unit, size = byte_unit(before.peak_bytes)
-    y_max = 1.18 * max(before.peak_bytes, after.peak_bytes, plan.budget_bytes) / size
+    y_max = 1.3 * max(before.peak_bytes, after.peak_bytes, plan.budget_bytes) / size
     end_ms = max(before.end_ms, after.end_ms)
     cap = Line(
         label=f"budget, {format_bytes(plan.budget_bytes)}",
@@ -369,7 +369,8 @@ def _trade_off_panel(
     ]
     num_segments = len(fitted.freed_bytes) - 1
     if num_segments:
-        lines.append(line(f"fit, {num_segments} segments", fit, grey=0.3))
+        name = f"fit, {num_segments} segment" + "s" * (num_segments > 1)
+        lines.append(line(name, fit, grey=0.3))
     if points:
         lines.append(line("chosen", points, dash="none", marker="X", size=8.0))
     name = units[0].fqn
@@ -380,6 +381,7 @@ def _trade_off_panel(
         x_label=f"memory freed in each [{unit}]",
         y_label="recomputation of each [ms]",
         lines=tuple(lines),
+        x_min=0.0,
     )
 
 

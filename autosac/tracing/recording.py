@@ -478,6 +478,8 @@ class Recorder(_compat.PlainDispatchMode):
         call.look_at_inputs(tensors)
         if opaque := opaque_type((args, kwargs)):
             call.once = f"its input holds a {opaque}, so it may not be called twice"
+            if opaque.endswith("Cache"):  # of Transformers
+                call.once += " (set `model.config.use_cache` to False)"
         self.calls.append(call)
         self.stack.append(module)
         return call

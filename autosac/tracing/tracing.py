@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -31,11 +31,13 @@ from autosac.lens.mode import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.parameters import find_parameters
+from autosac.tracing.random_streams import random_streams_kept
 from autosac.tracing.recording import Recorder
 from autosac.tracing.repeating import KnownCalls
 from autosac.tracing.stepping import (
     AnyOptimizer,
     LossFn,
+    Marker,
     OptimizerInBackward,
     check_optimizer,
     finish_step,
@@ -61,6 +63,8 @@ class Step:
         accumulate: Micro-steps per optimizer step. One of them is traced, with the
             gradients that the earlier ones left.
         clip_grad_norm: Largest norm of all gradients together, or None.
+        gradients_in_forward: The gradients of the step before are dropped between
+            forward and backward only.
         lens: The GPU whose kernels are traced though the model is not there.
         compute_dtype: Type that floating-point parameters and inputs of the model are
             traced in, as under a mixed-precision policy of FSDP2; None for their own.
@@ -77,6 +81,7 @@ class Step:
     autocast: torch.dtype | None = None
     accumulate: int = 1
     clip_grad_norm: float | None = None
+    gradients_in_forward: bool = False
     lens: DeviceSpec | None = None
     compute_dtype: torch.dtype | None = None
     known: KnownCalls = field(default_factory=dict, repr=False, compare=False)
@@ -133,7 +138,7 @@ def _run(
             (tensors_in(given), tensors_in((args, kwargs)), "input"),
         ):
             recorder.register_copies(originals, copies, category)
-        if step.accumulate > 1:
+        if step.accumulate > 1 or step.gradients_in_forward:
             _make_gradients(recorder, model)
         # On a GPU backward would run on a thread of its own, whose last references
         # go at any moment after it.
@@ -149,7 +154,7 @@ def _run(
                     loss_fn=step.loss_fn,
                     autocast=step.autocast,
                     accumulate=step.accumulate,
-                    mark=recorder.mark,
+                    mark=_marker(recorder, model, step),
                 )
                 _enter_steady_state(recorder, model, optimizer, step.accumulate)
                 recorder.mark("optimizer")
@@ -159,6 +164,27 @@ def _run(
             raise TraceError(_explanation(recorder, error)) from error
         parameters = find_parameters(recorder, own, model, optimizer)
         return replace(recorder.tape(), parameters=parameters)
+
+
+def _marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
+    """What the micro-step calls when a phase begins."""
+    if step.accumulate > 1 or not step.gradients_in_forward:
+        return recorder.mark
+
+    def mark(phase: str, loss: torch.Tensor | None = None) -> None:
+        if phase == "backward":
+            for parameter in model.parameters():
+                dropped[parameter] = recorder.storages_of([parameter.grad])
+            model.zero_grad(set_to_none=True)
+        recorder.mark(phase, loss)
+        if phase == "finish":  # what backward never gives a gradient never had one
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    for index in dropped[parameter]:
+                        recorder.nbytes[index] = 0
+
+    dropped: dict[torch.nn.Parameter, tuple[int, ...]] = {}
+    return mark
 
 
 def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
@@ -313,18 +339,11 @@ def _check_hooks(model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def _preserved_state() -> Iterator[None]:
     """Random states are the same inside and restored afterwards; no collections."""
-    python_state = random.getstate()
-    numpy_random = sys.modules["numpy"].random
-    numpy_state = numpy_random.get_state()
-    try:
-        with no_collections(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            random.seed(0)
-            numpy_random.seed(0)
-            yield
-    finally:
-        random.setstate(python_state)
-        numpy_random.set_state(numpy_state)
+    with random_streams_kept(), no_collections():
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        yield
 
 
 def _explanation(recorder: Recorder, error: BaseException) -> str:
