@@ -31,6 +31,8 @@ from autosac.planning.plans import Plan
 from autosac.planning.profiling import Profile, calibrate, profile
 from autosac.planning.sweeping import Sweep, sweep
 from autosac.showing import plotting
+from autosac.sweeps.grids import sweep_grid
+from autosac.sweeps.results import GridRow, GridSweep
 from autosac.tracing.stepping import OptimizerInBackward
 
 __all__ = [
@@ -41,6 +43,8 @@ __all__ = [
     "DeviceSpec",
     "Estimate",
     "GraphInfo",
+    "GridRow",
+    "GridSweep",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
     "ParallelPlan",
@@ -72,6 +76,7 @@ __all__ = [
     "policy",
     "profile",
     "sweep",
+    "sweep_grid",
     "sweep_parallel",
     "verify",
 ]

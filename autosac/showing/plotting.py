@@ -21,11 +21,13 @@ from autosac.planning.profiling import TracedStep
 from autosac.quantities import format_bytes, format_ms
 from autosac.showing.pictures import Grid, Layer, Line, Note, Panel, Picture
 from autosac.simulation.anatomy import History, history
+from autosac.sweeps.results import cells_of
 from autosac.tracing.tape import IntArray
 from solvers import curve
 
 if TYPE_CHECKING:
     from autosac.planning.sweeping import Sweep
+    from autosac.sweeps.results import GridSweep
 
 Rivals = Mapping[str, Sequence[tuple[int, float]]]
 _NUM_TIMES = 240  # of a history in a picture; each shows the most within its time
@@ -34,6 +36,7 @@ _ORDER = (
     "workspace",
 )  # fmt: skip
 _NAMED_FRACTION = 0.08  # of a step: a shorter phase has no room for its name
+_MOST_PANELS = 12  # of a grid: more cannot be read
 _MARKERS = ("s", "^", "D", "v", "P", "X", "*")
 
 
@@ -182,6 +185,58 @@ def budget_panel(sweep: Sweep, *, rivals: Rivals | None = None) -> Panel:
             (sweep.floor_bytes / size, "dotted", "least feasible budget"),
             (sweep.baseline_peak_bytes / size, "dashdot", "peak without a plan"),
         ),
+    )
+
+
+def grid(found: GridSweep) -> Picture:
+    """Step time against the budget for every cell of a grid.
+
+    A panel has the values of the last axis as lines; there is one for each combination
+    of the others, at most 12 in all.
+
+    Args:
+        found: What `autosac.sweep_grid` returned.
+
+    Raises:
+        ValueError: No budget of any cell is feasible.
+    """
+    planned = [
+        (cell, rows)
+        for cell, every in cells_of(found)
+        if (rows := [row for row in every if row.status == "planned"])
+    ]
+    if not planned:
+        raise ValueError("No budget of the grid is feasible: there is nothing to draw.")
+    most_bytes = max(row.budget_bytes or 0 for _, rows in planned for row in rows)
+    unit, size = byte_unit(most_bytes)
+    panels: dict[str, list[Line]] = {}
+    for cell, rows in planned:
+        words = [f"{name}={label}" for name, label in cell.items()]
+        lines = panels.setdefault(", ".join(words[:-1]), [])
+        ordered = sorted(rows, key=lambda row: row.budget_bytes or 0)
+        lines.append(
+            Line(
+                label=words[-1] if words else "step",
+                x=tuple((row.budget_bytes or 0) / size for row in ordered),
+                y=tuple(row.step_ms or 0.0 for row in ordered),
+                marker=_MARKERS[len(lines) % len(_MARKERS)],
+                grey=0.15 * (len(lines) % 5),
+                is_step=True,
+            )
+        )
+    drawn = list(panels.items())[:_MOST_PANELS]
+    return Picture(
+        title=f"Step time under a budget: {len(drawn)} of {len(panels)} panels",
+        panels=tuple(
+            Panel(
+                title=title or "all cells",
+                x_label=f"memory budget [{unit}]",
+                y_label="step [ms]",
+                lines=tuple(lines),
+            )
+            for title, lines in drawn
+        ),
+        num_columns=min(3, len(drawn)),
     )
 
 
