@@ -77,8 +77,7 @@ def sweep_grid(
 
     Returns:
         A row for each budget of each cell, in the order of the grid, the same for every
-        `n_jobs` (but for times, with `calibrate`). On Dask some cells have come out
-        wrong, for a reason that is not known: see docs/exploring.md.
+        `n_jobs` (but for times, with `calibrate`).
 
     Raises:
         TypeError: Neither or both of `memory_budgets` and `n` are given.

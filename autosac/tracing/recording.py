@@ -18,7 +18,7 @@ from autosac.tracing import source_lines
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.foreach import run_distinct
 from autosac.tracing.op_facts import VIEW, Costs, Facts, costs
-from autosac.tracing.probing import Call, Probe, module_tree, random_numbers
+from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.repeating import KnownCalls, RepeatedCalls
 from autosac.tracing.saving import Holder, Saved
 from autosac.tracing.tape import Op, Storage, Tape
@@ -493,7 +493,7 @@ class Recorder(_compat.PlainDispatchMode):
         if self._indices(list(tensors_in((args, kwargs))), 0, "input") != call.inputs:
             call.once = call.once or "it changes a container that it is given"
         if call.random != random_numbers():
-            call.once = "it draws from Python's or NumPy's random numbers"
+            call.once = call.once or DRAWS
         outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
         call.gives_gradients = any(t.requires_grad for t in tensors_in((output,)))
         call.outputs = self._indices(list(tensors_in(outputs)), 0, "input")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from autosac.pytrees import tensors_in
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.equal_states import EqualStates
 from autosac.tracing.parameters import find_parameters
+from autosac.tracing.probing import DRAWS
 from autosac.tracing.random_streams import random_streams_kept
 from autosac.tracing.recording import Recorder
 from autosac.tracing.repeating import KnownCalls
@@ -46,6 +48,9 @@ from autosac.tracing.stepping import (
 )
 from autosac.tracing.tape import Tape
 from autosac.tracing.values import keeps_values
+
+# Of a step that seems to draw random numbers, where there are other threads.
+_LEAST_RUNS, _MOST_RUNS = 3, 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +101,30 @@ class Step:
 def trace(step: Step) -> Tape:
     """Run the step once under fake tensors and write down what it does.
 
+    Only a module that draws random numbers in several runs really does: other threads,
+    such as those of a Dask worker, draw from the same global generators.
+
     Raises:
         TraceError: The step cannot run without data; names the module and line.
     """
-    return _run(step, lambda model: None, only_storages=False)
+    tape = _run(step, lambda model: None, only_storages=False)
+    drawn, runs = _drawn(tape), 1
+    while drawn and threading.active_count() > 1 and runs < _MOST_RUNS:
+        again = drawn & _drawn(_run(step, lambda model: None, only_storages=False))
+        runs += 1
+        if again == drawn and runs > _LEAST_RUNS:
+            break
+        drawn = again
+    calls = tuple(
+        replace(call, once=None) if call.once == DRAWS and i not in drawn else call
+        for i, call in enumerate(tape.calls)
+    )
+    return replace(tape, calls=calls)
+
+
+def _drawn(tape: Tape) -> set[int]:
+    """Calls that seem to draw from Python's or NumPy's generators."""
+    return {i for i, call in enumerate(tape.calls) if call.once == DRAWS}
 
 
 def dry_run(step: Step, apply: Callable[[torch.nn.Module], Any]) -> Tape:
