@@ -30,6 +30,9 @@ from autosac.planning.planning import floor, plan, policy
 from autosac.planning.plans import Plan
 from autosac.planning.profiling import Profile, calibrate, profile
 from autosac.planning.sweeping import Sweep, sweep
+from autosac.showing import plotting
+from autosac.sweeps.grids import sweep_grid
+from autosac.sweeps.results import GridRow, GridSweep
 from autosac.tracing.stepping import OptimizerInBackward
 
 __all__ = [
@@ -40,6 +43,8 @@ __all__ = [
     "DeviceSpec",
     "Estimate",
     "GraphInfo",
+    "GridRow",
+    "GridSweep",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
     "ParallelPlan",
@@ -67,9 +72,11 @@ __all__ = [
     "pipeline_checkpoint",
     "plan",
     "plan_parallel",
+    "plotting",
     "policy",
     "profile",
     "sweep",
+    "sweep_grid",
     "sweep_parallel",
     "verify",
 ]

@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "DEFAULT_SDP_ORDER",
     "DEVICE",
+    "IGNORED_IDS",
     "IGNORED_OPS",
     "ITEM",
-    "METADATA_OPS",
+    "METADATA_IDS",
     "TORCH_VERSION",
     "TRACE_ERRORS",
     "FakeTensorMode",
@@ -45,11 +46,11 @@ TRACE_ERRORS = (
 )
 
 # Ops whose number may differ between forward and recomputation: the ones that
-# torch/utils/checkpoint.py ignores as well (SAC_IGNORED_OPS, torch 2.15).
-METADATA_OPS: frozenset[Any] = frozenset(
-    {torch.ops.prim.device.default, *FunctionalTensor.metadata_fns}
-)
-IGNORED_OPS = METADATA_OPS | {torch.ops.aten.detach.default}
+# torch/utils/checkpoint.py ignores as well (SAC_IGNORED_OPS, torch 2.15); slow to hash.
+_METADATA_OPS = {torch.ops.prim.device.default, *FunctionalTensor.metadata_fns}
+IGNORED_OPS: set[Any] = _METADATA_OPS | {torch.ops.aten.detach.default}
+METADATA_IDS = frozenset(map(id, _METADATA_OPS))
+IGNORED_IDS = frozenset(map(id, IGNORED_OPS))
 
 # Ops that update arguments which their schema does not mark as written
 # (aten/src/ATen/native/native_functions.yaml, torch 2.15): name -> positions.
@@ -59,10 +60,8 @@ _HIDDEN_WRITES = {
     "aten.miopen_batch_norm.default": (3, 4),
 }
 
-
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
-
 
 # Views whose schema does not say so.
 _HIDDEN_VIEWS = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default"})
@@ -175,8 +174,7 @@ def no_modes() -> contextlib.AbstractContextManager[Any]:
 
 def no_dispatch() -> contextlib.AbstractContextManager[Any]:
     """Run ops as they are, past modes and subclasses."""
-    guard: contextlib.AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
-    return guard
+    return torch._C._DisableTorchDispatch()
 
 
 def is_profiling(func: Any) -> bool:
@@ -211,11 +209,6 @@ def fake_mode_of(tensor: torch.Tensor) -> Any:
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
-def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor on a device with the layout of a meta tensor."""
-    return FakeTensor(mode, meta, device)
-
-
 _META = torch.device("meta")
 
 
@@ -236,6 +229,11 @@ def new_fake(
         else:
             meta = torch.empty(0, dtype=dtype, device=_META)
             meta.set_(base.untyped_storage(), offset, size, stride)
+    return as_fake(mode, meta, device)
+
+
+def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor on a device with the layout and the memory of a meta tensor."""
     of_mode = vars(mode)
     known = of_mode.get("autosac_known")
     if known is None:
@@ -344,10 +342,15 @@ def current_node_variable() -> torch.Tensor | None:
     return getattr(torch._C._current_autograd_node(), "variable", None)
 
 
-def has_hooks(parameter: torch.nn.Parameter) -> bool:
-    """Whether hooks are registered on a parameter, of either kind."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(parameter, kind, None) for kind in kinds)
+_HOOKS = (
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+)
+
+
+def has_hooks(owner: torch.nn.Parameter | torch.optim.Optimizer) -> bool:
+    """Whether hooks of any kind are registered on a parameter or an optimizer."""
+    return any(getattr(owner, kind, None) for kind in _HOOKS)
 
 
 def clear_blas_workspaces() -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_NAMES = {"pandas": "pandas", "matplotlib": "Matplotlib", "plotly": "Plotly"}
+_NAMES = {
+    "pandas": "pandas",
+    "pyarrow": "pyarrow",
+    "matplotlib": "Matplotlib",
+    "plotly": "Plotly",
+}
 
 
 def needed(module: str, caller: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """An op's arguments or results with every leaf changed: lists, tuples, dicts."""
+    if isinstance(value, tuple):
+        return tuple([mapped(change, item) for item in value])
+    if isinstance(value, list):
+        return [mapped(change, item) for item in value]
+    if isinstance(value, dict):
+        return {name: mapped(change, item) for name, item in value.items()}
+    return change(value)
 
 
 def opaque_type(value: Any) -> str | None:

@@ -37,6 +37,10 @@ _NO_HEURISTICS = {
     "mip_allow_restart": False,
     "mip_detect_symmetry": False,
 }
+_LIMITS = (  # of time, and of nodes
+    highspy.HighsModelStatus.kTimeLimit,
+    highspy.HighsModelStatus.kSolutionLimit,
+)
 _CBC_BOUND = "Lower bound:"  # CBC prints it only if a gap is left
 
 _PAIRS = {
@@ -68,6 +72,7 @@ def run(
     *,
     backend: Backend = "highs",
     time_limit_s: float | None = None,
+    node_limit: int | None = None,
     relative_gap: float = 0.0,
     threads: int = 1,
     relaxed: bool = False,
@@ -80,6 +85,8 @@ def run(
         model: A minimisation; at least one of its rows or its objective has terms.
         backend: Which solver to run.
         time_limit_s: Stop after this long with the incumbent of the moment.
+        node_limit: Stop after so many nodes of the search tree: unlike a time, the
+            same in every run. None for no limit.
         relative_gap: Stop as soon as the incumbent is proven this close to the best.
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
@@ -100,6 +107,8 @@ def run(
     if backend not in ("highs", "cbc"):
         raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
     options = {"timeLimit": time_limit_s, "gapRel": relative_gap, "threads": threads}
+    if node_limit is not None:
+        options["mip_max_nodes" if backend == "highs" else "maxNodes"] = node_limit
     started = time.perf_counter()
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":
@@ -180,6 +189,16 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
             lp.solverModel.setSolution(solution)
         lp.solverModel.run()
 
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
+        """Status as PuLP's pair; PuLP 3.3 has none for the limit of nodes."""
+        try:
+            pair: tuple[int, int] = super().findSolutionValues(lp)
+        except KeyError:  # values are assigned by then
+            if lp.solverModel.getModelStatus() not in _LIMITS:
+                raise
+            return constants.LpStatusOptimal, constants.LpSolutionIntegerFeasible
+        return pair
+
 
 def _run_highs(
     model: pulp.LpProblem, options: dict[str, Any], *, relaxed: bool, warm_start: bool
@@ -225,7 +244,7 @@ def _highs_outcome(
 ) -> tuple[Termination, float | None]:
     termination = _PAIRS[model.sol_status]
     info = model.solverModel.getInfo()
-    if status == highspy.HighsModelStatus.kTimeLimit:
+    if status in _LIMITS:
         feasible = info.primal_solution_status == highspy.kSolutionStatusFeasible
         termination = Termination.FEASIBLE if feasible else Termination.NO_INCUMBENT
     if relaxed or not model.isMIP():

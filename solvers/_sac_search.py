@@ -63,6 +63,7 @@ class Search:
         backend: Which solver to run.
         time_limit_s: Stop branching after this long; relaxations are solved in full.
         relative_gap: Stop when proven this close to the optimum.
+        node_limit: Stop after a MILP whose search tree has so many nodes.
         mixed: Units whose points stand for a finer curve: the bound must hold for
             mixtures of their points as well.
         start: From a smaller budget of the same table and units; it is left with what
@@ -84,6 +85,7 @@ class Search:
         backend: Backend,
         time_limit_s: float | None,
         relative_gap: float,
+        node_limit: int | None = None,
         mixed: Collection[int] = (),
         start: Start | None = None,
     ) -> None:
@@ -93,6 +95,8 @@ class Search:
         self._mixed = frozenset(mixed) & self._units
         self._backend = backend
         self._gap = relative_gap
+        self._node_limit = node_limit
+        self._is_cut_short = False
         self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
         self._apart: set[int] = set() if start is None else start.apart
         self.rows = [int(table.base.argmax())]
@@ -311,10 +315,13 @@ class Search:
             model.model,
             backend=self._backend,
             time_limit_s=left,
+            node_limit=None if relaxed else self._node_limit,
             relative_gap=self._gap,
             relaxed=relaxed,
             again=again,
         )
+        if self._node_limit is not None and not relaxed:
+            self._is_cut_short |= outcome.termination is Termination.FEASIBLE
         if not outcome.termination.has_incumbent:
             return model, outcome, np.zeros(len(self._table.times))
         totals = model.totals(whole=whole)
@@ -416,6 +423,8 @@ class Search:
         return self._best - self.bound <= (self._gap + _NOISE) * self._best
 
     def _is_late(self) -> bool:
+        if self._is_cut_short:
+            return True
         return self._ends is not None and perf_counter() >= self._ends
 
 

@@ -87,6 +87,7 @@ class Solver:
         *,
         backend: Backend = "highs",
         time_limit_s: float | None = None,
+        node_limit: int | None = None,
         relative_gap: float = 1e-3,
         fixed_units: Collection[int] | None = None,
         mixed_units: Collection[int] = (),
@@ -95,6 +96,8 @@ class Solver:
         """Choose whole points with the least recompute time: see `solve`.
 
         Budgets of a sweep, the smallest first, share a `start`: new for each sweep.
+        `node_limit` ends each MILP after so many nodes of its search tree, and so at
+        the same place in every run, which `time_limit_s` does not.
         """
         started = perf_counter()
         units = _candidates(self.problem, fixed_units)
@@ -107,6 +110,7 @@ class Solver:
             backend=backend,
             time_limit_s=time_limit_s,
             relative_gap=relative_gap,
+            node_limit=node_limit,
             mixed=mixed_units,
             start=start,
         )

@@ -1,11 +1,14 @@
 """Every awkward habit: simulation equals dry run, three steps are bit-identical."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import autosac
 from autosac.applying import applying
 from autosac.measuring.measuring import capture_state, differences
 from autosac.planning.planning import spell_out
@@ -83,6 +86,32 @@ def test_three_steps_are_bit_identical(name):
 @pytest.mark.parametrize("name", sorted(set(AWKWARD) - {"draws in Python"}))
 def test_a_habit_does_not_keep_modules_from_being_units(name):
     assert AWKWARD[name].profile().units.candidates
+
+
+def test_numbers_that_other_threads_draw_are_not_taken_for_a_module_s():
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    runs = []
+
+    class Beside(nn.Sequential):
+        def forward(self, x):
+            runs.append(0)
+            if len(runs) == 1:  # while the first trace is in this module
+                drawing = threading.Thread(target=random.random)
+                drawing.start()
+                drawing.join()
+            return super().forward(x)
+
+    other.start()
+    try:
+        model = Beside(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+        made = autosac.profile(nn.Sequential(model, nn.Linear(4, 4)), torch.rand(2, 4))
+    finally:
+        stop.set()
+        other.join()
+
+    assert len(runs) > 1
+    assert "0" in {unit.fqn for unit in made.units.candidates}
 
 
 def test_a_module_that_draws_in_python_is_refused():

@@ -284,3 +284,89 @@ def test_calibration_says_what_was_measured():
 
     assert found["measured"]["num_ops"] + found["cached"]["num_ops"] > 0
     assert "distinct ops" in run("calibrate", "tests.factories:named").stdout
+
+
+# --- grids ------------------------------------------------------------------------
+
+GRID = ("sweep", GPT, "--grid", "layers=2,3", "--grid", "device=cpu,h100", "--n", "2")
+
+
+def test_a_grid_is_a_table_files_and_json(tmp_path):
+    csv, parquet, picture = (tmp_path / f"x.{end}" for end in ("csv", "parquet", "png"))
+    files = ("--csv", str(csv), "--parquet", str(parquet), "-o", str(picture))
+
+    found = run_json(*GRID, *files, "--directory", str(tmp_path / "cells"))
+    text = run(*GRID, "--directory", str(tmp_path / "cells"))
+
+    assert found["axes"] == ["layers", "device"]
+    cells = [
+        (row["layers"], row["device"], row["planned_for"]) for row in found["rows"]
+    ]
+    assert cells == [
+        (n, device, device) for n in (2, 3) for device in ("cpu", "h100") for _ in "ab"
+    ]
+    assert all(row["status"] == "planned" for row in found["rows"])
+    assert len(csv.read_text().splitlines()) == 9
+    assert parquet.read_bytes().startswith(b"PAR1")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(list((tmp_path / "cells").iterdir())) == 4
+    assert text.exit_code == 0 and "modelled figures" in text.stdout
+
+
+def test_finished_cells_of_a_grid_are_read_until_the_factory_changes(
+    tmp_path, monkeypatch
+):
+    from tests import factories
+
+    options = ("sweep", GPT, "--grid", "layers=2", "--n", "2", "--directory")
+    first = run_json(*options, str(tmp_path))
+    built = []
+
+    def other(layers=4, rows=16):
+        built.append(layers)
+        return original(layers, 2 * rows)
+
+    original = factories.gpt
+    again = run_json(*options, str(tmp_path))
+    monkeypatch.setattr(factories, "gpt", other)
+    changed = run_json(*options, str(tmp_path))
+
+    assert first == again != changed
+    assert built == [2]
+
+
+def test_a_grid_without_any_plan_has_an_exit_code():
+    low = run_json("sweep", GPT, "--grid", "layers=2,3", "-b", "1KiB", code=3)
+    failed = run_json("sweep", "tests.factories:alone", "--grid", "batch=1,2", code=1)
+
+    assert [row["status"] for row in low["rows"]] == ["infeasible"] * 2
+    assert [row["status"] for row in failed["rows"]] == ["failed"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--grid", "layers"], "must be name=value"),
+        (["--grid", "layers=2", "--grid", "layers=3"], "names an axis twice"),
+        (["--grid", "depth=2"], "unexpected keyword argument 'depth'"),
+        (["--grid", "device=cpu,h1000"], "not a known device"),
+        (["--grid", "optimizer=sgd,adamx"], "must be one of"),
+        (["--grid", "accumulate=few"], "whole numbers"),
+        (["--grid", "layers=2,2"], "equal labels"),
+        (["--grid", "layers=2", "-b", "much"], "much"),
+        (["--jobs", "2"], "need --grid"),
+    ],
+)
+def test_what_no_grid_can_mean_is_a_matter_of_usage(arguments, match):
+    found = run("sweep", GPT, *arguments)
+
+    assert found.exit_code == cli.EXIT_USAGE, found.output
+    assert match in " ".join(found.stderr.split())
+
+
+def test_values_of_a_grid_are_read_as_settings_are():
+    from autosac.cli import grids
+
+    read = {text: grids._axis(text)[1] for text in ("a=1,2", "a=x,1", "a=(1,2),(3,4)")}
+
+    assert list(read.values()) == [[1, 2], ["x", 1], [(1, 2), (3, 4)]]

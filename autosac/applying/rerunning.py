@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from autosac import _compat
 from autosac.applying.random_states import RandomState, random_state
 from autosac.candidates.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
-from autosac.pytrees import tensors_in
+from autosac.pytrees import mapped, tensors_in
 from autosac.tracing.attributes import Attributes
-from autosac.tracing.shells import Layout, is_shell, layout_of, shell_of, view_of_shell
+from autosac.tracing.shells import is_shell, layout_of, shell_of, view_of_shell
 
 
 class _Rerunning(threading.local):
@@ -95,7 +93,7 @@ class ForwardMode(_compat.TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _compat.IGNORED_OPS:
+        if id(func) in _compat.IGNORED_IDS:
             return func(*args, **kwargs)
         entry = _Entry(func, self.run.action(func))
         if entry.action != SAVE and _compat.is_random(func):
@@ -105,9 +103,9 @@ class ForwardMode(_compat.TorchDispatchMode):
             if self.run.departed and _compat.is_view(func):
                 entry.action = VIEW
             elif not _compat.returned_arguments(func):
-                entry.outputs = _mapped(_detached, out)
+                entry.outputs = mapped(_detached, out)
         elif entry.action == SKIP:
-            entry.outputs = _mapped(layout_of, out)
+            entry.outputs = mapped(layout_of, out)
         self.run.entries.append(entry)
         return out
 
@@ -142,7 +140,7 @@ class _ReplayMode(_compat.TorchDispatchMode):
         kwargs = kwargs or {}
         if self.run.paused:
             return func(*args, **kwargs)
-        if func in _compat.IGNORED_OPS:
+        if id(func) in _compat.IGNORED_IDS:
             if args and is_shell(args[0]) and _compat.is_view(func):
                 return view_of_shell(func, args, kwargs)
             return func(*args, **kwargs)
@@ -155,7 +153,7 @@ class _ReplayMode(_compat.TorchDispatchMode):
             if changed or action == DETACHED:
                 return _compat.pick_arguments(func, changed, args, kwargs)
             if action == SKIP:
-                return _mapped(shell_of, entry.outputs)
+                return mapped(shell_of, entry.outputs)
             return self._saved(entry)
         if any(is_shell(t) for t in tensors_in((args, kwargs))):
             return view_of_shell(func, args, kwargs, known=action == VIEW)
@@ -209,14 +207,7 @@ class OnwardMode(_ReplayMode):
         return self.run.policy.onward[place] if is_planned else entry.action
 
     def _saved(self, entry: _Entry) -> Any:
-        return _mapped(_detached, entry.outputs)
-
-
-def _mapped(change: Callable[[Any], Any], out: Any) -> Any:
-    """`tree_map` for an op's results, which mostly are one tensor."""
-    if isinstance(out, (torch.Tensor, Layout)):
-        return change(out)
-    return tree_map(change, out)
+        return mapped(_detached, entry.outputs)
 
 
 def _detached(value: Any) -> Any:

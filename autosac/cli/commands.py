@@ -19,9 +19,9 @@ import typer
 from rich.console import Console
 
 from autosac.cli import demo as demo_model
-from autosac.cli import tables
-from autosac.cli.models import Target, UsageError, target
-from autosac.costs.devices import KNOWN_DEVICES, device_spec
+from autosac.cli import grids, tables
+from autosac.cli.models import Target, UsageError, asked, usage
+from autosac.costs.devices import KNOWN_DEVICES
 from autosac.errors import AutosacError, InfeasibleBudgetError
 from autosac.measuring.verifying import verify as verify_plan
 from autosac.planning.checking import check
@@ -32,6 +32,7 @@ from autosac.planning.profiling import calibrate as calibrated
 from autosac.planning.sweeping import sweep as sweep_budgets
 from autosac.quantities import parse_bytes
 from autosac.showing import plotting
+from autosac.sweeps.results import GridSweep
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INFEASIBLE = 1, 2, 3
 _EPILOG = (
@@ -41,6 +42,12 @@ _EPILOG = (
 _MODEL = (
     "package.module:factory, a function that returns (model, inputs[, loss_fn[,"
     " optimizer]]) or a dict of these; or hf:path/to/config.json."
+)
+
+_OF_A_GRID = "(with --grid)"
+_GRID = (
+    "Values of an argument of the factory, as --set takes them, or of one of these"
+    f" options: {', '.join(grids.OPTIONS)}. Repeat for more axes."
 )
 
 app = typer.Typer(
@@ -92,45 +99,6 @@ Budget = Annotated[
 ]
 
 
-def _target(
-    model: str,
-    settings: list[str] | None,
-    optimizer: str,
-    device: str,
-    on: str,
-    batch: int,
-    length: int,
-    autocast: str,
-    accumulate: int,
-    exclude: list[str] | None,
-) -> Target:
-    """The step that the options describe."""
-    if on not in ("cpu", "cuda", "meta"):
-        raise UsageError(f"--on {on!r} must be cpu, cuda or meta.")
-    if device not in ("", "cuda"):
-        with _usage():
-            device_spec(device)  # complain before anything is built
-    options: dict[str, Any] = {"accumulate": accumulate}
-    if exclude:
-        options["exclude"] = tuple(exclude)
-    if device:
-        options["device"] = device
-    if autocast:
-        dtype = getattr(torch, autocast, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UsageError(f"--autocast {autocast!r} is no type, such as bfloat16.")
-        options["autocast"] = dtype
-    found = target(
-        model,
-        settings=settings or (),
-        optimizer=optimizer,
-        batch=batch,
-        length=length,
-        options=options,
-    )
-    return found.on(on)
-
-
 @contextmanager
 def _exit_codes(as_json: bool) -> Iterator[None]:
     """Turn errors into one sentence and an exit code."""
@@ -176,17 +144,8 @@ def _show(as_json: bool, record: Callable[[], Any], shown: Any) -> None:
         Console().print(shown)
 
 
-@contextmanager
-def _usage() -> Iterator[None]:
-    """What is wrong with a value that was typed is a matter of usage."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
 def _bytes(text: str, total_bytes: int | None) -> int:
-    with _usage():
+    with usage():
         return parse_bytes(text, total_bytes=total_bytes, name="--budget")
 
 
@@ -223,7 +182,7 @@ def plan(
 ) -> None:
     """Find the cheapest plan that fits a budget."""
     with _exit_codes(as_json):
-        step = _target(
+        step = asked(
             model, settings, optimizer, device, on, batch, length, autocast,
             accumulate, exclude,
         )  # fmt: skip
@@ -251,6 +210,21 @@ def sweep(
         Path | None, typer.Option("--out", "-o", help="Write a picture: .png, .html …")
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE,VALUE", help=f"{_GRID} {_OF_A_GRID}"),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help=f"Cells at a time. {_OF_A_GRID}")] = 1,
+    directory: Annotated[
+        Path | None,
+        typer.Option(help=f"Keep finished cells here, to go on later. {_OF_A_GRID}"),
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option(help=f"Write the table here. {_OF_A_GRID}")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option(help=f"Measure the steps that are here. {_OF_A_GRID}")
+    ] = False,
     settings: Settings = None,
     optimizer: Optimizer = "",
     device: Device = "",
@@ -262,25 +236,70 @@ def sweep(
     exclude: Exclude = None,
     as_json: Json = False,
 ) -> None:
-    """Plan for many budgets: what a byte of memory costs in time."""
+    """Plan for many budgets, and a grid of steps: what a byte costs in time."""
+    options: dict[str, Any] = {
+        "optimizer": optimizer, "device": device, "on": on, "batch": batch,
+        "length": length, "autocast": autocast, "accumulate": accumulate,
+        "exclude": exclude,
+    }  # fmt: skip
     with _exit_codes(as_json):
-        step = _target(
-            model, settings, optimizer, device, on, batch, length, autocast,
-            accumulate, exclude,
-        )  # fmt: skip
-        made = step.calibrated()
-        wanted = [_bytes(text, made.device.memory_bytes) for text in budgets or ()]
-        found = sweep_budgets(
-            made, memory_budgets=wanted or None, n=None if wanted else n
-        )
-        if out is not None:
-            plotting.budgets(found).save(out)
-        if csv is not None:
-            found.to_dataframe().to_csv(csv, index=False)
-        rows = tables.sweep_table(found)
-        _show(as_json, lambda: tables.sweep_record(found), rows)
-        if not any(row.feasible for row in found.rows):
-            raise typer.Exit(code=EXIT_INFEASIBLE)
+        if grid:
+            step = grids.GridStep(
+                model=model, settings=tuple(settings or ()), options=options
+            )
+            cells = grids.swept(
+                step, grid, budgets=budgets or (), n=n, calibrate=calibrate,
+                jobs=jobs, directory=directory,
+            )  # fmt: skip
+            _show_grid(cells, out, csv, parquet, as_json)
+            return
+        if directory or parquet or calibrate or jobs != 1:
+            raise UsageError(
+                "--jobs, --directory, --parquet and --calibrate need --grid."
+            )
+        _sweep_budgets(asked(model, settings, **options), budgets, n, out, csv, as_json)
+
+
+def _sweep_budgets(
+    step: Target,
+    budgets: list[str] | None,
+    n: int,
+    out: Path | None,
+    csv: Path | None,
+    as_json: bool,
+) -> None:
+    """One step under many budgets."""
+    made = step.calibrated()
+    wanted = [_bytes(text, made.device.memory_bytes) for text in budgets or ()]
+    found = sweep_budgets(made, memory_budgets=wanted or None, n=None if wanted else n)
+    if out is not None:
+        plotting.budgets(found).save(out)
+    if csv is not None:
+        found.to_dataframe().to_csv(csv, index=False)
+    _show(as_json, lambda: tables.sweep_record(found), tables.sweep_table(found))
+    if not any(row.feasible for row in found.rows):
+        raise typer.Exit(code=EXIT_INFEASIBLE)
+
+
+def _show_grid(
+    found: GridSweep,
+    out: Path | None,
+    csv: Path | None,
+    parquet: Path | None,
+    as_json: bool,
+) -> None:
+    """Files first, then the table; the exit code says if there is no plan at all."""
+    if csv is not None:
+        found.to_csv(csv)
+    if parquet is not None:
+        found.to_parquet(parquet)
+    kinds = {row.status for row in found.rows}
+    if out is not None and "planned" in kinds:
+        found.picture().save(out)
+    _show(as_json, lambda: grids.grid_record(found), grids.grid_table(found))
+    if "planned" not in kinds:
+        code = EXIT_INFEASIBLE if "infeasible" in kinds else EXIT_ERROR
+        raise typer.Exit(code=code)
 
 
 @app.command(epilog=_EPILOG)
@@ -302,13 +321,13 @@ def estimate(
 ) -> None:
     """Say what a plain step takes: peak, where, and of what."""
     with _exit_codes(as_json):
-        step = _target(
+        step = asked(
             model, settings, optimizer, device, on, batch, length, autocast,
             accumulate, None,
         )  # fmt: skip
         made = step.calibrated()
         found = estimate_of(made)
-        with _usage():
+        with usage():
             does_fit = found.fits(fits or None)
         least = floor(made)
 
@@ -338,7 +357,7 @@ def verify(
 ) -> None:
     """Really train with and without a plan: peak, time, every bit of the state."""
     with _exit_codes(as_json):
-        step = _target(
+        step = asked(
             model, settings, optimizer, "", on, batch, length, autocast, accumulate,
             None,
         )  # fmt: skip
@@ -389,7 +408,7 @@ def report(
         loaded = Plan.load(plan_file)
         made = None
         if model:
-            step = _target(
+            step = asked(
                 model, settings, optimizer, device, on, batch, length, autocast,
                 accumulate, exclude,
             )  # fmt: skip
@@ -424,7 +443,7 @@ def calibrate(
 ) -> None:
     """Measure every distinct op of a step here; figures are kept for later plans."""
     with _exit_codes(as_json):
-        step = _target(
+        step = asked(
             model, settings, optimizer, "", on, batch, length, autocast, 1, None
         )
         found = calibrated(step.profile(), refresh=refresh).calibration

@@ -7,13 +7,15 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from autosac.costs.devices import device_spec
 from autosac.planning.planning import calibrated_if_present
 from autosac.planning.profiling import Profile, profile
 
@@ -90,21 +92,71 @@ def target(
     arguments = dict(map(_setting, settings))
     if optimizer:
         _optimizer(optimizer)  # complain before anything is built
-    if name.startswith(_HF):
-        path = Path(name[len(_HF) :])
-        if not path.is_file():
-            raise UsageError(f"{path} is no file; give the path of a config.json.")
+    path = hf_path(name)
+    if path is not None:
 
         def make() -> dict[str, Any]:
             return _from_config(path, arguments, batch, length)
     else:
-        factory = _factory(name)
+        factory = factory_of(name)
         _check_arguments(name, factory, arguments)
 
         def make() -> dict[str, Any]:
             return _parts_of(name, factory(**arguments))
 
     return Target(make=make, optimizer=optimizer, options=options)
+
+
+def asked(
+    model: str,
+    settings: list[str] | None,
+    optimizer: str,
+    device: str,
+    on: str,
+    batch: int,
+    length: int,
+    autocast: str,
+    accumulate: int,
+    exclude: list[str] | None,
+) -> Target:
+    """The step that options of the command line describe.
+
+    Raises:
+        UsageError: One of them cannot be meant.
+    """
+    if on not in ("cpu", "cuda", "meta"):
+        raise UsageError(f"--on {on!r} must be cpu, cuda or meta.")
+    if device not in ("", "cuda"):
+        with usage():
+            device_spec(device)  # complain before anything is built
+    options: dict[str, Any] = {"accumulate": accumulate}
+    if exclude:
+        options["exclude"] = tuple(exclude)
+    if device:
+        options["device"] = device
+    if autocast:
+        dtype = getattr(torch, autocast, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(f"--autocast {autocast!r} is no type, such as bfloat16.")
+        options["autocast"] = dtype
+    found = target(
+        model,
+        settings=settings or (),
+        optimizer=optimizer,
+        batch=batch,
+        length=length,
+        options=options,
+    )
+    return found.on(on)
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """What is wrong with a value that was typed is a matter of usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -117,7 +169,26 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, value  # a word is a text
 
 
-def _factory(name: str) -> Callable[..., Any]:
+def hf_path(name: str) -> Path | None:
+    """The config that a name of a model means; None if it means a factory.
+
+    Raises:
+        UsageError: There is no such file.
+    """
+    if not name.startswith(_HF):
+        return None
+    path = Path(name[len(_HF) :])
+    if not path.is_file():
+        raise UsageError(f"{path} is no file; give the path of a config.json.")
+    return path
+
+
+def factory_of(name: str) -> Callable[..., Any]:
+    """The function that a name of a model means.
+
+    Raises:
+        UsageError: There is none.
+    """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise UsageError(

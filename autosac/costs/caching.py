@@ -7,6 +7,7 @@ A file that is missing, damaged or not writable costs time and one warning, no m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -16,7 +17,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,22 @@ def add(path: Path, environment: Mapping[str, str], measured: Table) -> None:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         _warn(path, "cannot be written", error)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other process of the user measures on this machine.
+
+    Where there are no such locks (Windows), or no directory for them, nothing waits.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            _directory().mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(_directory() / "measuring.lock", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _warn(path: Path, what: str, error: Exception) -> None:

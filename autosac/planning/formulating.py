@@ -121,12 +121,12 @@ def formulate(
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
     step = _Step(simulator, holders, live, edges, base)
-    known: dict[Hashable, sac.Unit] = {}
+    known: dict[_Sight, sac.Unit] = {}
     records = []
     for unit, made, parent in zip(units, curves, _parents(units), strict=True):
         sight = _sight(step, unit, made)
         twin = known.get(sight)
-        record = twin and _moved(step, unit, twin)
+        record = twin and _moved(step, unit, twin, sight)
         if record is None:
             record = known[sight] = _solver_unit(step, unit, made)
         records.append(replace(record, fqn=unit.fqn, parent=parent))
@@ -241,39 +241,67 @@ class _Step:
         return [found[0], found[1], max(found[1], found[2]), found[3]]
 
 
-def _sight(step: _Step, unit: Unit, made: UnitCurve) -> Hashable:
+@dataclass(frozen=True, slots=True)
+class _Sight:
     """Equal for units of which one can be formulated by moving the other.
 
     They behave alike, memory rises and falls alike around them, and so does what the
     first and the last point of their curves change.
+
+    Attributes:
+        key: The unit's.
+        early: Positions after its forward at which these still change anything,
+        late: and those before its rerun.
+        seen: What is to be seen there.
     """
+
+    key: Hashable
+    early: int
+    late: int
+    seen: tuple[bytes, ...]
+
+
+def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
     first, freed_from, freed_until, last = step.places(unit)
-    stops = np.append(step.edges, len(step.live))
+    span = step.simulator.span
+    settled, unsettled = freed_from, freed_until
     seen: list[bytes] = []
+    for policy in {made.policies[0]: None, made.policies[-1]: None}:
+        keys, deltas = _changes(step.simulator, step.holders, unit, policy)
+        late = keys >= (unit.trigger - 1) * span
+        moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
+        seen += [moved.tobytes(), deltas.tobytes()]
+        in_order = int(late.argmax()) if late.any() else len(keys)
+        if in_order:
+            tick = -(-int(keys[in_order - 1]) // span)
+            settled = max(settled, int(np.searchsorted(step.edges, tick)))
+        if in_order < len(keys):
+            tick = int(keys[in_order]) // span
+            before = int(np.searchsorted(step.edges, tick, side="right")) - 1
+            unsettled = min(unsettled, before)
+    settled = min(settled, freed_until)
+    unsettled = max(unsettled, settled)
+    stops = np.append(step.edges, len(step.live))
     for low, high, origin in (
-        (first, freed_from, unit.call.enter),
-        (freed_until, last, unit.trigger),
+        (first, settled, unit.call.enter),
+        (unsettled, last, unit.trigger),
     ):
         around = step.live[stops[low] : stops[high]]
         seen.append((stops[low : high + 1] - origin).tobytes())
         seen.append((around - (around[0] if len(around) else 0)).tobytes())
-    for policy in {made.policies[0]: None, made.policies[-1]: None}:
-        keys, deltas = _changes(step.simulator, step.holders, unit, policy)
-        span = step.simulator.span
-        late = keys >= (unit.trigger - 1) * span
-        moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
-        seen += [moved.tobytes(), deltas.tobytes()]
-    return (unit.key, tuple(seen))
+    return _Sight(unit.key, settled - freed_from, freed_until - unsettled, tuple(seen))
 
 
-def _moved(step: _Step, unit: Unit, twin: sac.Unit) -> sac.Unit | None:
+def _moved(step: _Step, unit: Unit, twin: sac.Unit, sight: _Sight) -> sac.Unit | None:
     """The record of a unit that looks like its twin; None if it is not only moved."""
     first, freed_from, freed_until, last = step.places(unit)
+    if freed_until - freed_from <= sight.early + sight.late:
+        return None  # what it frees in between is not to be seen
     working = []
     for position, extras in twin.working:
-        if position < twin.freed_from:
+        if position < twin.freed_from + sight.early:
             moved = position - twin.freed_from + freed_from
-        elif position >= twin.freed_until:
+        elif position >= twin.freed_until - sight.late:
             moved = position - twin.freed_until + freed_until
         else:
             return None

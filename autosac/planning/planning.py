@@ -127,13 +127,19 @@ def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
     return calibrated_if_present(profile(model, inputs, **options))
 
 
-def calibrated_if_present(made: Profile) -> Profile:
+def calibrated_if_present(made: Profile, *, progress: bool | None = None) -> Profile:
     """The profile with measured figures if its model lies here, or as it is.
 
     What is not here cannot be measured; what is, must keep its promise.
+
+    Args:
+        made: The profile.
+        progress: As in `calibrate`.
     """
     is_meta = any(parameter.is_meta for parameter in made.step.model.parameters())
-    return made if made.step.lens is not None or is_meta else calibrate(made)
+    if made.step.lens is not None or is_meta:
+        return made
+    return calibrate(made, progress=progress)
 
 
 def make_plan(
@@ -146,6 +152,7 @@ def make_plan(
     time_limit_s: float | None = TIME_LIMIT_S,
     dry_run: bool | None = None,
     start: sac.Start | None = None,
+    node_limit: int | None = None,
 ) -> Plan:
     """Solve, simulate, spend what is left of the budget, dry-run.
 
@@ -156,6 +163,8 @@ def make_plan(
         backend: MILP solver.
         dry_run: Whether to dry-run the plan.
         start: What smaller budgets of a sweep found.
+        node_limit: Nodes of the search tree of each MILP; None for no limit. It ends a
+            solve at the same place in every run, `time_limit_s` does not.
 
     Raises:
         InfeasibleBudgetError: No plan fits.
@@ -169,6 +178,7 @@ def make_plan(
         relative_gap=relative_gap,
         time_limit_s=time_limit_s,
         start=start,
+        node_limit=node_limit,
     )
     policies = spell_out(made, chosen)
     if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
@@ -190,6 +200,7 @@ def choose(
     relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = TIME_LIMIT_S,
     start: sac.Start | None = None,
+    node_limit: int | None = None,
 ) -> tuple[Choice, float]:
     """The units of a plan with their policies, and the bound on recompute time.
 
@@ -198,7 +209,9 @@ def choose(
     """
     if made.baseline_peak_bytes <= budget_bytes:
         return {}, 0.0
-    problem = _Problem(made, segments, backend, relative_gap, time_limit_s, start)
+    problem = _Problem(
+        made, segments, backend, relative_gap, time_limit_s, start, node_limit
+    )
     target, bound_ms = budget_bytes, 0.0
     for attempt in range(_ATTEMPTS):
         chosen, found_ms = problem.solve(target)
@@ -226,6 +239,7 @@ class _Problem:
     relative_gap: float
     time_limit_s: float | None
     start: sac.Start | None = None
+    node_limit: int | None = None
 
     def solve(self, budget_bytes: int) -> tuple[Choice | None, float]:
         """Choice under the budget by simulation, and the bound on its time."""
@@ -284,6 +298,7 @@ class _Problem:
             start=self.start if units is None else None,
             backend=self.backend,
             time_limit_s=self.time_limit_s,
+            node_limit=self.node_limit,
             relative_gap=relative_gap,
             fixed_units=units,
             mixed_units=[

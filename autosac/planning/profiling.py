@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -198,13 +199,16 @@ def profile(
     autocast: torch.dtype | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
+    gradients_in_forward: bool = False,
     exclude: tuple[str, ...] = (),
 ) -> Profile:
     """Trace one training step of a model; nothing is run, nothing is changed.
 
     Args:
         model: On the CPU, a GPU or the meta device, in the mode it trains in.
-        inputs: A tensor, a tuple (args), a dict (kwargs) or ``(args, kwargs)``.
+        inputs: A tensor, a tuple (args), a dict (kwargs) or ``(args, kwargs)``; or a
+            `torch.utils.data.DataLoader` of these: its first batch stands for all, and
+            neither its order nor any random stream is disturbed.
         optimizer: A ``torch.optim`` instance, an `OptimizerInBackward`, a callable on
             the parameters that returns one of these, or None.
         loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
@@ -216,10 +220,13 @@ def profile(
         accumulate: Micro-steps (forward, loss, backward) per optimizer step.
         clip_grad_norm: Largest norm of all gradients together
             (``torch.nn.utils.clip_grad_norm_`` before the optimizer steps), or None.
+        gradients_in_forward: Whether ``zero_grad`` is called between forward and
+            backward, so that the gradients of the step before are alive in forward.
         exclude: FQNs of modules that must not be AC units.
 
     Raises:
         TraceError: The step cannot be traced; names the module and the line.
+        TypeError: `inputs` are not what the model can be called with.
         ValueError: `exclude` or `device` names something unknown, or `accumulate` is
             less than 1.
         NotImplementedError: The model is on a GPU and the device is the CPU; or the
@@ -227,6 +234,7 @@ def profile(
     """
     _check(model, accumulate, clip_grad_norm, exclude)
     args, kwargs = normalize_inputs(inputs)
+    _check_inputs(model, args, kwargs)
     spec, lens = _device(model, device)
     step = Step(
         model=model,
@@ -239,6 +247,7 @@ def profile(
         autocast=autocast,
         accumulate=accumulate,
         clip_grad_norm=clip_grad_norm,
+        gradients_in_forward=gradients_in_forward,
         lens=lens,
     )
     tape = trace(step)
@@ -358,6 +367,27 @@ def _check(
                 f"`exclude` names `{fqn}`, which is no module of the model; use names"
                 " from `model.named_modules()`."
             )
+
+
+def _check_inputs(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse inputs that the model's ``forward`` cannot take."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a forward of no Python function
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = [f"a {type(arg).__name__}" for arg in args]
+        given += [f"`{name}`" for name in kwargs]
+        raise TypeError(
+            f"`inputs` do not fit {type(model).__name__}.forward{signature}: {error}."
+            f" They are {', '.join(given) or 'empty'}. Pass only what the model is"
+            " called with, and targets through `loss_fn`, as in `loss_fn=lambda output:"
+            " criterion(output, targets)`."
+        ) from None
 
 
 def _present_gpu() -> DeviceSpec:

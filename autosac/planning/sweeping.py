@@ -118,7 +118,9 @@ def sweep(
         n: Instead of these: so many budgets, evenly spaced from the least feasible
             one to the peak of the plain step.
         plan_options: What `plan` takes besides its budget: ``backend``,
-            ``relative_gap``, ``time_limit_s``, ``segments``, ``dry_run``. Unless it is
+            ``relative_gap``, ``time_limit_s``, ``segments``, ``dry_run``; and
+            ``node_limit``, which ends each MILP after so many nodes of its search
+            tree: the same in every run, as a time is not. Unless it is
             given, one plan is dry-run and the others are simulated (`Plan.dry_run`),
             and a solve ends when proven within 1 %, or after 3 s; its row says the
             gap.

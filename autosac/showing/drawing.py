@@ -85,6 +85,8 @@ def draw_panel(axis: Any, panel: Panel) -> None:
         )
     for x, dash, label in panel.verticals:
         axis.axvline(x, linestyle=dash, color="0.3", linewidth=1.0, label=label)
+    if panel.x_min is not None:
+        axis.set_xlim(left=panel.x_min)
     if panel.x_max is not None:
         axis.set_xlim(right=panel.x_max)
     for x, name in panel.stretches:

@@ -76,7 +76,10 @@ def _draw_panel(
         )
     for note in panel.notes:
         made.add_annotation(x=note.x, y=note.y, text=note.text, **place)
-    made.update_xaxes(title=panel.x_label, range=_range(panel.x_max), **place)
+    lower = "tozero" if panel.x_min == 0.0 else "normal"
+    made.update_xaxes(
+        title=panel.x_label, rangemode=lower, range=_range(panel.x_max), **place
+    )
     made.update_yaxes(
         title=panel.y_label, rangemode="tozero", range=_range(panel.y_max), **place
     )

@@ -84,7 +84,8 @@ class Panel:
         verticals: Position, dash and label of lines from bottom to top.
         stretches: Where named stretches of the x axis begin, and their names.
         notes: Texts at points.
-        x_max: Upper end of the x axis; None for what fits,
+        x_min: Lower end of the x axis; None for what fits,
+        x_max: and its upper end,
         y_max: and of the y axis.
     """
 
@@ -97,6 +98,7 @@ class Panel:
     verticals: tuple[tuple[float, Dash, str], ...] = ()
     stretches: tuple[tuple[float, str], ...] = ()
     notes: tuple[Note, ...] = ()
+    x_min: float | None = None
     x_max: float | None = None
     y_max: float | None = None
 

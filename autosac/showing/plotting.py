@@ -21,11 +21,13 @@ from autosac.planning.profiling import TracedStep
 from autosac.quantities import format_bytes, format_ms
 from autosac.showing.pictures import Grid, Layer, Line, Note, Panel, Picture
 from autosac.simulation.anatomy import History, history
+from autosac.sweeps.results import cells_of
 from autosac.tracing.tape import IntArray
 from solvers import curve
 
 if TYPE_CHECKING:
     from autosac.planning.sweeping import Sweep
+    from autosac.sweeps.results import GridSweep
 
 Rivals = Mapping[str, Sequence[tuple[int, float]]]
 _NUM_TIMES = 240  # of a history in a picture; each shows the most within its time
@@ -34,6 +36,7 @@ _ORDER = (
     "workspace",
 )  # fmt: skip
 _NAMED_FRACTION = 0.08  # of a step: a shorter phase has no room for its name
+_MOST_PANELS = 12  # of a grid: more cannot be read
 _MARKERS = ("s", "^", "D", "v", "P", "X", "*")
 
 
@@ -51,7 +54,7 @@ def memory(plan: Plan, profile: TracedStep | None = None) -> Picture:
     made = step_of(plan, profile)
     before, after = history(made, {}), history(made, chosen(plan, made))
     unit, size = byte_unit(before.peak_bytes)
-    y_max = 1.18 * max(before.peak_bytes, after.peak_bytes, plan.budget_bytes) / size
+    y_max = 1.3 * max(before.peak_bytes, after.peak_bytes, plan.budget_bytes) / size
     end_ms = max(before.end_ms, after.end_ms)
     cap = Line(
         label=f"budget, {format_bytes(plan.budget_bytes)}",
@@ -185,6 +188,58 @@ def budget_panel(sweep: Sweep, *, rivals: Rivals | None = None) -> Panel:
     )
 
 
+def grid(found: GridSweep) -> Picture:
+    """Step time against the budget for every cell of a grid.
+
+    A panel has the values of the last axis as lines; there is one for each combination
+    of the others, at most 12 in all.
+
+    Args:
+        found: What `autosac.sweep_grid` returned.
+
+    Raises:
+        ValueError: No budget of any cell is feasible.
+    """
+    planned = [
+        (cell, rows)
+        for cell, every in cells_of(found)
+        if (rows := [row for row in every if row.status == "planned"])
+    ]
+    if not planned:
+        raise ValueError("No budget of the grid is feasible: there is nothing to draw.")
+    most_bytes = max(row.budget_bytes or 0 for _, rows in planned for row in rows)
+    unit, size = byte_unit(most_bytes)
+    panels: dict[str, list[Line]] = {}
+    for cell, rows in planned:
+        words = [f"{name}={label}" for name, label in cell.items()]
+        lines = panels.setdefault(", ".join(words[:-1]), [])
+        ordered = sorted(rows, key=lambda row: row.budget_bytes or 0)
+        lines.append(
+            Line(
+                label=words[-1] if words else "step",
+                x=tuple((row.budget_bytes or 0) / size for row in ordered),
+                y=tuple(row.step_ms or 0.0 for row in ordered),
+                marker=_MARKERS[len(lines) % len(_MARKERS)],
+                grey=0.15 * (len(lines) % 5),
+                is_step=True,
+            )
+        )
+    drawn = list(panels.items())[:_MOST_PANELS]
+    return Picture(
+        title=f"Step time under a budget: {len(drawn)} of {len(panels)} panels",
+        panels=tuple(
+            Panel(
+                title=title or "all cells",
+                x_label=f"memory budget [{unit}]",
+                y_label="step [ms]",
+                lines=tuple(lines),
+            )
+            for title, lines in drawn
+        ),
+        num_columns=min(3, len(drawn)),
+    )
+
+
 def ratios(plan: Plan) -> Picture:
     """What share of its activation memory every AC unit recomputes, layer by layer.
 
@@ -314,7 +369,8 @@ def _trade_off_panel(
     ]
     num_segments = len(fitted.freed_bytes) - 1
     if num_segments:
-        lines.append(line(f"fit, {num_segments} segments", fit, grey=0.3))
+        name = f"fit, {num_segments} segment" + "s" * (num_segments > 1)
+        lines.append(line(name, fit, grey=0.3))
     if points:
         lines.append(line("chosen", points, dash="none", marker="X", size=8.0))
     name = units[0].fqn
@@ -325,6 +381,7 @@ def _trade_off_panel(
         x_label=f"memory freed in each [{unit}]",
         y_label="recomputation of each [ms]",
         lines=tuple(lines),
+        x_min=0.0,
     )
 
 

@@ -47,10 +47,10 @@ def run_distinct(mode: Any, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
     out = run(tuple(shorter))
     if out is None or out == ():
         return out
-    if not (type(out) in (list, tuple) and all(map(_is_plain, out))):
+    if not (type(out) in (list, tuple) and all(map(is_plain, out))):
         return run(args)
     return type(out)(
-        out[kind] if picked[kind] == i else _like(mode, out[kind])
+        out[kind] if picked[kind] == i else made_like(mode, out[kind])
         for i, kind in enumerate(kinds)
     )
 
@@ -77,7 +77,7 @@ def _kind(item: Any) -> Hashable:
     return type(item), item
 
 
-def _is_plain(result: Any) -> bool:
+def is_plain(result: Any) -> bool:
     """Whether a result has memory of its own without holes, and no graph."""
     if not isinstance(result, torch.Tensor) or result.requires_grad:
         return False
@@ -85,6 +85,7 @@ def _is_plain(result: Any) -> bool:
     return not result.storage_offset() and result.untyped_storage().nbytes() == taken
 
 
-def _like(mode: Any, result: torch.Tensor) -> torch.Tensor:
+def made_like(mode: Any, result: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of a result's layout with memory of its own."""
     size, stride = tuple(result.shape), result.stride()
     return _compat.new_fake(mode, size, stride, result.dtype, result.device)

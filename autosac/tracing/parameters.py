@@ -28,10 +28,10 @@ def find_parameters(
     names: dict[int, list[str]] = {}
     for fqn, parameter in own.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
+    states = {} if optimizer is None else optimizer.state
     found = []
     for original, parameter in zip(own.parameters(), model.parameters(), strict=True):
-        state = {} if optimizer is None else optimizer.state.get(parameter, {})
-        tensors = list(tensors_in(state))
+        tensors = list(tensors_in(states.get(parameter, {})))
         alike = [t for t in tensors if t.shape == parameter.shape and t.dim()]
         others = [t for t in tensors if t.shape != parameter.shape and t.numel() > 1]
         gradient = recorder.storages_of([parameter.grad])

@@ -38,9 +38,12 @@ def module_tree(model: torch.nn.Module) -> ModuleTree:
 
 
 def random_numbers() -> int:
-    """Changes when Python's or NumPy's global generator is drawn from."""
+    """Changes when any thread draws from Python's or NumPy's global generator."""
     _, numpy_keys, numpy_place, *_ = sys.modules["numpy"].random.get_state()
     return hash((random.getstate(), numpy_keys.tobytes(), numpy_place))
+
+
+DRAWS = "it draws from Python's or NumPy's random numbers"
 
 
 class Probe:

@@ -18,7 +18,7 @@ from autosac.tracing import source_lines
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.foreach import run_distinct
 from autosac.tracing.op_facts import VIEW, Costs, Facts, costs
-from autosac.tracing.probing import Call, Probe, module_tree, random_numbers
+from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.repeating import KnownCalls, RepeatedCalls
 from autosac.tracing.saving import Holder, Saved
 from autosac.tracing.tape import Op, Storage, Tape
@@ -260,13 +260,16 @@ class Recorder(_compat.PlainDispatchMode):
         found = []
         for tensor in tensors:
             index = None
-            if strided and not self.exempted:
-                index = self.ids.get(tensor.untyped_storage()._cdata)
+            if strided:
+                key = tensor.untyped_storage()._cdata
+                if key in self.exempted:
+                    continue
+                index = self.ids.get(key)
             if index is None and self._counts(tensor):
                 index = self._index(tensor, born, category)
             if index is not None:
                 found.append(index)
-        return tuple(dict.fromkeys(found))
+        return tuple(found) if len(found) < 2 else tuple(dict.fromkeys(found))
 
     # --- operators --------------------------------------------------------
 
@@ -280,7 +283,7 @@ class Recorder(_compat.PlainDispatchMode):
             # Step counts are read as numbers; no size depends on them but that RAdam
             # does more after the first few. At 1, NAdam would divide by zero.
             return 1000.0 if args[0].is_floating_point() else 1000
-        if func in _compat.METADATA_OPS:
+        if id(func) in _compat.METADATA_IDS:
             return func(*args, **kwargs)
         if self.muted:
             return self._unrecorded(func, args, kwargs)
@@ -308,7 +311,7 @@ class Recorder(_compat.PlainDispatchMode):
             if cuda_workspaces.runs_blas(func):
                 self.blas_phases.add(self.phase)
         made = self.tick()
-        outputs = list(tensors_in((out,)))
+        outputs = [out] if isinstance(out, torch.Tensor) else list(tensors_in(out))
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
         made_ids = self._indices(outputs, made, category, strided=True)
@@ -478,6 +481,8 @@ class Recorder(_compat.PlainDispatchMode):
         call.look_at_inputs(tensors)
         if opaque := opaque_type((args, kwargs)):
             call.once = f"its input holds a {opaque}, so it may not be called twice"
+            if opaque.endswith("Cache"):  # of Transformers
+                call.once += " (set `model.config.use_cache` to False)"
         self.calls.append(call)
         self.stack.append(module)
         return call
@@ -488,7 +493,7 @@ class Recorder(_compat.PlainDispatchMode):
         if self._indices(list(tensors_in((args, kwargs))), 0, "input") != call.inputs:
             call.once = call.once or "it changes a container that it is given"
         if call.random != random_numbers():
-            call.once = "it draws from Python's or NumPy's random numbers"
+            call.once = call.once or DRAWS
         outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
         call.gives_gradients = any(t.requires_grad for t in tensors_in((output,)))
         call.outputs = self._indices(list(tensors_in(outputs)), 0, "input")

@@ -106,7 +106,8 @@ class RepeatedCalls:
     def __init__(self, mode: Any, known: KnownCalls | None = None) -> None:
         self.mode = mode
         self._known: KnownCalls = {} if known is None else known
-        self._repeatable: dict[Any, bool] = {}
+        # By address, as ops are slow to hash; an op that is known here stays there.
+        self._repeatable: dict[int, tuple[Any, bool]] = {}
 
     def key(self, func: Any, args: Any, kwargs: Any, tensors: Tensors) -> Hashable:
         """Equal for calls with like results; None for a call that must be made.
@@ -117,7 +118,7 @@ class RepeatedCalls:
             kwargs: Its keyword arguments.
             tensors: The tensors in all of them are appended to this list.
         """
-        parts = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        parts = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         known = self._collect(args, tensors, parts)
         if kwargs:
             parts += kwargs
@@ -149,12 +150,12 @@ class RepeatedCalls:
 
     def _is_repeatable(self, func: Any) -> bool:
         """Whether the layouts of an op's arguments decide those of its results."""
-        found = self._repeatable.get(func)
+        found = self._repeatable.get(id(func))
         if found is None:
             is_ours = getattr(func, "namespace", None) == "aten"
-            found = is_ours and _NOT_BY_LAYOUT.isdisjoint(func.tags)
-            self._repeatable[func] = found
-        return found
+            is_repeatable = is_ours and _NOT_BY_LAYOUT.isdisjoint(func.tags)
+            found = self._repeatable[id(func)] = (func, is_repeatable)
+        return found[1]
 
     def _collect(
         self, values: Iterable[Any], tensors: Tensors, parts: list[Any]

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from autosac import _compat
-from autosac.pytrees import tensors_in
+from autosac.pytrees import mapped, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def shell_of(value: Any) -> Any:
             dtype=value.dtype,
             device=value.device,
         )
-    with _compat.no_modes():
+    with _compat.no_dispatch():
         fake = _compat.as_fake(value.fake_mode, _on_meta(value), value.device)
     fake.autosac_shell = True  # type: ignore[attr-defined]
     return fake
@@ -92,5 +91,5 @@ def view_of_shell(func: Any, args: Any, kwargs: Any, *, known: bool = False) -> 
         return _on_meta(layout_of(value)) if is_shell(value) else value
 
     with _compat.no_modes():
-        out = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
-    return tree_map(lambda value: shell_of(layout_of(value, like=shell)), out)
+        out = func(*mapped(to_meta, args), **mapped(to_meta, kwargs))
+    return mapped(lambda value: shell_of(layout_of(value, like=shell)), out)

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from autosac.tracing.batches import first_batch
 
 LossFn = Callable[[Any], torch.Tensor]
 Marker = Callable[..., None]
@@ -115,11 +118,15 @@ def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Split ``inputs`` into positional and keyword arguments of the model.
 
     Args:
-        inputs: A tensor, a tuple (args), a mapping (kwargs) or ``(args, kwargs)``.
+        inputs: A tensor, a tuple (args), a mapping (kwargs) or ``(args, kwargs)``; or
+            a `DataLoader`, whose first batch is one of these.
 
     Raises:
         TypeError: ``inputs`` is none of these.
+        ValueError: As `first_batch`.
     """
+    if isinstance(inputs, DataLoader):
+        inputs = first_batch(inputs)
     if isinstance(inputs, torch.Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
@@ -133,8 +140,8 @@ def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return tuple(inputs[0]), dict(inputs[1])
         return tuple(inputs), {}
     raise TypeError(
-        "`inputs` must be a tensor, a tuple (args), a dict (kwargs) or"
-        f" (args, kwargs), got {type(inputs).__name__}."
+        "`inputs` must be a tensor, a tuple (args), a dict (kwargs),"
+        f" (args, kwargs) or a DataLoader of these, got {type(inputs).__name__}."
     )
 
 

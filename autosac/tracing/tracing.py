@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -30,12 +31,16 @@ from autosac.errors import TraceError
 from autosac.lens.mode import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.tracing.collecting import no_collections
+from autosac.tracing.equal_states import EqualStates
 from autosac.tracing.parameters import find_parameters
+from autosac.tracing.probing import DRAWS
+from autosac.tracing.random_streams import random_streams_kept
 from autosac.tracing.recording import Recorder
 from autosac.tracing.repeating import KnownCalls
 from autosac.tracing.stepping import (
     AnyOptimizer,
     LossFn,
+    Marker,
     OptimizerInBackward,
     check_optimizer,
     finish_step,
@@ -43,6 +48,9 @@ from autosac.tracing.stepping import (
 )
 from autosac.tracing.tape import Tape
 from autosac.tracing.values import keeps_values
+
+# Of a step that seems to draw random numbers, where there are other threads.
+_LEAST_RUNS, _MOST_RUNS = 3, 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +69,8 @@ class Step:
         accumulate: Micro-steps per optimizer step. One of them is traced, with the
             gradients that the earlier ones left.
         clip_grad_norm: Largest norm of all gradients together, or None.
+        gradients_in_forward: The gradients of the step before are dropped between
+            forward and backward only.
         lens: The GPU whose kernels are traced though the model is not there.
         compute_dtype: Type that floating-point parameters and inputs of the model are
             traced in, as under a mixed-precision policy of FSDP2; None for their own.
@@ -77,6 +87,7 @@ class Step:
     autocast: torch.dtype | None = None
     accumulate: int = 1
     clip_grad_norm: float | None = None
+    gradients_in_forward: bool = False
     lens: DeviceSpec | None = None
     compute_dtype: torch.dtype | None = None
     known: KnownCalls = field(default_factory=dict, repr=False, compare=False)
@@ -90,10 +101,30 @@ class Step:
 def trace(step: Step) -> Tape:
     """Run the step once under fake tensors and write down what it does.
 
+    Only a module that draws random numbers in several runs really does: other threads,
+    such as those of a Dask worker, draw from the same global generators.
+
     Raises:
         TraceError: The step cannot run without data; names the module and line.
     """
-    return _run(step, lambda model: None, only_storages=False)
+    tape = _run(step, lambda model: None, only_storages=False)
+    drawn, runs = _drawn(tape), 1
+    while drawn and threading.active_count() > 1 and runs < _MOST_RUNS:
+        again = drawn & _drawn(_run(step, lambda model: None, only_storages=False))
+        runs += 1
+        if again == drawn and runs > _LEAST_RUNS:
+            break
+        drawn = again
+    calls = tuple(
+        replace(call, once=None) if call.once == DRAWS and i not in drawn else call
+        for i, call in enumerate(tape.calls)
+    )
+    return replace(tape, calls=calls)
+
+
+def _drawn(tape: Tape) -> set[int]:
+    """Calls that seem to draw from Python's or NumPy's generators."""
+    return {i for i, call in enumerate(tape.calls) if call.once == DRAWS}
 
 
 def dry_run(step: Step, apply: Callable[[torch.nn.Module], Any]) -> Tape:
@@ -133,7 +164,7 @@ def _run(
             (tensors_in(given), tensors_in((args, kwargs)), "input"),
         ):
             recorder.register_copies(originals, copies, category)
-        if step.accumulate > 1:
+        if step.accumulate > 1 or step.gradients_in_forward:
             _make_gradients(recorder, model)
         # On a GPU backward would run on a thread of its own, whose last references
         # go at any moment after it.
@@ -149,7 +180,7 @@ def _run(
                     loss_fn=step.loss_fn,
                     autocast=step.autocast,
                     accumulate=step.accumulate,
-                    mark=recorder.mark,
+                    mark=_marker(recorder, model, step),
                 )
                 _enter_steady_state(recorder, model, optimizer, step.accumulate)
                 recorder.mark("optimizer")
@@ -157,8 +188,31 @@ def _run(
                 del loss  # alive until here, as in `training_step`
         except _compat.TRACE_ERRORS as error:
             raise TraceError(_explanation(recorder, error)) from error
+        if only_storages:
+            return recorder.tape()
         parameters = find_parameters(recorder, own, model, optimizer)
         return replace(recorder.tape(), parameters=parameters)
+
+
+def _marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
+    """What the micro-step calls when a phase begins."""
+    if step.accumulate > 1 or not step.gradients_in_forward:
+        return recorder.mark
+
+    def mark(phase: str, loss: torch.Tensor | None = None) -> None:
+        if phase == "backward":
+            for parameter in model.parameters():
+                dropped[parameter] = recorder.storages_of([parameter.grad])
+            model.zero_grad(set_to_none=True)
+        recorder.mark(phase, loss)
+        if phase == "finish":  # what backward never gives a gradient never had one
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    for index in dropped[parameter]:
+                        recorder.nbytes[index] = 0
+
+    dropped: dict[torch.nn.Parameter, tuple[int, ...]] = {}
+    return mark
 
 
 def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
@@ -181,12 +235,19 @@ def _make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
     def end(*_: Any) -> None:
         recorder.phase = "backward"
 
+    known = EqualStates(recorder.repeated.mode)
     recorder.muted = True
     for parameter, its_own in optimizer.optimizers.items():
+        kind = known.kind(its_own, parameter)
         its_own.register_step_pre_hook(begin)
         its_own.register_step_post_hook(end)
+        state = known.like(kind)
+        if state is not None:
+            its_own.state[parameter] = state
+            continue
         parameter.grad = torch.empty_like(parameter)
         optimizer.step_one(parameter)
+        known.learn(kind, its_own.state.get(parameter, {}))
     recorder.muted = False
     _register_state(recorder, optimizer)
 
@@ -313,18 +374,11 @@ def _check_hooks(model: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def _preserved_state() -> Iterator[None]:
     """Random states are the same inside and restored afterwards; no collections."""
-    python_state = random.getstate()
-    numpy_random = sys.modules["numpy"].random
-    numpy_state = numpy_random.get_state()
-    try:
-        with no_collections(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            random.seed(0)
-            numpy_random.seed(0)
-            yield
-    finally:
-        random.setstate(python_state)
-        numpy_random.set_state(numpy_state)
+    with random_streams_kept(), no_collections():
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        yield
 
 
 def _explanation(recorder: Recorder, error: BaseException) -> str:

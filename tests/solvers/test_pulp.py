@@ -97,6 +97,26 @@ def test_a_time_limit_with_an_incumbent_is_feasible(backend):
 
 
 @both
+def test_a_limit_of_nodes_ends_every_run_at_the_same_place(backend):
+    ends = []
+    for _ in range(2):
+        model = market_split(elastic=True)
+        outcome = _pulp.run(model, backend=backend, node_limit=20)
+        ends.append((outcome.bound, pulp.value(model.objective)))
+        assert outcome.termination is Termination.FEASIBLE
+
+    assert ends[0] == ends[1]
+    assert 0.0 <= ends[0][0] < ends[0][1]
+
+
+@both
+def test_a_limit_of_nodes_without_an_incumbent_is_no_incumbent(backend):
+    outcome = _pulp.run(market_split(elastic=False), backend=backend, node_limit=20)
+
+    assert outcome.termination is Termination.NO_INCUMBENT
+
+
+@both
 def test_a_start_that_is_not_optimal_is_improved(backend):
     # Picking all three items costs 6.
     model = cover(2)

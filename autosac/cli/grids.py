@@ -1,0 +1,162 @@
+"""Grids of `autosac sweep`: values of what the factory or the options take."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from autosac.cli.models import Target, UsageError, asked, factory_of, hf_path, usage
+from autosac.quantities import format_bytes, format_ms
+from autosac.sweeps.describing import described
+from autosac.sweeps.grids import sweep_grid
+from autosac.sweeps.results import GridSweep
+
+OPTIONS = ("optimizer", "device", "autocast", "accumulate", "on", "batch", "length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridStep:
+    """Builds the step of a cell; goes to workers as the texts that were typed.
+
+    Attributes:
+        model: As on the command line.
+        settings: Likewise, for all cells.
+        options: What `asked` takes besides these, for all cells.
+    """
+
+    model: str
+    settings: tuple[str, ...]
+    options: Mapping[str, Any]
+
+    def target(self, values: Mapping[str, Any]) -> Target:
+        """The step of a cell.
+
+        Raises:
+            UsageError: A value cannot be meant.
+        """
+        options, settings = dict(self.options), list(self.settings)
+        own = _arguments(self.model)
+        for name, value in values.items():
+            if name in OPTIONS and name not in own:
+                options[name] = "" if value is None else value
+            else:
+                settings.append(f"{name}={value!r}")
+        if not all(isinstance(options[n], int) for n in ("accumulate", "batch")):
+            raise UsageError("--grid accumulate and batch must be whole numbers.")
+        return asked(self.model, settings, **options)
+
+    def __call__(self, **values: Any) -> dict[str, Any]:
+        """Model, inputs and options of `autosac.profile`."""
+        found = self.target(values)
+        return {**found.parts(), **found.options}
+
+
+def swept(
+    step: GridStep,
+    texts: Sequence[str],
+    *,
+    budgets: Sequence[str],
+    n: int,
+    calibrate: bool,
+    jobs: int,
+    directory: Path | None,
+) -> GridSweep:
+    """Sweep over what was typed.
+
+    Args:
+        step: Builds steps.
+        texts: ``name=value,value`` of each axis.
+        budgets: As typed; `n` is for none.
+        n: Number of budgets of each cell.
+        calibrate: As in `sweep_grid`, like what follows.
+        jobs: How many cells at a time.
+        directory: Where finished cells are kept.
+
+    Raises:
+        UsageError: Something cannot be meant.
+    """
+    axes = [_axis(text) for text in texts]
+    grid = dict(axes)
+    if len(grid) < len(axes):
+        raise UsageError("--grid names an axis twice; give all its values at once.")
+    for values in itertools.product(*grid.values()):
+        step.target(dict(zip(grid, values, strict=True)))  # complain now
+    path = hf_path(step.model)
+    code = described(factory_of(step.model)) if path is None else path.read_text()
+    with usage():
+        return sweep_grid(
+            step,
+            grid,
+            memory_budgets=budgets or None,
+            n=None if budgets else n,
+            calibrate=calibrate,
+            n_jobs=jobs,
+            directory=directory,
+            version=code,
+        )
+
+
+def grid_table(found: GridSweep) -> Table:
+    """A row for each budget of each cell."""
+    measured = "measured" if any(row.calibrated for row in found.rows) else "modelled"
+    table = Table(title=f"A grid of steps, {measured} figures", title_justify="left")
+    for name in found.axes:
+        table.add_column(name)
+    for head in ("budget", "peak", "recompute", "at least", "step", "floor"):
+        table.add_column(head, justify="right")
+    table.add_column("why not")
+    for row in found.rows:
+        reason = row.reason or ""
+        if row.status == "infeasible":
+            reason = "below the floor"
+        amounts = (row.budget_bytes, row.peak_bytes)
+        times = (row.recompute_ms, row.bound_ms, row.step_ms)
+        table.add_row(
+            *(str(label) for label in row.cell.values()),
+            *("" if x is None else format_bytes(x) for x in amounts),
+            *("" if x is None else format_ms(x) for x in times),
+            "" if row.floor_bytes is None else format_bytes(row.floor_bytes),
+            reason,
+        )
+    return table
+
+
+def grid_record(found: GridSweep) -> dict[str, Any]:
+    """A sweep as plain data."""
+    return {"axes": list(found.axes), "rows": found.records()}
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    """Name and values of ``name=1,2,4``."""
+    name, equals, rest = text.partition("=")
+    if not equals or not name.isidentifier() or not rest:
+        raise UsageError(
+            f"--grid {text!r} must be name=value,value, such as batch_size=1,2,4."
+        )
+    try:
+        return name, list(ast.literal_eval(f"({rest},)"))
+    except (ValueError, SyntaxError):  # words are texts, as with --set
+        return name, [_value(word) for word in rest.split(",")]
+
+
+def _value(word: str) -> Any:
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
+
+
+def _arguments(model: str) -> frozenset[str]:
+    """Names of a factory's own arguments."""
+    if hf_path(model) is not None:
+        return frozenset()
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(factory_of(model)).parameters.values()
+    return frozenset(p.name for p in found if p.kind in kinds)

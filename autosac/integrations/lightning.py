@@ -1,0 +1,223 @@
+"""A memory budget for Lightning's `Trainer`.
+
+    trainer = Trainer(callbacks=[MemoryBudget("6GiB")], ...)
+
+What the loop of lightning 2.6 (pytorch/loops/optimization/automatic.py, `Closure`) does
+to memory, beyond `autosac.tracing.stepping`: it zeroes gradients between forward and
+backward, so that those of the step before are alive in forward; loss and forward are
+`training_step`, under the precision plugin's context.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from autosac.applying.applying import count_steps_by_hand
+from autosac.integrations.budgets import (
+    InputWatch,
+    checkpointing_already,
+    forward_replaced,
+    plan_loss,
+    summary,
+)
+from autosac.planning.plans import Plan
+
+_OWN_LOOP = (
+    "backward",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+
+
+class MemoryBudget(Callback):
+    """Plans on the first batch of training, applies the plan, takes it off at the end.
+
+    The plan is for the shapes of that batch; a larger one later is warned about. Losses
+    and weights are those of training without it, bit by bit.
+
+    Args:
+        memory_budget: Cap on the peak of a step: bytes, or text such as "24GiB" or
+            "80%" (of the device's memory).
+        exclude: FQNs of modules that must not be AC units.
+        report: Gets a text that says what was planned.
+
+    Attributes:
+        plan: The plan of the last training; None before its first batch.
+    """
+
+    def __init__(
+        self,
+        memory_budget: int | str,
+        *,
+        exclude: tuple[str, ...] = (),
+        report: Callable[[str], object] = print,
+    ) -> None:
+        self.memory_budget = memory_budget
+        self.exclude = exclude
+        self.report = report
+        self.plan: Plan | None = None
+        self._watch: InputWatch | None = None
+        self._begin_step: Callable[[], object] = lambda: None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what cannot be planned."""
+        _refuse(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Plan on the first batch; look at the size of the others."""
+        if self._watch is None:
+            self._apply(trainer, pl_module, batch, batch_idx)
+        else:
+            self._watch.look(batch)
+        self._begin_step()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the module as it was found."""
+        self._clean_up(pl_module)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Likewise."""
+        self._clean_up(pl_module)
+
+    def _apply(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        inputs = (batch, batch_idx)
+        num_arguments = len(inspect.signature(module.training_step).parameters)
+        clips_norm = str(trainer.gradient_clip_algorithm or "norm") == "norm"
+        with forward_replaced(module, _TrainingStep(module, trainer)):
+            self.plan = plan_loss(
+                module,
+                (inputs[:num_arguments], {}),
+                memory_budget=self.memory_budget,
+                # Of a dataset without a length it fetches a batch ahead, to the CPU.
+                num_other_batches=1 if module.device.type == "cpu" else 0,
+                optimizer=trainer.optimizers[0],
+                accumulate=trainer.accumulate_grad_batches,
+                # Clipping by value takes no memory.
+                clip_grad_norm=(clips_norm and trainer.gradient_clip_val) or None,
+                gradients_in_forward=True,
+                exclude=self.exclude,
+            )
+        self.plan.apply(module)
+        self._begin_step = count_steps_by_hand(module)
+        self._watch = InputWatch(batch)
+        self.report(summary(self.plan))
+
+    def _clean_up(self, module: LightningModule) -> None:
+        if self._watch is not None and self.plan is not None:
+            self.plan.unapply(module)
+        self._watch, self._begin_step = None, lambda: None
+
+
+class _TrainingStep:
+    """Runs a module's ``training_step`` as the trainer does, in place of ``forward``.
+
+    Args:
+        module: The module; in a copy of it, its copy.
+        trainer: For its precision plugin, and for those who read from it.
+    """
+
+    def __init__(self, module: LightningModule, trainer: Trainer) -> None:
+        self.module = module
+        self.trainer = trainer
+        self.own = module.__dict__.get("forward")
+        self.__wrapped__ = module.training_step  # for those who look at the signature
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TrainingStep:
+        found: _TrainingStep = object.__new__(type(self))
+        memo[id(self)] = found
+        found.module = copy.deepcopy(self.module, memo)
+        found.trainer = self.trainer
+        found.own = copy.deepcopy(self.own, memo)
+        return found
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        module = self.module
+        module.__dict__.update(
+            _trainer=self.trainer, log=_nothing, log_dict=_nothing, print=_nothing
+        )
+        stand_in = module.__dict__.pop("forward")  # which `training_step` may call
+        if self.own is not None:
+            module.__dict__["forward"] = self.own
+        try:
+            with self.trainer.precision_plugin.train_step_context():
+                return _loss(module.training_step(*args))
+        finally:
+            module.__dict__["forward"] = stand_in
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What a step that is only traced logs."""
+
+
+def _loss(output: Any) -> torch.Tensor:
+    """The loss of what ``training_step`` returns."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if not isinstance(output, dict) or not isinstance(output.get("loss"), torch.Tensor):
+        raise NotImplementedError(
+            "`MemoryBudget` cannot plan this: `training_step` returns no loss for the"
+            f" first batch, but {type(output).__name__}."
+        )
+    for name, value in output.items():
+        if name != "loss" and isinstance(value, torch.Tensor) and value.numel() > 1:
+            raise NotImplementedError(
+                f"`MemoryBudget` cannot plan this: `training_step` returns `{name}`"
+                f" {tuple(value.shape)} beside the loss, which Lightning keeps over the"
+                " whole step; return the loss, or single numbers beside it."
+            )
+    loss: torch.Tensor = output["loss"]
+    return loss
+
+
+def _refuse(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse settings of the trainer that a plan could not keep its word under.
+
+    Raises:
+        NotImplementedError: With what to change.
+    """
+    strategy = trainer.strategy
+    overridden = [name for name in _OWN_LOOP if is_overridden(name, module)]
+    step = inspect.signature(module.training_step).parameters
+    checkpointing = checkpointing_already(module)
+    refused = {
+        "several processes share a step; train in one, or use"
+        " `autosac.plan_parallel`": trainer.world_size > 1,
+        f"{type(strategy).__name__} moves or shards the model; use one device": (
+            not isinstance(strategy, SingleDeviceStrategy)
+        ),
+        "manual optimization is a loop of its own; use `autosac.plan` there": (
+            not module.automatic_optimization
+        ),
+        "precision='16-mixed' scales losses and gradients; use 'bf16-mixed'": (
+            getattr(trainer.precision_plugin, "scaler", None) is not None
+        ),
+        f"the module has its own {', '.join(overridden)}; use `autosac.plan`": (
+            bool(overridden)
+        ),
+        "`training_step` takes `dataloader_iter`; let it take a batch": (
+            "dataloader_iter" in step
+        ),
+        "the module is compiled, which makes ops of its own; leave that out": (
+            getattr(module, "_compiler_ctx", None) is not None
+        ),
+        f"`{checkpointing}` has gradient checkpointing already; switch"
+        " it off, the plan decides what is recomputed": bool(checkpointing),
+    }
+    for sentence, found in refused.items():
+        if found:
+            raise NotImplementedError(f"`MemoryBudget` cannot plan this: {sentence}.")

@@ -1,0 +1,1 @@
+"""Sweeps over anything that changes a step: grids of cells, done in parallel."""

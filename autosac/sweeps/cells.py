@@ -1,0 +1,161 @@
+"""One cell of a grid: a step is built, traced once and planned for all budgets."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from autosac.costs import caching
+from autosac.planning.planning import calibrated_if_present
+from autosac.planning.profiling import Profile, profile
+from autosac.planning.sweeping import SweepRow, sweep
+from autosac.sweeps import files
+from autosac.sweeps.results import GridRow, Label
+
+MakeStep = Callable[..., Any]
+# Ends of a solve that are the same in every run, busy machine or not.
+SOLVING = {"time_limit_s": None, "node_limit": 200}
+
+_PARTS = ("model", "inputs", "loss_fn", "optimizer")
+_ONE_AT_A_TIME = threading.Lock()  # tracing changes what belongs to the whole process
+
+
+Record = list[dict[str, Any]]  # rows of a cell as plain data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """State of the calling process that changes results: workers take it over."""
+
+    num_threads: int
+    default_dtype: torch.dtype
+
+    @staticmethod
+    def here() -> Surroundings:
+        """Those of this process."""
+        return Surroundings(
+            num_threads=torch.get_num_threads(), default_dtype=torch.get_default_dtype()
+        )
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take them over for a while, with the random numbers of a seed."""
+        before = Surroundings.here()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self._set()
+            try:
+                yield
+            finally:
+                before._set()
+
+    def _set(self) -> None:
+        torch.set_default_dtype(self.default_dtype)
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What a worker gets.
+
+    Attributes:
+        make_step: Builds the step,
+        values: from these.
+        labels: What tables call the values.
+        budgets: Bytes or text; None for `n` of them.
+        n: As in `autosac.sweep`.
+        plan_options: As in `autosac.sweep`, complete.
+        calibrate: Measure where the model lies on this machine.
+        surroundings: State of the process that asks.
+        file: Where finished cells are kept; None if they are not.
+    """
+
+    make_step: MakeStep
+    values: Mapping[str, Any]
+    labels: Mapping[str, Label]
+    budgets: tuple[int | str, ...] | None
+    n: int | None
+    plan_options: Mapping[str, Any]
+    calibrate: bool
+    surroundings: Surroundings
+    file: files.CellFile | None
+
+    def run(self) -> Record:
+        """Its rows; a cell that fails is a row too. Finished ones go to the file."""
+        with _ONE_AT_A_TIME, self.surroundings.taken():
+            try:
+                record = self._planned()
+            except Exception as error:  # the user's code and any model: all may happen
+                return self.failed(error)
+        if self.file is not None:
+            self.file.write_if_reachable(record)
+        return record
+
+    def failed(self, error: BaseException) -> Record:
+        """The row of a cell that could not be done."""
+        sentence = " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {sentence}"
+        return [asdict(GridRow(cell=self.labels, status="failed", reason=reason))]
+
+    def rows(self, record: Record) -> tuple[GridRow, ...]:
+        """A record as rows."""
+        return tuple(GridRow(**{**row, "cell": self.labels}) for row in record)
+
+    def _planned(self) -> Record:
+        made = self._profile()
+        found = sweep(
+            made,
+            memory_budgets=self.budgets,
+            n=self.n,
+            plan_options=dict(self.plan_options),
+        )
+        facts = {
+            "floor_bytes": found.floor_bytes,
+            "baseline_peak_bytes": found.baseline_peak_bytes,
+            "planned_for": made.device.name,
+            "calibrated": made.calibrated,
+        }
+        return [asdict(self._row(row, facts)) for row in found.rows]
+
+    def _row(self, row: SweepRow, facts: Mapping[str, Any]) -> GridRow:
+        reason = None if row.reason is None else f"InfeasibleBudgetError: {row.reason}"
+        return GridRow(
+            cell=self.labels,
+            status="planned" if row.feasible else "infeasible",
+            budget_bytes=row.budget_bytes,
+            peak_bytes=row.peak_bytes,
+            recompute_ms=row.recompute_ms,
+            step_ms=row.step_ms,
+            bound_ms=row.bound_ms,
+            optimality_gap=row.optimality_gap,
+            num_units=None if row.plan is None else len(row.plan.policy),
+            reason=reason,
+            **facts,
+        )
+
+    def _profile(self) -> Profile:
+        parts = _parts_of(self.make_step(**self.values))
+        made = profile(parts.pop("model"), parts.pop("inputs"), **parts)
+        if not self.calibrate:
+            return made
+        with caching.alone():  # what others run meanwhile would be measured too
+            return calibrated_if_present(made, progress=False)
+
+
+def _parts_of(made: Any) -> dict[str, Any]:
+    """What `make_step` returned, by name."""
+    if isinstance(made, tuple) and 2 <= len(made) <= len(_PARTS):
+        made = dict(zip(_PARTS, made, strict=False))
+    if not isinstance(made, Mapping) or not {"model", "inputs"} <= made.keys():
+        raise TypeError(
+            "`make_step` must return a dict with `model`, `inputs` and options of"
+            " `autosac.profile`, or a tuple (model, inputs[, loss_fn[, optimizer]]);"
+            f" it returned {type(made).__name__}."
+        )
+    return dict(made)

@@ -1,0 +1,223 @@
+"""Plans for a grid of steps: batch sizes, lengths, types, devices, whole models."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autosac.costs import caching
+from autosac.costs.devices import DeviceSpec
+from autosac.quantities import parse_bytes
+from autosac.sweeps import describing, files, running
+from autosac.sweeps.cells import (
+    SOLVING,
+    Cell,
+    MakeStep,
+    Record,
+    Surroundings,
+)
+from autosac.sweeps.results import GridRow, GridSweep, Label
+
+Grid = Mapping[str, Sequence[Any] | Mapping[str, Any]]
+
+_LIBRARIES = ("numpy", "pulp", "highspy")  # what decides a plan besides torch
+_COLUMNS = frozenset(field.name for field in fields(GridRow))
+
+
+def sweep_grid(
+    make_step: MakeStep,
+    grid: Grid,
+    *,
+    memory_budgets: Sequence[int | str] | None = None,
+    n: int | None = None,
+    plan_options: Mapping[str, Any] | None = None,
+    calibrate: bool = False,
+    n_jobs: int | None = None,
+    directory: str | Path | None = None,
+    version: str = "",
+    progress: bool | None = None,
+) -> GridSweep:
+    """Plan for every combination of some values, each under many budgets.
+
+    Each combination is a cell: its step is traced once, which serves all budgets. A
+    cell that fails is a row with its reason, and so is a budget that nothing fits.
+
+    Args:
+        make_step: Called with a value for each axis, by name. Returns a dict with
+            ``model``, ``inputs`` and options of `autosac.profile` (``loss_fn``,
+            ``optimizer``, ``device``, ``autocast``, ...), or a tuple (model, inputs[,
+            loss_fn[, optimizer]]). PyTorch's random numbers start from seed 0.
+        grid: Name of each axis -> its values, or label -> value where values have no
+            short text of their own. The last axis changes fastest.
+        memory_budgets: As in `sweep`, like `n`; the innermost axis.
+        n: So many budgets for each cell, from its floor to its plain peak.
+        plan_options: As in `sweep`. Unless they are given, a solve ends when proven
+            within 1 %, or after 200 nodes of a search tree: not after some seconds, so
+            that all runs find the same.
+        calibrate: Measure times and workspaces of the cells whose models lie on the
+            present device, as `autosac.plan` does, one cell at a time on a machine.
+            That takes the memory and the time of the ops, and times differ from run to
+            run. Otherwise they are modelled.
+        n_jobs: Cells that run at a time: as in `joblib.Parallel`, which obeys
+            `joblib.parallel_config`: processes here, Dask, Ray.
+        directory: Where finished cells are kept, a JSON file for each. Those that are
+            there are not done again, unless the code of `make_step`, a version or
+            anything else that decides the result has changed. Failed cells are tried
+            again. None to keep nothing.
+        version: Any text, for what `make_step` depends on and its code does not show,
+            such as a file that it reads: another text, another cell.
+        progress: Show a progress bar; None for only on a terminal.
+
+    Returns:
+        A row for each budget of each cell, in the order of the grid, the same for every
+        `n_jobs` (but for times, with `calibrate`).
+
+    Raises:
+        TypeError: Neither or both of `memory_budgets` and `n` are given.
+        ValueError: A budget cannot be read, `n` is less than 2, or an axis has no
+            values, values that cannot be told apart, or the name of a column.
+        OSError: The directory cannot be written.
+        KeyboardInterrupt: It was interrupted; finished cells are in the directory.
+    """
+    budgets = _budgets(memory_budgets, n)
+    axes = {name: _axis(name, values) for name, values in grid.items()}
+    shared: dict[str, Any] = {
+        "make_step": make_step,
+        "budgets": budgets,
+        "n": n,
+        "plan_options": {**SOLVING, **(plan_options or {})},
+        "calibrate": calibrate,
+        "surroundings": Surroundings.here(),
+    }
+    folder = None if directory is None else Path(directory).resolve()
+    facts = {}
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = _facts(shared, version)
+    cells = []
+    for items in itertools.product(*(axis.items() for axis in axes.values())):
+        labels = dict(zip(axes, (label for label, _ in items), strict=True))
+        values = dict(zip(axes, (value for _, value in items), strict=True))
+        file = None
+        if folder is not None:
+            own = {**facts, "cell": describing.described(values)}
+            own["labels"] = describing.described(labels)
+            file = files.cell_file(folder, labels, own)
+        cells.append(Cell(**shared, labels=labels, values=values, file=file))
+    return GridSweep(axes=tuple(axes), rows=_rows(cells, n_jobs, progress))
+
+
+def _rows(
+    cells: Sequence[Cell], n_jobs: int | None, progress: bool | None
+) -> tuple[GridRow, ...]:
+    """Rows of all cells in their order; those with files are not done again."""
+    found: dict[int, Record] = {}
+    for index, cell in enumerate(cells):
+        record = None if cell.file is None else cell.file.read()
+        if record is not None:
+            found[index] = record
+    todo = [index for index in range(len(cells)) if index not in found]
+
+    def keep(place: int, record: Record) -> None:
+        cell = cells[todo[place]]
+        found[todo[place]] = record
+        has_failed = any(row["status"] == "failed" for row in record)
+        if cell.file is not None and not has_failed and not cell.file.path.exists():
+            cell.file.write(record)  # the worker could not
+
+    with running.progress_bar(len(cells), len(found), show=progress) as advance:
+        waiting = [cells[index] for index in todo]
+        running.run_all(waiting, keep, n_jobs=n_jobs, advance=advance)
+    return tuple(
+        row for index, cell in enumerate(cells) for row in cell.rows(found[index])
+    )
+
+
+# --- reading arguments --------------------------------------------------------------
+
+
+def _budgets(
+    memory_budgets: Sequence[int | str] | None, n: int | None
+) -> tuple[int | str, ...] | None:
+    if (memory_budgets is None) == (n is None):
+        raise TypeError("Pass either `memory_budgets` or `n`, the number of budgets.")
+    if n is not None and n < 2:
+        raise ValueError(f"`n` must be at least 2 (both ends), got {n}.")
+    if memory_budgets is None:
+        return None
+    if isinstance(memory_budgets, str) or not memory_budgets:
+        raise ValueError(
+            f"`memory_budgets`={memory_budgets!r} must be a list of budgets."
+        )
+    for budget in memory_budgets:
+        parse_bytes(budget, total_bytes=1 << 50)  # complain before anything is built
+    return tuple(memory_budgets)
+
+
+def _axis(name: str, values: Sequence[Any] | Mapping[str, Any]) -> dict[Label, Any]:
+    """Label -> value."""
+    if not name.isidentifier() or name in _COLUMNS:
+        raise ValueError(
+            f"`grid` has an axis {name!r}, which must be the name of an argument and no"
+            f" column of the table ({', '.join(sorted(_COLUMNS))})."
+        )
+    if isinstance(values, str) or not isinstance(values, (Sequence, Mapping)):
+        raise ValueError(
+            f"`grid[{name!r}]` must be a list of values or a dict of labels and values,"
+            f" got {values!r}."
+        )
+    if not values:
+        raise ValueError(f"`grid[{name!r}]` is empty: give at least one value.")
+    pairs = values.items() if isinstance(values, Mapping) else [(v, v) for v in values]
+    found: dict[Label, Any] = {_label(name, label): value for label, value in pairs}
+    if len(found) < len(values):
+        raise ValueError(
+            f"`grid[{name!r}]` has values with equal labels; give a dict of labels and"
+            " values."
+        )
+    return found
+
+
+def _label(name: str, value: Any) -> Label:
+    """What tables call a value."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, DeviceSpec):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(_label(name, item)) for item in value)
+    label = getattr(value, "__name__", None)
+    if isinstance(label, str) and re.fullmatch(r"\w+", label):
+        return label
+    raise ValueError(
+        f"`grid[{name!r}]` has a value without a short name, {value!r}; give a dict of"
+        " labels and values."
+    )
+
+
+def _facts(shared: Mapping[str, Any], version: str) -> dict[str, str]:
+    """All that decides results but the cell itself; files of others are not used."""
+    places = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    states = {place: caching.environment(torch.device(place)) for place in places}
+    if not shared["calibrate"]:  # modelled figures are those of no machine
+        del states["cpu"]["device"]
+    if any("%" in str(budget) for budget in shared["budgets"] or ()):
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        states["cpu"]["memory"] = str(pages)
+    names = ("budgets", "n", "plan_options", "calibrate", "surroundings", "make_step")
+    return {
+        "autosac": describing.own_version(),
+        "libraries": describing.versions(_LIBRARIES),
+        "version": version,
+        "state": describing.described(states),
+        **{name: describing.described(shared[name]) for name in names},
+    }

@@ -1,0 +1,71 @@
+"""What an optimizer keeps over steps, made after that of an equal one.
+
+With an optimizer per parameter, a large model has a thousand of them and a dozen kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from autosac import _compat
+from autosac.tracing.foreach import is_plain, made_like
+
+_NUMBERS = (bool, int, float, type(None))
+
+
+class EqualStates:
+    """States of optimizers of one parameter each, by kind.
+
+    Only PyTorch's own optimizers are known to keep nothing but their state, and only
+    without hooks; only numbers and tensors with memory of their own are made again.
+
+    Args:
+        mode: The fake tensor mode of the trace.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._known: dict[Hashable, dict[str, Any]] = {}
+
+    def kind(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+    ) -> Hashable:
+        """Equal for optimizers with like states; None if that is unsure."""
+        is_ours = type(optimizer).__module__.startswith("torch.optim.")
+        if not is_ours or _compat.has_hooks(optimizer):
+            return None
+        (group,) = optimizer.param_groups
+        options = [(name, v) for name, v in group.items() if name != "params"]
+        layout = (parameter.shape, parameter.stride(), parameter.dtype)
+        kind = (type(optimizer), *layout, parameter.device, *options)
+        try:
+            hash(kind)
+        except TypeError:
+            return None
+        return kind
+
+    def learn(self, kind: Hashable, state: dict[str, Any]) -> None:
+        """Remember the state of the first optimizer of a kind."""
+        tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        if (
+            kind is not None
+            and len(storages) == len(tensors)
+            and all(isinstance(v, (torch.Tensor, *_NUMBERS)) for v in state.values())
+            and all(_compat.has_layout_only(self._mode, t) for t in tensors)
+            and all(map(is_plain, tensors))
+        ):
+            self._known[kind] = state
+
+    def like(self, kind: Hashable) -> dict[str, Any] | None:
+        """A new state of a kind; None if it is not known."""
+        state = self._known.get(kind)
+        if state is None:
+            return None
+        return {
+            name: made_like(self._mode, v) if isinstance(v, torch.Tensor) else v
+            for name, v in state.items()
+        }

@@ -1,0 +1,26 @@
+"""What is alive in this process, for peaks of loops that other libraries run."""
+
+import gc
+
+import torch
+
+from autosac.measuring.measuring import storage_bytes
+
+
+def tensors_alive():
+    """All tensors that Python can reach, and the gradients that it never looked at."""
+    found = [one for one in gc.get_objects() if type(one) in _KINDS]
+    return found + [one.grad for one in found if one.is_leaf and one.grad is not None]
+
+
+def bytes_since(before):
+    """Bytes of the storages that are alive and do not belong to earlier tensors."""
+    known = {tensor.untyped_storage()._cdata for tensor in before}
+    return storage_bytes(
+        tensor
+        for tensor in tensors_alive()
+        if tensor.untyped_storage()._cdata not in known
+    )
+
+
+_KINDS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

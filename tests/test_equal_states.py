@@ -1,0 +1,82 @@
+"""States of equal optimizers: made once, then again; the trace is the same."""
+
+import pytest
+import torch
+from torch import nn
+
+from autosac import OptimizerInBackward, profile
+from autosac.tracing.equal_states import EqualStates
+
+optim = torch.optim
+
+
+class Counting(optim.Adam):
+    """An optimizer of the user's, which may keep more than its state."""
+
+
+def hooked(parameters):
+    optimizer = optim.Adam(parameters)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def trace(make_optimizer, *, device=None):
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    return profile(
+        model,
+        torch.ones(8, 16),
+        optimizer=lambda p: OptimizerInBackward(p, make_optimizer),
+        device=device,
+    ).tape
+
+
+@pytest.mark.parametrize("device", [None, "h100"])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        optim.SGD,
+        lambda p: optim.SGD(p, momentum=0.9),
+        optim.AdamW,
+        lambda p: optim.Adam(p, amsgrad=True),
+        optim.Adafactor,
+        optim.NAdam,
+        optim.Rprop,
+        optim.ASGD,
+        Counting,
+        hooked,
+    ],
+)
+def test_the_tape_is_that_of_states_made_one_by_one(
+    make_optimizer, device, monkeypatch
+):
+    found = trace(make_optimizer, device=device)
+
+    monkeypatch.setattr(EqualStates, "like", lambda *_: None)
+
+    assert found == trace(make_optimizer, device=device)
+
+
+def test_a_state_is_made_by_a_step_once_for_each_kind(monkeypatch):
+    learn, made = EqualStates.learn, []
+
+    def noted(self, kind, state):
+        made.append(kind)
+        learn(self, kind, state)
+
+    monkeypatch.setattr(EqualStates, "learn", noted)
+    trace(optim.AdamW)
+
+    assert len(made) == len(set(made)) == 2  # weights, biases
+
+
+@pytest.mark.parametrize("make_optimizer", [Counting, hooked])
+def test_what_may_keep_more_than_its_state_makes_each_by_a_step(
+    make_optimizer, monkeypatch
+):
+    made = []
+    monkeypatch.setattr(
+        EqualStates, "learn", lambda _, kind, state: made.append((kind, len(state)))
+    )
+    trace(make_optimizer)
+
+    assert made == [(None, 3)] * 8  # step and two moments of every parameter

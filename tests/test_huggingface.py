@@ -1,0 +1,258 @@
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from autosac import TraceError
+from autosac.errors import InfeasibleBudgetError
+from autosac.measuring.measuring import measure_peak
+from tests.alive import bytes_since, tensors_alive
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from autosac.integrations.huggingface import MemoryBudget  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Of accelerate and transformers, about what they call themselves.
+    pytest.mark.filterwarnings(
+        "ignore::FutureWarning", "ignore::UserWarning:accelerate"
+    ),
+]
+NUM_TOKENS = 96
+
+
+class Texts(Dataset):
+    """Random tokens as lists, so that only batches are tensors."""
+
+    def __init__(self, num_tokens=(NUM_TOKENS,) * 24):
+        generator = torch.Generator().manual_seed(1)
+        self.rows = [
+            torch.randint(200, (n,), generator=generator).tolist() for n in num_tokens
+        ]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        return {"input_ids": row, "labels": row, "attention_mask": [1] * len(row)}
+
+
+class MeasuredTrainer(transformers.Trainer):
+    """Measures the peak of forward and backward of all steps but the first."""
+
+    def __init__(self, *args, before, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.before, self.peaks, self.losses = before, [], []
+
+    def training_step(self, *args, **kwargs):
+        def run():
+            return transformers.Trainer.training_step(self, *args, **kwargs)
+
+        if self.state.global_step == 0:
+            loss, peak_bytes = run(), 0
+        else:
+            loss, peak_bytes = measure_peak(
+                run, device="cpu", persistent_bytes=lambda: bytes_since(self.before)
+            )
+        self.losses.append(loss)
+        self.peaks.append(peak_bytes)
+        return loss
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        n_layer=3, n_embd=48, n_head=4, vocab_size=200, n_positions=128
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3,
+        hidden_size=48,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=200,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def train(folder, callback=None, make_model=gpt2, dataset=None, **options):
+    before = tensors_alive()
+    torch.manual_seed(0)
+    model = make_model()
+    known = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
+    trainer = MeasuredTrainer(
+        model,
+        transformers.TrainingArguments(folder, **{**known, **options}),
+        train_dataset=Texts() if dataset is None else dataset,
+        callbacks=[] if callback is None else [callback],
+        before=before,
+    )
+    trainer.train()
+    return trainer
+
+
+def silent(memory_budget, **options):
+    return MemoryBudget(memory_budget, report=lambda text: None, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make_model", "options"),
+    [
+        (gpt2, {}),
+        (gpt2, {"gradient_accumulation_steps": 2}),
+        (llama, {"bf16": True, "max_grad_norm": 0.0}),
+    ],
+    ids=["gpt2", "gpt2-accumulated", "llama-bf16"],
+)
+def test_training_under_a_budget_is_the_same_and_keeps_it(
+    tmp_path, make_model, options
+):
+    plain = train(tmp_path, make_model=make_model, **options)
+    ample = silent("1GiB")
+    unplanned = train(tmp_path, ample, make_model, **options)
+    budget = silent(int(0.75 * ample.plan.peak_bytes))
+    planned = train(tmp_path, budget, make_model, **options)
+
+    assert ample.plan.policy == {}
+    assert budget.plan.policy
+    assert len(planned.losses) == len(plain.losses) >= 3
+    assert all(map(torch.equal, planned.losses, plain.losses))
+    found, expected = planned.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert max(planned.peaks) <= budget.memory_budget < max(plain.peaks)
+    # Beside what is planned: the batches that are fetched ahead, and some scalars.
+    num_ahead = options.get("gradient_accumulation_steps", 1)
+    held_bytes = num_ahead * 3 * 4 * NUM_TOKENS * 8
+    excess = max(unplanned.peaks) - ample.plan.peak_bytes - held_bytes
+    assert abs(excess) < 1024
+
+
+def test_the_model_is_left_as_it_was_found_and_the_report_says_what_was_done(tmp_path):
+    said = []
+    trainer = train(tmp_path, MemoryBudget("1GiB", report=said.append), max_steps=1)
+
+    model = trainer.model
+    assert "forward" not in model.__dict__
+    assert not model._forward_pre_hooks
+    assert len(said) == 1
+    assert "Nothing has to be recomputed" in said[0]
+
+
+def test_evaluation_before_training_is_not_what_is_planned(tmp_path):
+    budget = silent("1GiB")
+    callback = transformers.TrainerCallback()
+    seen = []
+    callback.on_evaluate = lambda *args, **known: seen.append(budget.plan)
+    before = tensors_alive()
+    trainer = MeasuredTrainer(
+        gpt2(),
+        transformers.TrainingArguments(
+            tmp_path,
+            max_steps=1,
+            use_cpu=True,
+            eval_on_start=True,
+            eval_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+        ),
+        train_dataset=Texts(),
+        eval_dataset=Texts(),
+        callbacks=[budget, callback],
+        before=before,
+    )
+    trainer.train()
+
+    assert seen[0] is None
+    assert budget.plan is not None
+
+
+def test_a_larger_batch_than_the_first_is_warned_about_once(tmp_path):
+    texts = Texts((64,) * 4 + (96,) * 8)
+    with pytest.warns(UserWarning, match=r"shape \(4, 96\); it had shape \(4, 64\)"):
+        train(
+            tmp_path,
+            silent("1GiB"),
+            dataset=texts,
+            train_sampling_strategy="sequential",
+        )
+
+
+def test_a_budget_below_the_least_says_what_the_loop_keeps_besides(tmp_path):
+    with pytest.raises(InfeasibleBudgetError, match="keeps besides") as caught:
+        train(tmp_path, silent("1MiB"))
+
+    assert caught.value.budget_bytes == 2**20 < caught.value.lowest_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_checkpointing": True}, "recomputes already"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+    ],
+)
+def test_settings_that_cannot_be_planned_are_refused_by_name(
+    tmp_path, options, message
+):
+    with pytest.raises(NotImplementedError, match=message):
+        train(tmp_path, silent("1GiB"), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("torch_compile", True),
+        ("fp16", True),
+        ("world_size", 2),
+        ("n_gpu", 2),
+        ("deepspeed", "config.json"),
+    ],
+)
+def test_settings_of_other_machines_are_refused_by_name(tmp_path, name, value):
+    class Arguments:
+        gradient_checkpointing = torch_compile = fp16 = False
+        world_size = n_gpu = 1
+        deepspeed = fsdp = None
+        label_smoothing_factor = 0.0
+
+    arguments = Arguments()
+    setattr(arguments, name, value)
+    with pytest.raises(NotImplementedError, match=name):
+        silent("1GiB").on_train_begin(
+            arguments, None, None, model=gpt2(), optimizer=None
+        )
+
+
+def test_a_loss_that_the_trainer_makes_is_refused(tmp_path):
+    before = tensors_alive()
+
+    def loss_of(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.square().mean()
+
+    trainer = MeasuredTrainer(
+        gpt2(),
+        transformers.TrainingArguments(
+            tmp_path, max_steps=1, use_cpu=True, report_to=[], save_strategy="no"
+        ),
+        train_dataset=Texts(),
+        callbacks=[silent("1GiB")],
+        compute_loss_func=loss_of,
+        before=before,
+    )
+    with pytest.raises((NotImplementedError, TraceError), match="compute_loss_func"):
+        trainer.train()

@@ -1,0 +1,239 @@
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from autosac.measuring.measuring import measure_peak
+from tests.alive import bytes_since, tensors_alive
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from autosac.integrations.lightning import MemoryBudget  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Lightning's advice about workers, loggers and its own dependencies.
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+WIDTH, BATCH = 64, 128
+
+
+class MeasuredAdamW(torch.optim.AdamW):
+    """Measures the peak of all that Lightning runs inside `step` but the first time."""
+
+    log = None  # peaks, in bytes; a copy of the optimizer has none
+    before = ()
+
+    def step(self, closure=None):
+        if self.log is None:
+            return super().step(closure)
+        if not self.log:
+            self.log.append(0)
+            return super().step(closure)
+
+        def own_step():
+            return torch.optim.AdamW.step(self, closure)
+
+        loss, peak_bytes = measure_peak(
+            own_step,
+            device="cpu",
+            persistent_bytes=lambda: bytes_since(self.before),
+            warm_up=self.move_gradients,
+        )
+        self.log.append(peak_bytes)
+        return loss
+
+    def move_gradients(self):
+        """Only what is allocated while recording is seen to be freed."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+
+
+class Network(lightning.LightningModule):
+    def __init__(self, *, is_called_twice=False):
+        super().__init__()
+        self.is_called_twice = is_called_twice
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(WIDTH, 4 * WIDTH),
+                torch.nn.GELU(),
+                torch.nn.Dropout(0.1),
+                torch.nn.Linear(4 * WIDTH, WIDTH),
+            )
+            for _ in range(3)
+        )
+        self.head = torch.nn.Linear(WIDTH, 10)
+        self.losses = []
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self(x)
+        if self.is_called_twice:
+            output = output + self(2 * x)
+        loss = torch.nn.functional.cross_entropy(output, y)
+        self.log("loss", loss / self.trainer.max_steps)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].clone())
+
+    def configure_optimizers(self):
+        return MeasuredAdamW(self.parameters(), lr=1e-3)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Made one by one, so that only batches are tensors for long."""
+
+    def __len__(self):
+        return 8 * BATCH
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(WIDTH, generator=generator), index % 10
+
+
+class Measure(lightning.Callback):
+    """Switches the measurement on after what comes before it in the list."""
+
+    def __init__(self, before):
+        self.before, self.peaks = before, []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        optimizer = trainer.optimizers[0]
+        optimizer.log, optimizer.before = self.peaks, self.before
+
+
+def train(callback=None, *, module=None, **options):
+    measure = Measure(tensors_alive())
+    torch.manual_seed(0)
+    module = Network(**(module or {}))
+    known = {
+        "max_steps": 3,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(
+        callbacks=[*([] if callback is None else [callback]), measure],
+        **{**known, **options},
+    )
+    trainer.fit(module, DataLoader(Rows(), batch_size=BATCH, shuffle=True))
+    return module, measure.peaks
+
+
+def silent(memory_budget):
+    return MemoryBudget(memory_budget, report=lambda text: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ({}, {}),
+        ({"is_called_twice": True}, {}),
+        ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ({}, {"precision": "bf16-mixed"}),
+    ],
+    ids=["plain", "called-twice", "accumulated", "bf16"],
+)
+def test_training_under_a_budget_is_the_same_and_keeps_it(module, options):
+    plain, plain_peaks = train(module=module, **options)
+    ample = silent("1GiB")
+    _, unplanned_peaks = train(ample, module=module, **options)
+    budget = silent(int(0.8 * ample.plan.peak_bytes))
+    planned, peaks = train(budget, module=module, **options)
+
+    assert ample.plan.policy == {}
+    assert budget.plan.policy
+    assert len(planned.losses) == len(plain.losses) >= 3
+    assert all(map(torch.equal, planned.losses, plain.losses))
+    found, expected = planned.state_dict(), plain.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert max(peaks) <= budget.memory_budget < max(plain_peaks)
+    assert abs(max(unplanned_peaks) - ample.plan.peak_bytes) < 1024  # scalars
+
+
+def test_the_module_is_left_as_it_was_found_and_the_report_says_what_was_done():
+    said = []
+    module, _ = train(MemoryBudget("1GiB", report=said.append), max_steps=1)
+
+    assert "forward" not in module.__dict__
+    assert "log" not in module.__dict__
+    assert len(said) == 1
+    assert "Nothing has to be recomputed" in said[0]
+
+
+def test_a_training_that_fails_leaves_no_plan_behind():
+    class Stops(Exception):
+        pass
+
+    class Stop(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.forward = module.blocks[0].__dict__.get("forward")
+            self.module = module
+            raise Stops
+
+    ample = silent("1GiB")
+    train(ample, max_steps=1)
+    stop = Stop()
+    budget = silent(int(0.8 * ample.plan.peak_bytes))
+    with pytest.raises(Stops):
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[budget, stop],
+        )
+        trainer.fit(Network(), DataLoader(Rows(), batch_size=BATCH))
+
+    assert budget.plan.policy
+    assert all("forward" not in part.__dict__ for part in stop.module.modules())
+
+
+class WithManyReturned(Network):
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "x": batch[0]}
+
+
+class WithOwnStep(Network):
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+
+
+class WithManualOptimization(Network):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (WithManyReturned, r"returns `x` \(128, 64\) beside the loss"),
+        (WithOwnStep, "its own optimizer_step"),
+        (WithManualOptimization, "manual optimization"),
+    ],
+)
+def test_modules_that_cannot_be_planned_are_refused(kind, message):
+    trainer = lightning.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[silent("1GiB")],
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        trainer.fit(kind(), DataLoader(Rows(), batch_size=BATCH))
