@@ -29,6 +29,7 @@ _NEW_ROWS = 3  # at a time: every row splits classes
 _TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
 _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
+_FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
@@ -127,12 +128,17 @@ class Search:
 
     def _search(self, budget_bytes: int) -> Termination:
         """What follows the relaxation."""
-        if not self._is_done():
-            ended = self._branch(budget_bytes)
-            if ended is Termination.INFEASIBLE:
-                return ended
-        if self._mixed and self.choice is not None and not self._is_done():
-            self._raise_bound(budget_bytes)
+        wanted = self._gap
+        # A small gap may not be reached in time: what a larger one needs comes first.
+        for gap in dict.fromkeys((max(wanted, _FIRST_GAP), wanted)):
+            self._gap = gap
+            has_choice = self.choice is not None
+            if not self._is_done() and not (has_choice and self._is_late()):
+                ended = self._branch(budget_bytes)
+                if ended is Termination.INFEASIBLE:
+                    return ended
+            if self._mixed and self.choice is not None and not self._is_done():
+                self._raise_bound(budget_bytes)
         if self.choice is None:
             return Termination.NO_INCUMBENT
         return Termination.OPTIMAL if self._is_done() else Termination.FEASIBLE
