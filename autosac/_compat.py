@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -349,7 +350,14 @@ _HOOKS = (
 
 
 def has_hooks(owner: torch.nn.Parameter | torch.optim.Optimizer) -> bool:
-    """Whether hooks of any kind are registered on a parameter or an optimizer."""
+    """Whether hooks of any kind are registered on a parameter or an optimizer.
+
+    Those on all optimizers at once count for each.
+    """
+    if isinstance(owner, torch.optim.Optimizer):
+        of_all = sys.modules[torch.optim.Optimizer.__module__]
+        if of_all._global_optimizer_pre_hooks or of_all._global_optimizer_post_hooks:
+            return True
     return any(getattr(owner, kind, None) for kind in _HOOKS)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autosac import OptimizerInBackward, profile
 from autosac.tracing.equal_states import EqualStates
@@ -80,3 +81,15 @@ def test_what_may_keep_more_than_its_state_makes_each_by_a_step(
     trace(make_optimizer)
 
     assert made == [(None, 3)] * 8  # step and two moments of every parameter
+
+
+def test_hooks_on_all_optimizers_make_each_state_by_a_step(monkeypatch):
+    made = []
+    monkeypatch.setattr(EqualStates, "learn", lambda _, kind, state: made.append(kind))
+    hook = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        trace(optim.AdamW)
+    finally:
+        hook.remove()
+
+    assert made == [None] * 8
