@@ -27,7 +27,7 @@ from solvers.solution import Solution, Termination
 from solvers.step_time import StepTime
 
 _MIB = 2**20
-_NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
+_NOISE = 1e-6  # of an objective: solvers keep rows within such a tolerance
 _SLACK_BYTES = 256.0  # whole rows are kept, shares only to a solver's tolerance
 _PEAK_BYTES = 4096.0  # a least peak is found to this
 _MOST_ROWS = 8  # new rows a round

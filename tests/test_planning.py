@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.applying import applying
 from autosac.candidates.curves import trade_off
 from autosac.planning import planning
 from autosac.tracing.tracing import dry_run
@@ -376,7 +377,7 @@ def test_another_model_is_refused_with_the_first_difference(tight):
         tight.apply(model)
 
     assert f"({3 * WIDTH}, {WIDTH})" in str(e.value)
-    assert autosac.plans.applying.installed(model) == ()
+    assert applying.installed(model) == ()
 
 
 @pytest.mark.parametrize("change", ["class", "fewer", "more"])

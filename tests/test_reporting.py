@@ -8,6 +8,8 @@ import torch
 
 import autosac
 from autosac.candidates import curves
+from autosac.cli import demo
+from autosac.planning import planning
 from autosac.planning.checking import chosen
 from autosac.quantities import format_bytes
 from autosac.showing import reporting
@@ -93,7 +95,7 @@ def test_offers_are_what_planning_anew_gives(plan, made, details):
 
 
 def test_the_price_is_the_slope_of_the_bound(plan, made, details):
-    solver_bound = autosac.planning._solver(made.formulation)
+    solver_bound = planning._solver(made.formulation)
     step = 64
 
     def relaxed(budget_bytes):
@@ -150,9 +152,9 @@ def test_ops_name_the_line_that_runs_them(details):
     rows = [row for table in details.tables for row in table.rows]
 
     (attention,) = {row.source for row in rows if "scaled_dot_product" in row.name}
-    assert re.fullmatch(r"autosac/demo\.py:\d+", attention)
+    assert re.fullmatch(r"cli/demo\.py:\d+", attention)
     line = int(attention.split(":")[1])
-    text = Path(autosac.demo.__file__).read_text().splitlines()
+    text = Path(demo.__file__).read_text().splitlines()
     assert "scaled_dot_product_attention" in "".join(text[line - 1 : line + 2])
     assert all(row.shape for row in rows)
 
