@@ -72,7 +72,7 @@ def compile(
         backend: ``"aot_eager"``: graphs run op by op; ``"inductor"``: they are fused.
         extra_bytes: What else is alive throughout.
         accumulate: Gradients of earlier backward passes are alive as well.
-        time_limit_s: Time of the MILP.
+        time_limit_s: Time of each MILP: of a plan, and of the least peak.
         relative_gap: The MILP stops this close to its bound.
 
     Returns:
@@ -268,7 +268,9 @@ class _Partition:
             num_forward_outputs=num_outputs,
             memory=found.memory.measured(),
         )
-        self.plan = self._planned(GraphPlanner(joint))
+        self.plan = self._planned(
+            GraphPlanner(joint, floor_limit_s=self.compiler.time_limit_s)
+        )
         self._num_outputs = num_outputs
         saved = saved_nodes(self.plan.joint)
         parts = _compat_graphs.split(self.plan.joint.module, saved, num_outputs, static)

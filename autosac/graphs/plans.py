@@ -65,10 +65,12 @@ class GraphPlanner:
     Attributes:
         joint: The graph.
         problem: The same as numbers.
+        floor_limit_s: How long the MILP searches its least peak.
     """
 
-    def __init__(self, joint: JointGraph) -> None:
+    def __init__(self, joint: JointGraph, *, floor_limit_s: float = 60.0) -> None:
         self.joint = joint
+        self.floor_limit_s = floor_limit_s
         self._reader = _Reader(joint)
         self.problem = self._reader.problem()
 
@@ -130,7 +132,9 @@ class GraphPlanner:
     def lowest(self) -> tuple[int, frozenset[int]]:
         """Least peak that the MILP finds, and what is kept there."""
         greedy = capuchin.solve(self.problem, budget_bytes=0)
-        found = graph.lowest(self.problem, start=(greedy.lowest,))
+        found = graph.lowest(
+            self.problem, start=(greedy.lowest,), time_limit_s=self.floor_limit_s
+        )
         assert found.kept is not None and found.peak_bytes is not None
         return found.peak_bytes, found.kept
 
