@@ -97,6 +97,17 @@ def sweep_grid(
         "surroundings": Surroundings.here(),
     }
     folder = None if directory is None else Path(directory).resolve()
+    cells = _cells(axes, shared, folder, version)
+    return GridSweep(axes=tuple(axes), rows=_rows(cells, n_jobs, progress))
+
+
+def _cells(
+    axes: Mapping[str, Mapping[Any, Any]],
+    shared: dict[str, Any],
+    folder: Path | None,
+    version: str,
+) -> list[Cell]:
+    """A cell for every combination, with its file where there is a folder."""
     facts = {}
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +122,7 @@ def sweep_grid(
             own["labels"] = describing.described(labels)
             file = files.cell_file(folder, labels, own)
         cells.append(Cell(**shared, labels=labels, values=values, file=file))
-    return GridSweep(axes=tuple(axes), rows=_rows(cells, n_jobs, progress))
+    return cells
 
 
 def _rows(
