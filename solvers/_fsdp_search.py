@@ -173,10 +173,10 @@ class Search:
         self._deadline_s = None if self._limit_s is None else self._limit_s / 2
         best = self._best_simple(open_ones, peak=peak)
         model = self._model(open_ones, forced=False, integral=False, peak=peak)
-        # A limit ends branching; the relaxation is always solved, for its bound.
-        relaxed = _pulp.run(model.model, backend=self._backend, relaxed=True)
-        bound = None if relaxed.bound is None else relaxed.bound + model.constant_ms
-        chosen = None if best is None else best[1]
+        bound, chosen = None, None
+        if best is not None:
+            chosen = best[1]
+            bound = self._relaxed_bound(model)
         if best is None or bound is None or best[0] - bound > self._gap / 2 * best[0]:
             if chosen is not None:
                 self._offer(model, chosen)
@@ -190,12 +190,20 @@ class Search:
                 chosen = tuple(index for index, unit in enumerate(units) if unit)
             elif termination is Termination.INFEASIBLE or chosen is None:
                 return self._nothing(termination, bound)
+        if bound is None:  # a limit ended branching, perhaps with tightened rows
+            model = self._model(open_ones, forced=False, integral=False, peak=peak)
+            bound = self._relaxed_bound(model)
         assert chosen is not None
         self._deadline_s = self._limit_s
         found = self._whole(chosen, forced=True, peak=peak, bound=bound)
         if found.termination is Termination.INFEASIBLE:  # in shares it was not
             return self._whole(open_ones, forced=False, peak=peak, bound=bound)
         return found
+
+    def _relaxed_bound(self, model: FsdpModel) -> float | None:
+        """Bound of the relaxation; slow where that is infeasible."""
+        relaxed = _pulp.run(model.model, backend=self._backend, relaxed=True)
+        return None if relaxed.bound is None else relaxed.bound + model.constant_ms
 
     def _best_simple(
         self, open_ones: Sequence[int], *, peak: bool
