@@ -129,18 +129,19 @@ class Table:
 
     def _by_column(self, units: Sequence[Unit]) -> None:
         """Working sets, column by column."""
-        at: list[int] = []
-        work: list[int] = []
-        starts = [0]
+        at, work = [_NONE], [_NONE]
+        counts = [np.zeros(1, dtype=np.int64)]
         for unit in units:
-            for k in range(len(unit.points)):
-                entries = [(q, extras[k]) for q, extras in unit.working if extras[k]]
-                at += [q for q, _ in entries]
-                work += [extra for _, extra in entries]
-                starts.append(len(at))
-        self._work_first = starts
-        self._work_at = np.array(at, dtype=np.int64)
-        self._work = np.array(work, dtype=np.int64)
+            places = np.array([q for q, _ in unit.working], dtype=np.int64)
+            extras = np.array([e for _, e in unit.working], dtype=np.int64)
+            by_point = extras.reshape(len(places), len(unit.points)).T
+            columns, rows = by_point.nonzero()
+            at.append(places[rows])
+            work.append(by_point[columns, rows])
+            counts.append(np.bincount(columns, minlength=len(unit.points)))
+        self._work_first = np.cumsum(np.concatenate(counts)).tolist()
+        self._work_at = np.concatenate(at)
+        self._work = np.concatenate(work)
 
     def _by_position(self, units: Sequence[Unit]) -> None:
         """Units that work at each position, with a number of what they add there."""
@@ -150,6 +151,9 @@ class Table:
             for position, added in extras.items():
                 entry = (u, self._numbered(added))
                 self._workers.setdefault(position, []).append(entry)
+
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 def _curve(unit: Unit) -> object:

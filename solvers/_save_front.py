@@ -18,6 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # only its fields are read
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # only its fields are read
 # Saved bytes, recompute time, groups saved so far as a linked list.
 _Label = tuple[int, float, Any]
 
+_BYTES_AND_TIME = itemgetter(0, 1)
 _STEEPER = 1.0 + 1e-9  # than the line past it: a vertex, not rounding
 
 
@@ -145,11 +147,13 @@ def _decisions(
 
 def _unbeaten(labels: list[_Label]) -> list[_Label]:
     """Labels that are faster than all smaller ones, the fewest bytes first."""
-    labels.sort(key=lambda label: label[:2])
+    labels.sort(key=_BYTES_AND_TIME)
     kept: list[_Label] = []
+    least_ms = math.inf
     for label in labels:
-        if not kept or label[1] < kept[-1][1]:
+        if label[1] < least_ms:
             kept.append(label)
+            least_ms = label[1]
     return kept
 
 

@@ -382,31 +382,27 @@ def _by_position(
     deltas: IntArray,
     span: int,
 ) -> IntArray:
-    """Change of the most bytes alive at each position, given all changes in time."""
+    """Change of the most bytes alive at each position, given all changes in time.
+
+    ``level[i]`` is what the changes before ``keys[i]`` come to.
+    """
     level = np.concatenate([[0], np.cumsum(deltas)])
     stops = np.append(edges, len(live))[positions.start : positions.stop + 1]
     before = keys.searchsorted(stops[:-1] * span, side="right")
     after = keys.searchsorted(stops[1:] * span, side="left")
     change: IntArray = level[before]
-    for i in np.flatnonzero(before != after).tolist():
-        first, last = int(stops[i]), int(stops[i + 1])
-        most = _peak(live, first, last, keys, level, span)
-        change[i] = most - int(base[positions[i]])
-    return change
-
-
-def _peak(
-    live: IntArray, first: int, last: int, keys: IntArray, level: IntArray, span: int
-) -> int:
-    """Most bytes alive at ticks first to last with a unit's changes on top.
-
-    ``level[i]`` is what the changes before ``keys[i]`` come to.
-    """
-    at = keys.searchsorted(np.arange(first, last) * span, side="right")
-    most = int((live[first:last] + level[at]).max())
+    changing = np.flatnonzero(before != after)
+    if not len(changing):
+        return change
+    firsts, lengths = stops[changing], stops[changing + 1] - stops[changing]
+    starts = np.cumsum(lengths) - lengths
+    ticks = np.repeat(firsts - starts, lengths) + np.arange(lengths.sum())
+    alive = live[ticks] + level[keys.searchsorted(ticks * span, side="right")]
+    most = np.maximum.reduceat(alive, starts)
     # Changes between two ticks (a rerun) come on top of the earlier tick.
-    low, high = keys.searchsorted([first * span, last * span], side="left").tolist()
-    if low < high:
-        inside = live[keys[low:high] // span] + level[low + 1 : high + 1]
-        most = max(most, int(inside.max()))
-    return most
+    at = keys // span
+    place = firsts.searchsorted(at, side="right") - 1
+    inside = np.flatnonzero((place >= 0) & (at < (firsts + lengths)[place]))
+    np.maximum.at(most, place[inside], live[at[inside]] + level[inside + 1])
+    change[changing] = most - base[positions.start : positions.stop][changing]
+    return change
