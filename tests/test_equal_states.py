@@ -21,16 +21,30 @@ def hooked(parameters):
     return optimizer
 
 
-def trace(make_optimizer, *, device=None):
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    return profile(
-        model,
-        torch.ones(8, 16),
-        optimizer=lambda p: OptimizerInBackward(p, make_optimizer),
-        device=device,
-    ).tape
+class Transposed(nn.Module):
+    """A layer whose gradient is not laid out as its weight is, but for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers[:-1]:
+            x = x @ layer.weight + layer.bias
+        return self.layers[-1](x)
 
 
+def trace(make_optimizer, *, device=None, in_backward=True, model=None):
+    def make(parameters):
+        if in_backward:
+            return OptimizerInBackward(parameters, make_optimizer)
+        return make_optimizer(parameters)
+
+    model = model or nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    return profile(model, torch.ones(8, 16), optimizer=make, device=device).tape
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
 @pytest.mark.parametrize("device", [None, "h100"])
 @pytest.mark.parametrize(
     "make_optimizer",
@@ -48,16 +62,47 @@ def trace(make_optimizer, *, device=None):
     ],
 )
 def test_the_tape_is_that_of_states_made_one_by_one(
-    make_optimizer, device, monkeypatch
+    make_optimizer, device, in_backward, monkeypatch
 ):
-    found = trace(make_optimizer, device=device)
+    how = {"device": device, "in_backward": in_backward}
+    found = trace(make_optimizer, **how)
 
     monkeypatch.setattr(EqualStates, "like", lambda *_: None)
 
-    assert found == trace(make_optimizer, device=device)
+    assert found == trace(make_optimizer, **how)
 
 
-def test_a_state_is_made_by_a_step_once_for_each_kind(monkeypatch):
+@pytest.mark.parametrize(
+    "make_optimizer", [lambda p: optim.SGD(p, momentum=0.9), optim.AdamW]
+)
+def test_states_follow_the_layout_of_gradients(make_optimizer, monkeypatch):
+    found = trace(make_optimizer, in_backward=False, model=Transposed())
+
+    monkeypatch.setattr(EqualStates, "like", lambda *_: None)
+
+    assert found == trace(make_optimizer, in_backward=False, model=Transposed())
+
+
+def test_groups_with_other_options_have_states_of_their_own(monkeypatch):
+    def by_group(parameters):
+        parameters = list(parameters)
+        groups = [
+            {"params": parameters[:4], "amsgrad": True},
+            {"params": parameters[4:]},
+        ]
+        return optim.AdamW(groups, lr=1e-3)
+
+    found = trace(by_group, in_backward=False)
+    monkeypatch.setattr(EqualStates, "like", lambda *_: None)
+
+    assert found == trace(by_group, in_backward=False)
+    state_bytes = [s.nbytes for s in found.storages if s.category == "optimizer"]
+    # step and two moments of everything, and the largest second one of the first four
+    assert len(state_bytes) == 3 * 8 + 4
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_a_state_is_made_by_a_step_once_for_each_kind(in_backward, monkeypatch):
     learn, made = EqualStates.learn, []
 
     def noted(self, kind, state):
@@ -65,7 +110,7 @@ def test_a_state_is_made_by_a_step_once_for_each_kind(monkeypatch):
         learn(self, kind, state)
 
     monkeypatch.setattr(EqualStates, "learn", noted)
-    trace(optim.AdamW)
+    trace(optim.AdamW, in_backward=in_backward)
 
     assert len(made) == len(set(made)) == 2  # weights, biases
 

@@ -1,6 +1,6 @@
-"""What an optimizer keeps over steps, made after that of an equal one.
+"""What an optimizer keeps over steps of a parameter, made after that of an equal one.
 
-With an optimizer per parameter, a large model has a thousand of them and a dozen kinds.
+A large model has a thousand parameters and a dozen kinds of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBERS = (bool, int, float, type(None))
 
 
 class EqualStates:
-    """States of optimizers of one parameter each, by kind.
+    """States of parameters, by kind.
 
     Only PyTorch's own optimizers are known to keep nothing but their state, and only
     without hooks; only numbers and tensors with memory of their own are made again.
@@ -31,16 +31,24 @@ class EqualStates:
         self._known: dict[Hashable, dict[str, Any]] = {}
 
     def kind(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
     ) -> Hashable:
-        """Equal for optimizers with like states; None if that is unsure."""
+        """Equal for parameters with like states; None if that is unsure.
+
+        Args:
+            optimizer: What keeps the state.
+            group: The one of its `param_groups` that the parameter is in.
+            parameter: The parameter.
+        """
         is_ours = type(optimizer).__module__.startswith("torch.optim.")
         if not is_ours or _compat.has_hooks(optimizer):
             return None
-        (group,) = optimizer.param_groups
         options = [(name, v) for name, v in group.items() if name != "params"]
-        layout = (parameter.shape, parameter.stride(), parameter.dtype)
-        kind = (type(optimizer), *layout, parameter.device, *options)
+        layouts = (_layout(parameter), _layout(parameter.grad))
+        kind = (type(optimizer).__name__, *layouts, *options)
         try:
             hash(kind)
         except TypeError:
@@ -48,7 +56,7 @@ class EqualStates:
         return kind
 
     def learn(self, kind: Hashable, state: dict[str, Any]) -> None:
-        """Remember the state of the first optimizer of a kind."""
+        """Remember the state of the first parameter of a kind."""
         tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         if (
@@ -69,3 +77,9 @@ class EqualStates:
             name: made_like(self._mode, v) if isinstance(v, torch.Tensor) else v
             for name, v in state.items()
         }
+
+
+def _layout(tensor: torch.Tensor | None) -> Hashable:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -14,7 +14,7 @@ import copy
 import random
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -238,7 +238,8 @@ def _make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
     known = EqualStates(recorder.repeated.mode)
     recorder.muted = True
     for parameter, its_own in optimizer.optimizers.items():
-        kind = known.kind(its_own, parameter)
+        (group,) = its_own.param_groups
+        kind = known.kind(its_own, group, parameter)
         its_own.register_step_pre_hook(begin)
         its_own.register_step_post_hook(end)
         state = known.like(kind)
@@ -274,18 +275,43 @@ def _enter_steady_state(
         recorder.rename(parameter.grad, "gradient")
     if optimizer is None or isinstance(optimizer, OptimizerInBackward):
         return
-    trained = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
     recorder.phase = "optimizer"
-    if any(parameter not in optimizer.state for parameter in trained):
-        recorder.muted = True
-        optimizer.step()
-        recorder.muted = False
+    recorder.muted = True
+    _make_state(EqualStates(recorder.repeated.mode), optimizer)
+    recorder.muted = False
     _register_state(recorder, optimizer)
+
+
+def _make_state(known: EqualStates, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer what it keeps of every parameter that has a gradient.
+
+    It steps on one parameter of each kind, and on all of them if that does not do.
+    """
+    kinds: dict[torch.Tensor, Hashable] = {}
+    firsts: dict[Hashable, torch.Tensor] = {}
+    groups = optimizer.param_groups
+    of_groups = [group["params"] for group in groups]
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter not in optimizer.state:
+                kinds[parameter] = known.kind(optimizer, group, parameter)
+                firsts.setdefault(kinds[parameter], parameter)
+    if not kinds:
+        return
+    if None not in firsts:
+        chosen = set(firsts.values())
+        for group in groups:
+            group["params"] = [p for p in group["params"] if p in chosen]
+        optimizer.step()
+        for group, parameters in zip(groups, of_groups, strict=True):
+            group["params"] = parameters
+        for kind, parameter in firsts.items():
+            known.learn(kind, optimizer.state.get(parameter, {}))
+        others = [(p, known.like(kind)) for p, kind in kinds.items() if p not in chosen]
+        if all(state is not None for _, state in others):
+            optimizer.state.update(others)
+            return
+    optimizer.step()
 
 
 class _FakeCopies(TorchFunctionMode):
