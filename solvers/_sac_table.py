@@ -164,8 +164,10 @@ def _added_up(unit: Unit) -> dict[int, tuple[int, ...]]:
     """Working set by position; a position may be named twice."""
     found: dict[int, tuple[int, ...]] = {}
     for position, extras in unit.working:
-        before = found.get(position, (0,) * len(extras))
-        found[position] = tuple(map(int.__add__, before, extras))
+        before = found.get(position)
+        if before is not None:
+            extras = tuple(map(int.__add__, before, extras))
+        found[position] = extras
     return found
 
 

@@ -93,7 +93,7 @@ def test_matplotlib_and_plotly_draw_the_same_panels(name, pictures):
 
     figure, interactive = picture.matplotlib(), picture.plotly()
 
-    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    titles = [title for a in figure.axes if (title := a.get_title(loc="left"))]
     assert titles == [panel.title for panel in picture.panels]
     shown = [note.text for note in interactive.layout.annotations]
     assert all(panel.title in shown for panel in picture.panels)

@@ -100,7 +100,7 @@ def test_the_plot_shows_plans_bound_floor_and_baseline(swept):
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["plan", "bound", "least feasible budget", "peak without a plan"]
     assert "iB]" in axes.get_xlabel() and "ms" in axes.get_ylabel()
-    assert axes.get_title()
+    assert axes.get_title(loc="left")
     assert len({line.get_linestyle() for line in axes.get_lines()}) == 4
     drawn = axes.get_lines()[0].get_ydata().tolist()
     assert drawn == [row.recompute_ms for row in swept.rows]

@@ -96,7 +96,7 @@ def draw_panel(axis: Any, panel: Panel) -> None:
         axis.text(*place, f" {name}", fontsize=7, va="top", transform=transform)
     for note in panel.notes:
         _draw_note(axis, panel, note)
-    axis.set_title(panel.title, fontsize=9)
+    axis.set_title(panel.title, fontsize=9, loc="left")
     axis.set_xlabel(panel.x_label)
     axis.set_ylabel(panel.y_label)
     axis.set_ylim(bottom=0.0, top=panel.y_max)
@@ -133,4 +133,4 @@ def _draw_grid(axis: Any, grid: Grid) -> None:
     places = range(0, len(grid.columns), every)
     axis.set_xticks(places, grid.columns[::every], fontsize=8)
     axis.set_xlabel(f"{grid.x_label}\n{grid.legend}", fontsize=8)
-    axis.set_title(grid.title, fontsize=9)
+    axis.set_title(grid.title, fontsize=9, loc="left")
