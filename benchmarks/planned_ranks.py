@@ -53,14 +53,12 @@ class Planned:
         ranks: Processes.
         with_sac: Whether modules may be AC units.
         plan: What was planned.
-        late_bytes: What slow threads of gloo may add to its peak.
     """
 
     model: str
     ranks: int
     with_sac: bool
     plan: ParallelPlan
-    late_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,17 +161,10 @@ def _planned(name: str, profile: Profile, num_ranks: int) -> Iterator[Planned]:
     spec = replace(links, device=device_spec("cpu"))
     for with_sac in (True, False):
         made = profile if with_sac else without_sac(profile)
-        ranks = ParallelFormulation(made, Types()).ranks
         for cap in caps(made, spec):
             plan = autosac.plan_parallel(made, cluster=spec, memory_budget=cap)
             print(f"{name}, {num_ranks} ranks, {cap} bytes: planned", flush=True)
-            yield Planned(
-                model=name,
-                ranks=num_ranks,
-                with_sac=with_sac,
-                plan=plan,
-                late_bytes=ranks.late_bytes(plan.sharding),
-            )
+            yield Planned(model=name, ranks=num_ranks, with_sac=with_sac, plan=plan)
 
 
 def _run(cells: list[Planned], num_ranks: int, timeout_s: float) -> list[Row]:
@@ -217,7 +208,7 @@ def _row(
         over_bytes=max(
             0, *(result.highest_peak_bytes - plan.peak_bytes for result in results)
         ),
-        late_bytes=cell.late_bytes,
+        late_bytes=cell.plan.late_bytes,
         same_losses=[result.loss for result in results] == losses,
         gradient_difference=largest_difference(results, gradients),
         is_kept=True,

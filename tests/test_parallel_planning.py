@@ -76,7 +76,7 @@ def test_planned_ranks_keep_the_cap_and_train_as_one_process(made, form, lowest_
                 GPT,
                 plan.sharding,
                 (),
-                {"plan": plan, "want_gradients": True, "num_measured": 3},
+                {"plan": plan, "want_gradients": True, "num_measured": 8},
             )
             for plan in plans
         ],

@@ -323,6 +323,7 @@ def _as_plan(
         op_policies=spell_out(made, best.chosen),
         budget_bytes=budget_bytes,
         peak_bytes=best.peak_bytes,
+        late_bytes=form.ranks.late_bytes(best.sharding),
         composition=form.ranks.timeline(best.sharding, best.chosen).composition,
         compute_ms=best.step.compute_ms - recompute_ms,
         recompute_ms=recompute_ms,

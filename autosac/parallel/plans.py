@@ -52,6 +52,8 @@ class ParallelPlan:
         op_policies: What happens to every op of each AC unit.
         budget_bytes: The cap on the peak of a rank.
         peak_bytes: Predicted peak of the rank whose peak is highest, simulated.
+        late_bytes: What a rank may take beyond that, and so beyond the cap, while slow
+            threads of gloo still hold what they have sent; 0 on a GPU.
         composition: Bytes alive at that peak per category.
         compute_ms: Predicted compute of a step without recomputation,
         recompute_ms: its recomputation,
@@ -75,6 +77,7 @@ class ParallelPlan:
     op_policies: tuple[OpPolicy, ...]
     budget_bytes: int
     peak_bytes: int
+    late_bytes: int
     composition: dict[str, int]
     compute_ms: float
     recompute_ms: float
@@ -187,10 +190,13 @@ class ParallelPlan:
         """The plan as text for people."""
         shape = " x ".join(map(str, self.mesh_shape))
         exposed_ms = self.exposed_forward_ms + self.exposed_backward_ms
+        late = ""
+        if self.late_bytes:
+            late = f"; slow threads of gloo may add {format_bytes(self.late_bytes)}"
         lines = [
             f"mesh      {shape} {self.device} ({self.cluster})",
             f"budget    {format_bytes(self.budget_bytes)} a rank",
-            f"peak      {format_bytes(self.peak_bytes)} predicted",
+            f"peak      {format_bytes(self.peak_bytes)} predicted{late}",
             f"time      {format_ms(self.step_ms)} a step: {format_ms(self.compute_ms)}"
             f" compute, {format_ms(self.recompute_ms)} recomputation,"
             f" {format_ms(exposed_ms)} exposed communication",
