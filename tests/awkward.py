@@ -317,6 +317,26 @@ def _tokens() -> torch.Tensor:
     return torch.randint(16, (2, 6))
 
 
+class Transcribes(nn.Module):
+    """Has a loss whose saved tensor is as long as the longest target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(block(), block())
+
+    def forward(
+        self, x: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        log_probs = self.blocks(x).log_softmax(-1)
+        steps = torch.full_like(lengths, len(x))
+        return functional.ctc_loss(log_probs, targets, steps, lengths)
+
+
+def _transcribed() -> tuple[torch.Tensor, ...]:
+    lengths = torch.tensor([5, 3, 4])
+    return torch.randn(12, 3, WIDTH), torch.randint(1, WIDTH, (3, 5)), lengths
+
+
 class Checkpointed(nn.Sequential):
     """Checkpoints one of its blocks by itself."""
 
@@ -350,5 +370,6 @@ AWKWARD = {
     "complex numbers": Case(lambda: twice(ComplexNumbers), rows),
     "embedding bag": Case(SparseEmbedding, _tokens),
     "layer drop": Case(_opt, _labelled),
+    "CTC loss": Case(Transcribes, _transcribed, lambda loss: loss),
     "own checkpointing": Case(Checkpointed, rows),
 }

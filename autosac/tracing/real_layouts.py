@@ -25,6 +25,28 @@ _UNREDUCED = {
 }
 
 
+_CTC_LOSSES = ("aten._ctc_loss.Tensor", "aten._ctc_loss.default")
+
+
+def of_ctc_loss(func: Any, args: tuple[Any, ...]) -> Any:
+    """Fake results of a CTC loss whose target lengths are known; None for other ops.
+
+    The longest decides the shape of what it saves (aten/src/ATen/native: LossCTC.cpp,
+    cuda/LossCTC.cu), so that there is no fake kernel.
+    """
+    if str(func) not in _CTC_LOSSES:
+        return None
+    log_probs, lengths = args[0], args[3]
+    if isinstance(lengths, torch.Tensor):
+        if _compat.is_fake(lengths):
+            return None
+        with _compat.no_modes():
+            lengths = lengths.tolist()
+    num_steps, batch = log_probs.shape[:2]
+    alphas = (batch, num_steps, 2 * max(lengths, default=0) + 1)
+    return log_probs.new_empty((batch,)), log_probs.new_empty(alphas)
+
+
 def on_any_device(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     """A fake result with the memory that every device's kernel gives it.
 

@@ -43,7 +43,9 @@ def run_op(
     does a random number that reads nothing, such as `torch.rand([])` for layer drop.
     """
     if any(map(_compat.is_fake, inputs)):
-        out = func(*args, **kwargs)
+        out = real_layouts.of_ctc_loss(func, args)
+        if out is None:
+            out = func(*args, **kwargs)
         if on_gpu:
             out = _as_on_gpu(func, args, kwargs, out)
             return real_layouts.on_any_device(func, args, out)
