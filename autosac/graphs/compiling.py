@@ -299,6 +299,8 @@ class _Partition:
         """The first plan from some rung on that may fit whatever is fused."""
         high = planner.baseline_peak_bytes
         span_bytes = high - planner.floor(self.compiler.strategy)
+        if least_bytes_of_any_plan(planner.joint) > self.budget_bytes:
+            first = _NUM_RUNGS  # to say the least peak
         for rung in range(first, _NUM_RUNGS + 1):
             plan = self._plan(planner, high - span_bytes * rung // _NUM_RUNGS)
             self.rung = rung
@@ -358,11 +360,20 @@ def saved_nodes(joint: JointGraph) -> list[fx.Node]:
 def least_real_bytes(joint: JointGraph) -> int:
     """What is alive where forward ends, or backward, however nodes are fused."""
     results: Any = joint.module.graph.output_node().args[0]
-    count = joint.num_forward_outputs
+    returned = results[: joint.num_forward_outputs]
+    at_loss = [*_kept_inputs(joint), *returned, *saved_nodes(joint)]
+    return max(_bytes_of(joint, at_loss), least_bytes_of_any_plan(joint))
+
+
+def least_bytes_of_any_plan(joint: JointGraph) -> int:
+    """What is alive where backward ends, whatever is recomputed."""
+    results: Any = joint.module.graph.output_node().args[0]
+    return _bytes_of(joint, [*_kept_inputs(joint), *results])
+
+
+def _kept_inputs(joint: JointGraph) -> list[fx.Node]:
     nodes = joint.module.graph.find_nodes(op="placeholder")
-    inputs = [node for node in nodes if not _compat_graphs.is_tangent(node)]
-    moments = ([*inputs, *results[:count], *saved_nodes(joint)], [*inputs, *results])
-    return max(_bytes_of(joint, nodes) for nodes in moments)
+    return [node for node in nodes if not _compat_graphs.is_tangent(node)]
 
 
 def _bytes_of(joint: JointGraph, nodes: Sequence[Any]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
 from torch import fx
@@ -115,12 +115,8 @@ class GraphPlanner:
             if greedy.kept is None:
                 raise self._infeasible(budget_bytes, greedy.lowest, strategy)
             return self._made(budget_bytes, greedy.kept, None, strategy)
-        found = graph.solve(
-            self.problem,
-            budget_bytes=budget_bytes,
-            start=(greedy.lowest,),
-            time_limit_s=time_limit_s,
-            relative_gap=relative_gap,
+        found = _solved(
+            self.problem, budget_bytes, greedy.lowest, time_limit_s, relative_gap
         )
         if found.kept is None:
             if self.lowest[0] > budget_bytes:
@@ -132,9 +128,7 @@ class GraphPlanner:
     def lowest(self) -> tuple[int, frozenset[int]]:
         """Least peak that the MILP finds, and what is kept there."""
         greedy = capuchin.solve(self.problem, budget_bytes=0)
-        found = graph.lowest(
-            self.problem, start=(greedy.lowest,), time_limit_s=self.floor_limit_s
-        )
+        found = _lowest(self.problem, greedy.lowest, self.floor_limit_s)
         assert found.kept is not None and found.peak_bytes is not None
         return found.peak_bytes, found.kept
 
@@ -184,6 +178,33 @@ class GraphPlanner:
             lowest_peak_bytes=peak_bytes,
             composition=composition,
         )
+
+
+# What is compiled again, as for the next budget, is the same problem again.
+
+
+@lru_cache(maxsize=64)
+def _solved(
+    problem: GraphProblem,
+    budget_bytes: int,
+    start: frozenset[int],
+    time_limit_s: float,
+    relative_gap: float,
+) -> graph.GraphSolution:
+    return graph.solve(
+        problem,
+        budget_bytes=budget_bytes,
+        start=(start,),
+        time_limit_s=time_limit_s,
+        relative_gap=relative_gap,
+    )
+
+
+@lru_cache(maxsize=16)
+def _lowest(
+    problem: GraphProblem, start: frozenset[int], time_limit_s: float
+) -> graph.GraphSolution:
+    return graph.lowest(problem, start=(start,), time_limit_s=time_limit_s)
 
 
 class _Reader:
