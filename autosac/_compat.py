@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -263,40 +264,34 @@ def detached(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     return new_fake(mode, *layout, base=tensor, offset=int(tensor.storage_offset()))
 
 
-_tensor_positions: dict[Any, tuple[int, ...]] = {}
-
-
 def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> int:
     """How many positional arguments are numbers where the schema says tensor."""
-    positions = _tensor_positions.get(func)
-    if positions is None:
-        schema = getattr(func, "_schema", None)
-        arguments = () if schema is None else schema.arguments
-        positions = tuple(
-            i for i, argument in enumerate(arguments) if str(argument.type) == "Tensor"
-        )
-        _tensor_positions[func] = positions
     return sum(
-        isinstance(args[i], (int, float, complex)) for i in positions if i < len(args)
+        isinstance(args[i], (int, float, complex))
+        for i in _tensor_positions(func)
+        if i < len(args)
     )
 
 
-_item_lists: dict[Any, tuple[int, ...]] = {}
+@cache
+def _tensor_positions(func: Any) -> tuple[int, ...]:
+    schema = getattr(func, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    return tuple(
+        i for i, argument in enumerate(arguments) if str(argument.type) == "Tensor"
+    )
 
 
+@cache
 def item_lists(func: Any) -> tuple[int, ...]:
     """Positions of the lists that an op goes through item by item, none for others."""
-    found = _item_lists.get(func)
-    if found is None:
-        is_list_op = str(func).startswith(("aten._foreach_", "aten._fused_"))
-        kinds = ("List[Tensor]", "List[number]")
-        found = tuple(
-            i
-            for i, argument in enumerate(func._schema.arguments if is_list_op else ())
-            if str(argument.type) in kinds
-        )
-        _item_lists[func] = found
-    return found
+    is_list_op = str(func).startswith(("aten._foreach_", "aten._fused_"))
+    kinds = ("List[Tensor]", "List[number]")
+    return tuple(
+        i
+        for i, argument in enumerate(func._schema.arguments if is_list_op else ())
+        if str(argument.type) in kinds
+    )
 
 
 def is_random(func: Any) -> bool:
