@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from autosac import calibrate, floor, plan, profile
 from autosac.measuring.measuring import storage_bytes
 from autosac.measuring.verifying import Verification, verify
 
@@ -166,6 +167,23 @@ def test_only_one_model_is_alive_at_a_time():
 def test_refuses_to_run_nothing(option):
     with pytest.raises(ValueError, match=f"`{option}` must be at least 1, got 0"):
         check(Checkpointed(), **{option: 0})
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_that_are_dropped_after_forward_count_in_it(accumulate):
+    how = {"gradients_in_forward": True, "accumulate": accumulate}
+    made = calibrate(
+        profile(make_model(), make_inputs(), optimizer=torch.optim.AdamW, **how)
+    )
+    planned = plan(made, memory_budget=(floor(made) + made.baseline_peak_bytes) // 2)
+
+    found = check(planned, steps=3, **how)
+
+    assert found.identical
+    # Numbers that autograd keeps, as of `loss / accumulate`, count twice.
+    assert 0 <= planned.peak_bytes - found.measured_peak_bytes <= 16 * (accumulate - 1)
+    dropped_before = check(planned, steps=3, accumulate=accumulate)
+    assert dropped_before.measured_peak_bytes <= planned.peak_bytes
 
 
 def test_refuses_models_without_data():

@@ -115,6 +115,7 @@ def verify(
     autocast: torch.dtype | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
+    gradients_in_forward: bool = False,
 ) -> Verification:
     """Train a model without and with the plan, and compare.
 
@@ -136,6 +137,7 @@ def verify(
         autocast: As in `profile`.
         accumulate: As in `profile`.
         clip_grad_norm: As in `profile`.
+        gradients_in_forward: As in `profile`.
 
     Raises:
         ValueError: ``steps`` or ``timing_rounds`` is less than one.
@@ -152,6 +154,7 @@ def verify(
         autocast=autocast,
         accumulate=accumulate,
         clip_grad_norm=clip_grad_norm,
+        gradients_in_forward=gradients_in_forward,
     )
     return verify_each((plan,), recipe)[0]
 
@@ -171,6 +174,7 @@ class Recipe:
     autocast: torch.dtype | None = None
     accumulate: int = 1
     clip_grad_norm: float | None = None
+    gradients_in_forward: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "timing_rounds"):
@@ -231,8 +235,9 @@ class _Run:
         torch.manual_seed(recipe.seed)
 
     def clear_gradients(self) -> None:
-        # Of the model: gradients of parameters the optimizer lacks count as well.
-        self.model.zero_grad(set_to_none=True)
+        if not self.recipe.gradients_in_forward:  # then the step itself does
+            # Of the model: gradients of parameters the optimizer lacks count as well.
+            self.model.zero_grad(set_to_none=True)
 
     def step(self) -> torch.Tensor:
         return training_step(
@@ -244,6 +249,7 @@ class _Run:
             autocast=self.recipe.autocast,
             accumulate=self.recipe.accumulate,
             clip_grad_norm=self.recipe.clip_grad_norm,
+            gradients_in_forward=self.recipe.gradients_in_forward,
         )
 
     def timed_step_ms(self) -> float:

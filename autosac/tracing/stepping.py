@@ -21,6 +21,7 @@ from autosac.tracing.batches import first_batch
 
 LossFn = Callable[[Any], torch.Tensor]
 Marker = Callable[..., None]
+
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], Any]
 PHASES = ("forward", "loss", "backward", "optimizer")
 
@@ -169,6 +170,10 @@ def default_loss(output: Any) -> torch.Tensor:
     return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
 
+def _ignore(phase: str, loss: torch.Tensor | None = None) -> None:
+    """What a step is told of its phases if nobody asks."""
+
+
 def training_step(
     model: torch.nn.Module,
     args: tuple[Any, ...],
@@ -179,6 +184,7 @@ def training_step(
     autocast: torch.dtype | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
+    gradients_in_forward: bool = False,
 ) -> torch.Tensor:
     """Run one training step and return the detached loss of its last micro-step.
 
@@ -194,10 +200,16 @@ def training_step(
         accumulate: Micro-steps (forward, loss, backward) per optimizer step; the
             loss of each is divided by it.
         clip_grad_norm: Largest norm of all gradients together, or None.
+        gradients_in_forward: Gradients that the caller left are dropped after the
+            first forward.
     """
     check_optimizer(optimizer, accumulate, clip_grad_norm)
 
-    def one_micro_step() -> torch.Tensor:
+    def drop_gradients(phase: str, loss: torch.Tensor | None = None) -> None:
+        if phase == "backward":
+            model.zero_grad(set_to_none=True)
+
+    def one_micro_step(mark: Marker) -> torch.Tensor:
         return micro_step(
             model,
             args,
@@ -205,11 +217,14 @@ def training_step(
             loss_fn=loss_fn,
             autocast=autocast,
             accumulate=accumulate,
+            mark=mark,
         )
 
-    for _ in range(accumulate - 1):
-        one_micro_step()
-    loss = one_micro_step()
+    first = drop_gradients if gradients_in_forward else _ignore
+    *earlier, last = [first, *[_ignore] * (accumulate - 1)]
+    for mark in earlier:
+        one_micro_step(mark)
+    loss = one_micro_step(last)
     finish_step(model, optimizer, clip_grad_norm)
     return loss
 
@@ -234,7 +249,7 @@ def micro_step(
     loss_fn: LossFn | None,
     autocast: torch.dtype | None,
     accumulate: int,
-    mark: Marker = lambda phase, loss=None: None,
+    mark: Marker = _ignore,
 ) -> torch.Tensor:
     """Run forward, loss and backward once and return the detached loss.
 
