@@ -60,13 +60,15 @@ def _scale(options: argparse.Namespace) -> Iterator[Record]:
 
 
 def _frontier(options: argparse.Namespace) -> Iterator[Record]:
-    models = []
-    for name in options.frontier_models:
-        models.append(frontier.run(name, options.frontier_budgets, options.rounds))
+    record = _stored(options.output).get("frontier", {"models": []})
+    models = {model["model"]: model for model in record["models"]}
+    for name in options.frontier_models:  # others stay as they are
+        taken = {"environment": environment(), "rounds": options.rounds}
+        found = frontier.run(name, options.frontier_budgets, options.rounds)
+        models[name] = {**found, **taken}
         gc.collect()
-        record = {"rounds": options.rounds, "models": models}
         print(f"frontier of {name} done", flush=True)
-        yield record
+        yield {"models": [models[n] for n in frontier.subjects() if n in models]}
 
 
 def _real(options: argparse.Namespace) -> Iterator[Record]:
@@ -90,8 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the parts; the exit code tells whether the zoo showed what is asked for."""
     options = _options(arguments)
     _quiet(options.threads)
-    path = options.output / "compare.json"
-    results: Record = json.loads(path.read_text()) if path.exists() else {}
+    results = _stored(options.output)
     if options.render:
         _write(results, options.output)
         return 0
@@ -105,6 +106,13 @@ def main(arguments: list[str] | None = None) -> int:
     if "zoo" not in options.parts:
         return 0
     return 0 if all(kept for *_, kept in zoo.summary(results["zoo"]["models"])) else 1
+
+
+def _stored(output: Path) -> Record:
+    """Results of earlier runs."""
+    path = output / "compare.json"
+    found: Record = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def _quiet(num_threads: int) -> None:

@@ -225,7 +225,7 @@ def page(record: Record) -> Iterator[str]:
     yield "## Frontiers on the models that others were measured on\n"
     yield (
         "Peaks above parameters and inputs, by the allocator's events; our times are"
-        f" CPU time over the plain step's, medians of {record['rounds']} round(s)."
+        " CPU time over the plain step's, medians of rounds."
         " The others' figures were measured earlier on two CPU cores of one machine"
         " (`benchmarks/rivals/published.py`), times good to about 6 %. GPT and Llama:"
         " forward, loss and backward, gradients count. Without loss, and ResNet-50:"
@@ -265,3 +265,5 @@ def page(record: Record) -> Iterator[str]:
                 f" {'?' if ratio is None else f'x{ratio:.2f}'} |"
                 f" {verdict(model, point)} |"
             )
+        where = ", ".join(f"{k} {v}" for k, v in model["environment"].items())
+        yield f"\n{model['rounds']} rounds: {where}."
