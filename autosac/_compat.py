@@ -189,6 +189,16 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def fake_mode() -> FakeTensorMode:
+    """A mode for fake tensors beside which real ones may be used.
+
+    Without its cache: in a trace, which knows equal calls itself, that only costs.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
+
+
 def has_layout_only(mode: Any, tensor: torch.Tensor) -> bool:
     """Whether a tensor is a fake one of a mode, strided and without known values."""
     return (

@@ -18,7 +18,7 @@ def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
     """
     gpu = torch.device("cuda", 0)
     with _compat.no_modes(), torch.no_grad():
-        mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+        mode = _compat.fake_mode()
 
         def moved(value: Any) -> Any:
             if isinstance(value, torch.device):

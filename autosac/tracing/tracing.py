@@ -143,7 +143,7 @@ def dry_run(step: Step, apply: Callable[[torch.nn.Module], Any]) -> Tape:
 def _run(
     step: Step, prepare: Callable[[torch.nn.Module], Any], *, only_storages: bool
 ) -> Tape:
-    mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _compat.fake_mode()
     with _preserved_state(), lens(mode, step.lens):
         model, optimizer, args, kwargs = _fake_copy(step, mode)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
