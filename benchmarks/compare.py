@@ -52,11 +52,13 @@ def _zoo(options: argparse.Namespace) -> Iterator[Record]:
 
 
 def _scale(options: argparse.Namespace) -> Iterator[Record]:
-    found = []
-    for job in scale.jobs(options.full):
-        found.append(scale.run(*job))
-        print(scale.row(found[-1]), flush=True)
-        yield {"jobs": found}
+    stored = _stored(options.output).get("scale", {"jobs": []})["jobs"]
+    known = {scale.key(job): job for job in stored}
+    for job in scale.jobs(options.full):  # others stay as they are
+        found = {**scale.run(*job), "date": environment()["date"]}
+        known[scale.key(found)] = found
+        print(scale.row(found), flush=True)
+        yield {"jobs": sorted(known.values(), key=scale.place)}
 
 
 def _frontier(options: argparse.Namespace) -> Iterator[Record]:

@@ -222,6 +222,16 @@ def jobs(full: bool) -> list[tuple[str, str, int, str]]:
     ]
 
 
+def key(job: Record) -> tuple[str, str, int]:
+    """What tells a job from others."""
+    return job["system"], job["case"], job["size"]
+
+
+def place(job: Record) -> int:
+    """Its place in the table."""
+    return [found[:3] for found in jobs(full=True)].index(key(job))
+
+
 def run(system: str, case: str, size: int, title: str) -> Record:
     """One job in a fresh process."""
     head = {"system": system, "case": case, "size": size, "title": title}
@@ -253,8 +263,11 @@ def page(record: Record) -> Iterator[str]:
         f" {_SHARE:.0%} and {_NEXT_SHARE:.0%} of the system's own baseline; the others"
         " half and a quarter of the way from the floor to the baseline.\n"
     )
-    yield "| step | system | statistics | cold | next | memory MiB | gap | peak GiB |"
-    yield "| --- | --- |" + " ---: |" * 6
+    yield (
+        "| step | system | statistics | cold | next | memory MiB | gap | peak GiB |"
+        " taken (UTC) |"
+    )
+    yield "| --- | --- |" + " ---: |" * 7
     for job in record["jobs"]:
         yield row(job)
     yield from _ratios(record["jobs"])
@@ -276,7 +289,7 @@ def row(job: Record) -> str:
     """One job as a line of the table."""
     head = f"| {job['title']} | {job['system']} |"
     if "error" in job:
-        return f"{head} {job['error']} | | | | | |"
+        return f"{head} {job['error']} | | | | | | |"
     gap, cpu_s = job["plan"].get("gap"), _total(job, "cpu_s")
     peak = ""
     if "floor_bytes" in job:
@@ -287,6 +300,7 @@ def row(job: Record) -> str:
         f" {_seconds({**job['plan'], 's': _total(job, 's'), 'cpu_s': cpu_s})} |"
         f" {_seconds(job.get('next'))} | {job['rss_bytes'] / MIB:.0f} |"
         f" {'' if gap is None else f'{gap:.2%}'} | {peak} |"
+        f" {job['date'][:16].replace('T', ' ')} |"
     )
 
 
