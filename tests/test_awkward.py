@@ -1,5 +1,6 @@
 """Every awkward habit: simulation equals dry run, three steps are bit-identical."""
 
+import dataclasses
 import random
 import threading
 
@@ -13,6 +14,7 @@ from autosac.applying import applying
 from autosac.measuring.measuring import capture_state, differences
 from autosac.planning.planning import spell_out
 from autosac.simulation.simulating import Simulator
+from autosac.tracing import tracing
 from autosac.tracing.stepping import normalize_inputs, training_step
 from autosac.tracing.tracing import dry_run
 from tests.awkward import AWKWARD
@@ -120,3 +122,24 @@ def test_a_module_that_draws_in_python_is_refused():
     refused = made.units.refused
     assert refused["0"] == "it draws from Python's or NumPy's random numbers"
     assert {unit.fqn for unit in made.units.candidates} >= {"0.inner", "1.inner"}
+
+
+@pytest.mark.parametrize("disturbed", [[1, 0, 0], [0, 2, 1, 1], range(20)])
+def test_traces_that_other_threads_may_disturb_must_agree(disturbed, monkeypatch):
+    case, run = AWKWARD["own checkpointing"], tracing._run
+    missing = iter(disturbed)
+
+    def run_disturbed(*args, **options):
+        tape = run(*args, **options)
+        return dataclasses.replace(tape, ops=tape.ops[next(missing) :])
+
+    alone = autosac.profile(case.model(), case.inputs()).tape
+    monkeypatch.setattr(tracing, "is_watched", lambda: True)
+    monkeypatch.setattr(tracing, "_run", run_disturbed)
+
+    if len(disturbed) == 20:
+        with pytest.raises(autosac.TraceError, match="No two of 9 traces agree"):
+            autosac.profile(case.model(), case.inputs())
+    else:
+        agreed = autosac.profile(case.model(), case.inputs()).tape
+        assert agreed.ops == alone.ops[disturbed[-1] :]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterator
@@ -49,7 +50,7 @@ from autosac.tracing.stepping import (
 from autosac.tracing.tape import Tape
 from autosac.tracing.values import keeps_values
 
-# Of a step that seems to draw random numbers, where there are other threads.
+# Of a step that other threads disturb.
 _LEAST_RUNS, _MOST_RUNS = 3, 9
 
 
@@ -101,13 +102,29 @@ class Step:
 def trace(step: Step) -> Tape:
     """Run the step once under fake tensors and write down what it does.
 
-    Only a module that draws random numbers in several runs really does: other threads,
-    such as those of a Dask worker, draw from the same global generators.
+    Other threads disturb it, such as those of a Dask worker. They draw from the same
+    global generators: only a module that draws random numbers in several runs really
+    does. And profilers among them look at this thread's frames, which keeps tensors
+    alive for a moment: then two runs must agree.
 
     Raises:
         TraceError: The step cannot run without data; names the module and line.
     """
     tape = _run(step, lambda model: None, only_storages=False)
+    for _ in range(_MOST_RUNS if is_watched() else 0):
+        before, tape = tape, _run(step, lambda model: None, only_storages=False)
+        if (before.storages, before.ops, before.saved) == (
+            tape.storages,
+            tape.ops,
+            tape.saved,
+        ):
+            break
+    else:
+        if is_watched():
+            raise TraceError(
+                f"No two of {_MOST_RUNS} traces agree, as other threads look at frames:"
+                " set Dask's `distributed.worker.profile.enabled` to False."
+            )
     drawn, runs = _drawn(tape), 1
     while drawn and threading.active_count() > 1 and runs < _MOST_RUNS:
         again = drawn & _drawn(_run(step, lambda model: None, only_storages=False))
@@ -120,6 +137,11 @@ def trace(step: Step) -> Tape:
         for i, call in enumerate(tape.calls)
     )
     return replace(tape, calls=calls)
+
+
+def is_watched() -> bool:
+    """Whether threads of Dask are here, which look at the frames of all threads."""
+    return threading.active_count() > 1 and "distributed.worker" in sys.modules
 
 
 def _drawn(tape: Tape) -> set[int]:
