@@ -110,24 +110,10 @@ def trace(step: Step) -> Tape:
     Raises:
         TraceError: The step cannot run without data; names the module and line.
     """
-    tape = _run(step, lambda model: None, only_storages=False)
-    for _ in range(_MOST_RUNS if is_watched() else 0):
-        before, tape = tape, _run(step, lambda model: None, only_storages=False)
-        if (before.storages, before.ops, before.saved) == (
-            tape.storages,
-            tape.ops,
-            tape.saved,
-        ):
-            break
-    else:
-        if is_watched():
-            raise TraceError(
-                f"No two of {_MOST_RUNS} traces agree, as other threads look at frames:"
-                " set Dask's `distributed.worker.profile.enabled` to False."
-            )
+    tape = _agreed(step) if is_watched() else _plain(step)
     drawn, runs = _drawn(tape), 1
     while drawn and threading.active_count() > 1 and runs < _MOST_RUNS:
-        again = drawn & _drawn(_run(step, lambda model: None, only_storages=False))
+        again = drawn & _drawn(_plain(step))
         runs += 1
         if again == drawn and runs > _LEAST_RUNS:
             break
@@ -137,6 +123,30 @@ def trace(step: Step) -> Tape:
         for i, call in enumerate(tape.calls)
     )
     return replace(tape, calls=calls)
+
+
+def _plain(step: Step) -> Tape:
+    return _run(step, lambda model: None, only_storages=False)
+
+
+def _agreed(step: Step) -> Tape:
+    """A trace that is like the one before it.
+
+    Raises:
+        TraceError: There is none.
+    """
+    tape = _plain(step)
+    for _ in range(_MOST_RUNS - 1):
+        before, tape = tape, _plain(step)
+        if all(
+            getattr(before, part) == getattr(tape, part)
+            for part in ("storages", "ops", "saved")
+        ):
+            return tape
+    raise TraceError(
+        f"No two of {_MOST_RUNS} traces agree, as other threads look at frames: set"
+        " Dask's `distributed.worker.profile.enabled` to False."
+    )
 
 
 def is_watched() -> bool:
