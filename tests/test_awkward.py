@@ -124,6 +124,15 @@ def test_a_module_that_draws_in_python_is_refused():
     assert {unit.fqn for unit in made.units.candidates} >= {"0.inner", "1.inner"}
 
 
+def test_traces_agree_whatever_order_autocast_drops_its_weights_in(monkeypatch):
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(8)])
+    monkeypatch.setattr(tracing, "is_watched", lambda: True)
+
+    made = autosac.profile(model, torch.ones(2, 8), autocast=torch.bfloat16)
+
+    assert any(op.name == "aten._to_copy.default" for op in made.tape.ops)
+
+
 @pytest.mark.parametrize("disturbed", [[1, 0, 0], [0, 2, 1, 1], range(20)])
 def test_traces_that_other_threads_may_disturb_must_agree(disturbed, monkeypatch):
     case, run = AWKWARD["own checkpointing"], tracing._run
