@@ -1,13 +1,15 @@
-"""The only file that touches private PyTorch APIs (checked for torch 2.10 to 2.15)."""
+"""Private PyTorch APIs (checked for torch 2.10 to 2.15).
+
+No other file touches them but `_compat_gpu.py` (fake CPU tensors that dispatch as a
+GPU's) and `_compat_graphs.py` (joint graphs).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -23,7 +25,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "DEFAULT_SDP_ORDER",
     "DEVICE",
     "IGNORED_IDS",
     "IGNORED_OPS",
@@ -61,6 +62,8 @@ _HIDDEN_WRITES = {
     "aten.cudnn_batch_norm.default": (3, 4),
     "aten.miopen_batch_norm.default": (3, 4),
 }
+
+TORCH_VERSION = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
@@ -244,6 +247,19 @@ def new_fake(
     return as_fake(mode, meta, device)
 
 
+def fake_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a view op makes of a fake tensor, by its kernel for meta tensors."""
+    viewed = args[0]
+    with no_dispatch():
+        meta = torch.empty(0, dtype=viewed.dtype, device=_META)
+        layout = (viewed.storage_offset(), viewed.shape, viewed.stride())
+        meta.set_(viewed.untyped_storage(), *layout)
+        views = func(meta, *args[1:], **kwargs)
+    if isinstance(views, torch.Tensor):
+        return as_fake(viewed.fake_mode, views, viewed.device)
+    return type(views)(as_fake(viewed.fake_mode, v, viewed.device) for v in views)
+
+
 def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake tensor on a device with the layout and the memory of a meta tensor."""
     of_mode = vars(mode)
@@ -389,115 +405,6 @@ def fake_like(
         # What its constructor does, without a dispatched `detach` for each.
         vars(fake)["_is_param"] = True
     return fake.requires_grad_(tensor.requires_grad)
-
-
-# --- fake CPU tensors that dispatch as a GPU's ----------------------------------
-
-TORCH_VERSION = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
-
-# `sDPPriorityOrder` of aten/src/ATen/Context.h, until somebody changes it.
-DEFAULT_SDP_ORDER = (1, 2, 0, 3, 4)
-
-
-def sdp_priority_order() -> tuple[int, ...]:
-    """Attention kernels in the order in which they are tried."""
-    return tuple(torch._C._get_sdp_priority_order())
-
-
-def autocast_ops() -> frozenset[str]:
-    """Ops, without namespace, that have a kernel for autocast on a GPU."""
-    return frozenset(
-        name.removeprefix("aten::")
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::")
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
-        and not re.search(r"[Dd]im_?[Dd]?name|names_|DimnameList", name)
-    )
-
-
-def below_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Dispatch past the autocast kernels of a GPU."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-    guard: contextlib.AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(
-        keys
-    )
-    return guard
-
-
-def composite(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the C++ composite kernel of an op; its `decompose` may be a Python one."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return op._op_dk(key, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def gpu_kernel(name: str, key: str, kernel: Callable[..., Any]) -> Iterator[None]:
-    """Run a Python function for an op of ATen under a dispatch key."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            # That it takes the place of another is meant.
-            warnings.filterwarnings("ignore", "Warning only once for all operators")
-            library.impl(name, kernel, key, allow_override=True)
-        yield
-    finally:
-        library._destroy()
-
-
-@contextlib.contextmanager
-def gpu_dispatch(mode: FakeTensorMode) -> Iterator[None]:
-    """Give the mode's fake CPU tensors the dispatch keys of a GPU's.
-
-    They say that they lie on the CPU, so that autograd asks for no GPU; the dispatcher
-    takes them for CUDA tensors. (Fake tensors that say "cuda" cannot go backward
-    without a GPU: the engine asks for its context.)
-    """
-    fakes: Any = FakeTensor
-    original: Any = fakes.__new__
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = (args and args[0] is mode) or kwargs.get("fake_mode") is mode
-        if not ours or len(args) < 3 or torch.device(args[2]).type != "cpu":
-            return original(cls, *args, **kwargs)
-        fake: Any = original(cls, *args[:2], gpu, *args[3:], **kwargs)
-        fake.fake_device = cpu
-        return fake
-
-    fakes.__new__ = staticmethod(new)
-    vars(mode)["autosac_backend"] = gpu  # for `new_fake`
-    try:
-        yield
-    finally:
-        fakes.__new__ = staticmethod(original)
-
-
-@contextlib.contextmanager
-def real_foreach(*, on_gpu: bool) -> Iterator[None]:
-    """Let optimizers and `clip_grad_norm_` choose foreach kernels as for real tensors.
-
-    The rules are `_default_to_fused_or_foreach` in torch/optim/optimizer.py and
-    `_has_foreach_support` in torch/utils/_foreach_utils.py; neither knows fake tensors.
-
-    Args:
-        on_gpu: Choose for fake CPU tensors as for a GPU's.
-    """
-    places: list[Any] = [
-        importlib.import_module(name)
-        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
-    ]
-    devices = [place._get_foreach_kernels_supported_devices for place in places]
-    types = [list(place._foreach_supported_types) for place in places]
-    supported = [*devices[0](), *(["cpu"] if on_gpu else [])]
-    try:
-        for place in places:
-            place._get_foreach_kernels_supported_devices = supported.copy
-            place._foreach_supported_types.append(FakeTensor)
-        yield
-    finally:
-        for place, function, kinds in zip(places, devices, types, strict=True):
-            place._get_foreach_kernels_supported_devices = function
-            place._foreach_supported_types[:] = kinds
 
 
 def is_channels_last(tensor: torch.Tensor, wished: torch.memory_format) -> bool:

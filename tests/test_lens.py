@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autosac import _compat
+from autosac import _compat_gpu
 from autosac.costs.devices import device_spec
 from autosac.lens import attention_choice
 from autosac.lens.autocast import Autocast
@@ -291,7 +291,7 @@ def test_knows_every_op_that_autocasts():
         name for name, kernel in known.items() if kernel.func.__name__ == "_refuse"
     }
 
-    assert set(known) == _compat.autocast_ops()
+    assert set(known) == _compat_gpu.autocast_ops()
     assert unknown <= {"binary_cross_entropy", "_cudnn_rnn", "linalg_matrix_sqrth"}
 
 

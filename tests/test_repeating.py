@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from autosac import _compat
+from autosac.pytrees import tensors_in
 from autosac.tracing.repeating import RepeatedCalls
 from tests.models import each_case
 
@@ -64,7 +65,7 @@ def test_a_repeated_call_gives_what_the_fake_kernel_gives(func, rest, mode):
     tensor = fake(mode, 4, 8)
 
     call, tensors = ask(calls, func, tensor, *rest)
-    found = calls.repeat(call, tensors)
+    found = calls.repeat(call, func, (tensor, *rest), {}, tensors)
     with mode:
         expected = func(tensor, *rest)
 
@@ -80,6 +81,49 @@ def test_a_repeated_call_gives_what_the_fake_kernel_gives(func, rest, mode):
         assert shares[0] == shares[1]
 
 
+@pytest.mark.parametrize(
+    ("func", "real", "fakes", "rest"),
+    [
+        (aten.scalar_tensor.default, [], [], (1.0,)),
+        (aten.where.self, [torch.ones(4, 8, dtype=torch.bool)], [(4, 8), (8,)], ()),
+        (aten.nll_loss_forward.default, [], [(4, 8)], (torch.ones(4).long(), None)),
+        (aten.embedding.default, [], [(4, 8)], (torch.ones(2, 3).long(),)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_repeated_call_on_real_tensors_too_gives_what_the_fake_kernel_gives(
+    func, real, fakes, rest, mode
+):
+    calls = RepeatedCalls(mode)
+    rest = (*rest, 1, -100) if func is aten.nll_loss_forward.default else rest
+
+    def args():
+        return (*real, *(fake(mode, *size) for size in fakes), *rest)
+
+    assert ask(calls, func, *args())[0] is None
+    given = args()
+    call, tensors = ask(calls, func, *given)
+    found = calls.repeat(call, func, given, {}, tensors)
+    with mode:
+        expected = func(*given)
+
+    for a, b in zip(tensors_in((found,)), tensors_in((expected,)), strict=True):
+        assert layout(a) == layout(b)
+
+
+def test_a_repeated_call_on_real_tensors_alone_is_run_for_real(mode):
+    calls = RepeatedCalls(mode)
+    func, first, second = aten.cumsum.default, torch.ones(4), torch.arange(4.0)
+    tensors = []
+
+    calls.learn(calls.key(func, (first, 0), {}, []), func, (first, 0), {}, first)
+    call = calls.find(calls.key(func, (second, 0), {}, tensors))
+
+    with mode:
+        found = calls.repeat(call, func, (second, 0), {}, tensors)
+    assert found.tolist() == [0, 1, 3, 6]
+
+
 def test_calls_that_differ_in_any_respect_are_not_equal(mode):
     calls = RepeatedCalls(mode)
     one, whole = fake(mode, 4, 4), fake(mode, 4, 4, dtype=torch.int64)
@@ -90,6 +134,9 @@ def test_calls_that_differ_in_any_respect_are_not_equal(mode):
     with mode:
         transposed, shifted = one.t(), fake(mode, 5, 4)[1:]
     keys = [
+        key(aten.add.Tensor, one, torch.ones(4, 4)),
+        key(aten.add.Tensor, torch.ones(4, 4), one),
+        key(aten.add.Tensor, torch.ones(4, 4), torch.ones(4, 4)),
         key(aten.add.Tensor, one, 1),
         key(aten.add.Tensor, one, 1.0),
         key(aten.add.Tensor, one, True),
@@ -116,11 +163,19 @@ def test_calls_that_differ_in_any_respect_are_not_equal(mode):
     [
         (aten.nonzero.default, lambda mode: (fake(mode, 4),)),
         (aten.t_.default, lambda mode: (fake(mode, 4, 8),)),
-        (aten.add.Tensor, lambda mode: (torch.ones(4), fake(mode, 4))),
-        (aten.zeros.default, lambda mode: ([4],)),
+        (aten.add_.Tensor, lambda mode: (torch.ones(4), fake(mode, 4))),
+        (aten.cat.default, lambda mode: ([torch.ones(4), fake(mode, 4)],)),
+        (aten.lift_fresh.default, lambda mode: (torch.ones(4),)),
         (aten.add.Tensor, lambda mode: (fake(mode, 4), fake(_other_mode(), 4))),
     ],
-    ids=["values decide", "inplace view", "real tensor", "no tensor", "other mode"],
+    ids=[
+        "values decide",
+        "inplace view",
+        "writes to a real one",
+        "real and fake",
+        "literal",
+        "other mode",
+    ],
 )
 def test_calls_that_layouts_do_not_determine_are_always_made(func, args, mode):
     assert RepeatedCalls(mode).key(func, args(mode), {}, []) is None

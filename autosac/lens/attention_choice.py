@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_gpu
 from autosac.costs.devices import DeviceSpec
 
 CUDNN, FLASH, EFFICIENT, MATH = "cudnn", "flash", "efficient", "math"
@@ -79,9 +79,9 @@ def backend(call: Call, device: DeviceSpec) -> str:
 
 def _order(device: DeviceSpec) -> tuple[str, ...]:
     names = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
-    order = _compat.sdp_priority_order()
+    order = _compat_gpu.sdp_priority_order()
     found = tuple(names[i] for i in order if i in names)
-    if order == _compat.DEFAULT_SDP_ORDER and _prefers_cudnn(device):
+    if order == _compat_gpu.DEFAULT_SDP_ORDER and _prefers_cudnn(device):
         return (CUDNN, *(name for name in found if name != CUDNN))
     return found
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from autosac import _compat
+from autosac import _compat, _compat_gpu
 from autosac.pytrees import tensors_in
 
 _LOWER = """
@@ -80,7 +80,7 @@ class Autocast:
                 found[name] = functools.partial(policy, _overload(name))
         for name in _NORMS:
             found[name] = functools.partial(self._norm, name)
-        known = _compat.autocast_ops()
+        known = _compat_gpu.autocast_ops()
         for name in known - set(found):
             found[name] = functools.partial(_refuse, name)
         return {name: kernel for name, kernel in found.items() if name in known}
@@ -118,7 +118,7 @@ class Autocast:
         return self._call(typed, None, args, {**kwargs, "dtype": torch.float32})
 
     def _call(self, op: Any, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Any:
-        with _compat.below_autocast():
+        with _compat_gpu.below_autocast():
             if dtype is not None:
                 args, kwargs = self._cast_all(op, args, kwargs, dtype)
             return op(*args, **kwargs)
@@ -212,7 +212,7 @@ def gpu_autocast() -> Iterator[None]:
             ready = True
             for name, kernel in casts.kernels().items():
                 installed.enter_context(
-                    _compat.gpu_kernel(name, "AutocastCUDA", kernel)
+                    _compat_gpu.gpu_kernel(name, "AutocastCUDA", kernel)
                 )
         if self.device == "cpu":
             torch.set_autocast_enabled("cuda", self._enabled)

@@ -1,6 +1,6 @@
 """The device lens: a trace on fake CPU tensors that takes a GPU's kernels.
 
-The tensors carry the dispatch keys of a GPU's (`_compat.gpu_dispatch`), so that
+The tensors carry the dispatch keys of a GPU's (`_compat_gpu.gpu_dispatch`), so that
 PyTorch's own dispatcher picks the ops that the GPU would run: fused norms, the casts
 of CUDA's autocast. Where ATen asks a tensor for its device instead, this module gives
 the answer in its place, with temporary kernels for the composite ops that ask:
@@ -10,8 +10,8 @@ the answer in its place, with temporary kernels for the composite ops that ask:
     batch_norm              cuDNN, MIOpen or ATen's own         Normalization.cpp
     softmax, log_softmax    half in, float32 out in one kernel  SoftMax.cpp
     attention               see attention.py, attention_choice.py   attention.cpp
-    autocast                see lens_autocast.py                autocast_mode.h
-    foreach optimizers      `_compat.real_foreach`              torch/optim/optimizer.py
+    autocast                see autocast.py                     autocast_mode.h
+    foreach optimizers      `_compat_gpu.real_foreach`          torch/optim/optimizer.py
 
 (all .cpp files in aten/src/ATen/native). What cannot be known without the GPU is
 refused: recurrent layers (the size of cuDNN's reserve), ctc_loss, and grid_sample
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_gpu
 from autosac.costs.devices import DeviceSpec
 from autosac.lens import attention
 from autosac.lens.autocast import gpu_autocast
@@ -72,7 +72,7 @@ def lens(mode: Any, device: DeviceSpec | None) -> Iterator[None]:
         ValueError: The device lacks a compute capability.
     """
     if device is None:
-        with _compat.real_foreach(on_gpu=False):
+        with _compat_gpu.real_foreach(on_gpu=False):
             yield
         return
     if device.vendor == "nvidia" and device.compute_capability is None:
@@ -81,12 +81,12 @@ def lens(mode: Any, device: DeviceSpec | None) -> Iterator[None]:
             " what kernels it runs; set it in the `DeviceSpec`, such as (9, 0)."
         )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_compat.gpu_dispatch(mode))
-        stack.enter_context(_compat.real_foreach(on_gpu=True))
+        stack.enter_context(_compat_gpu.gpu_dispatch(mode))
+        stack.enter_context(_compat_gpu.real_foreach(on_gpu=True))
         stack.enter_context(gpu_autocast())
         for name, kernel in _kernels(device).items():
             guarded = functools.partial(_for_fakes, mode, _overload(name), kernel)
-            context = _compat.gpu_kernel(name, "AutogradCUDA", guarded)
+            context = _compat_gpu.gpu_kernel(name, "AutogradCUDA", guarded)
             stack.enter_context(context)
         yield
 
@@ -129,7 +129,7 @@ def _for_fakes(mode: Any, op: Any, kernel: Any, *args: Any, **kwargs: Any) -> An
     """Keep the kernels away from tensors that other code has on a real GPU."""
     if _compat.fake_mode_of(args[0]) is mode:
         return kernel(*args, **kwargs)
-    return _compat.composite(op, *args, **kwargs)
+    return _compat_gpu.composite(op, *args, **kwargs)
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> Any:
@@ -147,7 +147,7 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if train and 0 < p < 1 and input.numel():
         return torch.native_dropout(input, p, train)[0]
-    out: torch.Tensor = _compat.composite(
+    out: torch.Tensor = _compat_gpu.composite(
         torch.ops.aten.dropout.default, input, p, train
     )
     return out
@@ -160,7 +160,9 @@ def _softmax(
     if input.dtype == torch.float16 and dtype == torch.float32:
         fused: torch.Tensor = getattr(aten, f"_{name}").default(input, dim, True)
         return fused
-    out: torch.Tensor = _compat.composite(getattr(aten, name).int, input, dim, dtype)
+    out: torch.Tensor = _compat_gpu.composite(
+        getattr(aten, name).int, input, dim, dtype
+    )
     return out
 
 
@@ -168,7 +170,7 @@ def _group_norm(input: torch.Tensor, *args: Any) -> torch.Tensor:
     """The CPU keeps channels last; it depends on the version whether a GPU does."""
     if _memory_format(input) != torch.contiguous_format and not _keeps_channels_last():
         input = input.contiguous()
-    out: torch.Tensor = _compat.composite(
+    out: torch.Tensor = _compat_gpu.composite(
         torch.ops.aten.group_norm.default, input, *args
     )
     return out
@@ -196,7 +198,7 @@ def _grid_sampler(
     bilinear, zeros = interpolation_mode == 0, padding_mode == 0
     if bilinear and zeros and align_corners and input.dim() == 4:
         _refuse("grid_sampler")
-    out: torch.Tensor = _compat.composite(
+    out: torch.Tensor = _compat_gpu.composite(
         torch.ops.aten.grid_sampler.default,
         input,
         grid,
@@ -243,7 +245,7 @@ def _batch_norm(
         if device.vendor == "amd" and _miopen_norms(input, weight):
             out = aten.miopen_batch_norm(input.contiguous(), *affines, *rest)
             return (*out, input.new_empty(0, dtype=torch.uint8), 2)
-    return _compat.composite(  # type: ignore[no-any-return]
+    return _compat_gpu.composite(  # type: ignore[no-any-return]
         aten._batch_norm_impl_index.default,
         input,
         weight,

@@ -293,8 +293,7 @@ class Recorder(_compat.PlainDispatchMode):
         inputs: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, inputs)
         call = self.repeated.find(key)
-        if call is None:
-            self._refuse_own_parameters(func, inputs)
+        self._refuse_own_parameters(func, inputs)
         strided = key is not None
         reads: tuple[int, ...] = ()
         if func is not _LITERAL:  # its memory is born here, with the output
@@ -304,7 +303,7 @@ class Recorder(_compat.PlainDispatchMode):
             refuse_sparse(func, tensors_in((out,)))
             call = self.repeated.learn(key, func, args, kwargs, out)
         else:
-            out = self.repeated.repeat(call, inputs)
+            out = self.repeated.repeat(call, func, args, kwargs, inputs)
         if self.target is not None:
             if self.phase == "optimizer":
                 self._exempt_results(func, inputs, out)
@@ -374,7 +373,7 @@ class Recorder(_compat.PlainDispatchMode):
         key = self.repeated.key(func, args, kwargs, tensors)
         call = self.repeated.find(key)
         if call is not None:
-            return self.repeated.repeat(call, tensors)
+            return self.repeated.repeat(call, func, args, kwargs, tensors)
         is_marginal = self._is_count(func, args) or _compat.is_profiling(func)
         if key is not None or is_marginal:
             out = self._call(key, func, args, kwargs, tensors)

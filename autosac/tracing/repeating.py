@@ -3,7 +3,8 @@
 The step of a large model makes the same few hundred calls over and over. What a fake
 kernel returns depends on the layouts of its tensors, on its other arguments, and on the
 default type. So the second of two equal calls gets what the first one got: new memory
-of the same layout, a view at the same place, or the same argument.
+of the same layout, a view at the same place, or the same argument. A call that was run
+on real tensors, whose values a step may branch on, is run for real again.
 """
 
 from __future__ import annotations
@@ -42,6 +43,23 @@ _NOT_BY_LAYOUT = frozenset(
         torch.Tag.data_dependent_output,
         torch.Tag.dynamic_output_shape,
         torch.Tag.inplace_view,
+    }
+)
+
+_UNKNOWN, _IS_FAKE, _IS_REAL = 1, 2, 4  # kinds of arguments
+_REAL = object()  # results of a call that is run on real tensors
+_aten = torch.ops.aten
+# Ops that, besides elementwise ones, give fakes and real tensors a result by layout.
+_MIXED = frozenset(
+    {
+        _aten.embedding.default,
+        _aten.embedding_dense_backward.default,
+        _aten.gather.default,
+        _aten.index_select.default,
+        _aten.nll_loss_forward.default,
+        _aten.nll_loss_backward.default,
+        _aten.scatter.src,
+        _aten.scatter.value,
     }
 )
 
@@ -119,11 +137,13 @@ class RepeatedCalls:
             tensors: The tensors in all of them are appended to this list.
         """
         parts = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        known = self._collect(args, tensors, parts)
+        found = self._collect(args, tensors, parts)
         if kwargs:
             parts += kwargs
-            known = self._collect(kwargs.values(), tensors, parts) and known
-        if not known or not tensors or not self._is_repeatable(func):
+            found |= self._collect(kwargs.values(), tensors, parts)
+        if found & _UNKNOWN or not self._is_repeatable(func):
+            return None
+        if found == _IS_FAKE | _IS_REAL and not _is_mixed(func):
             return None
         return tuple(parts)
 
@@ -138,30 +158,45 @@ class RepeatedCalls:
         # A call that changed the layout of an argument is not remembered.
         if key is not None and key == self.key(func, args, kwargs, tensors):
             try:
-                call.results = _Templates(self.mode, tensors).of(out)
+                call.results = self._template(tensors, out)
             except _NotRepeatable:
                 return call
             self._known[key] = call
         return call
 
-    def repeat(self, call: Call, tensors: Tensors) -> Any:
+    def repeat(
+        self, call: Call, func: Any, args: Any, kwargs: Any, tensors: Tensors
+    ) -> Any:
         """Results of a call that is equal to one that was made."""
+        if call.results is _REAL:
+            with _compat.no_modes():
+                return func(*args, **kwargs)
         return self._make(call.results, tensors)
+
+    def _template(self, inputs: Tensors, out: Any) -> Any:
+        outputs = list(tensors_in((out,)))
+        if outputs and not any(map(_compat.is_fake, inputs + outputs)):
+            return _REAL
+        return _Templates(self.mode, inputs).of(out)
 
     def _is_repeatable(self, func: Any) -> bool:
         """Whether the layouts of an op's arguments decide those of its results."""
         found = self._repeatable.get(id(func))
         if found is None:
             is_ours = getattr(func, "namespace", None) == "aten"
-            is_repeatable = is_ours and _NOT_BY_LAYOUT.isdisjoint(func.tags)
+            is_repeatable = (
+                is_ours
+                and func is not _aten.lift_fresh.default  # of a number, see `Recorder`
+                and _NOT_BY_LAYOUT.isdisjoint(func.tags)
+            )
             found = self._repeatable[id(func)] = (func, is_repeatable)
         return found[1]
 
     def _collect(
         self, values: Iterable[Any], tensors: Tensors, parts: list[Any]
-    ) -> bool:
-        """Collect tensors, and what results depend on; whether that is all of it."""
-        known = True
+    ) -> int:
+        """Collect tensors, and what results depend on; which kinds there are."""
+        found = 0
         for value in values:
             kind = type(value)
             if kind in _PLAIN:
@@ -169,23 +204,28 @@ class RepeatedCalls:
             elif isinstance(value, torch.Tensor):
                 tensors.append(value)
                 if _compat.has_layout_only(self.mode, value):
-                    parts += (
-                        value.shape,
-                        value.stride(),
-                        value.storage_offset(),
-                        value.dtype,
-                        value.device,
-                        value.requires_grad,
-                    )
+                    found |= _IS_FAKE
+                elif _is_real(value):
+                    found |= _IS_REAL
                 else:
-                    known = False
+                    found |= _UNKNOWN
+                    continue
+                parts += (
+                    kind,
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                    value.dtype,
+                    value.device,
+                    value.requires_grad,
+                )
             elif kind is list or kind is tuple:
                 parts += (kind, len(value))
-                known = self._collect(value, tensors, parts) and known
+                found |= self._collect(value, tensors, parts)
             else:
                 tensors.extend(tensors_in(value))
-                known = False
-        return known
+                found |= _UNKNOWN
+        return found
 
     def _make(self, template: Any, tensors: Tensors) -> Any:
         kind = type(template)
@@ -206,6 +246,25 @@ class RepeatedCalls:
         return template
 
 
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one with values."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.requires_grad
+        and not tensor.is_complex()
+        and not tensor.is_quantized
+        and not tensor.is_neg()
+    )
+
+
+def _is_mixed(func: Any) -> bool:
+    """Whether an op gives fakes and real tensors new results that layouts decide."""
+    is_known = torch.Tag.pointwise in func.tags or func in _MIXED
+    return is_known and _compat.makes_all_results(func)
+
+
 class _Templates:
     """Makes the templates of a call's results.
 
@@ -216,7 +275,8 @@ class _Templates:
 
     def __init__(self, mode: Any, tensors: Tensors) -> None:
         self.mode = mode
-        self.are_simple = all(map(self._is_simple, tensors))
+        self.reads_values = any(not _compat.is_fake(t) for t in tensors)
+        self.are_simple = all(_is_real(t) or self._is_simple(t) for t in tensors)
         self.positions: dict[int, list[int]] = defaultdict(list)
         self.bases: dict[int, list[int]] = defaultdict(list)
         for i, tensor in enumerate(tensors):
@@ -229,7 +289,7 @@ class _Templates:
         Raises:
             _NotRepeatable: It takes more than that.
         """
-        if type(out) in _PLAIN:
+        if type(out) in _PLAIN and not self.reads_values:
             return out
         if type(out) in (list, tuple):
             return _Several(type(out), tuple(map(self.of, out)))

@@ -43,6 +43,8 @@ def run_op(
     does a random number that reads nothing, such as `torch.rand([])` for layer drop.
     """
     if any(map(_compat.is_fake, inputs)):
+        if _is_plain_view(func, args, inputs):
+            return _compat.fake_view(func, args, kwargs)
         out = real_layouts.of_ctc_loss(func, args)
         if out is None:
             out = func(*args, **kwargs)
@@ -68,6 +70,20 @@ def run_op(
             return out
     with _compat.no_modes():
         return func(*args, **kwargs)
+
+
+def _is_plain_view(func: Any, args: Any, inputs: list[torch.Tensor]) -> bool:
+    """Whether an op only looks at a fake tensor in another way."""
+    if len(inputs) != 1 or not args or args[0] is not inputs[0]:
+        return False
+    mode, tensor = _compat.fake_mode_of(inputs[0]), inputs[0]
+    return (
+        getattr(func, "namespace", None) == "aten"
+        and _compat.is_view(func)
+        and _compat.has_layout_only(mode, tensor)
+        and not tensor.is_complex()
+        and not tensor.is_quantized
+    )
 
 
 def refuse_sparse(func: Any, outputs: Iterable[torch.Tensor]) -> None:
