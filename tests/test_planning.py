@@ -249,9 +249,9 @@ def dry_runs(monkeypatch):
     """Counts the dry runs that planning makes."""
     made = []
 
-    def counted(*args):
+    def counted(*args, **options):
         made.append(args)
-        return dry_run(*args)
+        return dry_run(*args, **options)
 
     monkeypatch.setattr(planning, "dry_run", counted)
     return made
@@ -307,10 +307,24 @@ def test_dry_runs_are_made_as_asked_for(wanted, num_runs, dry_runs, monkeypatch)
     assert len(dry_runs) == num_runs
 
 
+def test_a_dry_run_of_memory_that_stays_for_the_optimizer_disagrees(monkeypatch):
+    made, kept, install = profile_of("mlp"), [], applying.install
+
+    def leaking(model, policies):
+        handle = install(model, policies)
+        model.register_full_backward_pre_hook(lambda *_: kept.append(torch.ones(64)))
+        return handle
+
+    monkeypatch.setattr(applying, "install", leaking)
+
+    with pytest.raises(autosac.SolverError, match="to the optimizer, its simulation"):
+        autosac.plan(made, memory_budget=made.baseline_peak_bytes - 1)
+
+
 def test_a_dry_run_that_disagrees_is_an_error_and_confirms_nothing(monkeypatch):
     made = profile_of("mlp")
     unplanned = dry_run(made.step, lambda model: None)
-    monkeypatch.setattr(planning, "dry_run", lambda *_: unplanned)
+    monkeypatch.setattr(planning, "dry_run", lambda *_, **__: unplanned)
 
     for _ in range(2):
         with pytest.raises(autosac.SolverError, match="dry run of the plan peaks"):

@@ -400,19 +400,35 @@ def _wants_dry_run(made: TracedStep, chosen: Choice) -> bool:
 
 
 def _confirm(made: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -> None:
-    """Run the applied model under fake tensors: its peak must be the simulated one."""
-    expected = made.simulator.peak_bytes(chosen, workspaces=False)
+    """Run the applied model under fake tensors: memory must be as simulated."""
+    expected = _before_optimizer(made.simulator, chosen)
     for _ in range(_DISTURBED if is_watched() else 1):
-        dry = dry_run(made.step, lambda model: applying.install(model, policies))
-        found = Simulator(dry).baseline.peak_bytes
+        dry = dry_run(
+            made.step,
+            lambda model: applying.install(model, policies),
+            optimizes=False,
+        )
+        found = _before_optimizer(Simulator(dry), {})
         if found == expected:
             break
     else:
         raise SolverError(
-            f"The dry run of the plan peaks at {found} bytes, its simulation at"
-            f" {expected}. This is a mistake in autosac; please report the model."
+            f"The dry run of the plan peaks at {found[0]} bytes and leaves {found[1]}"
+            f" to the optimizer, its simulation at {expected[0]} and {expected[1]}."
+            " This is a mistake in autosac; please report the model."
         )
     made.dry_runs.add(frozenset(chosen.items()))
+
+
+def _before_optimizer(simulator: Simulator, chosen: Choice) -> tuple[int, int]:
+    """Most bytes alive before the optimizer begins, and those alive when it does.
+
+    No unit runs in it: what it adds, the trace has shown.
+    """
+    timeline = simulator.timeline(chosen, workspaces=False)
+    mark = simulator.tape.phases["optimizer"] * simulator.span
+    live = timeline.live_bytes[timeline.keys <= mark]
+    return int(live.max()), int(live[-1])
 
 
 def _as_plan(

@@ -167,21 +167,29 @@ def _drawn(tape: Tape) -> set[int]:
     return {i for i, call in enumerate(tape.calls) if call.once == DRAWS}
 
 
-def dry_run(step: Step, apply: Callable[[torch.nn.Module], Any]) -> Tape:
+def dry_run(
+    step: Step, apply: Callable[[torch.nn.Module], Any], *, optimizes: bool = True
+) -> Tape:
     """Run the step under fake tensors with a plan applied, as a real run would.
 
     Args:
         step: The step without a plan.
         apply: Called with the fake copy of the model before it runs.
+        optimizes: False ends it where the optimizer would begin: what follows does not
+            depend on the plan, but for what is alive there.
 
     Returns:
         A tape that holds nothing but storages.
     """
-    return _run(step, apply, only_storages=True)
+    return _run(step, apply, only_storages=True, optimizes=optimizes)
 
 
 def _run(
-    step: Step, prepare: Callable[[torch.nn.Module], Any], *, only_storages: bool
+    step: Step,
+    prepare: Callable[[torch.nn.Module], Any],
+    *,
+    only_storages: bool,
+    optimizes: bool = True,
 ) -> Tape:
     mode = _compat.fake_mode()
     with _preserved_state(), lens(mode, step.lens):
@@ -224,7 +232,8 @@ def _run(
                 )
                 _enter_steady_state(recorder, model, optimizer, step.accumulate)
                 recorder.mark("optimizer")
-                finish_step(model, optimizer, step.clip_grad_norm)
+                if optimizes:
+                    finish_step(model, optimizer, step.clip_grad_norm)
                 del loss  # alive until here, as in `training_step`
         except _compat.TRACE_ERRORS as error:
             raise TraceError(_explanation(recorder, error)) from error
