@@ -19,6 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
+
+import numpy as np
 
 from solvers._save_front import lower_hull, save_front
 from solvers.solution import Solution, Termination
@@ -127,8 +130,9 @@ class Front:
             return tuple(range(len(self.solutions)))
         sizes = [_bytes_of(solution) for solution in self.solutions]
         last = max(num_points, 2) - 1
-        rising = [(_bytes_of(s), _time_of(s)) for s in reversed(self.solutions)]
-        found = {len(rising) - 1 - i for i in lower_hull(rising)}
+        times = [_time_of(solution) for solution in self.solutions]
+        hull = lower_hull(np.array(sizes[::-1]), np.array(times[::-1]))
+        found = set((len(sizes) - 1 - hull).tolist())
         for k in range(last + 1):
             capacity = sizes[-1] + (sizes[0] - sizes[-1]) * k // last
             found.add(next(i for i, size in enumerate(sizes) if size <= capacity))
@@ -198,21 +202,22 @@ def rerun_closure(problem: SaveProblem, saved: Sequence[bool]) -> tuple[bool, ..
         problem: The groups; pinned ones are listed too if they would be rerun.
         saved: Whether each group's results are saved.
     """
-    rerun = [g in problem.needed and not saved[g] for g in range(problem.num_groups)]
+    rerun = [False] * problem.num_groups
+    for g in problem.needed:
+        rerun[g] = not saved[g]
     for g in reversed(range(problem.num_groups)):  # inputs come before their readers
         if rerun[g]:
             for h in problem.inputs[g]:
-                rerun[h] = rerun[h] or not saved[h]
+                if not saved[h]:
+                    rerun[h] = True
     return tuple(rerun)
 
 
 def recompute_ms(problem: SaveProblem, rerun: Sequence[bool]) -> float:
     """Time of the groups that are rerun."""
-    times = zip(problem.runtime_ms, rerun, strict=True)
-    return math.fsum(runtime for runtime, is_rerun in times if is_rerun)
+    return math.fsum(compress(problem.runtime_ms, rerun))
 
 
 def saved_bytes(problem: SaveProblem, saved: Sequence[bool]) -> int:
     """Activation memory of the groups that are saved."""
-    sizes = zip(problem.saved_bytes, saved, strict=True)
-    return sum(nbytes for nbytes, is_saved in sizes if is_saved)
+    return sum(compress(problem.saved_bytes, saved))

@@ -22,6 +22,15 @@ _NUM_POINTS = (24, 32, 48, 64, 128, 256)  # of a curve
 _AFFORDABLE_POINTS = 1600  # of all units: about a second to simulate
 
 
+# By whether a group is saved, and whether it is rerun.
+_SPELLED = {
+    (True, False): SAVE,
+    (True, True): SAVE,
+    (False, True): RERUN,
+    (False, False): SKIP,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCurve:
     """Points of a unit's trade-off curve, and the policies behind them.
@@ -95,7 +104,7 @@ def trade_off(
     """Points of a unit's curve; None if it frees nothing.
 
     Args:
-        unit: The unit.
+        unit: The unit; no chain or nest.
         front: Its Pareto points, or those of a unit that behaves alike; None to solve
             for them.
         num_points: See `knapsack.Front.select`.
@@ -107,10 +116,10 @@ def trade_off(
     within: list[knapsack.SaveSolution] = []
     for solution in front.solutions:
         assert solution.saved is not None and solution.rerun is not None
-        policy = Policy(spell(solution.saved, solution.rerun))
-        kept_bytes = kept(unit, policy)
-        if kept_bytes <= most:
-            finer.append((kept_bytes, recompute_ms(unit, policy), policy))
+        assert solution.saved_bytes is not None and solution.recompute_ms is not None
+        if solution.saved_bytes <= most:
+            policy = Policy(spell(solution.saved, solution.rerun))
+            finer.append((solution.saved_bytes, solution.recompute_ms, policy))
             within.append(solution)
     # Selected among these, so that they have the hull's vertices of their own.
     chosen = replace(front, solutions=tuple(within)).select(num_points)
@@ -197,7 +206,7 @@ def recompute_ms(unit: Unit, policy: Policy) -> float:
 
 
 def _rerun_ms(groups: Sequence[Group], choices: str) -> float:
-    return sum(
+    return math.fsum(
         group.runtime_ms
         for group, choice in zip(groups, choices, strict=True)
         if choice == RERUN
@@ -206,6 +215,4 @@ def _rerun_ms(groups: Sequence[Group], choices: str) -> float:
 
 def spell(saved: tuple[bool, ...], rerun: tuple[bool, ...]) -> str:
     """Choices of a policy from the flags of a solution."""
-    return "".join(
-        SAVE if s else RERUN if r else SKIP for s, r in zip(saved, rerun, strict=True)
-    )
+    return "".join(map(_SPELLED.__getitem__, zip(saved, rerun, strict=True)))
