@@ -82,7 +82,7 @@ class Run:
         return SAVE if self.departed else self.policy.actions[place]
 
 
-class ForwardMode(_compat.TorchDispatchMode):
+class ForwardMode(_compat.PlainDispatchMode):
     """Keeps what the policy saves while a unit's forward runs."""
 
     def __init__(self, run: Run) -> None:
@@ -93,6 +93,8 @@ class ForwardMode(_compat.TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _compat.DEVICE:
+            return args[0].device
         if id(func) in _compat.IGNORED_IDS:
             return func(*args, **kwargs)
         entry = _Entry(func, self.run.action(func))
@@ -110,7 +112,7 @@ class ForwardMode(_compat.TorchDispatchMode):
         return out
 
 
-class _ReplayMode(_compat.TorchDispatchMode):
+class _ReplayMode(_compat.PlainDispatchMode):
     """Replays a unit's forward: loads what was saved, skips what nobody needs."""
 
     def __init__(self, run: Run) -> None:
@@ -138,6 +140,8 @@ class _ReplayMode(_compat.TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _compat.DEVICE:
+            return args[0].device
         if self.run.paused:
             return func(*args, **kwargs)
         if id(func) in _compat.IGNORED_IDS:
