@@ -240,12 +240,17 @@ def _groups_saved(
 
 
 def milp_rival(profile: Profile, chain: Chain) -> Rival:
-    """PyTorch's chain at budgets all over the range of its own baseline."""
+    """PyTorch's chain at budgets all over the range of its own baseline.
+
+    Below the first one that it finds no plan for, which may take it minutes, it is not
+    asked again: less memory allows no more.
+    """
     settings = []
     for share in _SHARES:
         choice = milp_choice(profile, chain, int(share * chain.baseline_bytes))
-        if choice is not None:
-            settings.append(priced(profile, f"{share:.0%}", choice))
+        if choice is None:
+            break
+        settings.append(priced(profile, f"{share:.0%}", choice))
     note = "" if settings else "finds no plan at any budget"
     return Rival(name=_NAME, settings=tuple(settings), note=note)
 
