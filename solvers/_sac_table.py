@@ -147,10 +147,13 @@ class Table:
         """Units that work at each position, with a number of what they add there."""
         self._extras = [_added_up(unit) for unit in units]
         self._workers: dict[int, list[tuple[int, int]]] = {}
+        numbers: dict[int, int] = {}  # by address: hashing takes long, and many are one
         for u, extras in enumerate(self._extras):
             for position, added in extras.items():
-                entry = (u, self._numbered(added))
-                self._workers.setdefault(position, []).append(entry)
+                number = numbers.get(id(added))
+                if number is None:
+                    number = numbers[id(added)] = self._numbered(added)
+                self._workers.setdefault(position, []).append((u, number))
 
 
 _NONE = np.zeros(0, dtype=np.int64)

@@ -80,6 +80,8 @@ class TapeIndex:
         self.tape = tape
         self.starts = [op.start for op in tape.ops]
         self.packs = [saved.packed for saved in tape.saved]
+        self.until: list[int] = tape.saved_until.tolist()
+        self.died: list[int] = tape.died.tolist()
         self.writes: dict[int, list[int]] = defaultdict(list)
         self.saves: dict[int, list[int]] = defaultdict(list)
         for op in tape.ops:
@@ -101,10 +103,8 @@ class TapeIndex:
 
     def held_elsewhere_until(self, storage: int, own: range) -> int:
         """Tick until which a storage lives without the saved tensors ``own``."""
-        others = (
-            int(self.tape.saved_until[i]) for i in self.saves[storage] if i not in own
-        )
-        return max(self.tape.storages[storage].died, max(others, default=0))
+        others = [self.until[i] for i in self.saves[storage] if i not in own]
+        return max([self.died[storage], *others])
 
 
 def make_groups(
