@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.experimental.symbolic_shapes import is_symbolic as is_symbolic_size
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
+
+from autosac import _compat
 
 Partition = tuple[fx.GraphModule, fx.GraphModule]
 PartitionFn = Callable[[fx.GraphModule, int, Sequence[int]], Partition]
@@ -102,6 +106,64 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     new = graph.output(output)
     new.meta = dict(old.meta)
     return fx.GraphModule(module, graph)
+
+
+def symbolic_fake_mode() -> _compat.FakeTensorMode:
+    """A mode for fake tensors whose elements, once read, are unknown numbers."""
+    return _compat.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake_twin(mode: _compat.FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the shape, and of nothing else, of a real one."""
+    return mode.from_tensor(tensor.detach(), static_shapes=True)
+
+
+def capture_updates(
+    run: Callable[[], object], tensors: Sequence[torch.Tensor]
+) -> fx.GraphModule:
+    """Graph of what a function does to fake tensors, which are its inputs.
+
+    Nothing is functionalised: ops that write are nodes that write. Numbers that are
+    read from tensors are nodes as well, and so is arithmetic on them; a choice that
+    depends on one is an error of PyTorch's.
+
+    Args:
+        run: Called once.
+        tensors: Of a `symbolic_fake_mode`.
+    """
+
+    def traced(given: list[torch.Tensor]) -> None:
+        assert all(one is own for one, own in zip(given, tensors, strict=True))
+        with _PlainNumbers():  # type: ignore[no-untyped-call]
+            run()
+
+    with _compat.fake_mode_of(tensors[0]), torch.no_grad():
+        module = make_fx(traced, tracing_mode="real")(list(tensors))
+    for node in reversed(module.graph.nodes):
+        is_unused = node.target is _compat.ITEM and not node.users
+        if _compat.is_profiling(node.target) or is_unused:
+            module.graph.erase_node(node)
+    return module
+
+
+class _PlainNumbers(_compat.TorchDispatchMode):
+    """Numbers of tensors as they are when they are read; constants as `aten.full`.
+
+    Fake tensors remember numbers that were read, past updates by ops on lists. And
+    `make_fx` works out what follows from a ``torch.tensor(1.0)``, even with numbers
+    that it does not know.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is _compat.ITEM:
+            args[0].item_memo = None
+        elif func is torch.ops.aten.lift_fresh.default and not args[0].dim():
+            with _compat.no_modes():
+                value = args[0].item()
+            return torch.full((), value, dtype=args[0].dtype, device=args[0].device)
+        return func(*args, **(kwargs or {}))
 
 
 def compile_eagerly(
@@ -234,9 +296,18 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def placement(node: fx.Node) -> str | None:
-    """AOTAutograd's word on whether a node belongs to forward or backward."""
+    """Whether a node belongs to forward, by AOTAutograd's word, backward or optimizer.
+
+    One of ``"is_forward"``, ``"is_backward"``, ``"is_optimizer"`` (see `place`), other
+    words of AOTAutograd, or None.
+    """
     tag: str | None = node.meta.get("partitioner_tag")
     return tag
+
+
+def place(node: fx.Node, tag: str) -> None:
+    """Say what `placement` tells of a node."""
+    node.meta["partitioner_tag"] = tag
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
