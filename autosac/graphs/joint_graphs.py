@@ -1,10 +1,10 @@
-"""The joint graph of a training step: forward, loss and backward as one FX graph."""
+"""The joint graph of a training step: forward, loss, backward, optimizer in one."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -14,9 +14,13 @@ from torch import fx
 from autosac import _compat_graphs
 from autosac.errors import TraceError
 from autosac.graphs.memory import GraphMemory, graph_memory
+from autosac.graphs.optimizer_stage import append_step
+from autosac.graphs.optimizer_steps import captured_step
 from autosac.tracing.stepping import LossFn, default_loss, normalize_inputs
 
-Stage = Literal["placeholder", "forward", "loss", "backward"]
+Stage = Literal["placeholder", "forward", "loss", "backward", "optimizer"]
+
+_AFTER_FORWARD = ("backward", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,33 +56,66 @@ class JointGraph:
             a gradient (or None) for each input.
         num_forward_outputs: How many of the results belong to forward.
         memory: Storages, times and workspaces of its nodes.
-        inputs: Parameters, buffers, inputs, then the gradient of the loss: what to run
-            it with. Empty for a graph that is being compiled.
+        inputs: Parameters, buffers, inputs, then the gradient of the loss, then the
+            optimizer's state: what to run it with. Those that it updates are copies:
+            a run leaves the model and its optimizer alone. Empty for a graph that is
+            being compiled.
+        input_names: What each of them is, as in ``"parameter 0.weight"``,
+            ``"buffer 1.running_mean"``, ``"input 0"``, ``"gradient of the loss"``,
+            ``"optimizer state ['exp_avg'] of 0.weight"``.
     """
 
     module: fx.GraphModule
     num_forward_outputs: int
     memory: GraphMemory
     inputs: tuple[torch.Tensor, ...] = ()
+    input_names: tuple[str, ...] = ()
 
     def run(self) -> tuple[Any, ...]:
         """Run it node by node; values are freed after their last use.
 
+        What it updates is updated in `inputs`: the next run is the next step.
+
         Returns:
-            Results of forward, then a gradient (or None) per input.
+            Results of forward, then a gradient (or None) per parameter, buffer and
+            input. The gradients are those after the optimizer's step, which may change
+            them (SGD with ``nesterov`` and ``foreach`` does).
         """
         with torch.no_grad():
             return tuple(fx.Interpreter(self.module).run(*self.inputs))
 
     @property
+    def named_inputs(self) -> dict[str, torch.Tensor]:
+        """The inputs by name: after a run, parameters and state as it left them."""
+        return dict(zip(self.input_names, self.inputs, strict=True))
+
+    @property
     def persistent_bytes(self) -> int:
-        """Parameters, buffers and inputs: alive before, while and after it runs."""
+        """Its inputs: alive before, while and after it runs."""
         return self.memory.input_bytes
+
+    def stage_peaks(self) -> dict[Stage, int]:
+        """Most bytes alive at once in every stage, in the order of the stages."""
+        found: dict[Stage, int] = {}
+        for node, num_bytes in self.memory.live():
+            if (stage := self.stages.get(node)) not in (None, "placeholder"):
+                found[stage] = max(found.get(stage, 0), num_bytes)
+        return found
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it ends with a step of an optimizer."""
+        return "optimizer" in self.stages.values()
 
     @cached_property
     def forward_nodes(self) -> tuple[fx.Node, ...]:
         """Nodes of forward and loss."""
         return tuple(n for n, s in self.stages.items() if s in ("forward", "loss"))
+
+    @cached_property
+    def nodes_after_forward(self) -> tuple[fx.Node, ...]:
+        """Nodes of backward and optimizer."""
+        return tuple(n for n, s in self.stages.items() if s in _AFTER_FORWARD)
 
     @cached_property
     def stages(self) -> dict[fx.Node, Stage]:
@@ -89,6 +126,8 @@ class JointGraph:
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 found[node] = "placeholder"
+            elif node.op == "call_function" and _is_of_optimizer(node):
+                found[node] = "optimizer"
             elif node.op == "call_function":
                 found[node] = "forward" if is_forward else "backward"
             is_forward = is_forward and node is not last
@@ -108,8 +147,10 @@ class JointGraph:
             memory = self.memory.nodes[node]
             for storage in memory.makes:
                 reads = readers.get(storage, [])
-                before = [n.name for n in reads if self.stages.get(n) != "backward"]
                 after = [n.name for n in reads if self.stages.get(n) == "backward"]
+                before = [
+                    n.name for n in reads if self.stages.get(n) not in _AFTER_FORWARD
+                ]
                 found.append(
                     Intermediate(
                         node=node.name,
@@ -125,23 +166,38 @@ class JointGraph:
 
 
 def joint_graph(
-    model: torch.nn.Module, inputs: Any, *, loss_fn: LossFn | None = None
+    model: torch.nn.Module,
+    inputs: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: Any = None,
 ) -> JointGraph:
     """Capture forward, loss and backward of a model as one graph; nothing is run.
 
     Dynamo and AOTAutograd make the graph: in-place ops become ordinary ones, updates of
     buffers are copies at the end of forward. Random ops draw when the graph runs.
 
+    With an optimizer the graph goes on with a steady step of it, whose ops update
+    parameters and state in their memory. Step counts and what follows from them are
+    nodes of the graph; options such as the learning rate are constants of it. The
+    gradients stay alive until the end, as they do until ``zero_grad()``.
+
     Args:
         model: On the CPU, in the mode it trains in.
         inputs: A tensor, a tuple (args), a dict (kwargs) or ``(args, kwargs)``.
         loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
             sum of all outputs that require gradients.
+        optimizer: A ``torch.optim`` instance over the model's parameters, a callable on
+            parameters, or None. State that it does not have yet is as the first step
+            of a copy makes it; the momentum of SGD then begins with zeros.
 
     Raises:
-        TraceError: The step is no single graph.
-        NotImplementedError: The graph has ops that cannot be planned, or the model is
-            not on the CPU.
+        TraceError: The step is no single graph, or the optimizer's step depends on
+            values (as that of RAdam).
+        NotImplementedError: The graph has ops that cannot be planned, the model is
+            not on the CPU, or the optimizer needs a closure, has hooks, steps in
+            backward, has a tensor among its options or keeps state in Python.
+        TypeError: ``optimizer`` is none.
     """
     args, kwargs = normalize_inputs(inputs)
     loss = loss_fn or default_loss
@@ -163,11 +219,75 @@ def joint_graph(
         for node in module.graph.nodes
         if _compat_graphs.is_tangent(node)
     ]
+    joint = replace(
+        found,
+        inputs=_without_updated(found, (*primals, *tangents)),
+        input_names=(
+            *_names(model, primals),
+            *("gradient of the loss" for _ in tangents),
+        ),
+    )
+    if optimizer is not None:
+        joint = _with_optimizer(joint, primals, model, optimizer)
+    return replace(joint, memory=joint.memory.measured())
+
+
+def _names(model: torch.nn.Module, primals: Sequence[Any]) -> list[str]:
+    """What the inputs of forward are."""
+    known = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
+    known |= {id(b): f"buffer {name}" for name, b in model.named_buffers()}
+    given = [p for p in primals if id(p) not in known]
+    known |= {id(value): f"input {i}" for i, value in enumerate(given)}
+    return [known[id(p)] for p in primals]
+
+
+def _without_updated(
+    joint: JointGraph, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Inputs of a graph, with copies of those that it updates."""
+    nodes = joint.memory.nodes
+    updates = [n for n in joint.module.graph.nodes if _is_update(n)]
+    updated = {s for n in updates for s in nodes[n.args[0]].storages}
+    placeholders = joint.module.graph.find_nodes(op="placeholder")
+    return tuple(
+        tensor if updated.isdisjoint(nodes[node].storages) else tensor.detach().clone()
+        for node, tensor in zip(placeholders, inputs, strict=True)
+    )
+
+
+def _with_optimizer(
+    joint: JointGraph, primals: Sequence[Any], model: torch.nn.Module, optimizer: Any
+) -> JointGraph:
+    """The graph and a step of an optimizer on the gradients that it makes."""
+    results: Any = joint.module.graph.output_node().args[0]
+    gradients = results[joint.num_forward_outputs :]
+    places = {id(tensor): place for place, tensor in enumerate(primals)}
+    trained = [
+        p
+        for p in model.parameters()
+        if id(p) in places and gradients[places[id(p)]] is not None
+    ]
+    step = captured_step(optimizer, model, trained)
+    updated = [places[id(p)] for p in step.trained]
+    append_step(
+        joint.module.graph,
+        joint.memory,
+        step,
+        results=[joint.num_forward_outputs + place for place in updated],
+        parameters=updated,
+        backward=frozenset(n for n, s in joint.stages.items() if s == "backward"),
+    )
+    unpack_at_once(joint.module.graph)
+    joint.module.recompile()
+    inputs = list(joint.inputs)
+    for place, parameter in zip(updated, step.parameters, strict=True):
+        inputs[place] = parameter
     return JointGraph(
-        module=found.module,
-        num_forward_outputs=num_outputs,
-        memory=found.memory.measured(),
-        inputs=(*primals, *tangents),
+        module=joint.module,
+        num_forward_outputs=joint.num_forward_outputs,
+        memory=graph_memory(joint.module),
+        inputs=(*inputs, *step.states),
+        input_names=(*joint.input_names, *step.state_names),
     )
 
 
@@ -233,11 +353,26 @@ def _is_update(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.copy_.default
 
 
+def _is_of_optimizer(node: fx.Node) -> bool:
+    return _compat_graphs.placement(node) == "is_optimizer"
+
+
+def _updates_of_forward(graph: fx.Graph) -> list[fx.Node]:
+    """Updates of inputs; others are the optimizer's, or copy gradients for it."""
+    return [
+        node
+        for node in graph.nodes
+        if _is_update(node)
+        and node.args[0].op == "placeholder"
+        and not _is_of_optimizer(node)
+    ]
+
+
 def _last_forward_node(graph: fx.Graph, num_forward_outputs: int) -> fx.Node:
     """The last node that results of forward, or updates of inputs, depend on."""
     outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
     pending = [n for n in outputs[:num_forward_outputs] if isinstance(n, fx.Node)]
-    updates = [n for n in graph.nodes if _is_update(n)]
+    updates = _updates_of_forward(graph)
     pending += [n.args[1] for n in updates if isinstance(n.args[1], fx.Node)]
     needed: set[fx.Node] = set(updates) if _updates_are_moved(updates) else set()
     while pending:
