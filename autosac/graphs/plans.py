@@ -160,8 +160,9 @@ class GraphPlanner:
     ) -> InfeasibleBudgetError:
         peak_bytes = recomputation.peak_bytes(self.problem, kept)
         inputs = self.joint.persistent_bytes
+        state = ", optimizer state" if self.joint.has_optimizer else ""
         composition = {
-            "parameters, buffers and inputs": inputs,
+            f"parameters, buffers{state} and inputs": inputs,
             "activations, gradients and temporaries": peak_bytes - inputs,
         }
         parts = ", ".join(
@@ -213,7 +214,7 @@ class _Reader:
     Attributes:
         joint: The graph.
         ops: Forward nodes that make memory or update inputs.
-        steps: Nodes of backward, and the output.
+        steps: Nodes of backward and optimizer, and the output.
         values: Storages that forward makes -> their numbers.
     """
 
@@ -221,8 +222,7 @@ class _Reader:
         self.joint = joint
         self.memory: GraphMemory = joint.memory
         self.ops = [n for n in joint.forward_nodes if self._is_op(n)]
-        backward = [n for n, stage in joint.stages.items() if stage == "backward"]
-        self.steps = [*backward, joint.module.graph.output_node()]
+        self.steps = [*joint.nodes_after_forward, joint.module.graph.output_node()]
         made = [s for n in self.ops for s in self.memory.nodes[n].makes]
         self.values = {storage: value for value, storage in enumerate(made)}
 
@@ -247,6 +247,10 @@ class _Reader:
         ]
         carried, during = self._beside_values()
         made = [r for r in results[self.joint.num_forward_outputs :] if r is not None]
+        step_reads = (
+            *(self._of(n.all_input_nodes) for n in self.steps[:-1]),
+            self._of(made),
+        )
         return GraphProblem(
             value_bytes=tuple(nbytes[storage] for storage in self.values),
             runtime_ms=tuple(nodes[n].runtime_ms for n in self.ops),
@@ -256,15 +260,25 @@ class _Reader:
                 tuple(self.values[s] for s in nodes[n].makes) for n in self.ops
             ),
             pinned=frozenset(i for i, n in enumerate(self.ops) if self._is_pinned(n)),
-            returned=frozenset(self._of(returned)),
-            step_reads=(
-                *(self._of(n.all_input_nodes) for n in self.steps[:-1]),
-                self._of(made),
-            ),
+            returned=frozenset(self._of(returned)) | self._only_updating(step_reads),
+            step_reads=step_reads,
             step_bytes=during,
             carried_bytes=carried,
             other_bytes=self.memory.input_bytes,
         )
+
+    def _only_updating(self, step_reads: tuple[tuple[int, ...], ...]) -> frozenset[int]:
+        """Values that an optimizer reads and backward does not: gradients, so results.
+
+        They are not made again: what they are made from may be updated by then.
+        """
+        if not self.joint.has_optimizer:
+            return frozenset()
+        stages = self.joint.stages
+        in_backward = [stages.get(node) == "backward" for node in self.steps]
+        pairs = list(zip(step_reads, in_backward, strict=True))
+        before = {v for values, is_backward in pairs if is_backward for v in values}
+        return frozenset(v for values, _ in pairs for v in values) - before
 
     def _beside_values(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """All memory but values just before and during each step."""

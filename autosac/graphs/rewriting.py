@@ -23,15 +23,14 @@ def rewritten(
 
     Args:
         joint: The graph; it is not changed.
-        reruns: Node of backward (or the output) -> forward nodes that run again just
-            before it, in forward order.
+        reruns: Node of backward (without an optimizer, or the output) -> forward nodes
+            that run again just before it, in forward order.
         dropped: Storages that backward must not take from forward.
     """
     module = _compat_graphs.copy_graph(joint.module)
     twins = dict(zip(joint.module.graph.nodes, module.graph.nodes, strict=True))
     writer = _Writer(joint, twins, frozenset(dropped))
-    backward = [n for n, s in joint.stages.items() if s == "backward"]
-    for node in [*backward, joint.module.graph.output_node()]:
+    for node in [*joint.nodes_after_forward, joint.module.graph.output_node()]:
         with module.graph.inserting_before(twins[node]):
             for again in reruns.get(node, ()):
                 writer.rerun(again)
@@ -90,7 +89,7 @@ class _Writer:
         return copy
 
     def redirect(self, node: fx.Node) -> None:
-        """Let a node of backward read copies; results of forward stay as they are."""
+        """Let a node after forward read copies; results of forward stay as they are."""
         twin = self.twins[node]
         if node.op == "output":
             results: Any = node.args[0]
@@ -110,8 +109,9 @@ class _Writer:
 
 
 def _erase_dead(graph: fx.Graph) -> None:
-    """Erase nodes without users; random ops draw all the same."""
+    """Erase nodes without users; but random ops draw, and optimizers update."""
     for node in reversed(graph.nodes):
         is_op = node.op == "call_function" and not node.users
-        if is_op and not node.is_impure() and not _compat.is_random(node.target):
+        is_pure = not node.is_impure() and not _compat.is_random(node.target)
+        if is_op and is_pure and _compat_graphs.placement(node) != "is_optimizer":
             graph.erase_node(node)
