@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from autosac import _compat, _compat_graphs
+from autosac import _compat, _compat_gpu, _compat_graphs
 from autosac.errors import TraceError
 from autosac.pytrees import tensors_in
 from autosac.tracing.stepping import OptimizerInBackward, check_optimizer
@@ -317,7 +317,7 @@ def _traced(
     tensors += [twin.grad for twin in tensors]
     tensors += [twins[id(s)] for s in states]
     before = _kept(fake)
-    with _compat.real_foreach(on_gpu=False):
+    with _compat_gpu.real_foreach(on_gpu=False):
         module = _compat_graphs.capture_updates(fake.step, tensors)
     return _Trace(module, before, _kept(fake))
 
