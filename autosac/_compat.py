@@ -247,17 +247,32 @@ def new_fake(
     return as_fake(mode, meta, device)
 
 
-def fake_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a view op makes of a fake tensor, by its kernel for meta tensors."""
-    viewed = args[0]
+def by_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Results of an op on fake tensors of one device, by its kernel for meta tensors.
+
+    Args:
+        func: A view, an op that returns an argument that it writes to, or one that
+            makes all its results.
+        args: Its arguments, the tensors among them.
+        kwargs: Others.
+    """
+    fakes = [arg for arg in args if isinstance(arg, FakeTensor)]
     with no_dispatch():
-        meta = torch.empty(0, dtype=viewed.dtype, device=_META)
-        layout = (viewed.storage_offset(), viewed.shape, viewed.stride())
-        meta.set_(viewed.untyped_storage(), *layout)
-        views = func(meta, *args[1:], **kwargs)
-    if isinstance(views, torch.Tensor):
-        return as_fake(viewed.fake_mode, views, viewed.device)
-    return type(views)(as_fake(viewed.fake_mode, v, viewed.device) for v in views)
+        metas = [_as_meta(a) if isinstance(a, FakeTensor) else a for a in args]
+        out = func(*metas, **kwargs)
+    if changed := returned_arguments(func):
+        return pick_arguments(func, changed, args, kwargs)
+    mode, device = fakes[0].fake_mode, fakes[0].device
+    if isinstance(out, torch.Tensor):
+        return as_fake(mode, out, device)
+    return type(out)(as_fake(mode, result, device) for result in out)
+
+
+def _as_meta(fake: torch.Tensor) -> torch.Tensor:
+    """A meta tensor with the layout and the memory of a fake tensor."""
+    meta = torch.empty(0, dtype=fake.dtype, device=_META)
+    layout = (fake.storage_offset(), fake.shape, fake.stride())
+    return meta.set_(fake.untyped_storage(), *layout)
 
 
 def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:

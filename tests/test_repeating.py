@@ -6,6 +6,7 @@ import torch
 from autosac import _compat
 from autosac.pytrees import tensors_in
 from autosac.tracing.repeating import RepeatedCalls
+from autosac.tracing.values import run_op
 from tests.models import each_case
 
 aten = torch.ops.aten
@@ -109,6 +110,59 @@ def test_a_repeated_call_on_real_tensors_too_gives_what_the_fake_kernel_gives(
 
     for a, b in zip(tensors_in((found,)), tensors_in((expected,)), strict=True):
         assert layout(a) == layout(b)
+
+
+@pytest.mark.parametrize(
+    ("func", "sizes", "rest"),
+    [
+        (aten.add.Tensor, [(4, 8), (8,)], ()),
+        (aten.add.Tensor, [(4, 8), ()], ()),
+        (aten.mul.Tensor, [(4, 1, 8), (3, 1)], ()),
+        (aten.gt.Scalar, [(4, 8)], (1,)),
+        (aten.where.self, [(4, 8), (4, 8), (8,)], ()),
+        (aten.addcmul_.default, [(4, 8), (4, 8), (4, 8)], ()),
+        (aten.addmm.default, [(3,), (4, 8), (8, 3)], ()),
+        (aten.bmm.default, [(2, 4, 8), (2, 8, 3)], ()),
+        (aten.expand.default, [(4, 1)], ([4, 8],)),
+        (aten.split.Tensor, [(4, 8)], (3, 1)),
+    ],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_meta_kernel_gives_what_the_fake_kernel_gives(
+    func, sizes, rest, transposed, mode
+):
+    def args():
+        found = [fake(mode, *size) for size in sizes]
+        if func is aten.where.self:
+            found[0] = fake(mode, *sizes[0], dtype=torch.bool)
+        if transposed:
+            with mode:
+                found = [
+                    torch.empty(t.shape[::-1], dtype=t.dtype).permute(
+                        tuple(reversed(range(t.dim())))
+                    )
+                    for t in found
+                ]
+        return (*found, *rest)
+
+    given = args()
+    found = run_op(func, given, {}, [a for a in given if isinstance(a, torch.Tensor)])
+    same = args()
+    with mode:
+        expected = func(*same)
+
+    pairs = zip(tensors_in((found,)), tensors_in((expected,)), strict=True)
+    for a, b in pairs:
+        assert layout(a) == layout(b)
+    assert (found is given[0]) == (expected is same[0])
+
+
+def test_a_meta_kernel_refuses_what_the_fake_kernel_refuses(mode):
+    args = (fake(mode, 4, 8), fake(mode, 7))
+
+    with pytest.raises(RuntimeError, match=r"match|broadcast"), mode:
+        run_op(aten.add.Tensor, args, {}, list(args))
 
 
 def test_a_repeated_call_on_real_tensors_alone_is_run_for_real(mode):

@@ -17,6 +17,11 @@ from autosac.tracing.signatures import Signature, signature
 
 _MOST_KNOWN_VALUES = 2**22  # elements of a tensor that stays real while tracing
 
+_aten = torch.ops.aten
+_MATRIX_PRODUCTS = frozenset(
+    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+)
+
 
 def keeps_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor of the user's stays real: steps branch on such values."""
@@ -43,10 +48,10 @@ def run_op(
     does a random number that reads nothing, such as `torch.rand([])` for layer drop.
     """
     if any(map(_compat.is_fake, inputs)):
-        if _is_plain_view(func, args, inputs):
-            return _compat.fake_view(func, args, kwargs)
         out = real_layouts.of_ctc_loss(func, args)
-        if out is None:
+        if out is None and _has_plain_kernel(func, args, kwargs, inputs):
+            out = _compat.by_meta_kernel(func, args, kwargs)
+        elif out is None:
             out = func(*args, **kwargs)
         if on_gpu:
             out = _as_on_gpu(func, args, kwargs, out)
@@ -72,18 +77,31 @@ def run_op(
         return func(*args, **kwargs)
 
 
-def _is_plain_view(func: Any, args: Any, inputs: list[torch.Tensor]) -> bool:
-    """Whether an op only looks at a fake tensor in another way."""
-    if len(inputs) != 1 or not args or args[0] is not inputs[0]:
+def _has_plain_kernel(
+    func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]
+) -> bool:
+    """Whether a meta kernel gives the layouts of all devices; it takes less time."""
+    if getattr(func, "namespace", None) != "aten" or not _is_plain(func, kwargs):
         return False
-    mode, tensor = _compat.fake_mode_of(inputs[0]), inputs[0]
-    return (
-        getattr(func, "namespace", None) == "aten"
-        and _compat.is_view(func)
-        and _compat.has_layout_only(mode, tensor)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    mode = _compat.fake_mode_of(inputs[0])
+    return len(tensors) == len(inputs) and all(
+        _compat.has_layout_only(mode, tensor)
+        and tensor.device == tensors[0].device
         and not tensor.is_complex()
         and not tensor.is_quantized
+        for tensor in tensors
     )
+
+
+def _is_plain(func: Any, kwargs: Any) -> bool:
+    if _compat.is_view(func):
+        return True
+    is_known = func in _MATRIX_PRODUCTS or torch.Tag.pointwise in func.tags
+    if kwargs or not is_known or _compat.is_random(func):
+        return False
+    makes_or_returns = _compat.makes_all_results(func)
+    return makes_or_returns or bool(_compat.returned_arguments(func))
 
 
 def refuse_sparse(func: Any, outputs: Iterable[torch.Tensor]) -> None:
