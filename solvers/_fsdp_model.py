@@ -11,8 +11,9 @@ subject to  sum_m n_tm = 1,  n_tt = x_t             nearest unit                
             sum_u y_u <= 1 - x_m                    AC units around m              (5)
             G_m = sum_t gather_t n_tm, R_m and S_m likewise                        (6)
             K_m = G_m (1 - s_m), s_m <= x_m         parameters that stay           (7)
-            live memory <= P at the rows' positions                                (8)
-            e, T by (3) and (4) of `step_time`                                     (9)
+            L >= c R_m                              copies that threads hold       (8)
+            live memory + L <= P at the rows' positions                            (9)
+            e, T by (3) and (4) of `step_time`                                     (10)
 
 What depends on the *next* or the *last* unit is carried from candidate to candidate:
 V_i >= own value of i, V_i >= V_i-1 - M x_i. Bytes are in MiB, times in ms. The rows of
@@ -74,6 +75,7 @@ class FsdpModel:
         self._add_units(forced)
         self._add_points(points)
         self._add_bytes()
+        self._late = self._late_copies()
         self._add_stays(reshard)
         self._add_carried()
         self._peak: pulp.LpVariable | None = None
@@ -97,7 +99,7 @@ class FsdpModel:
             self.constant_ms = times.constant_ms
             self.model.setObjective(_pulp.row(times.objective))
 
-    # --- variables and rows (1) to (7) ---
+    # --- variables and rows (1) to (8) ---
 
     def _add_units(self, forced: bool) -> None:
         """Rows (1) to (4)."""
@@ -210,6 +212,18 @@ class FsdpModel:
             found.append(total)
         return found
 
+    def _late_copies(self) -> Terms:
+        """Row (8)."""
+        copies = self._problem.late_copies
+        if not copies:
+            return []
+        # What a candidate holds outside of others is in one unit, whichever that is.
+        least = copies * max(self._sites.reduce) / _MIB
+        late = self.model.add_variable("late", least)
+        for reduced in self._reduced:
+            self.model += _pulp.row([(late, 1.0), (reduced, -copies)]) >= 0
+        return [(late, 1.0)]
+
     def _add_stays(self, decided: dict[int, bool]) -> None:
         """Row (7); the root stays."""
         kind = pulp.LpInteger if self._integral else pulp.LpContinuous
@@ -301,7 +315,7 @@ class FsdpModel:
     # --- rows of memory ---
 
     def add_row(self, position: int, *, slack_bytes: float = 0.0) -> None:
-        """Cap the memory at a position (8), or lower a cap by some slack."""
+        """Cap the memory at a position (9), or lower a cap by some slack."""
         budget = self._problem.sac.budget_bytes
         if position in self._rows:
             constraint, less = self._rows[position]
@@ -312,6 +326,7 @@ class FsdpModel:
             constraint.changeRHS((limit - base - less) / _MIB)
             return
         terms = [*self._of_points(position), *self._of_parameters(position)]
+        terms += self._late
         base = float(self._table.base[position])
         if self._peak is not None:
             constraint = _pulp.row([*terms, (self._peak, -1.0)]) <= -base / _MIB

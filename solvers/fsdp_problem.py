@@ -18,6 +18,7 @@ are, besides what is there in any case (shards of parameters, optimizer state):
        gradients             of each parameter from `grad_from` until backward ends  (4)
     R  reduce-scatter input  from its last instant until that of the next one        (5)
     S  gradient shards       from its last instant on                                (6)
+    R  copies of the largest always: threads that send may be slow to drop them      (7)
 
 This is how FSDP2 allocates (torch/distributed/fsdp/_fully_shard), host's order and
 collectives with one input buffer in flight; padding is in the bytes that are given.
@@ -93,7 +94,7 @@ class FsdpProblem:
     Attributes:
         modules: The root, then the others, every one after the module around it.
         sac: AC units, the budget per rank, and the live memory of a rank without FSDP
-            units and AC: all but (1) to (6).
+            units and AC: all but (1) to (7).
         inside: Modules strictly inside each AC unit: none may be an FSDP unit with it.
         rerun_at: Position of backward at which each AC unit reruns.
         compute_ms: Compute at each position.
@@ -101,6 +102,7 @@ class FsdpProblem:
         reduce: Cost of a reduce-scatter, by the bytes of the whole buffer.
         all_reduce: Cost of the all-reduce between replicas, by the same bytes; its
             own buffer is smaller by the sharding degree.
+        late_copies: How many of (7) there may be at once.
     """
 
     modules: tuple[FsdpModule, ...]
@@ -111,6 +113,7 @@ class FsdpProblem:
     gather: AffineCost
     reduce: AffineCost
     all_reduce: AffineCost = FREE
+    late_copies: int = 0
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -223,7 +226,7 @@ def broken_rules(problem: FsdpProblem, choice: FsdpChoice) -> tuple[str, ...]:
 
 
 def live(problem: FsdpProblem, choice: FsdpChoice) -> npt.NDArray[np.float64]:
-    """Live memory of a rank at each position; whole numbers."""
+    """Live memory of a rank at each position, (7) included; whole numbers."""
     weights = [
         [int(k == point) for k in range(len(unit.points))]
         for unit, point in zip(problem.sac.units, choice.points, strict=True)
@@ -274,7 +277,8 @@ def mixed_live(
     ends = [modules[unit].backward[1] - 1 for unit in by_end[1:]]
     for unit, end in zip(by_end, [*ends, modules[0].backward[1]], strict=True):
         add(modules[unit].backward[1] - 1, end, reduce[unit])  # (5)
-    return np.array(live_bytes(problem.sac, weights)) + np.cumsum(change[:-1])
+    late = problem.late_copies * max(reduce)  # (7)
+    return np.array(live_bytes(problem.sac, weights)) + np.cumsum(change[:-1]) + late
 
 
 def schedule(problem: FsdpProblem, choice: FsdpChoice) -> Schedule:
@@ -341,6 +345,10 @@ def _check_lengths(problem: FsdpProblem) -> None:
         raise ValueError(
             "`compute_ms` must have a time for each of the"
             f" {len(sac.base_bytes)} positions, got {len(problem.compute_ms)}."
+        )
+    if problem.late_copies < 0:
+        raise ValueError(
+            f"`late_copies` must not be negative, got {problem.late_copies}."
         )
     for name in ("inside", "rerun_at"):
         if len(getattr(problem, name)) != len(sac.units):

@@ -91,6 +91,7 @@ def fsdp_problems(draw, *, most=5, kinds=False, replicas=False):
         gather=draw(cost),
         reduce=draw(cost),
         all_reduce=draw(cost if replicas else free),
+        late_copies=draw(st.sampled_from([0, 2])),
     )
 
 

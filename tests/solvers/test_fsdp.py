@@ -118,6 +118,29 @@ def test_memory_by_hand():
     ]
 
 
+def test_what_threads_may_hold_counts_everywhere():
+    problem, late = _two_units(), replace(_two_units(), late_copies=2)
+    alone = replace(BOTH, units=(True, True, False), reshard=(False, True, False))
+
+    for choice, largest in ((BOTH, 3), (alone, 1 + 3)):  # the root owns what b has
+        more = fsdp.live(late, choice) - fsdp.live(problem, choice)
+        assert set(more.tolist()) == {2 * largest * MIB}
+
+
+def test_a_smaller_largest_unit_is_worth_its_latency_if_threads_are_slow():
+    # All in one unit peaks at 22 MiB without and at 34 with twice what it reduces; with
+    # part b, half of all, in one of its own, these are 20 and 26.
+    slow_start = AffineCost(latency_ms=9.0, ms_per_byte=0.0)
+    problem = replace(_two_units(budget=30 * MIB), gather=slow_start)
+    late = replace(problem, late_copies=2)
+
+    assert solve(problem).choice.units == (True, False, False)
+    found = solve(late)
+    assert found.choice.units == (True, False, True)
+    assert found.predicted_peak_bytes == 26 * MIB
+    _check(late, found)
+
+
 def test_time_by_hand():
     found = estimate(_two_units(), BOTH)
 
@@ -238,6 +261,25 @@ def test_what_the_user_fixes_stays(problem, data):
 
 
 @few
+@given(problem=fsdp_problems(most=4), data=st.data())
+def test_the_least_budget_of_a_choice_is_its_peak(problem, data):
+    choices = list(every_choice(problem))
+    if not choices:
+        return
+    fixed = data.draw(st.sampled_from(choices))
+    units = [m for m, unit in enumerate(fixed.units) if unit and m]
+    peak = int(fsdp.live(problem, fixed).max())
+    for budget, fits in ((peak, True), (peak - MIB, False)):
+        found = solve(
+            problem.with_budget(budget),
+            fixed_units=units,
+            fixed_points=fixed.points,
+            fixed_reshard={m: fixed.reshard[m] for m in units},
+        )
+        assert (found.choice == fixed) is fits
+
+
+@few
 @given(problem=fsdp_problems(most=4), more=st.integers(0, 10))
 def test_more_memory_never_takes_longer(problem, more):
     tight = solve(problem)
@@ -305,6 +347,8 @@ def test_problems_that_are_out_of_order_are_errors():
         replace(problem, modules=(root, replace(a, backward=(12, 15)), b))
     with pytest.raises(ValueError, match="`rerun_at` must lie in backward, got 2"):
         replace(problem, rerun_at=(2,))
+    with pytest.raises(ValueError, match="`late_copies` must not be negative, got -1"):
+        replace(problem, late_copies=-1)
     with pytest.raises(ValueError, match="time for each of the 18 positions, got 1"):
         replace(problem, compute_ms=(1.0,))
 
