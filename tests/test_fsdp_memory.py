@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -282,6 +283,31 @@ def test_a_gpu_copies_nothing_and_rounds_up():
     assert not any("copy" in category for category in found.composition)
     assert not np.any(found.live_bytes % 512)
     assert ranks.late_bytes(sharding) == 0
+
+
+def test_slow_threads_hold_what_the_largest_unit_reduces(made, made_in_bf16):
+    ranks = RankSimulator(made)
+    in_blocks = Sharding(units=fsdp_units(BLOCKS), shard_degree=2)
+    whole = replace(in_blocks, units=fsdp_units([]))
+    # Two copies of 4 bytes an element, rows padded to an even number.
+    parameters = wide_gpt().parameters()
+    numel = sum(p[0].numel() * (len(p) + len(p) % 2) for p in parameters)
+
+    assert ranks.late_bytes(whole) == 2 * 4 * numel
+    assert 0 < ranks.late_bytes(in_blocks) < ranks.late_bytes(whole)
+    copies = {
+        (shard, replicate): ranks.late_copies(
+            replace(whole, shard_degree=shard, replicate_degree=replicate)
+        )
+        for shard in (1, 2)
+        for replicate in (1, 2)
+    }
+    # One rank sends nothing, and what replicas sum is the gradients themselves.
+    assert copies == {(1, 1): 0, (1, 2): 0, (2, 1): 2, (2, 2): 2}
+    cast = replace(
+        whole, replicate_degree=2, param_dtype="bfloat16", reduce_dtype="bfloat16"
+    )
+    assert RankSimulator(made_in_bf16).late_copies(cast) == 4
 
 
 # --- refusals -------------------------------------------------------------------

@@ -23,6 +23,7 @@ from solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem
 
 _MOST_POINTS = 1600  # of all AC units together
 _NUM_POINTS = (8, 16, 24, 48, 96)  # of each of them, as many as fit
+_MODEL = FsdpUnit(fqn="", reshard_after_forward=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,7 @@ class ParallelFormulation:
             self._module(index, degree) for index in range(len(self.candidates))
         )
         costs = cluster.fsdp_costs(degree, _typical_bytes(modules))
+        whole = self._sharding([_MODEL], degree, cluster.num_gpus // degree)
         return FsdpProblem(
             modules=modules,
             sac=sac.SacProblem(
@@ -119,25 +121,21 @@ class ParallelFormulation:
             gather=costs.gather,
             reduce=costs.reduce,
             all_reduce=costs.all_reduce,
+            late_copies=self.ranks.late_copies(whole),
         )
 
     def sharding(
         self, choice: FsdpChoice, degree: int, replicate_degree: int
     ) -> Sharding:
         """The FSDP units of a choice."""
-        return Sharding(
-            units=tuple(
-                FsdpUnit(fqn=candidate.fqn, reshard_after_forward=reshard)
-                for candidate, unit, reshard in zip(
-                    self.candidates, choice.units, choice.reshard, strict=True
-                )
-                if unit
-            ),
-            shard_degree=degree,
-            replicate_degree=replicate_degree,
-            param_dtype=self.types.param_dtype,
-            reduce_dtype=self.types.reduce_dtype,
-        )
+        units = [
+            FsdpUnit(fqn=candidate.fqn, reshard_after_forward=reshard)
+            for candidate, unit, reshard in zip(
+                self.candidates, choice.units, choice.reshard, strict=True
+            )
+            if unit
+        ]
+        return self._sharding(units, degree, replicate_degree)
 
     def policies(self, choice: FsdpChoice) -> dict[Unit, Policy]:
         """The AC units of a choice."""
@@ -165,6 +163,17 @@ class ParallelFormulation:
         """What is there before the step: shards, optimizer state, buffers, inputs."""
         return int(self.ranks.base_by_tick(degree)[0])
 
+    def _sharding(
+        self, units: Sequence[FsdpUnit], degree: int, replicate_degree: int
+    ) -> Sharding:
+        return Sharding(
+            units=tuple(units),
+            shard_degree=degree,
+            replicate_degree=replicate_degree,
+            param_dtype=self.types.param_dtype,
+            reduce_dtype=self.types.reduce_dtype,
+        )
+
     def _compute_ms(self, degree: int) -> tuple[float, ...]:
         """Compute at every position; the optimizer works on a shard."""
         cells = np.zeros(len(self._cells.edges))
@@ -182,12 +191,7 @@ class ParallelFormulation:
 
     def _module(self, index: int, degree: int) -> FsdpModule:
         candidate, span = self.candidates[index], self._positions.spans[index]
-        sharding = Sharding(
-            units=(FsdpUnit(fqn="", reshard_after_forward=False),),
-            shard_degree=degree,
-            param_dtype=self.types.param_dtype,
-            reduce_dtype=self.types.reduce_dtype,
-        )
+        sharding = self._sharding([_MODEL], degree, 1)
         storages = self.ranks.tape.storages
         chunks = [(p, chunk_numel(p, degree)) for p in candidate.parameters]
         trained = [(p, n) for p, n in chunks if p.gradient is not None]

@@ -56,6 +56,8 @@ from autosac.simulation.simulating import Simulator, Timeline
 from autosac.tracing.stepping import OptimizerInBackward
 from autosac.tracing.tape import CATEGORIES, IntArray, Tape
 
+_GLOO_THREADS = 2  # of a process group, unless its options say otherwise
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline(Timeline):
@@ -122,13 +124,26 @@ class RankSimulator:
     def late_bytes(self, sharding: Sharding) -> int:
         """What a step may take beyond its peak when threads of gloo are slow.
 
-        Each of its two threads may still hold the copy that it has just reduced
-        (`ProcessGroupGloo::runLoop`). 0 on a GPU.
+        0 on a GPU; else `late_copies` of what the largest unit reduces.
         """
-        if not self.how.copies:
-            return 0
         groups = self._shard(sharding).groups
-        return 2 * max(group.reduced_bytes for group in groups)
+        largest_bytes = max(group.reduced_bytes for group in groups)
+        return self.late_copies(sharding) * largest_bytes
+
+    def late_copies(self, sharding: Sharding) -> int:
+        """How many units' gradients threads of gloo may hold when they are slow.
+
+        Each of the two threads of a process group may still hold what it has just
+        reduced (`ProcessGroupGloo::runLoop`): among ranks that share parameters a copy,
+        and among replicas what is then cast. Without a cast that is the gradients.
+        """
+        is_cast = any(
+            p.gradient is not None and sharding.reduce_dtype not in (None, p.dtype)
+            for p in self.tape.parameters
+        )
+        is_all_reduced = is_cast and sharding.replicate_degree > 1
+        num_groups = int(sharding.shard_degree > 1) + int(is_all_reduced)
+        return _GLOO_THREADS * num_groups if self.how.copies else 0
 
     def timeline(
         self,

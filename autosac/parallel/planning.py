@@ -31,6 +31,8 @@ from autosac.planning.profiling import Profile, calibrate, in_compute_dtype
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from solvers._pulp import Backend
 
+_LATE = "held by slow threads of gloo"  # beside the categories of the tape
+
 
 def plan_parallel(
     model: torch.nn.Module | Profile,
@@ -212,10 +214,10 @@ def make_parallel_plan(
             others.append(_unseen(spec, degree, reason))
             continue
         found = best_at(form, spec, degree, budget_bytes, how)
-        if least is None or found.peak_bytes < least.peak_bytes:
+        if least is None or found.highest_peak_bytes < least.highest_peak_bytes:
             least = found
-        if found.peak_bytes > budget_bytes:
-            peak = format_bytes(found.peak_bytes)
+        if found.highest_peak_bytes > budget_bytes:
+            peak = format_bytes(found.highest_peak_bytes)
             others.append(_unseen(spec, degree, f"its least peak is {peak}"))
         elif best is None:
             best = found
@@ -271,6 +273,33 @@ def _slower(found: Found, best: Found) -> Alternative:
     )
 
 
+def _least_of_all(
+    form: ParallelFormulation,
+    spec: ClusterSpec,
+    degrees: Sequence[int] | None,
+    budget_bytes: int,
+    found: Found | None,
+    how: Solving,
+) -> Found:
+    """The least peak of those found and of degrees that were not worked out.
+
+    A rank has less of the parameters the more of them share, so that these are the
+    largest degree and 1, at which nothing is gathered and no buffers are needed.
+    """
+    wanted = set(degrees or shard_degrees(spec))
+    for degree in sorted({max(wanted), *({1} & wanted)}, reverse=True):
+        resident_bytes = form.resident_bytes(degree)
+        if resident_bytes <= budget_bytes:  # worked out
+            continue
+        if found is None or resident_bytes < found.highest_peak_bytes:
+            problem = form.problem(spec, degree, budget_bytes)
+            other = lowest_at(form, problem, spec, degree, how)
+            if found is None or other.highest_peak_bytes < found.highest_peak_bytes:
+                found = other
+    assert found is not None  # at least the largest degree was looked at
+    return found
+
+
 def _infeasible(
     form: ParallelFormulation,
     spec: ClusterSpec,
@@ -280,17 +309,17 @@ def _infeasible(
     how: Solving,
 ) -> InfeasibleBudgetError:
     """Say what the least peak is, and on how many GPUs a plan would fit."""
-    if found is None:  # no degree was worked out
-        degree = max(degrees or [spec.num_gpus])
-        problem = form.problem(spec, degree, budget_bytes)
-        found = lowest_at(form, problem, spec, degree, how)
+    found = _least_of_all(form, spec, degrees, budget_bytes, found, how)
     degree = found.sharding.shard_degree
-    timeline = form.ranks.timeline(found.sharding, found.chosen)
+    composition = form.ranks.timeline(found.sharding, found.chosen).composition
+    if found.late_bytes:
+        composition = {**composition, _LATE: found.late_bytes}
     parts = ", ".join(
         f"{format_bytes(nbytes)} {category}"
-        for category, nbytes in timeline.composition.items()
+        for category, nbytes in composition.items()
         if nbytes
     )
+    lowest_bytes = found.highest_peak_bytes
     enough = fewest_gpus(form, spec, budget_bytes, guess=found, how=how)
     advice = (
         f"{enough} GPUs that share all parameters would be enough"
@@ -299,12 +328,12 @@ def _infeasible(
     )
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}) on"
-        f" {spec.num_gpus} GPUs: the lowest peak of a rank is {timeline.peak_bytes}"
-        f" bytes ({format_bytes(timeline.peak_bytes)}) with parameters sharded"
+        f" {spec.num_gpus} GPUs: the lowest peak of a rank is {lowest_bytes}"
+        f" bytes ({format_bytes(lowest_bytes)}) with parameters sharded"
         f" {degree} times, made of {parts}. Raise the budget to that; {advice}.",
         budget_bytes=budget_bytes,
-        lowest_peak_bytes=timeline.peak_bytes,
-        composition=timeline.composition,
+        lowest_peak_bytes=lowest_bytes,
+        composition=composition,
     )
 
 
@@ -323,7 +352,7 @@ def _as_plan(
         op_policies=spell_out(made, best.chosen),
         budget_bytes=budget_bytes,
         peak_bytes=best.peak_bytes,
-        late_bytes=form.ranks.late_bytes(best.sharding),
+        late_bytes=best.late_bytes,
         composition=form.ranks.timeline(best.sharding, best.chosen).composition,
         compute_ms=best.step.compute_ms - recompute_ms,
         recompute_ms=recompute_ms,

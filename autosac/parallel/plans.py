@@ -52,8 +52,8 @@ class ParallelPlan:
         op_policies: What happens to every op of each AC unit.
         budget_bytes: The cap on the peak of a rank.
         peak_bytes: Predicted peak of the rank whose peak is highest, simulated.
-        late_bytes: What a rank may take beyond that, and so beyond the cap, while slow
-            threads of gloo still hold what they have sent; 0 on a GPU.
+        late_bytes: What a rank may take beyond that while slow threads of gloo still
+            hold what they have sent; 0 on a GPU. The cap holds for both together.
         composition: Bytes alive at that peak per category.
         compute_ms: Predicted compute of a step without recomputation,
         recompute_ms: its recomputation,
@@ -104,6 +104,11 @@ class ParallelPlan:
     def num_gpus(self) -> int:
         """GPUs that take part."""
         return self.sharding.replicate_degree * self.sharding.shard_degree
+
+    @property
+    def highest_peak_bytes(self) -> int:
+        """Predicted peak with all that slow threads of gloo may hold."""
+        return self.peak_bytes + self.late_bytes
 
     @property
     def step_ms(self) -> float:
@@ -192,7 +197,8 @@ class ParallelPlan:
         exposed_ms = self.exposed_forward_ms + self.exposed_backward_ms
         late = ""
         if self.late_bytes:
-            late = f"; slow threads of gloo may add {format_bytes(self.late_bytes)}"
+            highest = format_bytes(self.highest_peak_bytes)
+            late = f", {highest} if threads of gloo are slow"
         lines = [
             f"mesh      {shape} {self.device} ({self.cluster})",
             f"budget    {format_bytes(self.budget_bytes)} a rank",

@@ -45,7 +45,8 @@ class Found:
         choice: As the MILP has it,
         sharding: its FSDP units,
         chosen: and its AC units.
-        peak_bytes: Simulated peak of the first rank, which is the highest.
+        peak_bytes: Simulated peak of the first rank, which is the highest,
+        late_bytes: and what slow threads of gloo may add to it.
         step: Step time, played event by event.
         milp_ms: As the MILP sees it,
         bound_ms: and its bound.
@@ -55,9 +56,15 @@ class Found:
     sharding: Sharding
     chosen: Mapping[Unit, Policy]
     peak_bytes: int
+    late_bytes: int
     step: StepTime
     milp_ms: float
     bound_ms: float
+
+    @property
+    def highest_peak_bytes(self) -> int:
+        """Peak if threads are slow, which the budget caps."""
+        return self.peak_bytes + self.late_bytes
 
 
 def best_at(
@@ -93,7 +100,7 @@ def best_at(
         # What a tighter cap or fixed units left out counts as well.
         if target < budget_bytes or fixed_units:
             found = replace(found, bound_ms=min(first_bound_ms, found.milp_ms))
-        spare = budget_bytes - found.peak_bytes
+        spare = budget_bytes - found.highest_peak_bytes
         if spare < 0:
             if best is not None:
                 break
@@ -102,7 +109,8 @@ def best_at(
         if best is None or found.step.total_ms < best.step.total_ms:
             best = found
         # Where the MILP saw more memory than there is, some of the cap is left unused.
-        overstated = (solution.predicted_peak_bytes or 0) - found.peak_bytes
+        seen_bytes = solution.predicted_peak_bytes or 0
+        overstated = seen_bytes - found.highest_peak_bytes
         if overstated < _SLACK_SHARE * budget_bytes or not found.chosen:
             break
         target = max(target, budget_bytes) + overstated
@@ -153,6 +161,7 @@ def _simulated(
         sharding=sharding,
         chosen=chosen,
         peak_bytes=form.ranks.peak_bytes(sharding, chosen),
+        late_bytes=form.ranks.late_bytes(sharding),
         step=solution.simulated,
         milp_ms=solution.objective_ms,
         bound_ms=solution.bound_ms or 0.0,
@@ -172,29 +181,35 @@ def fewest_gpus(
 
     Peaks fall as GPUs are added, until padding outgrows what is left of a parameter.
     So sizes are doubled until a choice of least peak (the guess) fits by simulation,
-    and then halved; the choice of least peak on fewer GPUs says whether to go on.
+    and then halved; the choice of least peak on fewer GPUs says whether to go on. One
+    GPU alone is another matter: it gathers nothing and needs no buffers for that.
     """
     how = how or Solving()
     sizes = [n for n in range(1, spec.gpus_per_node) if n <= most_gpus]
     sizes += range(spec.gpus_per_node, most_gpus + 1, spec.gpus_per_node)
     if not sizes:
         raise ValueError(f"`most_gpus` must be at least 1, got {most_gpus}.")
+    if form.resident_bytes(1) <= budget_bytes:
+        alone = _lowest_on(form, spec, 1, how)
+        if alone.highest_peak_bytes <= budget_bytes:
+            return 1
     some = min(spec.gpus_per_node, most_gpus)
     found = guess or _lowest_on(form, spec, some, how)
 
-    def peak_bytes(place: int) -> int:
+    def highest_peak_bytes(place: int) -> int:
         sharding = replace(
             found.sharding, shard_degree=sizes[place], replicate_degree=1
         )
-        return form.ranks.peak_bytes(sharding, found.chosen)
+        peak_bytes = form.ranks.peak_bytes(sharding, found.chosen)
+        return peak_bytes + form.ranks.late_bytes(sharding)
 
     def fits(place: int) -> bool:
-        return peak_bytes(place) <= budget_bytes
+        return highest_peak_bytes(place) <= budget_bytes
 
     doubled = [2**k - 1 for k in range(len(sizes).bit_length())]
     place = next(filter(fits, doubled), None)
     if place is None:
-        place = min(doubled, key=peak_bytes)
+        place = min(doubled, key=highest_peak_bytes)
         found = _lowest_on(form, spec, sizes[place], how)
         if not fits(place):
             return None
