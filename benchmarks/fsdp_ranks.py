@@ -3,9 +3,10 @@
     python -m benchmarks.fsdp_ranks [--ranks 2] [--models GPT,ViT] [--output DIR]
 
 Every rank is a process on the CPU that gloo connects; each has a batch of its own. The
-measured peak is what PyTorch's allocator reports on all threads of the process, the
-least of three steps: a thread of gloo may drop late what it has reduced. Exits with 1
-if a peak is understated or off by over 1 %, or if losses or gradients differ.
+measured peak is what PyTorch's allocator reports on all threads of the process in three
+steps, if threads of gloo drop in time what they have reduced, which leaves no event.
+Exits with 1 if a peak is understated or off by over 1 %, if slow threads might hold
+more than is said, or if losses or gradients differ.
 """
 
 from __future__ import annotations
@@ -134,10 +135,11 @@ def _table(
         *(f"{key}: {value}" for key, value in environment().items()),
         "```",
         "",
-        "Peaks in MiB: of the rank that is furthest off. *late*: the worst of three"
-        " steps beyond the prediction, and what slow threads of gloo may add. Losses"
-        " and gradients are compared with those of one unsharded process on the same"
-        " batches; the difference is relative to the largest element of any gradient.",
+        "Peaks in MiB: of the rank that is furthest off, the most in three steps."
+        " *late*: what slow threads of gloo might have held beyond the prediction, and"
+        " what the model says that they may. Losses and gradients are compared with"
+        " those of one unsharded process on the same batches; the difference is"
+        " relative to the largest element of any gradient.",
         "",
         "| model | FSDP and AC units | predicted | measured | error | late | losses |"
         " gradients |",

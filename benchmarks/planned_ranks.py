@@ -6,10 +6,10 @@
 least peak, in the middle and near that of the fastest step, once with AC units and once
 without any. Every rank is a process on the CPU that gloo connects, with a batch of its
 own. The measured peak is what PyTorch's allocator reports on all threads of the
-process: the least of eight steps is held against the prediction, and the most against
-the cap, which leaves room for what threads of gloo drop late. Exits with 1 if a rank is
-above its cap in any step, off its prediction by over 1 %, or if losses or gradients
-differ.
+process in eight steps. It is held against the prediction if threads of gloo drop in
+time what they have reduced, and against the cap if they are as slow as they can be:
+when they do so leaves no event. Exits with 1 if a rank is above its cap, off its
+prediction by over 1 %, or if losses or gradients differ.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Row:
         recomputed_ms: Predicted recomputation.
         budget_bytes: Cap on the peak of a rank.
         predicted_bytes: Peak of the rank with the highest,
-        measured_bytes: and of each rank, the least of eight steps.
-        highest_bytes: The most of any rank and step,
-        late_bytes: and what slow threads of gloo may add to the prediction.
+        measured_bytes: and of each rank.
+        highest_bytes: The most of any rank, if threads of gloo are slow,
+        late_bytes: and what that may add to the prediction.
         same_losses: Losses are those of one process, bit by bit.
         gradient_difference: Largest one, relative to the largest element of any.
         is_kept: Every promise is.
@@ -240,16 +240,18 @@ def _table(runs: dict[str, Any]) -> list[str]:
         "# Planned ranks of FSDP2: caps, predicted and measured peaks",
         "",
         f"{sum(row.is_kept for row in every)} of {len(every)} plans keep every promise:"
-        " no step of any rank above the cap, no rank above its prediction or off by"
+        " no rank above the cap in any step, none above its prediction or off by"
         f" over {LARGEST_ERROR:.0%}, losses identical to those of one unsharded process"
         f" on the same batches, gradients within {LARGEST_DIFFERENCE:.0e} of the"
         " largest element of any.",
         "",
         "Peaks in MiB a rank; the prediction is for the first one, which has the most."
-        " *measured*: the least of eight steps, by rank. *error*: of the prediction, at"
-        " the rank where it is largest. *late*: what slow threads of gloo may add to"
-        " it; the cap leaves room for that. *highest*: the most of eight steps of any"
-        " rank. *units*: FSDP units but the model, and AC units.",
+        " *measured*: the most in eight steps, by rank, if threads of gloo drop in time"
+        " what they have reduced. *error*: of the prediction, at the rank where it is"
+        " largest. *late*: what slow threads may add to the prediction; the cap leaves"
+        " room for it. *highest*: the most in eight steps of any rank, with the largest"
+        " copies that threads may still have held. *units*: FSDP units but the model,"
+        " and AC units.",
     ]
     for num_ranks, run in sorted(runs.items()):
         lines += [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import heapq
 import tempfile
 import time
 from bisect import bisect_right
@@ -34,6 +35,7 @@ from autosac.measuring.measuring import (
     recorded_events,
 )
 from autosac.parallel.fsdp_applying import shard
+from autosac.parallel.fsdp_memory import GLOO_THREADS
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.sharding import Sharding
 from autosac.planning import profiling
@@ -86,11 +88,11 @@ class RankResult:
     """What one rank measured.
 
     Attributes:
-        peak_bytes: The most that was alive in a steady-state step: of several the one
-            in which that was least. A thread of gloo drops what it has reduced when it
-            is scheduled, which may be late on a busy machine.
-        highest_peak_bytes: The same of the step in which it was most.
-        phase_peaks: The most in each phase of the former.
+        peak_bytes: The most that was alive in steady-state steps, if threads of gloo
+            drop in time what they have reduced. When they do is not known, see
+            `step_peaks`.
+        highest_peak_bytes: The same if they are as slow as they can be.
+        phase_peaks: The most in each phase, if they are in time.
         loss: The loss of the first step.
         gradients: Name -> whole gradient of the first step, if asked for.
     """
@@ -185,28 +187,45 @@ def run_rank(
                 kept = step()
             del kept
             model.zero_grad()
-    phases = phase_peaks(recording, persistent, held)
-    peaks = [max(of_step.values()) for of_step in phases]
+        held.append(_held())
+    peaks = step_peaks(recording, persistent, held)
+    worst = max(peaks, key=lambda of_step: of_step.peak_bytes)
     return RankResult(
-        peak_bytes=min(peaks),
-        highest_peak_bytes=max(peaks),
-        phase_peaks=phases[peaks.index(min(peaks))],
+        peak_bytes=worst.peak_bytes,
+        highest_peak_bytes=max(of_step.highest_bytes for of_step in peaks),
+        phase_peaks=worst.phases,
         loss=loss,
         gradients=gradients,
     )
 
 
-def phase_peaks(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPeaks:
+    """Most bytes alive in a step.
+
+    Attributes:
+        phases: In each phase, if threads drop in time what they have reduced.
+        highest_bytes: In all of it, if they are as slow as they can be.
+    """
+
+    phases: dict[str, int]
+    highest_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """In all of it, if they are in time."""
+        return max(self.phases.values())
+
+
+def step_peaks(
     recording: profiler, persistent: Mapping[int, int], held: Sequence[Set[int]]
-) -> list[dict[str, int]]:
-    """Most bytes alive in each phase of each measured step, on all threads.
+) -> list[StepPeaks]:
+    """Most bytes alive in each measured step, on all threads: see `account`.
 
     Args:
         recording: Of at least one step, and then of the measured ones.
         persistent: Address -> bytes of what is there before the measured ones.
-        held: Addresses of all tensors before each measured step: what the steps before
-            it have left counts if it is among them. A thread of gloo may free
-            something without leaving an event.
+        held: Addresses of all tensors before each measured step and after the last.
     """
     steps: list[tuple[int, int]] = []
     phases: list[tuple[int, str]] = []
@@ -220,38 +239,86 @@ def phase_peaks(
         elif event.name.startswith("phase "):
             phases.append((event.start_time_ns, event.name.removeprefix("phase ")))
     events.sort(key=lambda event: event[0])
-    phases.sort()
+    return account(events, sorted(steps), sorted(phases), persistent, held)
+
+
+def account(
+    events: Sequence[tuple[int, int, int]],
+    steps: Sequence[tuple[int, int]],
+    phases: Sequence[tuple[int, str]],
+    persistent: Mapping[int, int],
+    held: Sequence[Set[int]],
+) -> list[StepPeaks]:
+    """Most bytes alive in each step.
+
+    The profiler sees what threads of gloo do while they run a collective, not that they
+    drop it afterwards. So what they reduce, in a copy, is seen to be freed only if the
+    main thread is the last to hold it. Otherwise it counts when it is made, and from
+    then on the largest such copies count as held, one for each thread: a thread takes
+    nothing up before it has dropped what it had.
+
+    Args:
+        events: In order, each with its time, an address, and bytes: more than 0 if so
+            many are allocated there, less if they are freed.
+        steps: First and last time of each step.
+        phases: Beginning of each phase of any step, and its name.
+        persistent: Address -> bytes of what is there all the time.
+        held: Addresses of all tensors before each step and after the last: what was
+            there before a step counts if it is among them.
+    """
+    unseen = _freed_unseen(events, held[-1] | persistent.keys())
     return [
-        _of_one_step(step, phases, events, persistent, there)
-        for step, there in zip(sorted(steps), held, strict=True)
+        _of_one_step(step, phases, events, unseen, persistent, there)
+        for step, there in zip(steps, held[:-1], strict=True)
     ]
+
+
+def _freed_unseen(events: Sequence[tuple[int, int, int]], kept: Set[int]) -> set[int]:
+    """Allocations whose memory is free later without an event that says so."""
+    is_open: dict[int, int] = {}
+    found = set()
+    for i, (_, address, num_bytes) in enumerate(events):
+        before = is_open.pop(address, None)
+        if num_bytes > 0:
+            is_open[address] = i
+            if before is not None:
+                found.add(before)
+    return found | {i for address, i in is_open.items() if address not in kept}
 
 
 def _of_one_step(
     step: tuple[int, int],
-    phases: list[tuple[int, str]],
-    events: list[tuple[int, int, int]],
+    phases: Sequence[tuple[int, str]],
+    events: Sequence[tuple[int, int, int]],
+    unseen: Set[int],
     persistent: Mapping[int, int],
     held: Set[int],
-) -> dict[str, int]:
+) -> StepPeaks:
     starts = [start for start, _ in phases]
     live: dict[int, int] = {}
+    slow: list[int] = []  # what threads may still hold, the largest
     alive: int | None = None
+    highest = 0
     peaks: dict[str, int] = {}
-    for when, address, num_bytes in events:
+    for i, (when, address, num_bytes) in enumerate(events):
         if when >= step[0] and alive is None:
             live = {at: nbytes for at, nbytes in live.items() if at in held}
             alive = sum((live | persistent).values())
-        change = num_bytes
-        if num_bytes > 0:
+        change, instant = num_bytes, 0
+        if i in unseen:
+            change, instant = 0, num_bytes
+        elif num_bytes > 0:
             live[address] = num_bytes
         else:
             change = -live.pop(address, 0)
         if alive is not None and when <= step[1]:
             phase = phases[bisect_right(starts, when) - 1][1]
             alive += change
-            peaks[phase] = max(peaks.get(phase, 0), alive)
-    return peaks
+            peaks[phase] = max(peaks.get(phase, 0), alive + instant)
+            highest = max(highest, alive + instant + sum(slow))
+        if instant:
+            slow = heapq.nlargest(GLOO_THREADS, [*slow, instant])
+    return StepPeaks(phases=peaks, highest_bytes=highest)
 
 
 def _held() -> set[int]:

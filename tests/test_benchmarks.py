@@ -6,6 +6,7 @@ import torch
 from benchmarks import gpu_tables, gpu_validation
 from benchmarks.gpu_cells import told
 from benchmarks.gpu_runs import clean
+from benchmarks.ranks import StepPeaks, account
 
 
 def validated(folder, *more):
@@ -99,3 +100,24 @@ def test_gpu_validation_keeps_its_promises_on_a_gpu(tmp_path):
     )
 
     assert code == 0, page
+
+
+def test_copies_that_threads_of_ranks_free_unseen_count_twice_at_most():
+    # Persistent: 100 bytes at 1. A step is 10 times; each begins a gradient of 20 at 2,
+    # which is freed when the step is over. The copies of 7, 5 and 6 at 3, 4 and 5 are
+    # freed without an event; 4 is taken again, by what is freed.
+    of_step = [(0, 2, 20), (1, 3, 7), (2, 4, 5), (3, 5, 6), (4, 4, 9), (5, 4, -9)]
+    freed = (9, 2, -20)
+    events = [(10 * k + at, *rest) for k in (0, 1) for at, *rest in [*of_step, freed]]
+
+    found = account(
+        events, [(10, 18)], [(10, "forward"), (12, "backward")], {1: 100}, [{1}, {1}]
+    )
+
+    assert found == [
+        StepPeaks(
+            phases={"forward": 100 + 20 + 7, "backward": 100 + 20 + 9},
+            highest_bytes=100 + 20 + 9 + (7 + 7),  # one of each of two steps
+        )
+    ]
+    assert found[0].peak_bytes == 129

@@ -369,8 +369,10 @@ def test_a_small_tree_gets_what_the_best_of_all_choices_has_by_simulation():
     for choice in every_choice(form, problem):
         sharding = form.sharding(choice, 2, 1)
         peak = form.ranks.peak_bytes(sharding, form.policies(choice))
-        peak += form.ranks.late_bytes(sharding)
-        known.append((peak, fsdp.predicted(problem, choice).total_ms))
+        late = form.ranks.late_bytes(sharding)
+        in_time = fsdp.live(replace(problem, late_copies=0), choice)
+        assert set((fsdp.live(problem, choice) - in_time).tolist()) == {late}
+        known.append((peak + late, fsdp.predicted(problem, choice).total_ms))
     how = Solving(relative_gap=1e-6, time_limit_s=None)
     peaks = sorted({peak for peak, _ in known})
     assert len(peaks) > 20

@@ -56,7 +56,7 @@ from autosac.simulation.simulating import Simulator, Timeline
 from autosac.tracing.stepping import OptimizerInBackward
 from autosac.tracing.tape import CATEGORIES, IntArray, Tape
 
-_GLOO_THREADS = 2  # of a process group, unless its options say otherwise
+GLOO_THREADS = 2  # of a process group, unless its options say otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class RankSimulator:
         )
         is_all_reduced = is_cast and sharding.replicate_degree > 1
         num_groups = int(sharding.shard_degree > 1) + int(is_all_reduced)
-        return _GLOO_THREADS * num_groups if self.how.copies else 0
+        return GLOO_THREADS * num_groups if self.how.copies else 0
 
     def timeline(
         self,
