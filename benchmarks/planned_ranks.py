@@ -225,8 +225,7 @@ def _row(
 
 def _is_kept(row: Row) -> bool:
     return (
-        row.highest_bytes <= row.budget_bytes
-        and row.predicted_bytes + row.late_bytes <= row.budget_bytes
+        row.highest_bytes <= row.predicted_bytes + row.late_bytes <= row.budget_bytes
         and max(row.measured_bytes) <= row.predicted_bytes
         and abs(row.worst_error) <= LARGEST_ERROR
         and row.same_losses
