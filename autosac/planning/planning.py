@@ -244,26 +244,30 @@ class _Problem:
 
     def solve(self, budget_bytes: int) -> tuple[Choice | None, float]:
         """Choice under the budget by simulation, and the bound on its time."""
-        formulation = self.made.formulation
-        # The MILP may see more memory than the simulation, where a unit holds an
-        # output that another one saves. At a budget that only the simulation can
-        # meet, the bound of the MILP's least budget holds all the more.
-        least_bytes, choice = _lowest(formulation, self.backend)
-        target = max(budget_bytes, least_bytes)
-        bound_ms: float | None = None
-        for _ in range(_ATTEMPTS):
-            solution = self._solve_once(target)
-            if bound_ms is None:
-                bound_ms = self._bound_ms(target, solution)
+        formulation, simulator = self.made.formulation, self.made.simulator
+        target = budget_bytes
+        solution = self._solve_once(target)
+        if not solution.termination.has_incumbent:
+            # The MILP may see more memory than the simulation, where a unit holds an
+            # output that another one saves. At a budget that only the simulation can
+            # meet, the bound of the MILP's least budget holds all the more.
+            target = max(target, _lowest(formulation, self.backend)[0])
+            if target > budget_bytes:
+                solution = self._solve_once(target)
+        bound_ms = self._bound_ms(target, solution)
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                solution = self._solve_once(target)
             if not solution.termination.has_incumbent:
                 break
             chosen: Choice = decode(formulation, solution)
-            excess = self.made.simulator.peak_bytes(chosen) - budget_bytes
+            excess = simulator.peak_bytes(chosen) - budget_bytes
             if excess <= 0:
                 return chosen, bound_ms
             target -= excess
-        fits = self.made.simulator.peak_bytes(choice) <= budget_bytes
-        return choice if fits else None, bound_ms or 0.0
+        chosen = _lowest(formulation, self.backend)[1]
+        fits = simulator.peak_bytes(chosen) <= budget_bytes
+        return chosen if fits else None, bound_ms
 
     def _solve_once(self, budget_bytes: int) -> sac.SacSolution:
         """Exact points of all candidates, or of those a MILP on fitted curves picks."""
