@@ -312,7 +312,7 @@ def test_a_dry_run_of_memory_that_stays_for_the_optimizer_disagrees(monkeypatch)
 
     def leaking(model, policies):
         handle = install(model, policies)
-        model.register_full_backward_pre_hook(lambda *_: kept.append(torch.ones(64)))
+        model.register_forward_hook(lambda *_: kept.append(torch.ones(64)))
         return handle
 
     monkeypatch.setattr(applying, "install", leaking)
