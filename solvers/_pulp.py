@@ -272,8 +272,11 @@ def _run_cbc(
         model.solve(solver)
         text = log.read_text(errors="replace")
     termination = _PAIRS[model.sol_status]
-    if model.status == constants.LpStatusUndefined and "nfeasible" in text:
-        termination = Termination.INFEASIBLE  # CBC's word for an infeasible LP
+    # An infeasible LP has no status, but a line in the log.
+    is_undefined = model.status == constants.LpStatusUndefined
+    is_infeasible = model.status == constants.LpStatusInfeasible
+    if is_infeasible or (is_undefined and "nfeasible" in text):
+        termination = Termination.INFEASIBLE
     bound = None
     bounds = [line for line in text.splitlines() if line.startswith(_CBC_BOUND)]
     if bounds:

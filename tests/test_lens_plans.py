@@ -1,3 +1,4 @@
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -243,7 +244,7 @@ def test_does_not_calibrate_what_is_not_present():
 
 
 def _outside():
-    optimizers = _compat.importlib.import_module("torch.optim.optimizer")
+    optimizers = importlib.import_module("torch.optim.optimizer")
     return (
         _compat.FakeTensor.__new__,
         torch.autocast.__init__,

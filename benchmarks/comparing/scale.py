@@ -30,6 +30,7 @@ _SHARE, _NEXT_SHARE = 0.75, 0.7  # budgets over the baseline
 _GPT2_SHARE = 0.65
 _BATCH, _LENGTH, _WIDTH, _VOCABULARY = 4, 512, 1024, 2048
 _TIMEOUT_S = 3600
+_RUNS, _QUICK_S = 3, 60.0  # of a job that takes less
 Record = dict[str, Any]
 
 
@@ -234,6 +235,20 @@ def place(job: Record) -> int:
 
 
 def run(system: str, case: str, size: int, title: str) -> Record:
+    """A job: of several runs of a quick one, that of the median time."""
+    found = [_run_once(system, case, size, title)]
+    while len(found) < _RUNS and _is_quick(found[-1]):
+        found.append(_run_once(system, case, size, title))
+    if "error" in found[-1]:
+        return found[-1]
+    return sorted(found, key=lambda job: _total(job, "s"))[len(found) // 2]
+
+
+def _is_quick(job: Record) -> bool:
+    return "error" not in job and _total(job, "s") < _QUICK_S
+
+
+def _run_once(system: str, case: str, size: int, title: str) -> Record:
     """One job in a fresh process."""
     head = {"system": system, "case": case, "size": size, "title": title}
     command = [sys.executable, "-m", "benchmarks.comparing.scale"]
@@ -256,7 +271,8 @@ def page(record: Record) -> Iterator[str]:
     """The part as Markdown."""
     yield "## Planning time and memory\n"
     yield (
-        "Every row is a process of its own on one thread, uncalibrated, model on the"
+        "Every row is a process of its own on one thread, of three the one of median"
+        f" time where one takes less than {_QUICK_S:.0f} s; uncalibrated, model on the"
         " meta device. `cold` is tracing or statistics and the first plan, op policies"
         " included; `next` is one budget more on the same profile. Seconds of wall time"
         " (CPU time); memory is the most that the process ever held, Python and PyTorch"

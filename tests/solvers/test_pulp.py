@@ -80,6 +80,19 @@ def test_an_infeasible_model_is_told_from_a_time_limit(backend, cat):
 
 
 @both
+def test_a_model_that_only_shares_could_meet_is_infeasible(backend):
+    model = pulp.LpProblem("odd", pulp.LpMinimize)
+    weights = [6, 10, 14, 22, 26, 34, 38]
+    picked = [model.add_variable(f"x{i}", 0, 1, pulp.LpInteger) for i in range(7)]
+    model += pulp.lpSum(picked)
+    model += pulp.lpSum(w * x for w, x in zip(weights, picked, strict=True)) == 75
+
+    outcome = _pulp.run(model, backend=backend)
+
+    assert outcome.termination is Termination.INFEASIBLE
+
+
+@both
 def test_a_time_limit_without_an_incumbent_is_no_incumbent(backend):
     outcome = _pulp.run(market_split(elastic=False), backend=backend, time_limit_s=0.2)
 
