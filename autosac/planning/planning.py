@@ -62,10 +62,11 @@ def plan(
         time_limit_s: A solve stops after this long with the best plan so far, and
             the plan's gap says what is left; None for no limit. Most take
             milliseconds.
-        dry_run: Whether to run the applied model once under fake tensors, which must
-            confirm the simulated peak. None for always but in one case: the step has
-            more than 10,000 ops, and a dry run of another plan from the same profile
-            has confirmed the simulation. `Plan.dry_run` says what was done.
+        dry_run: Whether to run the applied model once under fake tensors, up to the
+            optimizer, which must confirm the simulated memory. None for always but in
+            one case: the step has more than 10,000 ops, and a dry run of another plan
+            from the same profile has confirmed the simulation. `Plan.dry_run` says
+            what was done.
         options: As in `profile`.
 
     Raises:

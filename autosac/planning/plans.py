@@ -46,8 +46,8 @@ class Plan:
         measured_fraction: Share of the step's time that is measured, not modelled.
         reserved_bytes: What PyTorch's allocator is predicted to reserve for a step
             with the plan; None on the CPU, where it reserves nothing.
-        dry_run: A dry run of the applied model confirmed the peak of this very plan,
-            not only its simulation.
+        dry_run: A dry run of the applied model, up to the optimizer, confirmed the
+            memory of this very plan, not only its simulation.
         traced: The step it was made for, as plain data, for reports. It is not part of
             a plan file, nor of a copy: there it is None.
     """
