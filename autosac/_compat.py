@@ -248,31 +248,33 @@ def new_fake(
 
 
 def by_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Results of an op on fake tensors of one device, by its kernel for meta tensors.
+    """Results of an op on tensors of one device, by its kernel for meta tensors.
 
     Args:
         func: A view, an op that returns an argument that it writes to, or one that
             makes all its results.
-        args: Its arguments, the tensors among them.
+        args: Its arguments, all tensors among them; one at least is a fake.
         kwargs: Others.
     """
-    fakes = [arg for arg in args if isinstance(arg, FakeTensor)]
     with no_dispatch():
-        metas = [_as_meta(a) if isinstance(a, FakeTensor) else a for a in args]
+        metas = [_as_meta(a) if isinstance(a, torch.Tensor) else a for a in args]
         out = func(*metas, **kwargs)
     if changed := returned_arguments(func):
         return pick_arguments(func, changed, args, kwargs)
-    mode, device = fakes[0].fake_mode, fakes[0].device
+    first = next(arg for arg in args if isinstance(arg, FakeTensor))
+    mode, device = first.fake_mode, first.device
     if isinstance(out, torch.Tensor):
         return as_fake(mode, out, device)
-    return type(out)(as_fake(mode, result, device) for result in out)
+    return type(out)(None if t is None else as_fake(mode, t, device) for t in out)
 
 
-def _as_meta(fake: torch.Tensor) -> torch.Tensor:
-    """A meta tensor with the layout and the memory of a fake tensor."""
-    meta = torch.empty(0, dtype=fake.dtype, device=_META)
-    layout = (fake.storage_offset(), fake.shape, fake.stride())
-    return meta.set_(fake.untyped_storage(), *layout)
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor with the layout of a tensor, and with the memory of a fake one."""
+    meta = torch.empty(0, dtype=tensor.dtype, device=_META)
+    if not isinstance(tensor, FakeTensor):
+        return meta.new_empty_strided(tensor.shape, tensor.stride())
+    layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+    return meta.set_(tensor.untyped_storage(), *layout)
 
 
 def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:

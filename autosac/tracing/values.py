@@ -18,9 +18,46 @@ from autosac.tracing.signatures import Signature, signature
 _MOST_KNOWN_VALUES = 2**22  # elements of a tensor that stays real while tracing
 
 _aten = torch.ops.aten
-_MATRIX_PRODUCTS = frozenset(
-    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+# Their meta kernels give the layouts of all devices, as do those of elementwise ops.
+_BY_LAYOUT = frozenset(
+    {
+        _aten._log_softmax.default,
+        _aten._log_softmax_backward_data.default,
+        _aten._safe_softmax.default,
+        _aten._softmax.default,
+        _aten._softmax_backward_data.default,
+        _aten._to_copy.default,
+        _aten.addmm.default,
+        _aten.baddbmm.default,
+        _aten.bmm.default,
+        _aten.clone.default,
+        _aten.embedding.default,
+        _aten.embedding_dense_backward.default,
+        _aten.empty_like.default,
+        _aten.mean.default,
+        _aten.mean.dim,
+        _aten.mm.default,
+        _aten.native_group_norm_backward.default,
+        _aten.native_layer_norm_backward.default,
+        _aten.nll_loss_backward.default,
+        _aten.nll_loss_forward.default,
+        _aten.ones_like.default,
+        _aten.select_backward.default,
+        _aten.slice_backward.default,
+        _aten.sum.default,
+        _aten.sum.dim_IntList,
+        _aten.zeros_like.default,
+    }
 )
+# On the CPU their statistics have the type of the input: theirs do if all is float32.
+_BY_LAYOUT_IN_FLOAT32 = frozenset(
+    {
+        _aten.native_batch_norm.default,
+        _aten.native_batch_norm_backward.default,
+        _aten.native_layer_norm.default,
+    }
+)
+_PLACES = ("device", "layout", "pin_memory")  # arguments that say where results lie
 
 
 def keeps_values(tensor: torch.Tensor) -> bool:
@@ -60,6 +97,9 @@ def run_op(
     if _compat.is_profiling(func):
         with _compat.no_dispatch():
             return func(*args, **kwargs)
+    if inputs and _is_small(func, args, kwargs, inputs):
+        with _compat.no_modes():
+            return func(*args, **kwargs)
     try:
         out = func(*args, **kwargs)
     except _compat.TRACE_ERRORS:
@@ -69,12 +109,29 @@ def run_op(
         if not inputs and _compat.is_random(func) and out.ndim == 0:
             with _compat.no_modes():
                 return func(*args, **kwargs)
-        large = any(t.numel() > _MOST_KNOWN_VALUES for t in tensors_in((out,)))
+        large = any(map(_is_large, tensors_in((out,))))
         values = inputs or all(keeps_values(t) for t in tensors_in((out,)))
         if large or not values or _compat.is_random(func):
             return out
     with _compat.no_modes():
         return func(*args, **kwargs)
+
+
+def _is_small(
+    func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]
+) -> bool:
+    """Whether it is plain, without asking a fake kernel, that a result is no large one."""
+    if _compat.is_view(func):
+        with _compat.no_modes():
+            return not any(map(_is_large, tensors_in((func(*args, **kwargs),))))
+    if torch.Tag.pointwise not in func.tags or _compat.is_random(func):
+        return False
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
+    return shape.numel() <= _MOST_KNOWN_VALUES
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > _MOST_KNOWN_VALUES
 
 
 def _has_plain_kernel(
@@ -83,22 +140,29 @@ def _has_plain_kernel(
     """Whether a meta kernel gives the layouts of all devices; it takes less time."""
     if getattr(func, "namespace", None) != "aten" or not _is_plain(func, kwargs):
         return False
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    mode = _compat.fake_mode_of(inputs[0])
-    return len(tensors) == len(inputs) and all(
-        _compat.has_layout_only(mode, tensor)
-        and tensor.device == tensors[0].device
+    if func in _BY_LAYOUT_IN_FLOAT32 and any(t.dtype != torch.float32 for t in inputs):
+        return False
+    num_tensors = sum(isinstance(arg, torch.Tensor) for arg in args)
+    first = next(filter(_compat.is_fake, inputs))
+    mode = _compat.fake_mode_of(first)
+    return num_tensors == len(inputs) and all(
+        (_compat.has_layout_only(mode, tensor) or not _compat.is_fake(tensor))
+        and tensor.layout is torch.strided
+        and tensor.device == first.device
         and not tensor.is_complex()
         and not tensor.is_quantized
-        for tensor in tensors
+        for tensor in inputs
     )
 
 
 def _is_plain(func: Any, kwargs: Any) -> bool:
     if _compat.is_view(func):
         return True
-    is_known = func in _MATRIX_PRODUCTS or torch.Tag.pointwise in func.tags
-    if kwargs or not is_known or _compat.is_random(func):
+    if any(kwargs.get(name) for name in _PLACES) or _compat.is_random(func):
+        return False
+    if func in _BY_LAYOUT or func in _BY_LAYOUT_IN_FLOAT32:
+        return True
+    if torch.Tag.pointwise not in func.tags:
         return False
     makes_or_returns = _compat.makes_all_results(func)
     return makes_or_returns or bool(_compat.returned_arguments(func))
