@@ -97,6 +97,17 @@ _returned: dict[Any, tuple[int, ...]] = {}
 _views: dict[Any, bool] = {}
 
 
+_names: dict[int, tuple[Any, str]] = {}
+
+
+def op_name(func: Any) -> str:
+    """Such as ``aten.mul.Tensor``: `str(func)`, which builds it anew each time."""
+    found = _names.get(id(func))
+    if found is None:
+        found = _names[id(func)] = (func, str(func))
+    return found[1]
+
+
 def returned_arguments(func: Any) -> tuple[int, ...]:
     """Positions of the arguments that an in-place or out= op returns."""
     if func not in _returned:

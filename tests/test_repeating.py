@@ -6,7 +6,7 @@ import torch
 from autosac import _compat
 from autosac.pytrees import tensors_in
 from autosac.tracing.repeating import RepeatedCalls
-from autosac.tracing.values import run_op
+from autosac.tracing.values import _BY_LAYOUT, _BY_LAYOUT_IN_FLOAT32, run_op
 from tests.models import each_case
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def ask(calls, func, *args, **kwargs):
     """What is known about a call, and its tensors; learns it if nothing is."""
     tensors = []
     key = calls.key(func, args, kwargs, tensors)
-    call = calls.find(key)
+    call = calls.find(key, func, args, kwargs, tensors)
     if call is None:
         with calls.mode:
             calls.learn(key, func, args, kwargs, func(*args, **kwargs))
@@ -158,6 +158,96 @@ def test_a_meta_kernel_gives_what_the_fake_kernel_gives(
     assert (found is given[0]) == (expected is same[0])
 
 
+LABELS = torch.arange(4)  # a real tensor
+BY_LAYOUT = [  # sizes of fakes at the places of the tuples in a list
+    (aten._log_softmax.default, [(4, 8)], 1, False),
+    (aten._log_softmax_backward_data.default, [(4, 8)], [(4, 8)], 1, "dtype"),
+    (aten._safe_softmax.default, [(4, 8)], -1),
+    (aten._softmax.default, [(4, 8)], 0, False),
+    (aten._softmax_backward_data.default, [(4, 8)], [(4, 8)], 1, "dtype"),
+    (aten._to_copy.default, [(4, 8)], {"dtype": torch.float64}),
+    (aten.addmm.default, [(3,)], [(4, 8)], [(8, 3)]),
+    (aten.baddbmm.default, [(2, 4, 3)], [(2, 4, 8)], [(2, 8, 3)]),
+    (aten.bmm.default, [(2, 4, 8)], [(2, 8, 3)]),
+    (aten.clone.default, [(4, 8)]),
+    (aten.clone.default, [(2, 3, 4, 5)], {"memory_format": torch.channels_last}),
+    (aten.embedding.default, [(9, 8)], LABELS),
+    (aten.embedding_dense_backward.default, [(4, 8)], LABELS, 9, -1, False),
+    (aten.empty_like.default, [(4, 8)], {"pin_memory": False}),
+    (aten.mean.default, [(4, 8)]),
+    (aten.mean.dim, [(4, 8)], [1], True),
+    (aten.mm.default, [(4, 8)], [(8, 3)]),
+    (
+        aten.native_group_norm_backward.default,
+        *([(2, 6, 5)], [(2, 6, 5)], [(2, 3)], [(2, 3)], [(6,)]),
+        *(2, 6, 5, 3, [True, True, True]),
+    ),
+    (
+        aten.native_batch_norm.default,
+        *([(2, 6, 5, 5)], [(6,)], [(6,)], [(6,)], [(6,)], True, 0.1, 1e-5),
+    ),
+    (
+        aten.native_batch_norm_backward.default,
+        *([(2, 6, 5, 5)], [(2, 6, 5, 5)], [(6,)], [(6,)], [(6,)], [(6,)], [(6,)]),
+        *(True, 1e-5, [True, True, False]),
+    ),
+    (aten.native_layer_norm.default, [(2, 4, 8)], [8], [(8,)], [(8,)], 1e-5),
+    (
+        aten.native_layer_norm_backward.default,
+        *([(4, 8)], [(4, 8)], [8], [(4, 1)], [(4, 1)], [(8,)], [(8,)]),
+        [True, False, True],
+    ),
+    (aten.nll_loss_forward.default, [(4, 8)], LABELS, None, 1, -100),
+    (
+        aten.nll_loss_backward.default,
+        *([()], [(4, 8)], LABELS, None, 1, -100, [()]),
+    ),
+    (aten.ones_like.default, [(4, 8)]),
+    (aten.select_backward.default, [(4,)], [4, 8], 1, 3),
+    (aten.slice_backward.default, [(4, 2)], [4, 8], 1, 2, 4, 1),
+    (aten.sum.default, [(4, 8)], {"dtype": torch.float64}),
+    (aten.sum.dim_IntList, [(4, 8)], [0], True),
+    (aten.zeros_like.default, [(4, 8)], {"memory_format": torch.preserve_format}),
+]
+
+
+@pytest.mark.parametrize("call", BY_LAYOUT, ids=lambda call: str(call[0]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_layouts_of_meta_kernels_are_those_of_fake_kernels(
+    call, dtype, transposed, mode
+):
+    def argument(value):
+        if value == "dtype":
+            return dtype
+        if type(value) is not list or type(value[0]) is not tuple:
+            return value
+        with mode:
+            size = value[0][::-1] if transposed else value[0]
+            found = torch.empty(size, dtype=dtype)
+            order = tuple(reversed(range(found.dim())))
+            return found.permute(order) if transposed else found
+
+    func, *rest = call
+    kwargs = rest.pop() if isinstance(rest[-1], dict) else {}
+    args = tuple(map(argument, rest))
+    found = run_op(func, args, kwargs, [a for a in args if isinstance(a, torch.Tensor)])
+    with mode:
+        expected = func(*args, **kwargs)
+
+    found, expected = (
+        [x] if isinstance(x, torch.Tensor) else x for x in (found, expected)
+    )
+    assert [t is None for t in found] == [t is None for t in expected]
+    pairs = zip(tensors_in(found), tensors_in(expected), strict=True)
+    for a, b in pairs:
+        assert layout(a) == layout(b)
+
+
+def test_all_ops_that_run_by_meta_kernels_are_among_the_tested_ones():
+    assert {call[0] for call in BY_LAYOUT} == _BY_LAYOUT | _BY_LAYOUT_IN_FLOAT32
+
+
 def test_a_meta_kernel_refuses_what_the_fake_kernel_refuses(mode):
     args = (fake(mode, 4, 8), fake(mode, 7))
 
@@ -171,11 +261,73 @@ def test_a_repeated_call_on_real_tensors_alone_is_run_for_real(mode):
     tensors = []
 
     calls.learn(calls.key(func, (first, 0), {}, []), func, (first, 0), {}, first)
-    call = calls.find(calls.key(func, (second, 0), {}, tensors))
+    key = calls.key(func, (second, 0), {}, tensors)
+    call = calls.find(key, func, (second, 0), {}, tensors)
 
     with mode:
         found = calls.repeat(call, func, (second, 0), {}, tensors)
     assert found.tolist() == [0, 1, 3, 6]
+
+
+ELEMENTWISE = [
+    (aten.add.Tensor, "ff", (), {}),
+    (aten.add.Tensor, "if", (), {"alpha": 2}),
+    (aten.add_.Tensor, "ff", (), {"alpha": 2}),
+    (aten.addcdiv_.default, "fff", (), {"value": 0.5}),
+    (aten.div.Tensor, "ii", (), {}),
+    (aten.eq.Scalar, "f", (1,), {}),
+    (aten.lerp_.Scalar, "ff", (0.5,), {}),
+    (aten.mul.Scalar, "i", (0.5,), {}),
+    (aten.pow.Tensor_Scalar, "h", (2,), {}),
+    (aten.sqrt.default, "h", (), {}),
+    (aten.where.self, "bhf", (), {}),
+]
+DTYPES = {"f": torch.float32, "h": torch.bfloat16, "i": torch.int64, "b": torch.bool}
+
+
+@pytest.mark.parametrize(("func", "kinds", "rest", "kwargs"), ELEMENTWISE)
+@pytest.mark.parametrize("size", [(7,), (3, 1, 5), (2, 1, 4, 4), (1, 1)])
+def test_an_elementwise_call_is_known_for_all_sizes(
+    func, kinds, rest, kwargs, size, mode
+):
+    def tensors(*size):
+        return tuple(fake(mode, *size, dtype=DTYPES[kind]) for kind in kinds)
+
+    calls = RepeatedCalls(mode)
+    assert ask(calls, func, *tensors(4, 8), *rest, **kwargs)[0] is None
+    given = tensors(*size)
+
+    call, inputs = ask(calls, func, *given, *rest, **kwargs)
+    found = calls.repeat(call, func, (*given, *rest), kwargs, inputs)
+    with mode:
+        expected = func(*tensors(*size), *rest, **kwargs)
+
+    assert layout(found) == layout(expected)
+    storages = [tensor.untyped_storage()._cdata for tensor in given]
+    is_in_place = func._schema.name.endswith("_")
+    assert (found.untyped_storage()._cdata in storages) == is_in_place
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: (a, a.t()),
+        lambda a: (a.t(), a.t()),
+        lambda a: (a, a[:1]),
+        lambda a: (a[:, :4], a[:, :4]),
+        lambda a: (a[0, 0], a[0, 0]),
+        lambda a: (a[:0], a[:0]),
+        lambda a: (a, a.double()),
+    ],
+)
+def test_elementwise_calls_on_other_layouts_are_worked_out_anew(change, mode):
+    calls = RepeatedCalls(mode)
+    with mode:
+        others = change(fake(mode, 6, 6))
+
+    ask(calls, aten.add.Tensor, fake(mode, 4, 8), fake(mode, 4, 8))
+
+    assert ask(calls, aten.add.Tensor, *others)[0] is None
 
 
 def test_calls_that_differ_in_any_respect_are_not_equal(mode):
@@ -251,7 +403,7 @@ def test_a_result_that_may_be_either_of_two_arguments_is_not_repeated(mode):
 @each_case
 def test_a_tape_without_repeated_calls_is_the_same(case, monkeypatch):
     known = case.profile(torch.optim.AdamW).tape
-    monkeypatch.setattr(RepeatedCalls, "find", lambda self, key: None)
+    monkeypatch.setattr(RepeatedCalls, "find", lambda self, *call: None)
     made = case.profile(torch.optim.AdamW).tape
 
     assert known.ops == made.ops

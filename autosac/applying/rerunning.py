@@ -69,8 +69,8 @@ class Run:
     def action(self, func: Any) -> str:
         """What to do with the next op; saves it where the trace knows no answer."""
         place = len(self.entries)
-        names = self.policy.names
-        if not self.departed and (place >= len(names) or names[place] != str(func)):
+        names, name = self.policy.names, _compat.op_name(func)
+        if not self.departed and (place >= len(names) or names[place] != name):
             self.departed = True
             expected = names[place] if place < len(names) else "its end"
             warnings.warn(

@@ -94,7 +94,7 @@ class Call:
         self.inputs: tuple[torch.Tensor | int, ...] = ()
         self.outputs: tuple[int, ...] = ()
         self.once: str | None = None
-        self.random = random_numbers()
+        self.random: int | None = None
         self.input_dtypes: tuple[str, ...] = ()
         self.takes_gradients = self.gives_gradients = False
         self.repeats_inputs = False

@@ -39,6 +39,8 @@ class Recorder(_compat.PlainDispatchMode):
         only_storages: Track memory as a real run holds it and nothing else.
         target: The GPU that the tensors stand for though they are on the CPU.
         known: Calls that earlier runs of the step made.
+        finds_draws: Tell which calls of modules draw random numbers in Python, not
+            only whether an outermost one does: asking takes a while.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class Recorder(_compat.PlainDispatchMode):
         only_storages: bool,
         target: DeviceSpec | None = None,
         known: KnownCalls | None = None,
+        finds_draws: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
+        self.finds_draws = finds_draws
         self.repeated = RepeatedCalls(mode, known)
         self.device_type = device_type
         self.granularity_bytes = granularity_bytes
@@ -292,7 +296,7 @@ class Recorder(_compat.PlainDispatchMode):
         start = self.tick()
         inputs: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, inputs)
-        call = self.repeated.find(key)
+        call = self.repeated.find(key, func, args, kwargs, inputs)
         self._refuse_own_parameters(func, inputs)
         strided = key is not None
         reads: tuple[int, ...] = ()
@@ -371,7 +375,7 @@ class Recorder(_compat.PlainDispatchMode):
         """Run an op that a real step does not."""
         tensors: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, tensors)
-        call = self.repeated.find(key)
+        call = self.repeated.find(key, func, args, kwargs, tensors)
         if call is not None:
             return self.repeated.repeat(call, func, args, kwargs, tensors)
         is_marginal = self._is_count(func, args) or _compat.is_profiling(func)
@@ -475,6 +479,8 @@ class Recorder(_compat.PlainDispatchMode):
     def enter(self, module: int, args: Any, kwargs: Any) -> Call:
         """A module's ``forward`` begins."""
         call = Call(module, self.phase, self.tick())
+        if self.finds_draws or len(self.stack) == 1:
+            call.random = random_numbers()
         tensors = list(tensors_in((args, kwargs)))
         call.inputs = self._indices(tensors, 0, "input")
         call.look_at_inputs(tensors)
@@ -491,7 +497,7 @@ class Recorder(_compat.PlainDispatchMode):
         self.stack.pop()
         if self._indices(list(tensors_in((args, kwargs))), 0, "input") != call.inputs:
             call.once = call.once or "it changes a container that it is given"
-        if call.random != random_numbers():
+        if call.random is not None and call.random != random_numbers():
             call.once = call.once or DRAWS
         outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
         call.gives_gradients = any(t.requires_grad for t in tensors_in((output,)))

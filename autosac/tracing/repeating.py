@@ -3,14 +3,15 @@
 The step of a large model makes the same few hundred calls over and over. What a fake
 kernel returns depends on the layouts of its tensors, on its other arguments, and on the
 default type. So the second of two equal calls gets what the first one got: new memory
-of the same layout, a view at the same place, or the same argument. A call that was run
-on real tensors, whose values a step may branch on, is run for real again.
+of the same layout, a view at the same place, or the same argument. So does an
+elementwise call of another size, if all its tensors have one contiguous layout. A call
+that was run on real tensors, whose values a step may branch on, is run for real again.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,8 +106,8 @@ class Call:
 
     __slots__ = ("facts", "results")
 
-    def __init__(self) -> None:
-        self.results: Any = None
+    def __init__(self, results: Any = None) -> None:
+        self.results = results
         self.facts: Facts | None = None
 
 
@@ -126,6 +127,7 @@ class RepeatedCalls:
         self._known: KnownCalls = {} if known is None else known
         # By address, as ops are slow to hash; an op that is known here stays there.
         self._repeatable: dict[int, tuple[Any, bool]] = {}
+        self._elementwise: dict[Hashable, _Argument | torch.dtype] = {}
 
     def key(self, func: Any, args: Any, kwargs: Any, tensors: Tensors) -> Hashable:
         """Equal for calls with like results; None for a call that must be made.
@@ -147,9 +149,21 @@ class RepeatedCalls:
             return None
         return tuple(parts)
 
-    def find(self, key: Hashable) -> Call | None:
+    def find(
+        self, key: Hashable, func: Any, args: Any, kwargs: Any, tensors: Tensors
+    ) -> Call | None:
         """What is known about a call."""
-        return None if key is None else self._known.get(key)
+        if key is None:
+            return None
+        call = self._known.get(key)
+        if call is None and torch.Tag.pointwise in func.tags:
+            of_any_size = _key_of_any_size(self.mode, func, args, kwargs, tensors)
+            found = self._elementwise.get(of_any_size)
+            if isinstance(found, torch.dtype):
+                call = self._known[key] = Call(_new_like(tensors[0], found))
+            elif found is not None:
+                call = self._known[key] = Call(found)
+        return call
 
     def learn(self, key: Hashable, func: Any, args: Any, kwargs: Any, out: Any) -> Call:
         """Remember the results of a call that was made."""
@@ -162,7 +176,17 @@ class RepeatedCalls:
             except _NotRepeatable:
                 return call
             self._known[key] = call
+            if torch.Tag.pointwise in func.tags:
+                of_any_size = _key_of_any_size(self.mode, func, args, kwargs, tensors)
+                if of_any_size is not None:
+                    self._learn_elementwise(of_any_size, tensors[0], call.results)
         return call
+
+    def _learn_elementwise(self, key: Hashable, first: torch.Tensor, out: Any) -> None:
+        if isinstance(out, _Argument):
+            self._elementwise[key] = out
+        elif isinstance(out, _Made) and out == _new_like(first, out.dtype):
+            self._elementwise[key] = out.dtype
 
     def repeat(
         self, call: Call, func: Any, args: Any, kwargs: Any, tensors: Tensors
@@ -244,6 +268,35 @@ class RepeatedCalls:
         if kind is _Several:
             return template.kind([self._make(t, tensors) for t in template.items])
         return template
+
+
+def _key_of_any_size(
+    mode: Any, func: Any, args: Any, kwargs: Any, tensors: Tensors
+) -> Hashable:
+    """Equal for elementwise calls that differ in the one layout of all their tensors.
+
+    None where there are no tensors, or some that are not contiguous or lie in a list.
+    """
+    if not tensors or _compat.is_random(func):
+        return None
+    shape, stride = tensors[0].shape, contiguous_stride(tensors[0].shape)
+    parts: list[Any] = [id(func), torch.get_default_dtype(), shape.numel() > 0]
+    parts.append(len(shape) > 0)  # numbers of no dimension count less for result types
+    for value in (*args, *kwargs, *kwargs.values()):
+        if type(value) in _PLAIN:
+            parts += (type(value), value)
+            continue
+        if not _compat.has_layout_only(mode, value):
+            return None
+        if value.shape != shape or value.stride() != stride:
+            return None
+        parts += (value.dtype, value.device, value.requires_grad)
+    return tuple(parts)
+
+
+def _new_like(tensor: torch.Tensor, dtype: torch.dtype) -> _Made:
+    size = tuple(tensor.shape)
+    return _Made(size, tensor.stride(), 0, dtype, tensor.device, None)
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
@@ -330,3 +383,11 @@ def extent(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
     if 0 in size:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
+def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    stride = [1] * len(size)
+    for i in range(len(size) - 1, 0, -1):
+        stride[i - 1] = stride[i] * max(size[i], 1)
+    return tuple(stride)

@@ -126,7 +126,10 @@ def trace(step: Step) -> Tape:
 
 
 def _plain(step: Step) -> Tape:
-    return _run(step, lambda model: None, only_storages=False)
+    tape = _run(step, lambda model: None, only_storages=False)
+    if _drawn(tape):
+        tape = _run(step, lambda model: None, only_storages=False, finds_draws=True)
+    return tape
 
 
 def _agreed(step: Step) -> Tape:
@@ -190,6 +193,7 @@ def _run(
     *,
     only_storages: bool,
     optimizes: bool = True,
+    finds_draws: bool = False,
 ) -> Tape:
     mode = _compat.fake_mode()
     with _preserved_state(), lens(mode, step.lens):
@@ -204,6 +208,7 @@ def _run(
             only_storages=only_storages,
             target=step.lens,
             known=step.known,
+            finds_draws=finds_draws,
         )
         own, given = step.model, (step.args, step.kwargs)
         for originals, copies, category in (

@@ -117,17 +117,15 @@ def run_op(
         return func(*args, **kwargs)
 
 
-def _is_small(
-    func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]
-) -> bool:
-    """Whether it is plain, without asking a fake kernel, that a result is no large one."""
+def _is_small(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
+    """Whether no fake kernel needs to say that the results are not large."""
     if _compat.is_view(func):
         with _compat.no_modes():
             return not any(map(_is_large, tensors_in((func(*args, **kwargs),))))
     if torch.Tag.pointwise not in func.tags or _compat.is_random(func):
         return False
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
-    return shape.numel() <= _MOST_KNOWN_VALUES
+    return bool(shape.numel() <= _MOST_KNOWN_VALUES)
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
