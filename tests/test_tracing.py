@@ -294,6 +294,27 @@ def test_a_branch_on_integers_is_traced_as_it_runs():
     assert found["aten.sigmoid.default"] == ((2, 3, WIDTH),)
 
 
+class BranchesOnCausalMask(nn.Module):
+    def __init__(self, length):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.length = length
+
+    def forward(self, ids):
+        mask = torch.ones(self.length, self.length, dtype=torch.long).tril() > 0
+        x = self.linear(torch.ones(len(ids), 4))
+        return x if mask.all() or (ids > 0).all() else x.relu()
+
+
+def test_values_are_known_of_what_is_no_larger_than_the_input_or_small():
+    few, many = torch.zeros(8, 8).long(), torch.zeros(1024, 1024).long()
+
+    profile(BranchesOnCausalMask(256), few, loss_fn=torch.sum)
+    profile(BranchesOnCausalMask(256), many, loss_fn=torch.sum)
+    with pytest.raises(TraceError, match=r"without data"):
+        profile(BranchesOnCausalMask(1024), few, loss_fn=torch.sum)
+
+
 def test_a_step_without_gradients_is_refused():
     model = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 

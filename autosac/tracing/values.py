@@ -15,7 +15,9 @@ from autosac.pytrees import tensors_in
 from autosac.tracing import real_layouts
 from autosac.tracing.signatures import Signature, signature
 
-_MOST_KNOWN_VALUES = 2**22  # elements of a tensor that stays real while tracing
+# Elements of a tensor that stays real while tracing: of the user's or computed from one
+# as large, and of others, such as causal masks of long sequences, which take time.
+_MOST_KNOWN_VALUES, _MOST_MADE_VALUES = 2**22, 2**19
 
 _aten = torch.ops.aten
 # Their meta kernels give the layouts of all devices, as do those of elementwise ops.
@@ -109,7 +111,7 @@ def run_op(
         if not inputs and _compat.is_random(func) and out.ndim == 0:
             with _compat.no_modes():
                 return func(*args, **kwargs)
-        large = any(map(_is_large, tensors_in((out,))))
+        large = _are_large(out, inputs)
         values = inputs or all(keeps_values(t) for t in tensors_in((out,)))
         if large or not values or _compat.is_random(func):
             return out
@@ -121,15 +123,22 @@ def _is_small(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> 
     """Whether no fake kernel needs to say that the results are not large."""
     if _compat.is_view(func):
         with _compat.no_modes():
-            return not any(map(_is_large, tensors_in((func(*args, **kwargs),))))
+            return not _are_large(func(*args, **kwargs), inputs)
     if torch.Tag.pointwise not in func.tags or _compat.is_random(func):
         return False
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
-    return bool(shape.numel() <= _MOST_KNOWN_VALUES)
+    return bool(shape.numel() <= _most_elements(inputs))
 
 
-def _is_large(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > _MOST_KNOWN_VALUES
+def _are_large(results: Any, inputs: list[torch.Tensor]) -> bool:
+    """Whether working out the values of results takes too long."""
+    most = _most_elements(inputs)
+    return any(tensor.numel() > most for tensor in tensors_in((results,)))
+
+
+def _most_elements(inputs: list[torch.Tensor]) -> int:
+    largest = max((tensor.numel() for tensor in inputs), default=0)
+    return min(max(largest, _MOST_MADE_VALUES), _MOST_KNOWN_VALUES)
 
 
 def _has_plain_kernel(

@@ -132,6 +132,7 @@ def run(name: str, num_budgets: int, rounds: int) -> Record:
         autosac.profile(
             model, inputs, loss_fn=subject.loss_fn, accumulate=subject.accumulate
         ),
+        refresh=True,  # cached times may be those of a busy machine
         progress=False,
     )
     held = _held_bytes(model, inputs, subject.accumulate)

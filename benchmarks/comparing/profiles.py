@@ -19,6 +19,7 @@ def calibrated_profile(work: Workload) -> autosac.Profile:
             loss_fn=work.loss_fn,
             optimizer=work.make_optimizer(model),
         ),
+        refresh=True,  # cached times may be those of a busy machine
         progress=False,
     )
 
