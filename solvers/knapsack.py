@@ -215,14 +215,15 @@ def rerun_closure(problem: SaveProblem, saved: Sequence[bool]) -> tuple[bool, ..
 
 def _rerun(problem: SaveProblem, saved: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """As `rerun_closure`, of many points at once: flags of shape (points, groups)."""
-    left: npt.NDArray[np.bool_] = ~saved.T
-    rerun: npt.NDArray[np.bool_] = np.zeros_like(left)
+    left = ~saved.T
+    rerun = np.zeros(saved.shape, dtype=bool)
+    by_group = rerun.T
     needed = list(problem.needed)
-    rerun[needed] = left[needed]
+    by_group[needed] = left[needed]
     for g in reversed(range(problem.num_groups)):  # inputs come before their readers
         for h in problem.inputs[g]:
-            rerun[h] |= rerun[g] & left[h]
-    return rerun.T
+            by_group[h] |= by_group[g] & left[h]
+    return rerun
 
 
 def recompute_ms(problem: SaveProblem, rerun: Sequence[bool]) -> float:
