@@ -245,7 +245,7 @@ def _unbeaten(parts: list[_Labels]) -> _Labels:
     np.less(least_ms[1:], least_ms[:-1], out=is_faster[1:])
     found = labels.take(order[is_faster])
     is_last = found.nbytes[1:] != found.nbytes[:-1]
-    if is_last.all():
+    if np.count_nonzero(is_last) == len(is_last):
         return found
     return found.take(np.append(is_last, True))  # the fastest of each size
 

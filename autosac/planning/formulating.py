@@ -10,6 +10,7 @@ what it changes at the positions of its own forward, rerun and backward.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -123,13 +124,13 @@ def formulate(
     stops = np.append(edges, len(live))
     step = _Step(simulator, holders, live, edges, stops, base)
     known: dict[_Sight, sac.Unit] = {}
+    num_alike = Counter(unit.key for unit in units)
     records = []
     for unit, made, parent in zip(units, curves, _parents(units), strict=True):
-        sight = _sight(step, unit, made)
-        twin = known.get(sight)
-        record = twin and _moved(step, unit, twin, sight)
-        if record is None:
-            record = known[sight] = _solver_unit(step, unit, made)
+        if num_alike[unit.key] == 1:
+            record = _solver_unit(step, unit, made)
+        else:
+            record = _moved_or_new(step, unit, made, known)
         records.append(replace(record, fqn=unit.fqn, parent=parent))
     return Formulation(
         units=tuple(units),
@@ -198,10 +199,11 @@ def _changes(
     until = [held.get(storage, 0) for storage in affected]
     before = np.array([freed[storage] for storage in affected], np.int64) * span
     after = np.maximum(np.array(without, np.int64) * span, np.array(until, np.int64))
-    nbytes = simulator.tape.nbytes[storages]
-    changes = before != after
-    keys = np.array([before, after]).T[changes].ravel()
-    deltas = np.array([nbytes, -nbytes]).T[changes].ravel()
+    changed = before != after
+    before, after = before[changed], after[changed]
+    nbytes = simulator.tape.nbytes[storages[changed]]
+    keys = np.array([before, after]).ravel(order="F")  # both of each storage in turn
+    deltas = np.array([nbytes, -nbytes]).ravel(order="F")
     copied, worked = effect.copy_bytes, effect.work_bytes
     all_keys = np.concatenate(
         [
@@ -293,6 +295,18 @@ def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
         seen.append((stops[low : high + 1] - origin).tobytes())
         seen.append((around - (around[0] if len(around) else 0)).tobytes())
     return _Sight(unit.key, settled - freed_from, freed_until - unsettled, tuple(seen))
+
+
+def _moved_or_new(
+    step: _Step, unit: Unit, made: UnitCurve, known: dict[_Sight, sac.Unit]
+) -> sac.Unit:
+    """The record of a unit, by moving that of one like it if it is known."""
+    sight = _sight(step, unit, made)
+    twin = known.get(sight)
+    record = twin and _moved(step, unit, twin, sight)
+    if record is None:
+        record = known[sight] = _solver_unit(step, unit, made)
+    return record
 
 
 def _moved(step: _Step, unit: Unit, twin: sac.Unit, sight: _Sight) -> sac.Unit | None:
