@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,11 +28,12 @@ if TYPE_CHECKING:  # only its fields are read
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
+_Flags = npt.NDArray[np.bool_]
 
 _STEEPER = 1.0 + 1e-9  # than the line past it: a vertex, not rounding
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # thousands are made: frozen ones take three times as long
 class _Labels:
     """Labels of one frontier, the fewest bytes first.
 
@@ -49,7 +50,7 @@ class _Labels:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def take(self, which: npt.NDArray[np.generic]) -> _Labels:
+    def take(self, which: npt.NDArray[np.generic] | slice) -> _Labels:
         """Some of them, by place or by flag."""
         return _Labels(self.nbytes[which], self.ms[which], self.last[which])
 
@@ -75,8 +76,8 @@ class _Saved:
         self.size += len(before)
         return np.arange(self.size - len(before), self.size)
 
-    def flags(self, last: _Ints, num_groups: int) -> list[tuple[bool, ...]]:
-        """Flags per group of labels, given their last links."""
+    def flags(self, last: _Ints, num_groups: int) -> _Flags:
+        """Flags of labels, shape (labels, groups), given their last links."""
         flags = np.zeros((len(last), num_groups), dtype=bool)
         if self.groups:
             group_of = np.repeat(self.groups, list(map(len, self.before)))
@@ -86,7 +87,7 @@ class _Saved:
                 last = last[last >= 0]
                 flags[rows, group_of[last]] = True
                 last = before[last]
-        return list(map(tuple, flags.tolist()))
+        return flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +95,13 @@ class SaveFront:
     """What to save at Pareto points.
 
     Attributes:
-        saved: Flags per group for each point, the most bytes first; empty if there is
-            no solution.
+        saved: Flags, shape (points, groups), the most bytes first; no points if there
+            is no solution.
         complete_below_ms: No faster Pareto point is missing; infinite if none is.
         has_hull: The vertices of the lower convex hull of all Pareto points are there.
     """
 
-    saved: list[tuple[bool, ...]]
+    saved: _Flags
     complete_below_ms: float
     has_hull: bool
 
@@ -122,14 +123,9 @@ def save_front(
         reached = _step(problem, g, states, saved)
         states = {frontier: _unbeaten(parts) for frontier, parts in reached.items()}
         if sum(map(len, states.values())) > most_labels:
-            times = np.concatenate([labels.ms for labels in states.values()])
-            rank = most_labels // 2
-            time_of_rank = float(np.partition(times, rank)[rank])
-            complete_below_ms = min(complete_below_ms, time_of_rank)
-            states = {
-                frontier: _thinned(labels, complete_below_ms)
-                for frontier, labels in states.items()
-            }
+            states, complete_below_ms = _thinned(
+                states, most_labels // 2, complete_below_ms
+            )
         if len(states) > most_frontiers:
             complete_below_ms, has_hull = 0.0, False
             narrow = sorted(states, key=int.bit_count)[: most_frontiers // 2]
@@ -142,13 +138,32 @@ def save_front(
     )
 
 
-def _thinned(labels: _Labels, complete_below_ms: float) -> _Labels:
-    """The fast labels and the hull's vertices."""
+def _thinned(
+    states: dict[int, _Labels], rank: int, complete_below_ms: float
+) -> tuple[dict[int, _Labels], float]:
+    """The fast labels and the hulls' vertices, and up to when all are there.
+
+    Args:
+        states: Labels by frontier.
+        rank: How many labels of all frontiers are fast.
+        complete_below_ms: So far.
+    """
+    labels = _joined(list(states.values()))
+    complete_below_ms = min(
+        complete_below_ms, float(np.partition(labels.ms, rank)[rank])
+    )
+    stops = np.cumsum([len(own) for own in states.values()])
+    is_end = np.zeros(len(labels), dtype=bool)
+    is_end[stops[:-1]] = is_end[stops - 1] = is_end[0] = True
     kept = labels.ms < complete_below_ms
-    if kept[0]:  # the slowest
-        return labels
-    kept[lower_hull(labels.nbytes, labels.ms)] = True
-    return labels.take(kept)
+    kept[_lower_hulls(labels.nbytes, labels.ms, is_end)] = True
+    left = labels.take(kept)
+    places = [0, *np.cumsum(kept)[stops - 1].tolist()]
+    found = {
+        frontier: left.take(slice(start, stop))
+        for frontier, (start, stop) in zip(states, pairwise(places), strict=True)
+    }
+    return found, complete_below_ms
 
 
 def lower_hull(nbytes: _Ints, ms: _Floats) -> _Ints:
@@ -158,17 +173,30 @@ def lower_hull(nbytes: _Ints, ms: _Floats) -> _Ints:
         nbytes: Bytes of each point, rising.
         ms: Time of each point, falling.
     """
+    is_end = np.zeros(len(nbytes), dtype=bool)
+    is_end[[0, -1]] = True
+    return _lower_hulls(nbytes, ms, is_end)
+
+
+def _lower_hulls(nbytes: _Ints, ms: _Floats, is_end: _Flags) -> _Ints:
+    """As `lower_hull`, of several curves one after the other.
+
+    Args:
+        nbytes: Bytes of each point, rising in each curve.
+        ms: Time of each point, falling in each curve.
+        is_end: Whether it is the first or the last point of its curve.
+    """
     kept = np.arange(len(nbytes))
-    while len(kept) > 2:
-        x, y = nbytes[kept], ms[kept]
-        fall = (y[:-1] - y[1:]) / (x[1:] - x[:-1])
-        # What lies on or above the line between its neighbours is no vertex. All of
-        # these may go at once, as each lies on or above what is left.
-        (vertices,) = (fall[:-1] > _STEEPER * fall[1:]).nonzero()
-        if len(vertices) == len(kept) - 2:
-            break
-        kept = kept[np.concatenate(([0], vertices + 1, [-1]))]
-    return kept
+    with np.errstate(divide="ignore", invalid="ignore"):  # between two curves
+        while True:
+            x, y, is_vertex = nbytes[kept], ms[kept], is_end[kept]
+            fall = (y[:-1] - y[1:]) / (x[1:] - x[:-1])
+            # What lies on or above the line between its neighbours is no vertex. All
+            # of these may go at once, as each lies on or above what is left.
+            is_vertex[1:-1] |= fall[:-1] > _STEEPER * fall[1:]
+            if is_vertex.all():
+                return kept
+            kept = kept[is_vertex]
 
 
 def _step(
@@ -176,31 +204,29 @@ def _step(
 ) -> dict[int, list[_Labels]]:
     """Labels by frontier after a group is decided."""
     reached: dict[int, list[_Labels]] = defaultdict(list)
+    bit, is_needed = 1 << g, g in problem.needed
+    inputs = sum(1 << h for h in set(problem.inputs[g]))
     for frontier, labels in states.items():
-        for onward, more in _decisions(problem, g, frontier, labels, saved):
-            reached[onward].append(more)
+        if not is_needed and not frontier & bit:
+            reached[frontier].append(labels)  # nobody reads it
+            continue
+        rest = frontier & ~bit
+        if g not in problem.unsavable:
+            reached[rest].append(_with_saved(problem, g, labels, saved))
+            if not problem.saved_bytes[g]:
+                continue  # saving what takes no memory beats everything
+        if g not in problem.pinned:
+            ms = labels.ms + problem.runtime_ms[g]
+            reached[rest | inputs].append(_Labels(labels.nbytes, ms, labels.last))
     return reached
 
 
-def _decisions(
-    problem: SaveProblem, g: int, frontier: int, labels: _Labels, saved: _Saved
-) -> Iterator[tuple[int, _Labels]]:
-    """Frontier and labels after saving a group, and after rerunning it."""
-    bit = 1 << g
-    if g not in problem.needed and not frontier & bit:
-        yield frontier, labels  # nobody reads it
-        return
-    rest = frontier & ~bit
-    nbytes, runtime_ms = problem.saved_bytes[g], problem.runtime_ms[g]
-    if g not in problem.unsavable:
-        links = saved.add(g, labels.last)
-        yield rest, _Labels(labels.nbytes + nbytes, labels.ms, links)
-        if not nbytes:
-            return  # saving what takes no memory beats everything
-    if g not in problem.pinned:
-        for h in problem.inputs[g]:
-            rest |= 1 << h
-        yield rest, _Labels(labels.nbytes, labels.ms + runtime_ms, labels.last)
+def _with_saved(
+    problem: SaveProblem, g: int, labels: _Labels, saved: _Saved
+) -> _Labels:
+    """Labels that save a group as well."""
+    nbytes = labels.nbytes + problem.saved_bytes[g]
+    return _Labels(nbytes, labels.ms, saved.add(g, labels.last))
 
 
 def _unbeaten(parts: list[_Labels]) -> _Labels:
@@ -211,12 +237,23 @@ def _unbeaten(parts: list[_Labels]) -> _Labels:
     """
     if len(parts) == 1:
         return parts[0]
-    labels = _Labels(
+    labels = _joined(parts)
+    order = labels.nbytes.argsort(kind="stable")  # quick: the parts are sorted
+    least_ms = np.minimum.accumulate(labels.ms[order])
+    is_faster = np.empty(len(order), dtype=bool)
+    is_faster[0] = True
+    np.less(least_ms[1:], least_ms[:-1], out=is_faster[1:])
+    found = labels.take(order[is_faster])
+    is_last = found.nbytes[1:] != found.nbytes[:-1]
+    if np.count_nonzero(is_last) == len(is_last):
+        return found
+    return found.take(np.append(is_last, True))  # the fastest of each size
+
+
+def _joined(parts: list[_Labels]) -> _Labels:
+    """Labels one part after the other."""
+    return _Labels(
         np.concatenate([part.nbytes for part in parts]),
         np.concatenate([part.ms for part in parts]),
         np.concatenate([part.last for part in parts]),
     )
-    order = np.lexsort((labels.ms, labels.nbytes))
-    least_ms = np.minimum.accumulate(labels.ms[order])
-    is_faster = np.append(True, least_ms[1:] < least_ms[:-1])
-    return labels.take(order[is_faster])

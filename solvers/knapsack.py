@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from solvers._save_front import lower_hull, save_front
 from solvers.solution import Solution, Termination
@@ -150,9 +151,13 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
     if most_labels is None:
         most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
     found = save_front(problem, most_labels=most_labels)
+    flags = zip(
+        found.saved.tolist(), _rerun(problem, found.saved).tolist(), strict=True
+    )
     return Front(
         solutions=tuple(
-            _solution(problem, s, found.complete_below_ms) for s in found.saved
+            _solution(problem, tuple(saved), tuple(rerun), found.complete_below_ms)
+            for saved, rerun in flags
         ),
         complete_below_ms=found.complete_below_ms,
         has_hull=found.has_hull,
@@ -168,10 +173,12 @@ def trade_off(
 
 
 def _solution(
-    problem: SaveProblem, saved: tuple[bool, ...], complete_below_ms: float
+    problem: SaveProblem,
+    saved: tuple[bool, ...],
+    rerun: tuple[bool, ...],
+    complete_below_ms: float,
 ) -> SaveSolution:
     """Record of a point; no other one takes as few bytes in less time, if proven."""
-    rerun = rerun_closure(problem, saved)
     cost_ms = recompute_ms(problem, rerun)
     is_proven = cost_ms < complete_below_ms
     return SaveSolution(
@@ -202,15 +209,21 @@ def rerun_closure(problem: SaveProblem, saved: Sequence[bool]) -> tuple[bool, ..
         problem: The groups; pinned ones are listed too if they would be rerun.
         saved: Whether each group's results are saved.
     """
-    rerun = [False] * problem.num_groups
-    for g in problem.needed:
-        rerun[g] = not saved[g]
-    for g in reversed(range(problem.num_groups)):  # inputs come before their readers
-        if rerun[g]:
-            for h in problem.inputs[g]:
-                if not saved[h]:
-                    rerun[h] = True
+    (rerun,) = _rerun(problem, np.array([saved], dtype=bool)).tolist()
     return tuple(rerun)
+
+
+def _rerun(problem: SaveProblem, saved: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """As `rerun_closure`, of many points at once: flags of shape (points, groups)."""
+    left = ~saved.T
+    rerun = np.zeros(saved.shape, dtype=bool)
+    by_group = rerun.T
+    needed = list(problem.needed)
+    by_group[needed] = left[needed]
+    for g in reversed(range(problem.num_groups)):  # inputs come before their readers
+        for h in problem.inputs[g]:
+            by_group[h] |= by_group[g] & left[h]
+    return rerun
 
 
 def recompute_ms(problem: SaveProblem, rerun: Sequence[bool]) -> float:

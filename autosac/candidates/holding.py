@@ -44,7 +44,8 @@ class Holders:
             self.saves[saved.storage].append(i)
         self.until: list[int] = tape.saved_until.tolist()
         self.died: list[int] = tape.died.tolist()
-        self._without: dict[tuple[int, range], int] = {}
+        self._storages: list[int] = tape.saved_storage.tolist()
+        self._without: dict[range, dict[int, int]] = {}
         takers: dict[int, list[int]] = defaultdict(list)
         for u, unit in enumerate(units):  # in the order of entering
             for storage in unit.call.inputs:
@@ -103,13 +104,15 @@ class Holders:
             for (first, held, freeing, keeping), nbytes in sizes.items()
         )
 
-    def without(self, storage: int, own: range) -> int:
-        """Tick at which a storage is freed if ``own`` saves nothing."""
-        found = self._without.get((storage, own))
+    def saved_without(self, own: range) -> dict[int, int]:
+        """Storages that ``own`` saves -> tick at which each is freed if it does not."""
+        found = self._without.get(own)
         if found is None:
-            others = (self.until[i] for i in self.saves[storage] if i not in own)
-            found = max(self.died[storage], max(others, default=0))
-            self._without[storage, own] = found
+            found = {}
+            for storage in {self._storages[i] for i in own}:
+                others = (self.until[i] for i in self.saves[storage] if i not in own)
+                found[storage] = max(self.died[storage], max(others, default=0))
+            self._without[own] = found
         return found
 
     def _find_kept(
@@ -127,10 +130,12 @@ class Holders:
         held: dict[int, dict[int, int]] = defaultdict(dict)
         freeing: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
         for u, (unit, made) in enumerate(zip(units, curves, strict=True)):
-            storages = {simulator.tape.saved[i].storage for i in unit.saved}
-            for storage in sorted(storages & takers.keys() - set(unit.call.inputs)):
+            without = self.saved_without(unit.saved)
+            for storage in sorted(
+                without.keys() & takers.keys() - set(unit.call.inputs)
+            ):
                 freed = self.freed[storage]
-                first = self.without(storage, unit.saved)
+                first = without[storage]
                 if first >= freed:
                     continue
                 ends = {
@@ -141,7 +146,7 @@ class Holders:
                 ends = {v: until for v, until in ends.items() if until > first}
                 if not ends:
                     continue
-                froms = self._freed_from(simulator, unit, made, storage)
+                froms = self._freed_from(simulator, unit, made, storage, first)
                 if min(froms) < max(ends.values()):
                     freeing[storage].append((u, froms))
                     held[storage] |= ends
@@ -195,16 +200,24 @@ class Holders:
         }
 
     def _freed_from(
-        self, simulator: Simulator, unit: Unit, made: UnitCurve, storage: int
+        self,
+        simulator: Simulator,
+        unit: Unit,
+        made: UnitCurve,
+        storage: int,
+        without: int,
     ) -> tuple[int, ...]:
-        """Tick at which a unit alone frees a storage, by point of its curve."""
+        """Tick at which a unit alone frees a storage, by point of its curve.
+
+        Args:
+            without: That tick if the unit saves nothing.
+        """
         found = []
         for policy in made.policies:
             effect = simulator.effect(unit, policy)
             own = effect.held_until[effect.held == storage]
             held = -(-int(own.max(initial=0)) // simulator.span)
-            first = max(self.without(storage, unit.saved), held)
-            found.append(min(first, self.freed[storage]))
+            found.append(min(max(without, held), self.freed[storage]))
         return tuple(found)
 
 

@@ -10,6 +10,7 @@ what it changes at the positions of its own forward, rerun and backward.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -120,15 +121,16 @@ def formulate(
     cuts |= holders.cuts()
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
-    step = _Step(simulator, holders, live, edges, base)
+    stops = np.append(edges, len(live))
+    step = _Step(simulator, holders, live, edges, stops, base)
     known: dict[_Sight, sac.Unit] = {}
+    num_alike = Counter(unit.key for unit in units)
     records = []
     for unit, made, parent in zip(units, curves, _parents(units), strict=True):
-        sight = _sight(step, unit, made)
-        twin = known.get(sight)
-        record = twin and _moved(step, unit, twin, sight)
-        if record is None:
-            record = known[sight] = _solver_unit(step, unit, made)
+        if num_alike[unit.key] == 1:
+            record = _solver_unit(step, unit, made)
+        else:
+            record = _moved_or_new(step, unit, made, known)
         records.append(replace(record, fqn=unit.fqn, parent=parent))
     return Formulation(
         units=tuple(units),
@@ -185,33 +187,34 @@ def _changes(
     simulator: Simulator, holders: Holders, unit: Unit, policy: Policy
 ) -> tuple[IntArray, IntArray]:
     """Keys and sizes of what changes in memory if only this unit is rerun."""
-    tape, span = simulator.tape, simulator.span
+    span = simulator.span
     effect = simulator.effect(unit, policy)
     held = dict(zip(effect.held.tolist(), effect.held_until.tolist(), strict=True))
-    affected = set(held) | {tape.saved[i].storage for i in unit.saved}
+    saved = holders.saved_without(unit.saved)
+    affected = set(held) | set(saved)
     affected -= holders.shared.keys() & set(unit.call.inputs)
-    keys: list[int] = []
-    deltas: list[int] = []
-    for storage in affected:
-        before = holders.freed[storage] * span
-        after = max(holders.without(storage, unit.saved) * span, held.get(storage, 0))
-        if before != after:
-            nbytes = tape.storages[storage].nbytes
-            keys += [before, after]
-            deltas += [nbytes, -nbytes]
+    freed = holders.freed
+    storages = np.array(list(affected), dtype=np.int64)
+    without = [saved.get(storage, freed[storage]) for storage in affected]
+    until = [held.get(storage, 0) for storage in affected]
+    before = np.array([freed[storage] for storage in affected], np.int64) * span
+    after = np.maximum(np.array(without, np.int64) * span, np.array(until, np.int64))
+    changed = before != after
+    before, after = before[changed], after[changed]
+    nbytes = simulator.tape.nbytes[storages[changed]]
+    keys = np.array([before, after]).ravel(order="F")  # both of each storage in turn
+    deltas = np.array([nbytes, -nbytes]).ravel(order="F")
     copied, worked = effect.copy_bytes, effect.work_bytes
     all_keys = np.concatenate(
         [
-            np.array(keys, dtype=np.int64),
+            keys,
             effect.copy_born,
             effect.copy_died,
             effect.work_made,
             effect.work_end,
         ]
     )
-    all_deltas = np.concatenate(
-        [np.array(deltas, dtype=np.int64), copied, -copied, worked, -worked]
-    )
+    all_deltas = np.concatenate([deltas, copied, -copied, worked, -worked])
     order = np.argsort(all_keys, kind="stable")
     return all_keys[order], all_deltas[order]
 
@@ -224,7 +227,8 @@ class _Step:
         simulator: Of the tape.
         holders: Who keeps which storage.
         live: Bytes alive after every tick when nothing is recomputed.
-        edges: First tick of every position.
+        edges: First tick of every position,
+        stops: and the number of ticks besides.
         base: Most of these bytes at every position.
     """
 
@@ -232,6 +236,7 @@ class _Step:
     holders: Holders
     live: IntArray
     edges: IntArray
+    stops: IntArray
     base: IntArray
 
     def places(self, unit: Unit) -> list[int]:
@@ -281,7 +286,7 @@ def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
             unsettled = min(unsettled, before)
     settled = min(settled, freed_until)
     unsettled = max(unsettled, settled)
-    stops = np.append(step.edges, len(step.live))
+    stops = step.stops
     for low, high, origin in (
         (first, settled, unit.call.enter),
         (unsettled, last, unit.trigger),
@@ -290,6 +295,18 @@ def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
         seen.append((stops[low : high + 1] - origin).tobytes())
         seen.append((around - (around[0] if len(around) else 0)).tobytes())
     return _Sight(unit.key, settled - freed_from, freed_until - unsettled, tuple(seen))
+
+
+def _moved_or_new(
+    step: _Step, unit: Unit, made: UnitCurve, known: dict[_Sight, sac.Unit]
+) -> sac.Unit:
+    """The record of a unit, by moving that of one like it if it is known."""
+    sight = _sight(step, unit, made)
+    twin = known.get(sight)
+    record = twin and _moved(step, unit, twin, sight)
+    if record is None:
+        record = known[sight] = _solver_unit(step, unit, made)
+    return record
 
 
 def _moved(step: _Step, unit: Unit, twin: sac.Unit, sight: _Sight) -> sac.Unit | None:
@@ -314,17 +331,13 @@ def _moved(step: _Step, unit: Unit, twin: sac.Unit, sight: _Sight) -> sac.Unit |
 
 
 def _solver_unit(step: _Step, unit: Unit, made: UnitCurve) -> sac.Unit:
-    simulator, edges, base = step.simulator, step.edges, step.base
     first, freed_from, freed_until, last = step.places(unit)
     changes = np.stack(
         [
             _by_position(
-                step.live,
-                edges,
-                base,
+                step,
                 range(first, last),
-                *_changes(simulator, step.holders, unit, policy),
-                simulator.span,
+                *_changes(step.simulator, step.holders, unit, policy),
             )
             for policy in made.policies
         ],
@@ -374,20 +387,15 @@ def _most_frequent(values: IntArray) -> int:
 
 
 def _by_position(
-    live: IntArray,
-    edges: IntArray,
-    base: IntArray,
-    positions: range,
-    keys: IntArray,
-    deltas: IntArray,
-    span: int,
+    step: _Step, positions: range, keys: IntArray, deltas: IntArray
 ) -> IntArray:
     """Change of the most bytes alive at each position, given all changes in time.
 
     ``level[i]`` is what the changes before ``keys[i]`` come to.
     """
+    live, span = step.live, step.simulator.span
     level = np.concatenate([[0], np.cumsum(deltas)])
-    stops = np.append(edges, len(live))[positions.start : positions.stop + 1]
+    stops = step.stops[positions.start : positions.stop + 1]
     before = keys.searchsorted(stops[:-1] * span, side="right")
     after = keys.searchsorted(stops[1:] * span, side="left")
     change: IntArray = level[before]
@@ -404,5 +412,5 @@ def _by_position(
     place = firsts.searchsorted(at, side="right") - 1
     inside = np.flatnonzero((place >= 0) & (at < (firsts + lengths)[place]))
     np.maximum.at(most, place[inside], live[at[inside]] + level[inside + 1])
-    change[changing] = most - base[positions.start : positions.stop][changing]
+    change[changing] = most - step.base[positions.start : positions.stop][changing]
     return change

@@ -17,9 +17,8 @@ made once more at the chain's trigger, just before its last block is rerun.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -28,18 +27,14 @@ from autosac.candidates.groups import Group
 from autosac.candidates.policies import (
     RERUN,
     SAVE,
-    SKIP,
     Policy,
     block_policies,
     onward,
 )
 from autosac.candidates.units import Block, Unit
 from autosac.simulation.allocator import Allocations, replay
-from autosac.tracing.tape import CATEGORIES, IntArray, Op, Tape
-
-# Of `torch.get_rng_state()`: the generator's legacy state of the Mersenne twister
-# (aten/src/ATen/CPUGeneratorImpl.cpp).
-_RANDOM_STATE_BYTES = 5056
+from autosac.simulation.reruns import Lifetimes, Piece, Reruns, rows
+from autosac.tracing.tape import CATEGORIES, IntArray, Tape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,32 +85,19 @@ class Effect:
     work_bytes: IntArray
 
 
-class _Lifetimes:
-    """An `Effect` that is still being written.
+@dataclass(slots=True)
+class _Onward:
+    """A block that runs onward, in ticks of its forward pass.
 
     Attributes:
-        held: Storage -> key until when it is kept alive.
-        copies: From, to and bytes of what is made again,
-        works: and of what its kernels hold for themselves.
+        saved: Storages that its policy has saved.
         made: Storage, from, to and bytes of what is made on the way to a later block.
+        works: From, to and bytes of what its kernels hold for themselves.
     """
 
-    def __init__(self) -> None:
-        self.held: dict[int, int] = {}
-        self.made: list[tuple[int, int, int, int]] = []
-        self.copies: list[tuple[int, int, int]] = []
-        self.works: list[tuple[int, int, int]] = []
-
-    def hold(self, storage: int, until: int) -> None:
-        """Keep a storage alive at least until a key."""
-        self.held[storage] = max(self.held.get(storage, 0), until)
-
-    def add(self, other: _Lifetimes) -> None:
-        """What happens to another part of the same unit."""
-        for storage, until in other.held.items():
-            self.hold(storage, until)
-        self.copies += other.copies
-        self.works += other.works
+    saved: list[int] = field(default_factory=list)
+    made: list[tuple[int, int, int, int]] = field(default_factory=list)
+    works: list[Piece] = field(default_factory=list)
 
 
 class Simulator:
@@ -129,14 +111,12 @@ class Simulator:
         self.tape = tape
         self.span = tape.num_ticks + 2
         self._effects: dict[tuple[Unit, Policy], Effect] = {}
-        self._reruns: dict[tuple[Unit, Policy, tuple[int, ...]], _Lifetimes] = {}
-        self._onwards: dict[tuple[Unit, Policy], _Lifetimes] = {}
-        self._until: dict[Unit, dict[int, int]] = {}
+        self._reruns = Reruns(tape, self.span)
+        self._later: dict[tuple[Unit, Policy, tuple[int, ...]], Lifetimes] = {}
+        self._onwards: dict[tuple[Unit, Policy], _Onward] = {}
         self._allocator_peaks: dict[
             frozenset[tuple[Unit, Policy]], tuple[int, int]
         ] = {}
-        self._random = [op for op in tape.ops if op.random]
-        self._random_starts = [op.start for op in self._random]
         used = [op for op in tape.ops if op.workspace_bytes]
         self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
         self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
@@ -256,16 +236,14 @@ class Simulator:
         return freed
 
     def _make_effect(self, unit: Unit, policy: Policy) -> Effect:
-        found = _Lifetimes()
         if unit.blocks:
-            self._add_chain(found, unit, policy)
+            found = self._chain(unit, policy)
         else:
             begin = (unit.trigger - 1) * self.span + 1 - unit.call.enter
-            found.add(self._rerun(unit, policy, begin))
+            found = self._reruns.lifetimes(unit, policy, begin)
         for storage in unit.call.inputs:
             found.hold(storage, unit.held_until(storage) * self.span)
-        copied = np.array(found.copies, dtype=np.int64).reshape(-1, 3)
-        worked = np.array(found.works, dtype=np.int64).reshape(-1, 3)
+        copied, worked = np.concatenate(found.copies), np.concatenate(found.works)
         return Effect(
             held=np.array(list(found.held), dtype=np.int64),
             held_until=np.array(list(found.held.values()), dtype=np.int64),
@@ -277,57 +255,20 @@ class Simulator:
             work_bytes=worked[:, 2],
         )
 
-    def _rerun(
-        self,
-        unit: Unit,
-        policy: Policy,
-        begin: int,
-        relayed: tuple[int, ...] = (),
-    ) -> _Lifetimes:
-        """One module call, rerun at `begin` plus its ticks; some arguments relayed."""
-        tape, span = self.tape, self.span
-        found = _Lifetimes()
-        stop = unit.trigger * span - 1
-        until = self._saved_until(unit)
-        own = {s for group in unit.groups for s in group.storages}
-        for storage in until.keys() - own - set(relayed):
-            found.hold(storage, until[storage] * span)
-        found.works += self._random_copies(self._random_tail(unit))
-        for group, choice in zip(unit.groups, policy.choices, strict=True):
-            if choice != SAVE:
-                ops = (tape.ops[unit.ops[i]] for i in group.ops)
-                found.works += self._random_copies(ops)
-            if choice == SKIP:
-                continue
-            for storage in group.storages:
-                record = tape.storages[storage]
-                if storage in until:
-                    end = max(stop, until[storage] * span)
-                elif record.died <= unit.last_pack:
-                    end = begin + record.died
-                else:
-                    end = stop
-                if choice == SAVE:
-                    found.hold(storage, end)
-                else:
-                    found.copies.append((begin + record.born, end, record.nbytes))
-            if choice == RERUN:
-                found.works += self._workspaces(unit, group, begin)
-        return found
-
-    def _add_chain(self, found: _Lifetimes, chain: Unit, policy: Policy) -> None:
+    def _chain(self, chain: Unit, policy: Policy) -> Lifetimes:
         """Blocks run onward when the last one is due, then each is rerun in turn."""
         span = self.span
+        found = Lifetimes()
         parts = block_policies(chain, policy)
         start = (chain.trigger - 1) * span + 1 - chain.call.enter
         needed_until: dict[int, int] = {}
         for block, part in parts:
             unit = block.unit
             if unit.trigger == chain.trigger:
-                found.add(self._rerun(unit, part, start, block.relayed))
+                found.add(self._reruns.lifetimes(unit, part, start, block.relayed))
             else:
                 found.add(self._later_rerun(block, part))
-            until = self._saved_until(unit)
+            until = self._reruns.saved_until(unit)
             for storage in block.relayed:
                 end = max(unit.trigger * span - 1, until.get(storage, 0) * span)
                 needed_until[storage] = max(needed_until.get(storage, 0), end)
@@ -337,25 +278,30 @@ class Simulator:
             self._made_onward(chain, chain.glue, RERUN * len(chain.glue), stop)
         )
         for passed in onwards:
-            for storage in passed.held:
+            for storage in passed.saved:
                 if storage in needed_until:
                     found.hold(storage, needed_until[storage])
-            for storage, born, end, nbytes in passed.made:
-                until_key = needed_until.get(storage, start + end)
-                found.copies.append((start + born, until_key, nbytes))
-            found.works += [(start + a, start + b, n) for a, b, n in passed.works]
+            copies = [
+                (start + born, needed_until.get(storage, start + end), nbytes)
+                for storage, born, end, nbytes in passed.made
+            ]
+            found.copies.append(rows(copies, 3))
+            works = [(start + a, start + b, n) for a, b, n in passed.works]
+            found.works.append(rows(works, 3))
+        return found
 
-    def _later_rerun(self, block: Block, policy: Policy) -> _Lifetimes:
+    def _later_rerun(self, block: Block, policy: Policy) -> Lifetimes:
         """A block that is rerun after the last one of its chain (cached)."""
         key = (block.unit, policy, block.relayed)
-        if key not in self._reruns:
+        if key not in self._later:
             unit = block.unit
             begin = (unit.trigger - 1) * self.span + 1 - unit.call.enter
-            self._reruns[key] = self._rerun(unit, policy, begin, block.relayed)
-        return self._reruns[key]
+            again = self._reruns.lifetimes(unit, policy, begin, block.relayed)
+            self._later[key] = again
+        return self._later[key]
 
-    def _onward(self, block: Block, policy: Policy) -> _Lifetimes:
-        """A block that runs onward, in ticks of its forward pass (cached)."""
+    def _onward(self, block: Block, policy: Policy) -> _Onward:
+        """A block that runs onward (cached)."""
         key = (block.unit, policy)
         if key not in self._onwards:
             unit, choices = block.unit, onward(block, policy)
@@ -366,53 +312,16 @@ class Simulator:
 
     def _made_onward(
         self, unit: Unit, groups: Sequence[Group], choices: str, leave: int
-    ) -> _Lifetimes:
-        found = _Lifetimes()
+    ) -> _Onward:
+        found = _Onward()
         for group, choice in zip(groups, choices, strict=True):
             if choice == SAVE:
-                found.held.update(dict.fromkeys(group.storages, 0))
+                found.saved += group.storages
             elif choice == RERUN:
                 for storage in group.storages:
                     record = self.tape.storages[storage]
                     end = min(record.died, leave)
                     found.made.append((storage, record.born, end, record.nbytes))
-                found.works += self._workspaces(unit, group, 0)
+                ops = (self.tape.ops[unit.ops[i]] for i in group.ops)
+                found.works += self._reruns.workspaces(ops, 0)
         return found
-
-    def _workspaces(
-        self, unit: Unit, group: Group, begin: int
-    ) -> list[tuple[int, int, int]]:
-        """What kernels of a group that runs again allocate inside themselves."""
-        held = []
-        for op in (self.tape.ops[unit.ops[i]] for i in group.ops):
-            if op.workspace_bytes:
-                held.append((begin + op.made, begin + op.end, op.workspace_bytes))
-            if op.random and self.tape.device_type == "cpu":
-                held.append((begin + op.made, begin + op.end, _RANDOM_STATE_BYTES))
-        return held
-
-    def _random_tail(self, unit: Unit) -> list[Op]:
-        """Random ops of a unit after its last saved tensor, which no group has."""
-        begin = bisect_left(self._random_starts, unit.last_pack)
-        end = bisect_left(self._random_starts, unit.call.exit)
-        return self._random[begin:end]
-
-    def _random_copies(self, ops: Iterable[Op]) -> list[tuple[int, int, int]]:
-        """Random states that are copied before random ops that are not saved."""
-        if self.tape.device_type != "cpu":
-            return []  # they lie on the CPU
-        return [
-            (op.start * self.span, op.made * self.span, _RANDOM_STATE_BYTES)
-            for op in ops
-            if op.random
-        ]
-
-    def _saved_until(self, unit: Unit) -> dict[int, int]:
-        """Storages that autograd saves in a unit -> tick until when it keeps them."""
-        if unit not in self._until:
-            until: dict[int, int] = {}
-            for saved in (self.tape.saved[i] for i in unit.saved):
-                tick = max(until.get(saved.storage, 0), saved.used_until)
-                until[saved.storage] = tick
-            self._until[unit] = until
-        return self._until[unit]

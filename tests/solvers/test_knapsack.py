@@ -279,5 +279,5 @@ def test_a_thinned_front_is_feasible_and_ordered(problem):
         assert not any(saved[g] for g in problem.unsavable)
         outcomes.append((recompute_ms(problem, rerun), saved_bytes(problem, saved)))
     assert outcomes == sorted(set(outcomes), key=lambda o: (o[0], -o[1]))
-    assert bool(thinned.saved) <= bool(exact.saved)
+    assert bool(len(thinned.saved)) <= bool(len(exact.saved))
     assert exact.complete_below_ms == math.inf and exact.has_hull

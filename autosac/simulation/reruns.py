@@ -1,0 +1,196 @@
+"""What a module call does to lifetimes when it is rerun, under any policy.
+
+Most of it does not depend on the policy: it is worked out once for each unit, as rows
+that say which group they belong to. A policy selects among these.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autosac.candidates.policies import RERUN, SAVE, Policy
+from autosac.candidates.units import Unit
+from autosac.tracing.tape import IntArray, Op, Tape
+
+# Of `torch.get_rng_state()`: the generator's legacy state of the Mersenne twister
+# (aten/src/ATen/CPUGeneratorImpl.cpp).
+_RANDOM_STATE_BYTES = 5056
+
+Piece = tuple[int, int, int]  # memory: key from which, key to which, bytes
+
+
+@dataclass(slots=True)
+class Lifetimes:
+    """An `Effect` that is still being written.
+
+    Attributes:
+        held: Storage -> key until when it is kept alive.
+        copies: From, to and bytes of what is made again, in parts of shape (., 3),
+        works: and of what its kernels hold for themselves.
+    """
+
+    held: dict[int, int] = field(default_factory=dict)
+    copies: list[IntArray] = field(default_factory=list)
+    works: list[IntArray] = field(default_factory=list)
+
+    def hold(self, storage: int, until: int) -> None:
+        """Keep a storage alive at least until a key."""
+        self.held[storage] = max(self.held.get(storage, 0), until)
+
+    def add(self, other: Lifetimes) -> None:
+        """What happens to another part of the same unit."""
+        for storage, until in other.held.items():
+            self.hold(storage, until)
+        self.copies += other.copies
+        self.works += other.works
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rerun:
+    """All that a rerun may do.
+
+    Attributes:
+        kept: Storages that the call does not make -> key until when it keeps them.
+        storages: What its groups make,
+        made_by: the group of each,
+        pieces: and from, to and bytes of each if it is made again.
+        states: From, to and bytes of random states that are copied after the groups.
+        works: Those that are copied unless a group is saved, and what kernels hold
+            if it is rerun: group, whether a kernel holds it, from, to and bytes.
+    """
+
+    kept: dict[int, int]
+    storages: IntArray
+    made_by: IntArray
+    pieces: IntArray
+    states: IntArray
+    works: IntArray
+
+    def under(self, policy: Policy) -> Lifetimes:
+        """What a policy leaves of it."""
+        choices = np.frombuffer(policy.choices.encode(), dtype=np.uint8)
+        is_saved, is_rerun = choices == ord(SAVE), choices == ord(RERUN)
+        saved = is_saved[self.made_by]
+        storages, until = self.storages[saved], self.pieces[saved, 1]
+        kept = zip(storages.tolist(), until.tolist(), strict=True)
+        group, is_kernel = self.works[:, 0], self.works[:, 1] > 0
+        works = np.where(is_kernel, is_rerun[group], ~is_saved[group])
+        return Lifetimes(
+            held={**self.kept, **dict(kept)},
+            copies=[self.pieces[is_rerun[self.made_by]]],
+            works=[self.states, self.works[works, 2:]],
+        )
+
+
+class Reruns:
+    """The module calls of a tape, rerun.
+
+    Args:
+        tape: The traced step.
+        span: Keys per tick.
+    """
+
+    def __init__(self, tape: Tape, span: int) -> None:
+        self._tape = tape
+        self._span = span
+        self._copies_states = tape.device_type == "cpu"  # else they lie on the CPU
+        self._places = [
+            i for i, op in enumerate(tape.ops) if op.random or op.workspace_bytes
+        ]
+        self._known: dict[tuple[Unit, int, tuple[int, ...]], _Rerun] = {}
+        self._until: dict[Unit, dict[int, int]] = {}
+
+    def lifetimes(
+        self, unit: Unit, policy: Policy, begin: int, relayed: tuple[int, ...] = ()
+    ) -> Lifetimes:
+        """One module call, rerun at `begin` plus its ticks; some arguments relayed."""
+        key = (unit, begin, relayed)
+        if key not in self._known:
+            self._known[key] = self._rerun(unit, begin, relayed)
+        return self._known[key].under(policy)
+
+    def saved_until(self, unit: Unit) -> dict[int, int]:
+        """Storages that autograd saves in a unit -> tick until when it keeps them."""
+        if unit not in self._until:
+            until: dict[int, int] = {}
+            for saved in (self._tape.saved[i] for i in unit.saved):
+                tick = max(until.get(saved.storage, 0), saved.used_until)
+                until[saved.storage] = tick
+            self._until[unit] = until
+        return self._until[unit]
+
+    def workspaces(self, ops: Iterable[Op], begin: int) -> list[Piece]:
+        """What kernels that run again allocate inside themselves."""
+        held = []
+        for op in ops:
+            if op.workspace_bytes:
+                held.append((begin + op.made, begin + op.end, op.workspace_bytes))
+            if op.random and self._copies_states:
+                held.append((begin + op.made, begin + op.end, _RANDOM_STATE_BYTES))
+        return held
+
+    def _rerun(self, unit: Unit, begin: int, relayed: tuple[int, ...]) -> _Rerun:
+        tape, span = self._tape, self._span
+        until = self.saved_until(unit)
+        made = [s for group in unit.groups for s in group.storages]
+        storages = np.array(made, dtype=np.int64)
+        counts = [len(group.storages) for group in unit.groups]
+        born, died = tape.born[storages], tape.died[storages]
+        stop = unit.trigger * span - 1
+        kept_until = np.array([until.get(s, -1) for s in made], dtype=np.int64)
+        is_early = (kept_until < 0) & (died <= unit.last_pack)
+        end = np.where(is_early, begin + died, np.maximum(stop, kept_until * span))
+        return _Rerun(
+            kept={s: until[s] * span for s in until.keys() - set(made) - set(relayed)},
+            storages=storages,
+            made_by=np.repeat(np.arange(len(counts)), counts),
+            pieces=np.array([begin + born, end, tape.nbytes[storages]]).T,
+            states=rows(self._states(self._tail(unit)), 3),
+            works=rows(self._works(unit, begin), 5),
+        )
+
+    def _works(self, unit: Unit, begin: int) -> Iterator[tuple[int, ...]]:
+        """Rows of `_Rerun.works`, group by group."""
+        ops = unit.ops
+        first = bisect_left(self._places, ops.start)
+        found = self._places[first : bisect_left(self._places, ops.stop)]
+        if not found:
+            return
+        group_of = {i: g for g, group in enumerate(unit.groups) for i in group.ops}
+        by_group: dict[int, list[Op]] = {}
+        for i in found:
+            g = group_of.get(i - ops.start)
+            if g is not None:
+                by_group.setdefault(g, []).append(self._tape.ops[i])
+        for g, own in sorted(by_group.items()):
+            yield from ((g, 0, *piece) for piece in self._states(own))
+            yield from ((g, 1, *piece) for piece in self.workspaces(own, begin))
+
+    def _tail(self, unit: Unit) -> list[Op]:
+        """Ops of a unit after its last saved tensor, which no group has."""
+        found = []
+        for i in reversed(unit.ops):
+            op = self._tape.ops[i]
+            if op.start < unit.last_pack:
+                break
+            found.append(op)
+        return found[::-1]
+
+    def _states(self, ops: Iterable[Op]) -> list[Piece]:
+        """Random states that are copied before random ops that are not saved."""
+        if not self._copies_states:
+            return []
+        return [
+            (op.start * self._span, op.made * self._span, _RANDOM_STATE_BYTES)
+            for op in ops
+            if op.random
+        ]
+
+
+def rows(found: Iterable[tuple[int, ...]], width: int) -> IntArray:
+    """Tuples of so many numbers as an array."""
+    return np.array(list(found), dtype=np.int64).reshape(-1, width)
