@@ -73,17 +73,21 @@ class _Rerun:
     def under(self, policy: Policy) -> Lifetimes:
         """What a policy leaves of it."""
         choices = np.frombuffer(policy.choices.encode(), dtype=np.uint8)
-        is_saved, is_rerun = choices == ord(SAVE), choices == ord(RERUN)
-        saved = is_saved[self.made_by]
+        own = choices[self.made_by]
+        saved = own == ord(SAVE)
         storages, until = self.storages[saved], self.pieces[saved, 1]
         kept = zip(storages.tolist(), until.tolist(), strict=True)
-        group, is_kernel = self.works[:, 0], self.works[:, 1] > 0
-        works = np.where(is_kernel, is_rerun[group], ~is_saved[group])
-        return Lifetimes(
+        found = Lifetimes(
             held={**self.kept, **dict(kept)},
-            copies=[self.pieces[is_rerun[self.made_by]]],
-            works=[self.states, self.works[works, 2:]],
+            copies=[self.pieces[own == ord(RERUN)]],
         )
+        if len(self.states):
+            found.works.append(self.states)
+        if len(self.works):
+            own, is_kernel = choices[self.works[:, 0]], self.works[:, 1] > 0
+            works = np.where(is_kernel, own == ord(RERUN), own != ord(SAVE))
+            found.works.append(self.works[works, 2:])
+        return found
 
 
 class Reruns:
@@ -192,5 +196,5 @@ class Reruns:
 
 
 def rows(found: Iterable[tuple[int, ...]], width: int) -> IntArray:
-    """Tuples of so many numbers as an array."""
+    """Tuples of so many numbers as an array, shape (., width)."""
     return np.array(list(found), dtype=np.int64).reshape(-1, width)

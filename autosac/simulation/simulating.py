@@ -243,7 +243,8 @@ class Simulator:
             found = self._reruns.lifetimes(unit, policy, begin)
         for storage in unit.call.inputs:
             found.hold(storage, unit.held_until(storage) * self.span)
-        copied, worked = np.concatenate(found.copies), np.concatenate(found.works)
+        copied = np.concatenate(found.copies)
+        worked = np.concatenate([rows((), 3), *found.works])
         return Effect(
             held=np.array(list(found.held), dtype=np.int64),
             held_until=np.array(list(found.held.values()), dtype=np.int64),
@@ -277,17 +278,19 @@ class Simulator:
         onwards.append(
             self._made_onward(chain, chain.glue, RERUN * len(chain.glue), stop)
         )
+        copies: list[Piece] = []
+        works: list[Piece] = []
         for passed in onwards:
             for storage in passed.saved:
                 if storage in needed_until:
                     found.hold(storage, needed_until[storage])
-            copies = [
+            copies += [
                 (start + born, needed_until.get(storage, start + end), nbytes)
                 for storage, born, end, nbytes in passed.made
             ]
-            found.copies.append(rows(copies, 3))
-            works = [(start + a, start + b, n) for a, b, n in passed.works]
-            found.works.append(rows(works, 3))
+            works += [(start + a, start + b, n) for a, b, n in passed.works]
+        found.copies.append(rows(copies, 3))
+        found.works.append(rows(works, 3))
         return found
 
     def _later_rerun(self, block: Block, policy: Policy) -> Lifetimes:
