@@ -22,6 +22,7 @@ from autosac.planning.profiling import Profile, TracedStep, calibrate, profile
 from autosac.planning.spending import spend_slack
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.simulation.simulating import Simulator
+from autosac.tracing.collecting import no_collections
 from autosac.tracing.tracing import dry_run, is_watched
 from solvers import sac
 from solvers._pulp import Backend
@@ -144,6 +145,7 @@ def calibrated_if_present(made: Profile, *, progress: bool | None = None) -> Pro
     return calibrate(made, progress=progress)
 
 
+@no_collections()
 def make_plan(
     made: TracedStep,
     budget_bytes: int,
