@@ -330,6 +330,21 @@ def test_elementwise_calls_on_other_layouts_are_worked_out_anew(change, mode):
     assert ask(calls, aten.add.Tensor, *others)[0] is None
 
 
+def test_a_copy_in_another_layout_is_no_elementwise_call_of_any_size(mode):
+    calls, wish = RepeatedCalls(mode), {"memory_format": torch.channels_last}
+
+    ask(calls, aten.clone.default, fake(mode, 5, 1, 1, 1), **wish)
+
+    assert ask(calls, aten.clone.default, fake(mode, 2, 3, 4, 4), **wish)[0] is None
+
+
+def test_real_tensors_of_different_shapes_may_be_compared(mode):
+    one, other = torch.arange(3), torch.arange(4)
+
+    with mode:
+        assert run_op(aten.equal.default, (one, other), {}, [one, other]) is False
+
+
 def test_calls_that_differ_in_any_respect_are_not_equal(mode):
     calls = RepeatedCalls(mode)
     one, whole = fake(mode, 4, 4), fake(mode, 4, 4, dtype=torch.int64)

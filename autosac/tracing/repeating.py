@@ -275,7 +275,8 @@ def _key_of_any_size(
 ) -> Hashable:
     """Equal for elementwise calls that differ in the one layout of all their tensors.
 
-    None where there are no tensors, or some that are not contiguous or lie in a list.
+    None where there are no tensors, or some that are not contiguous or lie in a list,
+    and where a call asks for another layout.
     """
     if not tensors or _compat.is_random(func):
         return None
@@ -283,6 +284,8 @@ def _key_of_any_size(
     parts: list[Any] = [id(func), torch.get_default_dtype(), shape.numel() > 0]
     parts.append(len(shape) > 0)  # numbers of no dimension count less for result types
     for value in (*args, *kwargs, *kwargs.values()):
+        if value is torch.channels_last or value is torch.channels_last_3d:
+            return None
         if type(value) in _PLAIN:
             parts += (type(value), value)
             continue

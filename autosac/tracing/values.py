@@ -126,7 +126,10 @@ def _is_small(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> 
             return not _are_large(func(*args, **kwargs), inputs)
     if torch.Tag.pointwise not in func.tags or _compat.is_random(func):
         return False
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
+    try:
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
+    except RuntimeError:  # what comes of that is the op's own matter
+        return False
     return bool(shape.numel() <= _most_elements(inputs))
 
 
