@@ -59,8 +59,8 @@ def sweep_grid(
         memory_budgets: As in `sweep`, like `n`; the innermost axis.
         n: So many budgets for each cell, from its floor to its plain peak.
         plan_options: As in `sweep`. Unless they are given, a solve ends when proven
-            within 1.5 %, or after 200 nodes of a search tree: not after some seconds, so
-            that all runs find the same.
+            within 1.5 %, or after 200 nodes of a search tree: not after some seconds,
+            so that all runs find the same.
         calibrate: Measure times and workspaces of the cells whose models lie on the
             present device, as `autosac.plan` does, one cell at a time on a machine.
             That takes the memory and the time of the ops, and times differ from run to
