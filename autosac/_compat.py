@@ -95,9 +95,7 @@ def written_arguments(
 
 _returned: dict[Any, tuple[int, ...]] = {}
 _views: dict[Any, bool] = {}
-
-
-_names: dict[int, tuple[Any, str]] = {}
+_names: dict[int, tuple[Any, str]] = {}  # by address, as ops are slow to hash
 
 
 def op_name(func: Any) -> str:
@@ -351,6 +349,11 @@ def item_lists(func: Any) -> tuple[int, ...]:
 def is_random(func: Any) -> bool:
     """Whether an operator draws from a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def is_elementwise(func: Any) -> bool:
+    """Whether an operator computes each element of its result by itself."""
+    return torch.Tag.pointwise in getattr(func, "tags", ())
 
 
 def next_sequence_nr() -> int:

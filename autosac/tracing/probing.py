@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autosac.pytrees import opaque_type
 from autosac.tracing.modules import ModuleNode, ModuleTree
 from autosac.tracing.tape import ModuleCall
 
@@ -99,8 +100,12 @@ class Call:
         self.takes_gradients = self.gives_gradients = False
         self.repeats_inputs = False
 
-    def look_at_inputs(self, tensors: list[torch.Tensor]) -> None:
-        """Note what FSDP2 asks of a module's arguments."""
+    def look_at_arguments(self, arguments: Any, tensors: list[torch.Tensor]) -> None:
+        """Note what forbids a second call, and what FSDP2 asks of the tensors."""
+        if opaque := opaque_type(arguments):
+            self.once = f"its input holds a {opaque}, so it may not be called twice"
+            if opaque.endswith("Cache"):  # of Transformers
+                self.once += " (set `model.config.use_cache` to False)"
         floating = {t.dtype for t in tensors if t.is_floating_point()}
         self.input_dtypes = tuple(sorted(dtype_name(dtype) for dtype in floating))
         trained = [id(t) for t in tensors if t.requires_grad]

@@ -13,7 +13,7 @@ from autosac import _compat
 from autosac.costs import cuda_workspaces
 from autosac.costs.devices import DeviceSpec
 from autosac.errors import TraceError
-from autosac.pytrees import opaque_type, tensors_in
+from autosac.pytrees import tensors_in
 from autosac.tracing import source_lines
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.foreach import run_distinct
@@ -398,7 +398,6 @@ class Recorder(_compat.PlainDispatchMode):
         inputs: list[torch.Tensor],
     ) -> Any:
         """Run an op that no equal one is known of."""
-
         mode, on_gpu = self.repeated.mode, self.target is not None
         if self._is_count(func, args):
             return _compat.new_fake(mode, (), (), args[0].dtype, args[0].device)
@@ -483,11 +482,7 @@ class Recorder(_compat.PlainDispatchMode):
             call.random = random_numbers()
         tensors = list(tensors_in((args, kwargs)))
         call.inputs = self._indices(tensors, 0, "input")
-        call.look_at_inputs(tensors)
-        if opaque := opaque_type((args, kwargs)):
-            call.once = f"its input holds a {opaque}, so it may not be called twice"
-            if opaque.endswith("Cache"):  # of Transformers
-                call.once += " (set `model.config.use_cache` to False)"
+        call.look_at_arguments((args, kwargs), tensors)
         self.calls.append(call)
         self.stack.append(module)
         return call

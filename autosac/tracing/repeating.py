@@ -156,7 +156,7 @@ class RepeatedCalls:
         if key is None:
             return None
         call = self._known.get(key)
-        if call is None and torch.Tag.pointwise in func.tags:
+        if call is None:
             of_any_size = _key_of_any_size(self.mode, func, args, kwargs, tensors)
             found = self._elementwise.get(of_any_size)
             if isinstance(found, torch.dtype):
@@ -176,10 +176,9 @@ class RepeatedCalls:
             except _NotRepeatable:
                 return call
             self._known[key] = call
-            if torch.Tag.pointwise in func.tags:
-                of_any_size = _key_of_any_size(self.mode, func, args, kwargs, tensors)
-                if of_any_size is not None:
-                    self._learn_elementwise(of_any_size, tensors[0], call.results)
+            of_any_size = _key_of_any_size(self.mode, func, args, kwargs, tensors)
+            if of_any_size is not None:
+                self._learn_elementwise(of_any_size, tensors[0], call.results)
         return call
 
     def _learn_elementwise(self, key: Hashable, first: torch.Tensor, out: Any) -> None:
@@ -229,7 +228,7 @@ class RepeatedCalls:
                 tensors.append(value)
                 if _compat.has_layout_only(self.mode, value):
                     found |= _IS_FAKE
-                elif _is_real(value):
+                elif is_real(value):
                     found |= _IS_REAL
                 else:
                     found |= _UNKNOWN
@@ -275,12 +274,12 @@ def _key_of_any_size(
 ) -> Hashable:
     """Equal for elementwise calls that differ in the one layout of all their tensors.
 
-    None where there are no tensors, or some that are not contiguous or lie in a list,
-    and where a call asks for another layout.
+    None for other ops, where there are no tensors, or some that are not contiguous or
+    lie in a list, and where a call asks for another layout.
     """
-    if not tensors or _compat.is_random(func):
+    if not tensors or not _compat.is_elementwise(func) or _compat.is_random(func):
         return None
-    shape, stride = tensors[0].shape, contiguous_stride(tensors[0].shape)
+    shape, stride = tensors[0].shape, _contiguous_stride(tensors[0].shape)
     parts: list[Any] = [id(func), torch.get_default_dtype(), shape.numel() > 0]
     parts.append(len(shape) > 0)  # numbers of no dimension count less for result types
     for value in (*args, *kwargs, *kwargs.values()):
@@ -302,7 +301,7 @@ def _new_like(tensor: torch.Tensor, dtype: torch.dtype) -> _Made:
     return _Made(size, tensor.stride(), 0, dtype, tensor.device, None)
 
 
-def _is_real(tensor: torch.Tensor) -> bool:
+def is_real(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a plain one with values."""
     return (
         type(tensor) is torch.Tensor
@@ -317,7 +316,7 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 def _is_mixed(func: Any) -> bool:
     """Whether an op gives fakes and real tensors new results that layouts decide."""
-    is_known = torch.Tag.pointwise in func.tags or func in _MIXED
+    is_known = _compat.is_elementwise(func) or func in _MIXED
     return is_known and _compat.makes_all_results(func)
 
 
@@ -332,7 +331,7 @@ class _Templates:
     def __init__(self, mode: Any, tensors: Tensors) -> None:
         self.mode = mode
         self.reads_values = any(not _compat.is_fake(t) for t in tensors)
-        self.are_simple = all(_is_real(t) or self._is_simple(t) for t in tensors)
+        self.are_simple = all(is_real(t) or self._is_simple(t) for t in tensors)
         self.positions: dict[int, list[int]] = defaultdict(list)
         self.bases: dict[int, list[int]] = defaultdict(list)
         for i, tensor in enumerate(tensors):
@@ -388,7 +387,7 @@ def extent(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
-def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
+def _contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     stride = [1] * len(size)
     for i in range(len(size) - 1, 0, -1):

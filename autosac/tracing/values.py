@@ -13,6 +13,7 @@ from autosac.errors import TraceError
 from autosac.lens.on_gpu import on_fake_gpu
 from autosac.pytrees import tensors_in
 from autosac.tracing import real_layouts
+from autosac.tracing.repeating import is_real
 from autosac.tracing.signatures import Signature, signature
 
 # Elements of a tensor that stays real while tracing: of the user's or computed from one
@@ -124,7 +125,7 @@ def _is_small(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> 
     if _compat.is_view(func):
         with _compat.no_modes():
             return not _are_large(func(*args, **kwargs), inputs)
-    if torch.Tag.pointwise not in func.tags or _compat.is_random(func):
+    if not _compat.is_elementwise(func) or _compat.is_random(func):
         return False
     try:
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs))
@@ -156,8 +157,7 @@ def _has_plain_kernel(
     first = next(filter(_compat.is_fake, inputs))
     mode = _compat.fake_mode_of(first)
     return num_tensors == len(inputs) and all(
-        (_compat.has_layout_only(mode, tensor) or not _compat.is_fake(tensor))
-        and tensor.layout is torch.strided
+        (_compat.has_layout_only(mode, tensor) or is_real(tensor))
         and tensor.device == first.device
         and not tensor.is_complex()
         and not tensor.is_quantized
@@ -172,7 +172,7 @@ def _is_plain(func: Any, kwargs: Any) -> bool:
         return False
     if func in _BY_LAYOUT or func in _BY_LAYOUT_IN_FLOAT32:
         return True
-    if torch.Tag.pointwise not in func.tags:
+    if not _compat.is_elementwise(func):
         return False
     makes_or_returns = _compat.makes_all_results(func)
     return makes_or_returns or bool(_compat.returned_arguments(func))
