@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_plain
 from autosac.costs import cuda_workspaces
 from autosac.costs.devices import DeviceSpec
 from autosac.errors import TraceError
 from autosac.pytrees import tensors_in
 from autosac.tracing import source_lines
+from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
+from autosac.tracing.failures import place_of
 from autosac.tracing.foreach import run_distinct
+from autosac.tracing.live_views import LiveViews, ViewWritten
 from autosac.tracing.op_facts import VIEW, Costs, Facts, costs
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.repeating import KnownCalls, RepeatedCalls
@@ -28,7 +30,7 @@ _FORWARD_PHASES = ("forward", "loss")
 _LITERAL = torch.ops.aten.lift_fresh.default
 
 
-class Recorder(_compat.PlainDispatchMode):
+class Recorder(_compat.PlainDispatchMode, Account):
     """Records storages, and on request ops, saved tensors and module calls.
 
     Args:
@@ -55,28 +57,18 @@ class Recorder(_compat.PlainDispatchMode):
         known: KnownCalls | None = None,
         finds_draws: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        _compat.PlainDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        Account.__init__(self, device_type, granularity_bytes)
         self.model = model
         self.finds_draws = finds_draws
         self.repeated = RepeatedCalls(mode, known)
-        self.device_type = device_type
-        self.granularity_bytes = granularity_bytes
         self.only_storages = only_storages
         self.target = target
-        self.exempted: dict[int, Any] = {}  # kept, so that no address is used twice
         self.blas_phases: set[str] = set()
         self.tree = module_tree(model)
-        self.clock = 0
         self.muted = False
         self.phase = "forward"
         self.phases: dict[str, int] = {}
-        self.nbytes: list[int] = []
-        self.categories: list[str] = []
-        self.born: list[int] = []
-        self.died: list[int | None] = []
-        self.ids: dict[int, int] = {}
-        self.watchers: dict[int, weakref.ref[Any]] = {}
-        self.originals: dict[int, int] = {}
         self.ops: list[Op] = []
         self.saved: list[Saved] = []
         self.calls: list[Call] = []
@@ -86,6 +78,7 @@ class Recorder(_compat.PlainDispatchMode):
         self.last_backward_module = 0
         self.failed_in = 0
         self.first_loss_node = 0
+        self.views = None if _compat_plain.is_plain(mode) else LiveViews()
         self.accumulations = Accumulations()
 
     @contextlib.contextmanager
@@ -95,8 +88,12 @@ class Recorder(_compat.PlainDispatchMode):
         if not self.only_storages:
             self._probe_modules()
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with hooks, self:
-            yield
+        try:
+            with hooks, self:
+                yield
+        finally:
+            if self.views is not None and self.views.written:
+                raise ViewWritten  # again: the model may have caught it
         self.tick()
 
     def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
@@ -108,10 +105,11 @@ class Recorder(_compat.PlainDispatchMode):
         self.phase = phase
         self.phases[phase] = self.tick()
 
-    def tick(self) -> int:
-        """Advance the clock by one event."""
-        self.clock += 1
-        return self.clock
+    def place(self) -> str:
+        """Where the step is, or failed, in words."""
+        in_backward = self.phase == "backward"
+        module = self.last_backward_module if in_backward else self.failed_in
+        return place_of(self.tree[module].fqn, self.phase)
 
     def tape(self) -> Tape:
         """What was recorded, as plain data."""
@@ -146,134 +144,6 @@ class Recorder(_compat.PlainDispatchMode):
         storage = Storage(nbytes=nbytes, category="workspace", born=0, died=end)
         threads = {phase == "backward" for phase in self.blas_phases}
         return (storage,) * len(threads)
-
-    # --- storages ---------------------------------------------------------
-
-    def register(self, tensors: Iterator[torch.Tensor], category: str) -> None:
-        """Count tensors that exist before the step."""
-        for tensor in tensors:
-            if self._counts(tensor):
-                self._index(tensor, 0, category)
-
-    def register_copies(
-        self,
-        originals: Iterable[torch.Tensor],
-        copies: Iterable[torch.Tensor],
-        category: str,
-    ) -> None:
-        """Count copies of the user's tensors, each with the memory of its original.
-
-        Where the user's code meets an original itself, it counts as its copy.
-        """
-        for original, copy in zip(originals, copies, strict=True):
-            if not self._counts(copy):
-                continue
-            index = self._index(copy, 0, category)
-            storage = original.untyped_storage()
-            first = self.originals.setdefault(storage._cdata, index)
-            self.nbytes[index] = (
-                self._rounded(storage.nbytes()) if first == index else 0
-            )
-            self.ids.setdefault(storage._cdata, first)
-
-    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
-        """Refuse what bypasses the copy, such as a loss that closes over the model."""
-        for tensor in inputs:
-            if _compat.is_fake(tensor) or not self._counts(tensor):
-                continue
-            index = self.originals.get(tensor.untyped_storage()._cdata)
-            if index is not None and self.categories[index] == "parameter":
-                raise TraceError(
-                    f"{func} in {self.phase} reads a parameter of shape"
-                    f" {tuple(tensor.shape)} of the model itself, not through the model"
-                    " that is called: gradients would go past the trace. Compute what"
-                    " needs parameters inside the model's `forward`."
-                )
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Take a registered tensor out of the account again."""
-        self.nbytes[self._index(tensor, 0, "temporary")] = 0
-
-    def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave tensors out of the account: they lie on the CPU in a real run."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self.exempted[storage._cdata] = storage
-
-    def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
-        """What is computed from CPU scalars alone, stays on the CPU."""
-        if func is _LITERAL or (
-            inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
-        ):
-            self.exempt(tensors_in((out,)))
-
-    def rename(self, tensor: torch.Tensor | None, category: str) -> None:
-        """Change the category of a tensor's storage."""
-        if tensor is not None and self._counts(tensor):
-            self.categories[self._index(tensor, 0, category)] = category
-
-    def storages_of(self, tensors: Iterable[Any]) -> tuple[int, ...]:
-        """Indices of the storages of those tensors that count."""
-        return self._indices([t for t in tensors if t is not None], 0, "temporary")
-
-    def _counts(self, tensor: torch.Tensor) -> bool:
-        return (
-            tensor.layout is torch.strided
-            and tensor.device.type == self.device_type
-            and not (self.exempted and tensor.untyped_storage()._cdata in self.exempted)
-        )
-
-    def _index(self, tensor: torch.Tensor, born: int, category: str) -> int:
-        """Index of a tensor's storage; an unknown one is added."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        index = self.ids.get(key)
-        if index is None:
-            index = self.ids[key] = len(self.nbytes)
-            self.nbytes.append(self._rounded(storage.nbytes()))
-            self.categories.append(category)
-            self.born.append(born)
-            self.died.append(None)
-            self._watch(storage, self._on_death, index)
-        return index
-
-    def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.granularity_bytes) * self.granularity_bytes
-
-    def _watch(self, storage: Any, on_death: Callable[[int], None], index: int) -> None:
-        key = storage._cdata
-
-        def forget(_: Any) -> None:
-            del self.ids[key], self.watchers[key]
-            on_death(index)
-
-        self.watchers[key] = weakref.ref(storage, forget)
-
-    def _on_death(self, index: int) -> None:
-        self.died[index] = self.tick()
-
-    def _indices(
-        self,
-        tensors: list[torch.Tensor],
-        born: int,
-        category: str,
-        *,
-        strided: bool = False,
-    ) -> tuple[int, ...]:
-        """Indices of storages, each once; knowing that all are strided saves time."""
-        found = []
-        for tensor in tensors:
-            index = None
-            if strided:
-                key = tensor.untyped_storage()._cdata
-                if key in self.exempted:
-                    continue
-                index = self.ids.get(key)
-            if index is None and self._counts(tensor):
-                index = self._index(tensor, born, category)
-            if index is not None:
-                found.append(index)
-        return tuple(found) if len(found) < 2 else tuple(dict.fromkeys(found))
 
     # --- operators --------------------------------------------------------
 
@@ -318,6 +188,8 @@ class Recorder(_compat.PlainDispatchMode):
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
         made_ids = self._indices(outputs, made, category, strided=True)
+        if made_ids and made_ids[0] < first_new and self.views is not None:
+            self.views.look(func, inputs, outputs, made_ids)
         if not self.only_storages:
             call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
             creates = tuple(i for i in made_ids if i >= first_new)
@@ -370,6 +242,27 @@ class Recorder(_compat.PlainDispatchMode):
                 source=source_lines.running(self.phase),
             )
         )
+
+    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
+        """Refuse what bypasses the copy, such as a loss that closes over the model."""
+        for tensor in inputs:
+            if _compat.is_fake(tensor) or not self._counts(tensor):
+                continue
+            index = self.originals.get(tensor.untyped_storage()._cdata)
+            if index is not None and self.categories[index] == "parameter":
+                raise TraceError(
+                    f"{func} in {self.phase} reads a parameter of shape"
+                    f" {tuple(tensor.shape)} of the model itself, not through the model"
+                    " that is called: gradients would go past the trace. Compute what"
+                    " needs parameters inside the model's `forward`."
+                )
+
+    def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
+        """What is computed from CPU scalars alone, stays on the CPU."""
+        if func is _LITERAL or (
+            inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
+        ):
+            self.exempt(tensors_in((out,)))
 
     def _unrecorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op that a real step does not."""
