@@ -86,6 +86,8 @@ def _take_layout(fake: Any, twin: torch.Tensor) -> None:
 
 def restore_keys(mode: FakeTensorMode) -> None:
     """End the use of a mode: whoever still holds a plain fake of it, gets another."""
+    if not is_plain(mode):
+        return
     left = [
         value
         for value in gc.get_objects()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_plain
+from autosac import _compat
 from autosac.costs import cuda_workspaces
 from autosac.costs.devices import DeviceSpec
 from autosac.errors import TraceError
@@ -18,16 +18,17 @@ from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.failures import place_of
 from autosac.tracing.foreach import run_distinct
-from autosac.tracing.live_views import LiveViews, ViewWritten
+from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.op_facts import VIEW, Costs, Facts, costs
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
-from autosac.tracing.repeating import KnownCalls, RepeatedCalls
+from autosac.tracing.repeating import RepeatedCalls
 from autosac.tracing.saving import Holder, Saved
 from autosac.tracing.tape import Op, Storage, Tape
 from autosac.tracing.values import refuse_sparse, run_op
 
 _FORWARD_PHASES = ("forward", "loss")
 _LITERAL = torch.ops.aten.lift_fresh.default
+_OVERWRITTEN = object()  # in place of the key of a call whose values must not be known
 
 
 class Recorder(_compat.PlainDispatchMode, Account):
@@ -40,7 +41,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         granularity_bytes: Allocations are rounded up to a multiple of this.
         only_storages: Track memory as a real run holds it and nothing else.
         target: The GPU that the tensors stand for though they are on the CPU.
-        known: Calls that earlier runs of the step made.
+        learned: What earlier runs of the step have taught.
         finds_draws: Tell which calls of modules draw random numbers in Python, not
             only whether an outermost one does: asking takes a while.
     """
@@ -54,14 +55,16 @@ class Recorder(_compat.PlainDispatchMode, Account):
         granularity_bytes: int,
         only_storages: bool,
         target: DeviceSpec | None = None,
-        known: KnownCalls | None = None,
+        learned: Learned | None = None,
         finds_draws: bool = False,
     ) -> None:
         _compat.PlainDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Account.__init__(self, device_type, granularity_bytes)
         self.model = model
         self.finds_draws = finds_draws
-        self.repeated = RepeatedCalls(mode, known)
+        self.learned = learned or Learned()
+        self.retraces = False
+        self.repeated = RepeatedCalls(mode, self.learned.calls)
         self.only_storages = only_storages
         self.target = target
         self.blas_phases: set[str] = set()
@@ -78,7 +81,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.last_backward_module = 0
         self.failed_in = 0
         self.first_loss_node = 0
-        self.views = None if _compat_plain.is_plain(mode) else LiveViews()
+        self.views = LiveViews()
         self.accumulations = Accumulations()
 
     @contextlib.contextmanager
@@ -92,8 +95,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
             with hooks, self:
                 yield
         finally:
-            if self.views is not None and self.views.written:
-                raise ViewWritten  # again: the model may have caught it
+            if self.retraces:
+                raise Retrace  # again: the model may have caught it
         self.tick()
 
     def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
@@ -166,9 +169,11 @@ class Recorder(_compat.PlainDispatchMode, Account):
         start = self.tick()
         inputs: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, inputs)
+        strided = key is not None
+        if self.learned.overwritten and self._is_overwritten(func, inputs):
+            key = _OVERWRITTEN
         call = self.repeated.find(key, func, args, kwargs, inputs)
         self._refuse_own_parameters(func, inputs)
-        strided = key is not None
         reads: tuple[int, ...] = ()
         if func is not _LITERAL:  # its memory is born here, with the output
             reads = self._indices(inputs, 0, "input", strided=strided)
@@ -188,8 +193,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
         made_ids = self._indices(outputs, made, category, strided=True)
-        if made_ids and made_ids[0] < first_new and self.views is not None:
-            self.views.look(func, inputs, outputs, made_ids)
+        if made_ids and made_ids[0] < first_new and not self.learned.plain:
+            self._look_for_written_views(func, inputs, outputs, made_ids)
         if not self.only_storages:
             call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
             creates = tuple(i for i in made_ids if i >= first_new)
@@ -294,13 +299,56 @@ class Recorder(_compat.PlainDispatchMode, Account):
         mode, on_gpu = self.repeated.mode, self.target is not None
         if self._is_count(func, args):
             return _compat.new_fake(mode, (), (), args[0].dtype, args[0].device)
+        if key is _OVERWRITTEN:
+            out = func(*args, **kwargs)
+            _compat.forget_values(tensors_in((out,)))
+            return out
         if key is None:
-            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu)
+            self._look_for_overwritten(func, args, kwargs, inputs)
 
         def run(args: Any) -> Any:
-            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu)
+            floats = self.phase != "optimizer"
+            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu, floats=floats)
 
-        return run_distinct(mode, func, args, kwargs, run)
+        return run(args) if key is None else run_distinct(mode, func, args, kwargs, run)
+
+    def _is_overwritten(self, func: Any, inputs: list[torch.Tensor]) -> bool:
+        """Whether the values of a result must not be known: see `Learned`."""
+        line = (_compat.op_name(func), source_lines.of_caller())
+        return line in self.learned.overwritten and not any(
+            map(_compat.is_fake, inputs)
+        )
+
+    def _look_for_overwritten(
+        self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> None:
+        """Begin anew if an op writes unknown values over known ones."""
+        if self.only_storages or not any(map(_compat.is_fake, inputs)):
+            return
+        for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):
+            index = self.ids.get(tensor.untyped_storage()._cdata)
+            if index is None or _compat.is_fake(tensor):
+                continue
+            made_by = next((op for op in self.ops if index in op.creates), None)
+            if made_by is not None and made_by.source:
+                self.learned.overwritten.add((made_by.name, made_by.source))
+                self._retrace()
+
+    def _look_for_written_views(
+        self,
+        func: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        storages: tuple[int, ...],
+    ) -> None:
+        """Begin anew if autograd follows a write to memory that views look at."""
+        if self.views.are_written(func, inputs, outputs, storages):
+            self.learned.plain = True
+            self._retrace()
+
+    def _retrace(self) -> None:
+        self.retraces = True
+        raise Retrace
 
     def _is_count(self, func: Any, args: Any) -> bool:
         """Whether a number becomes a tensor whose value nobody reads: see ITEM."""

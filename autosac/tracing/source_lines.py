@@ -28,9 +28,12 @@ def running(phase: str) -> str:
     Returns:
         An empty text if there is no such frame inside the step.
     """
-    frame: FrameType | None = None
-    if phase in ("forward", "loss"):
-        frame = sys._getframe(1)
+    return of_caller() if phase in ("forward", "loss") else ""
+
+
+def of_caller() -> str:
+    """As `running`, in any phase: backward runs user code where it reruns a unit."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         found = _is_users.get(code)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autosac.costs.devices import DeviceSpec
-from autosac.tracing.repeating import KnownCalls
+from autosac.tracing.learned import Learned
 from autosac.tracing.stepping import LossFn
 
 
@@ -33,7 +33,7 @@ class Step:
         lens: The GPU whose kernels are traced though the model is not there.
         compute_dtype: Type that floating-point parameters and inputs of the model are
             traced in, as under a mixed-precision policy of FSDP2; None for their own.
-        known: Calls of ops that its runs have made so far.
+        learned: What its runs have taught so far.
     """
 
     model: torch.nn.Module
@@ -49,7 +49,7 @@ class Step:
     gradients_in_forward: bool = False
     lens: DeviceSpec | None = None
     compute_dtype: torch.dtype | None = None
-    known: KnownCalls = field(default_factory=dict, repr=False, compare=False)
+    learned: Learned = field(default_factory=Learned, repr=False, compare=False)
 
     @property
     def traced_type(self) -> str:

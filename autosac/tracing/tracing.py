@@ -9,12 +9,10 @@ second; that is what makes simulating a plan on the tape exact.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from autosac.tracing.collecting import no_collections
 from autosac.tracing.copying import fake_copy
 from autosac.tracing.equal_states import EqualStates
 from autosac.tracing.failures import explanation
-from autosac.tracing.live_views import ViewWritten
+from autosac.tracing.learned import Retrace
 from autosac.tracing.parameters import find_parameters
 from autosac.tracing.probing import DRAWS
 from autosac.tracing.random_streams import seeded_streams
@@ -144,29 +142,29 @@ def _run(
     optimizes: bool = True,
     finds_draws: bool = False,
 ) -> Tape:
-    """Run the step on fakes; on such that autograd takes for plain if that matters."""
-    run = partial(
-        _run_on,
-        step=step,
-        prepare=prepare,
-        only_storages=only_storages,
-        optimizes=optimizes,
-        finds_draws=finds_draws,
-    )
-    with contextlib.suppress(ViewWritten):
-        return run(_compat.fake_mode())
-    mode = _compat.fake_mode(plain=True)
-    try:
-        return run(mode)
-    finally:
-        _compat_plain.restore_keys(mode)
+    """Run the step on fakes, anew until nothing is left to learn of it."""
+    while True:
+        mode = _compat.fake_mode(plain=step.learned.plain)
+        try:
+            return _run_on(
+                mode,
+                step,
+                prepare,
+                only_storages=only_storages,
+                optimizes=optimizes,
+                finds_draws=finds_draws,
+            )
+        except Retrace:
+            pass
+        finally:
+            _compat_plain.restore_keys(mode)
 
 
 def _run_on(
     mode: _compat.FakeTensorMode,
-    *,
     step: Step,
     prepare: Callable[[torch.nn.Module], Any],
+    *,
     only_storages: bool,
     optimizes: bool,
     finds_draws: bool,
@@ -183,7 +181,7 @@ def _run_on(
             granularity_bytes=step.granularity_bytes,
             only_storages=only_storages,
             target=step.lens,
-            known=step.known,
+            learned=step.learned,
             finds_draws=finds_draws,
         )
         _register(recorder, step, model, (args, kwargs))

@@ -80,12 +80,22 @@ def run_op(
     inputs: list[torch.Tensor],
     *,
     on_gpu: bool = False,
+    floats: bool = True,
 ) -> Any:
     """Run an op on fakes, or for real if all it reads is real and small.
 
     Masks, positions and lengths keep their values that way, so that the step takes
     the branches that it takes on this input, and finds its data-dependent shapes. So
-    does a random number that reads nothing, such as `torch.rand([])` for layer drop.
+    does what is made of nothing, such as a mask of ones, or numbers drawn for layer
+    drop.
+
+    Args:
+        func: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        inputs: The tensors in them.
+        on_gpu: The fakes stand for a GPU's tensors.
+        floats: Keep floating-point values of what is made of nothing, too.
     """
     if any(map(_compat.is_fake, inputs)):
         out = real_layouts.of_ctc_loss(func, args)
@@ -109,12 +119,8 @@ def run_op(
         if not inputs:
             raise
     else:
-        if not inputs and _compat.is_random(func) and out.ndim == 0:
-            with _compat.no_modes():
-                return func(*args, **kwargs)
-        large = _are_large(out, inputs)
-        values = inputs or all(keeps_values(t) for t in tensors_in((out,)))
-        if large or not values or _compat.is_random(func):
+        known = inputs or floats or all(keeps_values(t) for t in tensors_in((out,)))
+        if not known or _are_large(out, inputs):
             return out
     with _compat.no_modes():
         return func(*args, **kwargs)
