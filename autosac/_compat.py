@@ -237,15 +237,14 @@ def fake_mode_of(tensor: Any) -> Any:
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
-class PlainFake(FakeTensor):
-    """What a fake tensor is made as if autograd shall take it for a plain one.
-
-    With dispatch disabled it is made without the key by which autograd knows
-    subclasses; its class is `FakeTensor` afterwards. See `autosac._compat_plain`.
-    """
-
-    __torch_dispatch__ = torch._C._disabled_torch_dispatch_impl
-
+# What a fake tensor is made as if autograd shall take it for a plain one: with dispatch
+# disabled it gets no key by which autograd knows subclasses. Its class is `FakeTensor`
+# afterwards. See `autosac._compat_plain`.
+_PlainFake: Any = type(
+    "_PlainFake",
+    (FakeTensor,),
+    {"__torch_dispatch__": torch._C._disabled_torch_dispatch_impl},
+)
 
 _META = torch.device("meta")
 
@@ -311,7 +310,8 @@ def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor
         attributes = known[device] = dict(vars(FakeTensor(mode, meta, device)))
     # What the constructor does, without its checks: it is called for every result.
     backend = of_mode.get("autosac_backend", device)
-    fake = _bare_fake(meta, backend, plain=bool(of_mode.get("autosac_plain")))
+    plain = bool(of_mode.get("autosac_plain"))
+    fake: torch.Tensor = _bare_fake(meta, backend, plain=plain)
     vars(fake).update(attributes)
     return fake
 
@@ -319,7 +319,7 @@ def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor
 def _bare_fake(meta: torch.Tensor, backend: Any, *, plain: bool) -> Any:
     """A fake tensor that has no attributes yet."""
     fake: Any = torch.Tensor._make_subclass(
-        PlainFake if plain else FakeTensor,
+        _PlainFake if plain else FakeTensor,
         meta,
         dispatch_device=True,
         device_for_backend_keys=backend,

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autosac import calibrate, floor, plan
+from autosac import _compat, calibrate, floor, plan
 from autosac.errors import TraceError
 from autosac.measuring.measuring import capture_state, differences
 from autosac.planning.profiling import profile
 from autosac.tracing.real_steps import first_departure
 from autosac.tracing.tracing import trace
+from autosac.tracing.values import run_op
 from tests.models import each_case
 from tests.real_ops import real_ops, traced_ops
 
@@ -160,12 +161,18 @@ def encodes_positions(y):
     return y + table
 
 
+def changes_the_layout_of_ones(y):
+    mask = torch.ones(ROWS, STEPS)
+    mask.unsqueeze_(-1)
+    return y * mask
+
+
 FUNCTIONS = [
     *(scan, reads_another_view, changes_a_half, changes_a_layout, changes_a_reshaped),
     *(catches_everything, branches_on_ones, asks_for_fakes, fills_zeros),
     *(adds_to_lists_of_zeros, scatters, writes_to_a_literal, adds_a_causal_mask),
     *(multiplies_by_ones, draws_a_size, draws_layers, draws_a_mask, penalizes),
-    encodes_positions,
+    *(encodes_positions, changes_the_layout_of_ones),
 ]
 each_function = pytest.mark.parametrize("function", FUNCTIONS)
 
@@ -232,6 +239,79 @@ def test_fakes_that_outlive_their_trace_can_be_used_as_any():
         assert (fake + 1).sum().shape == ()
     with pytest.raises(RuntimeError, match="does not require grad"):
         kept[-1].sum().backward()
+
+
+# --- kernels that a trace must know of ------------------------------------------
+
+
+class Experts(nn.Module):
+    """A layer of experts, each with its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.experts = nn.Parameter(torch.randn(2, 16, 16))
+
+    def forward(self, x):
+        weights = self.experts.transpose(1, 2)
+        return torch._grouped_mm(self.first(x), weights, offs=ENDS).sin()
+
+
+GROUPED = [  # factors of both dimensions, with 15 columns where rows need not be whole
+    lambda x, w: (x, w.transpose(1, 2), ENDS),
+    lambda x, w: (x.t(), x, ENDS),
+    lambda x, w: (w.new_zeros(2, 16, 16), x, ENDS),
+    lambda x, w: (w.new_zeros(2, 16, 16), w.transpose(1, 2), None),
+]
+ENDS = torch.tensor([8, 16], dtype=torch.int32)
+
+
+@pytest.mark.skipif(_compat.TORCH_VERSION < (2, 14), reason="the op takes bfloat16")
+@pytest.mark.parametrize("factors", GROUPED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grouped_products_have_the_layout_of_the_real_kernel(factors, dtype):
+    x, weights = torch.randn(16, 16, dtype=dtype), torch.randn(2, 15, 16, dtype=dtype)
+    left, right, ends = factors(x, weights)
+    real = torch._grouped_mm(left, right, offs=ends)
+    mode = _compat.fake_mode()
+    fakes = [mode.from_tensor(tensor) for tensor in (left, right)]
+
+    with mode:
+        fake = run_op(torch.ops.aten._grouped_mm.default, (*fakes, ends), {}, fakes)
+
+    assert (fake.shape, fake.stride()) == (real.shape, real.stride())
+    assert fake.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+
+
+@pytest.mark.skipif(_compat.TORCH_VERSION < (2, 14), reason="the op takes bfloat16")
+def test_a_layer_of_experts_in_float32_is_planned():
+    torch.manual_seed(0)
+    found = profile(Experts(), torch.randn(16, 16), loss_fn=mean_square)
+
+    assert traced_ops(found.tape) == real_ops(found.step)
+    (forward,) = (
+        op
+        for op in found.tape.ops
+        if op.phase == "forward" and op.name == "aten._grouped_mm.default"
+    )
+    assert forward.flops == 2 * 16 * 16 * 16
+    assert not calibrate(found, cache=False).failures
+
+
+@pytest.mark.parametrize("as_tuples", [False, True])
+def test_a_mean_reduced_ctc_loss_is_planned(as_tuples):
+    targets = torch.randint(1, 8, (ROWS, 5))
+    lengths = (STEPS,) * ROWS, (5, 4, 3, 2)
+    if not as_tuples:
+        lengths = tuple(map(torch.tensor, lengths))
+
+    def loss(output):
+        logits = output.transpose(0, 1).log_softmax(2)
+        return functional.ctc_loss(logits, targets, *lengths)
+
+    found = profile(nn.Linear(WIDTH, 8), torch.randn(ROWS, STEPS, WIDTH), loss_fn=loss)
+
+    assert traced_ops(found.tape) == real_ops(found.step)
 
 
 # --- the check of a trace ---------------------------------------------------------

@@ -98,7 +98,7 @@ def run_op(
         floats: Keep floating-point values of what is made of nothing, too.
     """
     if any(map(_compat.is_fake, inputs)):
-        out = real_layouts.of_ctc_loss(func, args)
+        out = real_layouts.of_own_kernel(func, args, kwargs)
         if out is None and _has_plain_kernel(func, args, kwargs, inputs):
             out = _compat.by_meta_kernel(func, args, kwargs)
         elif out is None:
@@ -110,7 +110,8 @@ def run_op(
     if _compat.is_profiling(func):
         with _compat.no_dispatch():
             return func(*args, **kwargs)
-    if inputs and _is_small(func, args, kwargs, inputs):
+    changes_layout = torch.Tag.inplace_view in func.tags  # FakeTensorMode refuses that
+    if inputs and (changes_layout or _is_small(func, args, kwargs, inputs)):
         with _compat.no_modes():
             return func(*args, **kwargs)
     try:
