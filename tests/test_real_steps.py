@@ -161,6 +161,14 @@ def encodes_positions(y):
     return y + table
 
 
+def looks_up_codes(y):
+    return y * functional.one_hot(y.argmax(-1), WIDTH)
+
+
+def looks_up_known_codes(y):
+    return y * functional.one_hot(torch.arange(STEPS), WIDTH)
+
+
 def changes_the_layout_of_ones(y):
     mask = torch.ones(ROWS, STEPS)
     mask.unsqueeze_(-1)
@@ -172,7 +180,8 @@ FUNCTIONS = [
     *(catches_everything, branches_on_ones, asks_for_fakes, fills_zeros),
     *(adds_to_lists_of_zeros, scatters, writes_to_a_literal, adds_a_causal_mask),
     *(multiplies_by_ones, draws_a_size, draws_layers, draws_a_mask, penalizes),
-    *(encodes_positions, changes_the_layout_of_ones),
+    *(encodes_positions, changes_the_layout_of_ones, looks_up_codes),
+    looks_up_known_codes,
 ]
 each_function = pytest.mark.parametrize("function", FUNCTIONS)
 
@@ -213,6 +222,14 @@ def test_these_steps_can_be_planned_for_a_gpu_that_is_not_present(function):
 
 
 PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+
+
+@pytest.mark.parametrize("function", [looks_up_codes, looks_up_known_codes])
+def test_a_gpu_does_not_look_whether_codes_are_in_range(function):
+    names = [op.name for op in made(function, device="h100").tape.ops]
+
+    assert "aten.scatter_.value" in names
+    assert "aten._local_scalar_dense.default" not in names
 
 
 def test_what_was_learned_in_one_trace_is_known_in_the_next():

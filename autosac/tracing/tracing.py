@@ -27,6 +27,7 @@ from autosac.tracing.copying import fake_copy
 from autosac.tracing.equal_states import EqualStates
 from autosac.tracing.failures import explanation
 from autosac.tracing.learned import Retrace
+from autosac.tracing.one_hot import real_one_hot
 from autosac.tracing.parameters import find_parameters
 from autosac.tracing.probing import DRAWS
 from autosac.tracing.random_streams import seeded_streams
@@ -190,7 +191,13 @@ def _run_on(
         one_thread = torch.autograd.set_multithreading_enabled(False)
         modes = _compat_plain.fakes_of(mode)
         try:
-            with modes, torch.enable_grad(), one_thread, recorder.recording():
+            with (
+                real_one_hot(recorder),
+                modes,
+                torch.enable_grad(),
+                one_thread,
+                recorder.recording(),
+            ):
                 if isinstance(optimizer, OptimizerInBackward):
                     _make_states(recorder, optimizer)
                 loss = micro_step(
