@@ -155,7 +155,7 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
         most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
     found = save_front(problem, most_labels=most_labels)
     saved, rerun = found.saved, _rerun(problem, found.saved)
-    if not math.isinf(found.complete_below_ms):
+    if len(saved) and not math.isinf(found.complete_below_ms):
         saved, rerun = _with_crossings(problem, saved)
     flags = zip(saved.tolist(), rerun.tolist(), strict=True)
     return Front(
@@ -208,9 +208,9 @@ def _sums(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], _Flags]:
     """Saved bytes and recompute time of points, and what they rerun."""
     rerun = _rerun(problem, saved)
-    sizes: npt.NDArray[np.int64] = saved @ np.array(problem.saved_bytes, np.int64)
-    times: npt.NDArray[np.float64] = rerun @ np.array(problem.runtime_ms, np.float64)
-    return sizes, times, rerun
+    nbytes = np.array(problem.saved_bytes, dtype=np.int64)
+    runtime_ms = np.array(problem.runtime_ms, dtype=np.float64)
+    return np.dot(saved, nbytes), np.dot(rerun, runtime_ms), rerun
 
 
 def trade_off(

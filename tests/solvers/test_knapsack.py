@@ -281,3 +281,23 @@ def test_a_thinned_front_is_feasible_and_ordered(problem):
     assert outcomes == sorted(set(outcomes), key=lambda o: (o[0], -o[1]))
     assert bool(len(thinned.saved)) <= bool(len(exact.saved))
     assert exact.complete_below_ms == math.inf and exact.has_hull
+
+
+def test_a_thinned_front_of_equal_layers_has_points_at_which_only_some_have_changed():
+    # Twelve layers of three results: 1, 2 and 3 MiB for 1, 3 and 7 ms.
+    layers = 12
+    problem = SaveProblem(
+        saved_bytes=(1 * MIB, 2 * MIB, 3 * MIB) * layers,
+        runtime_ms=(1.0, 3.0, 7.0) * layers,
+        inputs=((),) * (3 * layers),
+        needed=frozenset(range(3 * layers)),
+        capacity_bytes=0,
+    )
+
+    thinned = front(problem, most_labels=4)
+
+    # On the hull one layer after the other gives up the same result.
+    wanted = {MIB * (6 * layers - k) for k in range(layers + 1)}
+    wanted |= {MIB * (5 * layers - 2 * k) for k in range(layers + 1)}
+    assert not thinned.is_complete
+    assert wanted <= {solution.saved_bytes for solution in thinned.solutions}
