@@ -33,8 +33,8 @@ _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
-_MOST_WORK = 600_000  # nodes times variables of all MILPs together: a second or two
-_PROOF_WORK = 200_000  # of that is left for the bound
+_MOST_WORK = 300_000  # nodes times variables of all MILPs together: a second or two
+_PROOF_WORK = 100_000  # of that is left for the bound
 _FEWEST_NODES = 8  # of a MILP that is begun at all
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
