@@ -34,6 +34,7 @@ _FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at firs
 _WIDER = 4.0  # and then fewer of them
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
 _MOST_WORK = 300_000  # nodes times variables of all MILPs together: a second or two
+_ANY_WORK = 2**50
 _PROOF_WORK = 100_000  # of that is left for the bound
 _FEWEST_NODES = 8  # of a MILP that is begun at all
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
@@ -65,7 +66,8 @@ class Search:
         table: The units.
         units: Those that may be chosen.
         backend: Which solver to run.
-        time_limit_s: Stop branching after this long; relaxations are solved in full.
+        time_limit_s: Stop branching after this long; None to stop after an amount of
+            work. Relaxations are solved in full.
         relative_gap: Stop when proven this close to the optimum.
         least_ms: No choice takes less time, as is known already.
         most_ms: Only choices that take less time are of interest.
@@ -104,7 +106,9 @@ class Search:
         self._backend = backend
         self._gap = relative_gap
         self._proves = proves
-        self._work_left, self._reserve = _MOST_WORK, 0
+        is_timed = time_limit_s is not None  # then it ends by that, not by its work
+        self._work_left = _ANY_WORK if is_timed else _MOST_WORK
+        self._reserve = 0
         self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
         self._apart: set[int] = set() if start is None else start.apart
         self.rows = [int(table.base.argmax())]
@@ -345,7 +349,7 @@ class Search:
             model.model,
             backend=self._backend,
             time_limit_s=left,
-            node_limit=None if relaxed else max(_FEWEST_NODES, self._left() // size),
+            node_limit=None if relaxed else self._most_nodes(size),
             relative_gap=self._gap,
             relaxed=relaxed,
             again=again,
@@ -458,6 +462,10 @@ class Search:
     def _has_best(self) -> bool:
         """Whether a time is known that the budget allows."""
         return math.isfinite(self._best)
+
+    def _most_nodes(self, size: int) -> int:
+        """Nodes of a MILP of so many variables; a solver counts in 32 bits."""
+        return min(max(_FEWEST_NODES, self._left() // size), 2**31 - 1)
 
     def _left(self) -> int:
         """Work that may still be done."""

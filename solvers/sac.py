@@ -229,7 +229,8 @@ def solve(
         integral: Whether a unit takes one of its points as it is; otherwise it may
             lie between two neighbours.
         backend: Which MILP solver to run.
-        time_limit_s: Stop branching after this long with the best solution so far.
+        time_limit_s: Stop branching after this long with the best solution so far;
+            None to stop after an amount of work, at the same place in every run.
         relative_gap: Stop when proven this close to the least time.
         fixed_units: The only units that may be chosen; None for all.
         mixed_units: With whole points: units whose points are a selection from a
@@ -286,7 +287,8 @@ def lowest_peak(
     Args:
         problem: Units and memory; its budget is ignored.
         backend: Which MILP solver to run.
-        time_limit_s: Stop branching after this long with the lowest peak so far.
+        time_limit_s: Stop branching after this long with the lowest peak so far; None
+            as in `solve`.
         relative_gap: Stop when proven this close to the lowest peak.
         fixed_units: The only units that may be chosen; None for all.
 

@@ -95,6 +95,9 @@ class Chooser:
         """
         if self.true_peak_bytes({}) <= budget_bytes:
             return {}, 0.0
+        lowest = self._lowest.get(options.backend)
+        if lowest is not None and self.true_peak_bytes(lowest) > budget_bytes:
+            return None, 0.0
         search = _Search(self, budget_bytes, options, start)
         search.offer(self._incumbents.cheapest(budget_bytes))
         if self._formulation.units:
