@@ -16,8 +16,8 @@ from autosac.tracing.stepping import OptimizerInBackward
 from benchmarks.ranks import Recipe, reference, run_fake_rank, run_gloo_ranks
 from tests.models import CASES, SMALL_GPT, gpt, random_choice, tokens
 
-# FSDP2 warns of writes to outputs that are views, which no model here does; a linear map
-# returns a view before torch 2.15.
+# FSDP2 warns of writes to outputs that are views, which no model here does; a linear
+# map returns a view before torch 2.15.
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view"),
