@@ -126,7 +126,8 @@ def page(record: Record) -> Iterator[str]:
         " raises is listed with its reason, and the next one drawn takes its place."
         " Every budget is planned on its own from the traced step, largest first, with"
         " the defaults of `autosac.plan` and no dry run. Of every rival the cheapest"
-        " setting that fits counts. Gaps are those of budgets below the plain step's peak."
+        " setting that fits counts. Gaps are those of budgets"
+        " below the plain step's peak."
         " Models lie on the meta device where they can;"
         f" {'times on the CPU are measured' if record['calibrated'] else _MODELLED}.\n"
     )

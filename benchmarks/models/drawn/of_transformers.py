@@ -65,7 +65,10 @@ def build(name: str) -> Workload:
     Raises:
         NotBuiltError: Nothing that was tried runs.
     """
-    task, class_name = _heads(name)[0]
+    heads = _heads(name)
+    if not heads:
+        raise NotBuiltError(f"no model class is known for {name}")
+    task, class_name = heads[0]
     failures = []
     for degree in DEGREES:
         try:
