@@ -39,11 +39,17 @@ def batches(model: nn.Module, config: PretrainedConfig, task: str) -> Iterator[B
     known = [name for name in _MAKERS if name in parameters]
     for names in (own + needed, [*own, *needed, *_DECODER], known):
         wanted = [name for name in dict.fromkeys(names) if name in parameters]
-        for makers in (_MAKERS, {**_MAKERS, **_OTHER_LAYOUTS}):
-            inputs = {name: makers[name](config) for name in wanted}
+        for layout in range(_MOST_LAYOUTS):
+            inputs = {name: _made(name, layout, config) for name in wanted}
             if labels:
                 yield {**inputs, **labels}
             yield inputs
+
+
+def _made(name: str, layout: int, config: PretrainedConfig) -> torch.Tensor:
+    """An input in one of the layouts that it has in different models."""
+    makers = _MAKERS[name]
+    return makers[min(layout, len(makers) - 1)](config)
 
 
 def _tokens(config: PretrainedConfig) -> torch.Tensor:
@@ -79,6 +85,11 @@ def _channel_of_samples(config: PretrainedConfig) -> torch.Tensor:
     return normal(BATCH, 1, _SAMPLES)
 
 
+def _spectrogram(config: PretrainedConfig) -> torch.Tensor:
+    frames = next(iter(sizes_of(config, "max_length")), 256)
+    return normal(BATCH, frames, _mels(config))
+
+
 def _mels_first(config: PretrainedConfig) -> torch.Tensor:
     positions = sizes_of(config, "max_source_positions")
     return normal(BATCH, _mels(config), 2 * positions[0] if positions else _FRAMES)
@@ -94,19 +105,15 @@ def _mels(config: PretrainedConfig) -> int:
 
 
 _DECODER = ("decoder_input_ids",)
-_MAKERS: dict[str, _Maker] = {
-    "input_ids": _tokens,
-    "decoder_input_ids": _tokens,
-    "pixel_values": _pixels,
-    "pixel_values_videos": _video,
-    "input_features": _mels_first,
-    "input_values": _samples,
+_MAKERS: dict[str, tuple[_Maker, ...]] = {
+    "input_ids": (_tokens,),
+    "decoder_input_ids": (_tokens,),
+    "pixel_values": (_pixels, _video),
+    "pixel_values_videos": (_video,),
+    "input_features": (_mels_first, _frames_first),
+    "input_values": (_samples, _channel_of_samples, _spectrogram),
 }
-_OTHER_LAYOUTS: dict[str, _Maker] = {
-    "pixel_values": _video,
-    "input_features": _frames_first,
-    "input_values": _channel_of_samples,
-}
+_MOST_LAYOUTS = max(map(len, _MAKERS.values()))
 
 
 def _labels(config: PretrainedConfig, task: str) -> Batch:

@@ -53,6 +53,7 @@ _EXPERT_COUNT = _named(
 _EXPERTS_TAKEN = _named(r"experts_per_tok", r"^moe_k$", r"^top_?k$", r"moe_top_?k$")
 _EXPERT_GROUPS = _named(r"^n_group$", r"^topk_group$")
 _POSITION_COUNT = _named(r"max_position_embeddings$", r"^n_positions$", r"^n_ctx$")
+_SECTIONS = "mrope_section"  # of a field that is a dictionary
 _SPECIAL = _named(r"token_ids?$", r"token_index$")
 
 
@@ -93,7 +94,7 @@ def _fields(config: PretrainedConfig) -> dict[str, Any]:
     """What can be given to the constructor of a configuration."""
     if dataclasses.is_dataclass(config):
         names = [field.name for field in dataclasses.fields(config)]
-        return {name: getattr(config, name, None) for name in names}
+        return {name: vars(config)[name] for name in names if name in vars(config)}
     return {k: v for k, v in vars(config).items() if not k.startswith("_")}
 
 
@@ -111,6 +112,10 @@ def _smaller(name: str, value: Any, degree: Degree, fields: Mapping[str, Any]) -
         if _is_whole(*value) and _STAGE_COUNTS.search(name):
             return type(value)(min(item, _STAGE) for item in value)
         return value
+    if isinstance(value, Mapping) and _SECTIONS in value and degree != "LAYERS":
+        return {**value, _SECTIONS: _sections(value[_SECTIONS], degree)}
+    if value is None and degree == "SIZES":  # a default that some models leave out
+        return {"num_experts_per_tok": 2, "head_dim": _HEAD_WIDTH}.get(name)
     if not _is_whole(value) or value <= 0 or _NO_SIZE.search(name):
         return value
     if name == "vocab_size":
@@ -129,6 +134,14 @@ def _smaller(name: str, value: Any, degree: Degree, fields: Mapping[str, Any]) -
     if degree == "SIZES":
         return _sized(name, value, fields)
     return _shared(name, value) if degree == "SHARES" else value
+
+
+def _sections(sections: list[int], degree: Degree) -> list[int]:
+    """Shares of a rotary embedding that add up to half of the width of a head."""
+    whole = sum(sections)
+    half = _HEAD_WIDTH // 2 if degree == "SIZES" else whole // _SHARE
+    smaller = [section * half // whole for section in sections]
+    return [*smaller[:-1], half - sum(smaller[:-1])]
 
 
 def _sized(name: str, value: int, fields: Mapping[str, Any]) -> int:
