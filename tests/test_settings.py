@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -146,15 +147,19 @@ def test_a_finished_job_is_not_run_again_and_a_cut_off_one_is(tmp_path, monkeypa
     assert ran == ["cpu fp32", "cpu bf16", "cpu bf16"]
 
 
-def test_a_job_that_dies_or_runs_late_is_told(tmp_path):
-    of_nothing = jobs(tmp_path, settings=("no such setting",)).of_model("zoo/dit")
-    late = settings.Jobs(
-        folder=tmp_path, num_budgets=2, num_at_once=1, timeout_s=0.01
-    ).of_model("zoo/dit")
+def test_a_job_that_dies_is_told(tmp_path):
+    found = jobs(tmp_path, settings=("no such setting",)).of_model("zoo/dit")
 
-    assert of_nothing[0]["status"] == "raw error"
-    assert of_nothing[0]["reason"].startswith("exit code 2: ")
-    assert [r["status"] for r in late] == ["timeout"] * len(settings_job.SETTINGS)
+    assert [record["status"] for record in found] == ["raw error"]
+    assert found[0]["reason"].startswith("exit code 2: ")
+
+
+def test_a_job_that_runs_late_is_ended(tmp_path):
+    late = replace(jobs(tmp_path, settings=("cpu fp32",)), timeout_s=0.01)
+
+    found = late.of_model("zoo/dit")
+
+    assert [record["status"] for record in found] == ["timeout"]
 
 
 def test_the_next_drawn_model_takes_the_place_of_one_that_is_refused(
