@@ -1,4 +1,5 @@
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -147,11 +148,19 @@ def test_a_finished_job_is_not_run_again_and_a_cut_off_one_is(tmp_path, monkeypa
     assert ran == ["cpu fp32", "cpu bf16", "cpu bf16"]
 
 
-def test_a_job_that_dies_is_told(tmp_path):
-    found = jobs(tmp_path, settings=("no such setting",)).of_model("zoo/dit")
+def test_a_job_that_dies_is_told_with_what_it_had_done(tmp_path, monkeypatch):
+    some = jobs(tmp_path, settings=("cpu fp32",))
 
-    assert [record["status"] for record in found] == ["raw error"]
-    assert found[0]["reason"].startswith("exit code 2: ")
+    def run(command, **_):
+        begun = {"status": "unfinished", "cells": [], "floor_bytes": 7}
+        some.path("zoo/dit", "cpu fp32").write_text(json.dumps(begun))
+        return subprocess.CompletedProcess(command, -9, "", "line\nno memory\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (found,) = some.of_model("zoo/dit")
+
+    assert (found["status"], found["floor_bytes"]) == ("raw error", 7)
+    assert found["reason"] == "exit code -9: no memory"
 
 
 def test_a_job_that_runs_late_is_ended(tmp_path):
