@@ -37,7 +37,9 @@ def _one_hot(
         size = (*indices.shape, num_classes)
         zeros = torch.zeros(size, dtype=indices.dtype, device=indices.device)
         return zeros.scatter_(-1, indices.unsqueeze(-1), 1)
-    of_pytorch: Callable[[], torch.Tensor] = partial(_compat_gpu.composite, _OP, indices, num_classes)
+    of_pytorch: Callable[[], torch.Tensor] = partial(
+        _compat_gpu.composite, _OP, indices, num_classes
+    )
     if not _compat.is_fake(indices) or num_classes == -1:
         return of_pytorch()
     recorder.needs_plain_fakes()
