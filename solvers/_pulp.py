@@ -96,8 +96,8 @@ def run(
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
         warm_start: Offer the values the variables hold now as a first incumbent.
-        again: The model was solved before, and only right-hand sides have changed
-            since: HiGHS starts from where it ended.
+        again: The model was solved before, and only right-hand sides and the objective
+            have changed since: HiGHS starts from where it ended.
 
     Returns:
         How it ended, the proven bound and the time it took.
@@ -233,6 +233,12 @@ def _run_highs(
 
 
 def _rerun_highs(model: pulp.LpProblem) -> _Answer:
+    variables = model.variables()
+    model.solverModel.changeColsCost(
+        len(variables),
+        np.array([v.index for v in variables], dtype=np.int32),
+        np.array([model.objective.get(v, 0.0) for v in variables]),
+    )
     for constraint in _rows(model):
         low, high = constraint.getLb(), constraint.getUb()
         model.solverModel.changeRowBounds(

@@ -224,8 +224,6 @@ class Chooser:
                 budget_bytes, options, math.inf, raised=raised, proves=True
             )
             solution = replace(solution, bound_ms=every.bound_ms)
-        if not all(curve.has_hull for curve in self._formulation.curves):
-            solution = replace(solution, bound_ms=0.0)  # some save sets are unknown
         return solution
 
     def _run(
