@@ -30,12 +30,14 @@ _TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
 _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
 _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
-_FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
+_FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
 _MOST_WORK = 600_000  # of all MILPs together, see `_pulp.run`: a second or two
 _ANY_WORK = 2**50
-_PROOF_SHARE = 1 / 3  # of that is left for the bound
+_LEAST_WORK = 30_000  # no MILP is built for less
+_LATER_SHARE = 2 / 3  # of that is left for whole points, and of what is left then
+_PROOF_SHARE = 1 / 2  # for the bound of finer curves
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -149,15 +151,17 @@ class Search:
         # A small gap may not be reached in time: what a larger one needs comes first.
         for gap in dict.fromkeys((max(wanted, _FIRST_GAP), wanted)):
             self._gap = gap
+            self._reserve = int(_LATER_SHARE * self._left())
+            self._mix(budget_bytes, coarse=True)
             is_proof_due = bool(self._mixed) and self._proves
-            self._reserve = int(_PROOF_SHARE * self._most_work) if is_proof_due else 0
+            self._reserve = int(_PROOF_SHARE * self._left()) if is_proof_due else 0
             if not self._is_done() and not (self._has_best and self._is_late()):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
             self._reserve = 0
             if is_proof_due and self._has_best:
-                self._raise_bound(budget_bytes)
+                self._mix(budget_bytes, coarse=False)
         if self.choice is None:
             return Termination.NO_INCUMBENT
         return Termination.OPTIMAL if self._is_done() else Termination.FEASIBLE
@@ -194,7 +198,7 @@ class Search:
     def _branch(self, budget_bytes: int) -> Termination:
         """Solve MILPs over whole points until one keeps all rows.
 
-        Columns that would cost much beyond the relaxation are left out at first. A
+        Columns that would cost much beyond the bound are left out at first. A
         solution that uses one of them takes `limit_ms` at least, so no bound above
         that is proven.
         """
@@ -245,27 +249,30 @@ class Search:
                 target -= max(excess, lowered)
                 lowered *= 4
 
-    def _raise_bound(self, budget_bytes: int) -> None:
-        """Solve MILPs in which points may be mixed, for their bounds.
+    def _mix(self, budget_bytes: int, *, coarse: bool) -> None:
+        """Solve MILPs in which points may be mixed: their bounds hold for finer curves.
 
-        Any mixtures first: mostly they prove enough, at a tenth of the work.
+        Args:
+            budget_bytes: The cap.
+            coarse: All points of all units may be mixed, at a tenth of the work.
         """
-        for coarse in (True, False):
-            while not self._is_done() and not self._is_late():
-                limit_ms = self._best
-                model, outcome, weights = self._solve(
-                    budget_bytes, limit_ms=limit_ms, coarse=coarse
-                )
-                if outcome.bound is not None:
-                    self._prove(min(outcome.bound / model.scale, limit_ms))
-                if outcome.termination is Termination.INFEASIBLE:
-                    self._prove(limit_ms)  # nothing is faster
-                if not outcome.termination.has_incumbent:
-                    break
-                live = self._table.live(weights)
-                cap = budget_bytes + _TOLERANCE_BYTES
-                if not self._refine(model, weights, live, cap):
-                    break
+        while not self._is_done() and not self._is_late():
+            limit_ms = self._best
+            model, outcome, weights = self._solve(
+                budget_bytes, limit_ms=limit_ms, coarse=coarse
+            )
+            if outcome.bound is not None:
+                self._prove(min(outcome.bound / model.scale, limit_ms))
+            if outcome.termination is Termination.INFEASIBLE:
+                self._prove(limit_ms)  # nothing is faster
+            if not outcome.termination.has_incumbent:
+                break
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
+            live = self._table.live(weights)
+            if not self._refine(model, weights, live, budget_bytes + _TOLERANCE_BYTES):
+                break
 
     # --- least peak ---------------------------------------------------------------
 
@@ -451,10 +458,10 @@ class Search:
         self.bound = max(self.bound, bound)
 
     def _limit_ms(self, share: float) -> float:
-        """A share above the relaxation; all that may pay once that is a lot."""
-        if share > 1.0 or not self._relaxed:
+        """A share above the bound; all that may pay once that is a lot."""
+        if share > 1.0 or not self.bound:
             return self._best
-        return min(self._best, self._relaxed * (1.0 + share))
+        return min(self._best, self.bound * (1.0 + share))
 
     def _is_done(self, bound: float = 0.0) -> bool:
         """Whether the best choice is close enough to what is proven."""
@@ -474,7 +481,7 @@ class Search:
 
     def _is_late(self) -> bool:
         """Whether what a solve may take is spent: work, or time if that is limited."""
-        if self._left() <= 0:
+        if self._left() <= _LEAST_WORK:
             return True
         return self._ends is not None and perf_counter() >= self._ends
 
