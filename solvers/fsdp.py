@@ -78,13 +78,14 @@ def solve(
     """
     search = Search(
         problem,
+        peak=False,
         backend=backend,
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
         fixed_reshard=fixed_reshard,
         fixed_points=fixed_points,
     )
-    return search.run(fixed_units, least_unit_bytes, peak=False)
+    return search.run(fixed_units, least_unit_bytes)
 
 
 def lowest_peak(
@@ -119,10 +120,11 @@ def lowest_peak(
     """
     search = Search(
         problem,
+        peak=True,
         backend=backend,
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
         fixed_reshard=fixed_reshard,
         fixed_points=fixed_points,
     )
-    return search.run(fixed_units, least_unit_bytes, peak=True)
+    return search.run(fixed_units, least_unit_bytes)
