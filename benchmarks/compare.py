@@ -31,7 +31,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.comparing import frontier, real, scale, settings, settings_page, zoo
+from benchmarks.comparing import (
+    frontier,
+    real,
+    scale,
+    settings,
+    settings_job,
+    settings_page,
+    zoo,
+)
 from benchmarks.environment import environment
 from benchmarks.models import workloads
 from benchmarks.models import zoo as models_of_zoo
@@ -102,7 +110,8 @@ def _settings(options: argparse.Namespace) -> Iterator[Record]:
     models = settings.fixed_models()
     if options.models:  # those and no drawn ones
         models, quotas = options.models, {}
-    started, records = time.perf_counter(), []
+    started = time.perf_counter()
+    records: list[Record] = []
     for of_model in settings.run(jobs, models, quotas):
         records += map(settings.compact, of_model)
         for record in records[-len(of_model) :]:
@@ -201,7 +210,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     for given, known in (
         (options.parts, list(PARTS)),
         (of_zoo, list(models_of_zoo())),
-        (options.settings, list(settings.SETTINGS)),
+        (options.settings, list(settings_job.SETTINGS)),
         (options.real_models, list(workloads())),
         (options.frontier_models, list(frontier.subjects())),
     ):
@@ -219,7 +228,7 @@ def _add_settings(
     """What the part `settings` takes; its `--models` are as in zoo/gpt2, timm/dla34."""
     group = parser.add_argument_group("settings")
     work = Path(tempfile.gettempdir()) / "autosac-settings"
-    group.add_argument("--settings", type=names, default=list(settings.SETTINGS))
+    group.add_argument("--settings", type=names, default=list(settings_job.SETTINGS))
     group.add_argument("--settings-budgets", type=int, default=32, help="of each row")
     group.add_argument("--draw", type=int, help="models of each library; default: 60")
     group.add_argument("--work", type=Path, default=work, help="files of jobs, kept")

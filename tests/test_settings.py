@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from autosac.errors import TraceError
 from benchmarks import compare
 from benchmarks.comparing import settings, settings_job, settings_page
 from benchmarks.models.drawn import NotBuiltError
@@ -113,6 +114,7 @@ def test_a_job_plans_every_budget_and_prices_every_rival(one_thread):
         (NotBuiltError("no batch"), "not built"),
         (NotImplementedError("needs a GPU"), "refused"),
         (KeyError("weight"), "raw error"),
+        (TraceError("no data at lib/models.py:3"), "refused"),
     ],
 )
 def test_what_a_model_raises_becomes_its_job_s_status(monkeypatch, error, status):
@@ -124,6 +126,17 @@ def test_what_a_model_raises_becomes_its_job_s_status(monkeypatch, error, status
     found = last(settings_job.run("zoo/dit", "cpu fp32", 3, calibrate=False))
 
     assert found["status"] == status and str(error) in found["reason"]
+
+
+def test_a_reason_does_not_tell_where_packages_lie(monkeypatch):
+    def fail(name):
+        raise TraceError("It fails at\n /home/me/env/site-packages/timm/layers.py:3.")
+
+    monkeypatch.setattr(settings_job, "workload", fail)
+
+    found = last(settings_job.run("zoo/dit", "cpu fp32", 3, calibrate=False))
+
+    assert found["reason"] == "It fails at timm/layers.py:3."
 
 
 def jobs(folder, **more):

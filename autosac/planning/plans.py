@@ -199,8 +199,8 @@ class Plan:
             lines.append("checked   by simulation, without a dry run of its own")
         if self.optimality_gap > _LARGE_GAP:
             lines.append(
-                f"warning   up to {gap} of the recomputation may be avoidable: plan with"
-                " `time_limit_s`=60 to search longer, or with a slightly larger budget"
+                f"warning   up to {gap} of the recomputation may be avoidable; plan"
+                " with `time_limit_s`=60 to search longer, or with a little more memory"
             )
         width = max(map(len, self.policy), default=0)
         notes = self.notes()

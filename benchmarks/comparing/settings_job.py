@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ Record = dict[str, Any]
 _T = TypeVar("_T")
 # What autosac raises on purpose, each with one sentence.
 REFUSALS = (AutosacError, NotImplementedError)
+_INSTALLED = re.compile(r"\S*/site-packages/")
 _IMAGES = 64  # in a batch of models of their own size: nothing is allocated
 
 
@@ -150,8 +152,8 @@ def _errors_in(record: Record) -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """An error in one line."""
-    text = " ".join(str(error).split())
+    """An error in one line; files by their place in their package."""
+    text = _INSTALLED.sub("", " ".join(str(error).split()))
     if isinstance(error, (AutosacError, NotBuiltError)):
         return text
     return f"{type(error).__name__}: {text}"
