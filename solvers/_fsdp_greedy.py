@@ -13,7 +13,7 @@ import numpy as np
 from solvers._sac_greedy import round_and_repair
 from solvers._sac_holds import Ints
 from solvers._sac_table import Choice, Table
-from solvers.fsdp_problem import FsdpChoice, FsdpProblem, broken_rules, mixed_live
+from solvers.fsdp_problem import FsdpChoice, FsdpProblem, broken_rules, sharded_live
 
 _SOME = 1e-6  # of a unit: what reshards in shares reshards
 
@@ -37,10 +37,14 @@ def simple_units(
             plans.append({0, *alone, *same})
     around = {modules[index].parent for index in open_ones}
     plans.append({0, *(index for index in open_ones if index not in around)})
-    distinct = dict.fromkeys(tuple(sorted(plan)) for plan in plans)
-    return [
-        units for units in distinct if not broken_rules(problem, _plain(problem, units))
-    ]
+    # Each with its own parameters: no unit of another plan has fewer types.
+    finest = {0, *(index for index in open_ones if modules[index].gather_bytes)}
+    for some in (plans, [finest]):
+        distinct = dict.fromkeys(tuple(sorted(plan)) for plan in some)
+        legal = [u for u in distinct if not broken_rules(problem, _plain(problem, u))]
+        if legal:
+            return legal
+    return []
 
 
 def by_hand(
@@ -98,10 +102,9 @@ def rounded(
     )
     chosen = points
     if chosen is None:
-        nothing = [[0.0] * len(unit.points) for unit in problem.sac.units]
-        live = mixed_live(problem, units, flags, nothing).astype(np.int64)
+        added = sharded_live(problem, units, flags).astype(np.int64)
         chosen = round_and_repair(
-            table.raised(live - table.base),
+            table.raised(added),
             budget_bytes,
             _allowed(problem, units),
             np.array([weight for point in weights for weight in point]),
@@ -124,8 +127,7 @@ def least_live(
     """
     flags = _plain(problem, units).units
     reshard = [is_unit and index > 0 for index, is_unit in enumerate(flags)]
-    nothing = [[0.0] * len(unit.points) for unit in problem.sac.units]
-    live = mixed_live(problem, flags, reshard, nothing).astype(np.int64)
+    live = table.base + sharded_live(problem, flags, reshard).astype(np.int64)
     # Nowhere else a unit that stays takes less: at this instant it is gathered again.
     regathered = {problem.modules[index].backward[0] for index in units}
     live[list(regathered)] = 0

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
+import numpy.typing as npt
 import pulp
 
 from solvers import _pulp, step_time
+from solvers._fsdp_checks import check_fixed, check_units
 from solvers._fsdp_greedy import by_hand, least_live, rounded, simple_units
 from solvers._fsdp_model import FsdpModel
 from solvers._fsdp_sites import Sites
@@ -22,8 +24,8 @@ from solvers.fsdp_problem import (
     FsdpProblem,
     broken_rules,
     live,
-    mixed_live,
     schedule,
+    sharded_live,
 )
 from solvers.solution import Solution, Termination
 from solvers.step_time import StepTime
@@ -51,12 +53,14 @@ class FsdpSolution(Solution):
         step: Where that time goes.
         simulated: The same by `step_time.simulate`.
         predicted_peak_bytes: Most live memory of a rank at any position.
+        rows: Positions whose memory was capped.
     """
 
     choice: FsdpChoice | None = None
     step: StepTime | None = None
     simulated: StepTime | None = None
     predicted_peak_bytes: int | None = None
+    rows: frozenset[int] = frozenset()
 
 
 def estimate(problem: FsdpProblem, choice: FsdpChoice) -> FsdpSolution:
@@ -115,6 +119,8 @@ class Search:
         relative_gap: Stop when proven this close to the optimum.
         fixed_reshard: By module, whether it reshards, if that is decided.
         fixed_points: Point of each AC unit, if that is decided.
+        rows: Positions to cap from the start.
+        enough_ms: Stop when it is proven that a step takes as long.
     """
 
     def __init__(
@@ -127,6 +133,8 @@ class Search:
         relative_gap: float,
         fixed_reshard: Mapping[int, bool] | None,
         fixed_points: Sequence[int | None] | None,
+        rows: Collection[int] = (),
+        enough_ms: float = math.inf,
     ) -> None:
         self._started = perf_counter()
         self._problem = problem
@@ -137,13 +145,14 @@ class Search:
         self._gap = relative_gap
         self._reshard = dict(fixed_reshard or {})
         self._points = None if fixed_points is None else tuple(fixed_points)
-        self._rows: set[int] = set()
+        self._rows = set(rows)
+        self._enough_ms = enough_ms
         self._work_left, self._reserve = _MOST_WORK, 0
         # By units, the value of the best solution with the rest in shares.
         self._in_shares: dict[tuple[int, ...], float] = {}
         self._best: FsdpSolution | None = None
         self._best_value = math.inf  # in ms, or in MiB if it is a peak
-        self._check()
+        check_fixed(problem, self._reshard, self._points)
 
     def run(
         self, fixed_units: Collection[int] | None, least_unit_bytes: int
@@ -152,7 +161,7 @@ class Search:
         problem = self._problem
         if fixed_units is not None:
             chosen = tuple(sorted({0, *fixed_units}))
-            self._check_units(chosen)
+            check_units(self._problem, chosen, self._points)
             self._offer_by_hand([chosen])
             return self._result(*self._whole(chosen, forced=True))
         open_ones = candidates(problem, least_unit_bytes=least_unit_bytes)
@@ -169,6 +178,14 @@ class Search:
     ) -> FsdpSolution:
         """Decide on the units with the rest in shares, then on the rest."""
         self._reserve = _WHOLE_WORK
+        if self._enough_ms < math.inf:
+            bound = self._relaxed_bound(
+                self._model(open_ones, forced=False, integral=False)
+            )
+            if bound is None:
+                return self._result(Termination.INFEASIBLE, None)
+            if bound >= self._enough_ms:
+                return self._result(Termination.NO_INCUMBENT, bound)
         chosen = self._best_simple(simple)
         model = self._model(open_ones, forced=False, integral=False)
         bound = None if chosen is None else self._relaxed_bound(model)
@@ -232,7 +249,7 @@ class Search:
         return termination, bound
 
     def _relaxed_bound(self, model: FsdpModel) -> float | None:
-        """Bound of the relaxation; slow where that is infeasible."""
+        """Bound of the relaxation; None, after a while, where that is infeasible."""
         relaxed = self._run(model, relaxed=True)
         return None if relaxed.bound is None else relaxed.bound + model.constant_ms
 
@@ -304,7 +321,7 @@ class Search:
 
     def _offer(self, choice: FsdpChoice) -> None:
         """Keep a choice if it fits and none is known that is better."""
-        peak_bytes = int(live(self._problem, choice).max())
+        peak_bytes = int(self._live(choice).max())
         if not self._peak and peak_bytes > self._problem.sac.budget_bytes:
             return
         if self._peak and peak_bytes / _MIB >= self._best_value:
@@ -314,6 +331,11 @@ class Search:
         value = peak_bytes / _MIB if self._peak else solution.objective_ms
         if value < self._best_value:
             self._best, self._best_value = solution, value
+
+    def _live(self, choice: FsdpChoice) -> npt.NDArray[np.float64]:
+        """Live memory at each position."""
+        points = self._table.live(self._table.weights(choice.points))
+        return points + sharded_live(self._problem, choice.units, choice.reshard)
 
     def _result(self, termination: Termination, bound: float | None) -> FsdpSolution:
         """The best choice; without one, how the last solve ended."""
@@ -325,6 +347,7 @@ class Search:
                 termination=termination,
                 bound_ms=None if is_infeasible or self._peak else bound,
                 solve_s=solve_s,
+                rows=frozenset(self._rows),
             )
         if bound is not None:
             bound = min(bound, self._best_value)  # rounding may put it above
@@ -337,6 +360,7 @@ class Search:
             termination=Termination.OPTIMAL if is_proven else Termination.FEASIBLE,
             bound_ms=None if self._peak else bound,
             solve_s=solve_s,
+            rows=frozenset(self._rows),
         )
 
     # --- solving models -----------------------------------------------------------
@@ -363,13 +387,13 @@ class Search:
     def _first_rows(self, open_ones: Sequence[int]) -> set[int]:
         """Where memory peaks with all candidates as units, or none, resharded."""
         problem = self._problem
-        nothing = [[0.0] * len(unit.points) for unit in problem.sac.units]
         every = [index in set(open_ones) for index in range(len(problem.modules))]
         none = [index == 0 for index in range(len(problem.modules))]
         found = set()
         for units in (every, none):
             shares = [float(unit and index > 0) for index, unit in enumerate(units)]
-            found.add(int(mixed_live(problem, units, shares, nothing).argmax()))
+            added = sharded_live(problem, units, shares)
+            found.add(int((self._table.base + added).argmax()))
         return found
 
     def _until_kept(
@@ -435,11 +459,11 @@ class Search:
         """Positions above the cap, the worst of their surroundings, and by how much."""
         problem = self._problem
         if integral:
-            found = live(problem, model.choice())
+            found = self._live(model.choice())
         else:
-            found = mixed_live(
-                problem, model.units(), model.reshards(), model.weights()
-            )
+            weights = np.concatenate([[0.0], *model.weights()])[1:]
+            found = self._table.live(weights)
+            found += sharded_live(problem, model.units(), model.reshards())
         cap = float(problem.sac.budget_bytes) + (0.0 if integral else _SLACK_BYTES)
         if self._peak:
             # A peak that rows already cap is what it is.
@@ -454,49 +478,3 @@ class Search:
         worst = [int(part[excess[part].argmax()]) for part in stretches]
         worst.sort(key=lambda q: -excess[q])
         return [(q, float(excess[q])) for q in worst[:_MOST_ROWS]]
-
-    def _check(self) -> None:
-        count = len(self._problem.modules)
-        for index in self._reshard:
-            if not 0 <= index < count:
-                raise ValueError(
-                    f"`fixed_reshard` must name modules below {count}, got {index}."
-                )
-        if self._reshard.get(0):
-            raise ValueError("`fixed_reshard` names the root, which does not reshard.")
-        units = self._problem.sac.units
-        if self._points is None:
-            return
-        if len(self._points) != len(units):
-            raise ValueError(
-                f"`fixed_points` must have an entry for each of {len(units)} AC units,"
-                f" got {len(self._points)}."
-            )
-        for unit, point in zip(units, self._points, strict=True):
-            if point is not None and not 0 <= point < len(unit.points):
-                raise ValueError(
-                    f"`fixed_points` of {unit.fqn!r} must be below"
-                    f" {len(unit.points)}, got {point}."
-                )
-        alone = FsdpChoice(
-            units=(True, *(False,) * (count - 1)),
-            reshard=(False,) * count,
-            points=self._points,
-        )
-        nested = [text for text in broken_rules(self._problem, alone) if "nest" in text]
-        if nested:
-            raise ValueError(f"`fixed_points` breaks rules: {' '.join(nested)}")
-
-    def _check_units(self, chosen: Collection[int]) -> None:
-        count = len(self._problem.modules)
-        if not all(0 <= index < count for index in chosen):
-            raise ValueError(
-                f"`fixed_units` must name modules below {count}, got {sorted(chosen)}."
-            )
-        choice = FsdpChoice(
-            units=tuple(index in chosen for index in range(count)),
-            reshard=(False,) * count,
-            points=self._points or (None,) * len(self._problem.sac.units),
-        )
-        if broken := broken_rules(self._problem, choice):
-            raise ValueError(f"`fixed_units` breaks rules: {' '.join(broken)}")

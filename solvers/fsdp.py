@@ -12,8 +12,11 @@ the rest in whole for these units. The others are solved at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from solvers._fsdp_greedy import by_hand as choices_by_hand
+from solvers._fsdp_greedy import simple_units
 from solvers._fsdp_search import FsdpSolution, Search, candidates, estimate
 from solvers._pulp import Backend
 from solvers.fsdp_problem import (
@@ -33,6 +36,7 @@ __all__ = [
     "FsdpProblem",
     "FsdpSolution",
     "broken_rules",
+    "by_hand",
     "candidates",
     "estimate",
     "live",
@@ -54,6 +58,8 @@ def solve(
     fixed_units: Collection[int] | None = None,
     fixed_reshard: Mapping[int, bool] | None = None,
     fixed_points: Sequence[int | None] | None = None,
+    rows: Collection[int] = (),
+    enough_ms: float = math.inf,
 ) -> FsdpSolution:
     """Choose units, resharding and AC points with the least step time in the budget.
 
@@ -68,6 +74,9 @@ def solve(
         fixed_units: Indices of the units besides the root, if that is decided.
         fixed_reshard: Index of a module -> whether it reshards if it is a unit.
         fixed_points: Point of each AC unit, if that is decided.
+        rows: Positions that are likely to bind: those of a solution of a problem like
+            this one, with the same positions.
+        enough_ms: Stop when it is proven that no step takes less.
 
     Returns:
         The outcome; its bound holds for plans that make modules of one kind alike.
@@ -84,8 +93,20 @@ def solve(
         relative_gap=relative_gap,
         fixed_reshard=fixed_reshard,
         fixed_points=fixed_points,
+        rows=rows,
+        enough_ms=enough_ms,
     )
     return search.run(fixed_units, least_unit_bytes)
+
+
+def by_hand(problem: FsdpProblem) -> Iterator[FsdpChoice]:
+    """Choices that people write down, whatever fits.
+
+    Every layer, or every part of one, is a unit; all reshard or none; AC is nowhere,
+    around every layer or wherever it may be.
+    """
+    for units in simple_units(problem, candidates(problem)):
+        yield from choices_by_hand(problem, units)
 
 
 def lowest_peak(
