@@ -151,6 +151,7 @@ class Model(pulp.LpProblem):  # type: ignore[misc]
     def __init__(self, name: str) -> None:
         super().__init__(name, pulp.LpMinimize)
         self._num_rows = -1
+        self._in_order: list[pulp.LpVariable] = []
 
     def variables(self) -> list[pulp.LpVariable]:
         """In the order of their names; PuLP asks for them several times a solve."""
