@@ -63,6 +63,11 @@ class Found:
         """Peak if threads are slow, which the budget caps."""
         return self.peak_bytes + self.late_bytes
 
+    @property
+    def times(self) -> tuple[float, float]:
+        """By which choices are compared: first as played, then as the MILP sees it."""
+        return self.step.total_ms, self.milp_ms
+
 
 class Degree:
     """A step at one sharding degree; keeps every choice that it simulated.
@@ -118,7 +123,7 @@ class Degree:
             for found in self._known.values()
             if found.highest_peak_bytes <= budget_bytes
         )
-        return min(fitting, key=lambda found: found.step.total_ms, default=None)
+        return min(fitting, key=lambda found: found.times, default=None)
 
     def lowest(self, options: SolveOptions) -> Found:
         """The choice of least peak; its time has no bound.
@@ -297,7 +302,7 @@ class Search:
         """Keep a choice if it fits and none is known that is faster."""
         if found.highest_peak_bytes > self.budget_bytes:
             return
-        if self.best is None or found.step.total_ms < self.best.step.total_ms:
+        if self.best is None or found.times < self.best.times:
             self.best = found
 
     def _is_settled(self) -> bool:
