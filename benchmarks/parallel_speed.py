@@ -123,11 +123,12 @@ def page(records: dict[str, Record]) -> list[str]:
         *(f"{key}: {value}" for key, value in latest["environment"].items()),
         "```",
         "",
-        f"Llama 3 in bfloat16, one sequence of {LENGTH} tokens a GPU, AdamW, `hgx-h100`,"
-        f" {BUDGET} a rank; `plan_parallel` with default settings in a process of its"
-        f" own, trace included. *busy*: beside {NUM_LOOPS} loops that only count, on"
-        " top of the load that the machine has anyway. CPU seconds are the process's"
-        " own. *same plan*: every digit of it, bounds and reasons included.",
+        f"Llama 3 in bfloat16, one sequence of {LENGTH} tokens a GPU, AdamW,"
+        f" `hgx-h100`, {BUDGET} a rank; `plan_parallel` with default settings in a"
+        " process of its own, trace included, imports and the making of the model not."
+        f" *busy*: beside {NUM_LOOPS} loops that only count, on top of the load that"
+        " the machine has anyway. CPU seconds are the process's own. *same plan*: every"
+        " digit of it, bounds and reasons included.",
         "",
         "| model / GPUs | idle, CPU s | busy, CPU s | ratio | same plan | mesh | step |"
         " peak, GiB | gap |",

@@ -165,6 +165,9 @@ class Search:
             self._offer_by_hand([chosen])
             return self._result(*self._whole(chosen, forced=True))
         open_ones = candidates(problem, least_unit_bytes=least_unit_bytes)
+        lost = self._lost(open_ones)
+        if lost is not None:
+            return lost
         simple = simple_units(problem, open_ones)
         self._offer_by_hand(simple)
         kinds = [problem.modules[index].kind for index in open_ones]
@@ -173,19 +176,24 @@ class Search:
             return self._result(*self._whole(open_ones, forced=False))
         return self._two_steps(open_ones, simple)
 
+    def _lost(self, open_ones: Sequence[int]) -> FsdpSolution | None:
+        """An outcome without a choice if the relaxation says that none is wanted."""
+        if self._enough_ms == math.inf:
+            return None
+        bound = self._relaxed_bound(
+            self._model(open_ones, forced=False, integral=False)
+        )
+        if bound is None:
+            return self._result(Termination.INFEASIBLE, None)
+        if bound >= self._enough_ms:
+            return self._result(Termination.NO_INCUMBENT, bound)
+        return None
+
     def _two_steps(
         self, open_ones: Sequence[int], simple: Sequence[tuple[int, ...]]
     ) -> FsdpSolution:
         """Decide on the units with the rest in shares, then on the rest."""
         self._reserve = _WHOLE_WORK
-        if self._enough_ms < math.inf:
-            bound = self._relaxed_bound(
-                self._model(open_ones, forced=False, integral=False)
-            )
-            if bound is None:
-                return self._result(Termination.INFEASIBLE, None)
-            if bound >= self._enough_ms:
-                return self._result(Termination.NO_INCUMBENT, bound)
         chosen = self._best_simple(simple)
         model = self._model(open_ones, forced=False, integral=False)
         bound = None if chosen is None else self._relaxed_bound(model)
