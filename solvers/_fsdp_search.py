@@ -120,7 +120,6 @@ class Search:
         fixed_reshard: By module, whether it reshards, if that is decided.
         fixed_points: Point of each AC unit, if that is decided.
         rows: Positions to cap from the start.
-        enough_ms: Stop when it is proven that a step takes as long.
     """
 
     def __init__(
@@ -134,7 +133,6 @@ class Search:
         fixed_reshard: Mapping[int, bool] | None,
         fixed_points: Sequence[int | None] | None,
         rows: Collection[int] = (),
-        enough_ms: float = math.inf,
     ) -> None:
         self._started = perf_counter()
         self._problem = problem
@@ -146,7 +144,6 @@ class Search:
         self._reshard = dict(fixed_reshard or {})
         self._points = None if fixed_points is None else tuple(fixed_points)
         self._rows = set(rows)
-        self._enough_ms = enough_ms
         self._work_left, self._reserve = _MOST_WORK, 0
         # By units, the value of the best solution with the rest in shares.
         self._in_shares: dict[tuple[int, ...], float] = {}
@@ -165,9 +162,6 @@ class Search:
             self._offer_by_hand([chosen])
             return self._result(*self._whole(chosen, forced=True))
         open_ones = candidates(problem, least_unit_bytes=least_unit_bytes)
-        lost = self._lost(open_ones)
-        if lost is not None:
-            return lost
         simple = simple_units(problem, open_ones)
         self._offer_by_hand(simple)
         kinds = [problem.modules[index].kind for index in open_ones]
@@ -176,18 +170,14 @@ class Search:
             return self._result(*self._whole(open_ones, forced=False))
         return self._two_steps(open_ones, simple)
 
-    def _lost(self, open_ones: Sequence[int]) -> FsdpSolution | None:
-        """An outcome without a choice if the relaxation says that none is wanted."""
-        if self._enough_ms == math.inf:
+    def bound(self) -> float | None:
+        """The relaxation's, with the rows to begin with; None if it has no solution."""
+        open_ones = candidates(self._problem)
+        model = self._model(open_ones, forced=False, integral=False)
+        relaxed = self._run(model, relaxed=True)
+        if relaxed.termination is Termination.INFEASIBLE:
             return None
-        bound = self._relaxed_bound(
-            self._model(open_ones, forced=False, integral=False)
-        )
-        if bound is None:
-            return self._result(Termination.INFEASIBLE, None)
-        if bound >= self._enough_ms:
-            return self._result(Termination.NO_INCUMBENT, bound)
-        return None
+        return 0.0 if relaxed.bound is None else relaxed.bound + model.constant_ms
 
     def _two_steps(
         self, open_ones: Sequence[int], simple: Sequence[tuple[int, ...]]

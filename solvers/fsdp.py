@@ -12,7 +12,6 @@ the rest in whole for these units. The others are solved at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from solvers._fsdp_greedy import by_hand as choices_by_hand
@@ -40,6 +39,7 @@ __all__ = [
     "candidates",
     "estimate",
     "live",
+    "lower_bound",
     "lowest_peak",
     "owner_of_shared",
     "predicted",
@@ -59,7 +59,6 @@ def solve(
     fixed_reshard: Mapping[int, bool] | None = None,
     fixed_points: Sequence[int | None] | None = None,
     rows: Collection[int] = (),
-    enough_ms: float = math.inf,
 ) -> FsdpSolution:
     """Choose units, resharding and AC points with the least step time in the budget.
 
@@ -76,7 +75,6 @@ def solve(
         fixed_points: Point of each AC unit, if that is decided.
         rows: Positions that are likely to bind: those of a solution of a problem like
             this one, with the same positions.
-        enough_ms: Stop when it is proven that no step takes less.
 
     Returns:
         The outcome; its bound holds for plans that make modules of one kind alike.
@@ -94,9 +92,34 @@ def solve(
         fixed_reshard=fixed_reshard,
         fixed_points=fixed_points,
         rows=rows,
-        enough_ms=enough_ms,
     )
     return search.run(fixed_units, least_unit_bytes)
+
+
+def lower_bound(
+    problem: FsdpProblem, *, backend: Backend = "highs", rows: Collection[int] = ()
+) -> float | None:
+    """A time that no step in the budget takes less than, by one linear program.
+
+    Args:
+        problem: Modules, AC units, costs and budget.
+        backend: As in `solve`.
+        rows: As in `solve`; only these are capped, and two more.
+
+    Returns:
+        The bound in ms, None if it is proven that nothing fits.
+    """
+    search = Search(
+        problem,
+        peak=False,
+        backend=backend,
+        time_limit_s=None,
+        relative_gap=0.0,
+        fixed_reshard=None,
+        fixed_points=None,
+        rows=rows,
+    )
+    return search.bound()
 
 
 def by_hand(problem: FsdpProblem) -> Iterator[FsdpChoice]:

@@ -133,17 +133,30 @@ def test_rows_that_are_off_give_the_plan_of_those_that_are_not(swept, off_share)
         assert found.best.milp_ms <= exact.best.milp_ms / (1 - 2 * RELATIVE_GAP)
 
 
-def test_a_search_stops_where_another_degree_is_better(swept):
+def test_no_step_takes_less_than_the_bound_that_a_degree_is_given_up_by(swept):
     profile, budgets, _ = swept
-    at, options = _degree(profile, 4), SolveOptions()
-    free = at.search(budgets[-1], options).best
+    options = SolveOptions()
+    for budget in budgets[2:-1:3]:
+        before = _degree(profile, 4).search(budget, options)
+        at = _degree(profile, 2)
+        bound_ms = at.lower_bound(budget, options, before)
+        found = at.search(budget, options)
 
-    lost = at.search(budgets[3], options, enough_ms=free.milp_ms / 2)
-    unlost = at.search(budgets[3], options, enough_ms=2 * free.milp_ms)
+        if bound_ms is None:
+            assert found.best is None
+        elif found.best is not None:
+            assert 0 < bound_ms <= found.best.milp_ms
 
-    assert lost.is_lost and lost.bound_ms >= free.milp_ms / 2
-    assert not unlost.is_lost
-    assert unlost.best.highest_peak_bytes <= budgets[3]
+
+def test_a_degree_that_is_given_up_has_no_better_plan(swept):
+    _, budgets, plans = swept
+    for budget in budgets[::3]:
+        for other in plans[budget].alternatives:
+            try:
+                alone = _plan(_profile(), budget, degrees=[other.shard_degree])
+            except autosac.InfeasibleBudgetError:
+                continue
+            assert plans[budget].step_ms <= (1 + 2 * RELATIVE_GAP) * alone.step_ms
 
 
 def test_plans_of_a_profile_are_kept_with_it(swept):

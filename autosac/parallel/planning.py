@@ -6,7 +6,6 @@ recomputation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -249,33 +248,19 @@ class _Race:
         """Compare one more degree with the best so far."""
         reason = self._lost_before(degree)
         if not reason:
-            reason = self._worked_out(self.chooser.at(self.spec, degree))
+            at = self.chooser.at(self.spec, degree)
+            reason = self._lost_to_best(at) or self._worked_out(at)
         if reason:
             self.others.append(_unseen(self.spec, degree, reason))
 
     def _worked_out(self, at: Degree) -> str:
         """Why no choice of a degree is better or second, if so."""
-        best = self.best
-        enough_ms = math.inf
-        if best is not None and not self._is_known_to_be_faster(at.degree):
-            if any(other.problem.is_below(at.problem) for other in self._too_large):
-                return self._fits_nothing()
-            enough_ms = best.milp_ms / (1 + self.options.relative_gap)
-        search = at.search(
-            self.budget_bytes, self.options, before=self._search, enough_ms=enough_ms
-        )
-        if search.is_infeasible and search.best is None and at.degree > 1:
-            self._too_large.append(at)
-        if search.is_lost:
-            if search.is_infeasible:
-                return self._fits_nothing()
-            return f"its step takes {format_ms(search.bound_ms)} at least"
-        self._search = search
+        search = at.search(self.budget_bytes, self.options, before=self._search)
+        self._search, best = search, self.best
         if search.best is None:
             lowest = at.lowest(self.options)
             self.least = _lower(lowest, self.least)
-            peak = format_bytes(lowest.highest_peak_bytes)
-            return f"its least peak is {peak}"
+            return f"its least peak is {format_bytes(lowest.highest_peak_bytes)}"
         if best is None:
             self.best = search.best
             return ""
@@ -289,9 +274,6 @@ class _Race:
         if known is None or self.best is None:
             return known is not None
         return known.step.total_ms < self.best.step.total_ms
-
-    def _fits_nothing(self) -> str:
-        return f"nothing of it fits {format_bytes(self.budget_bytes)}"
 
     def _lost_before(self, degree: int) -> str:
         """Why a degree need not be worked out, if so."""
@@ -307,6 +289,26 @@ class _Race:
         least_ms = max(form.compute_ms(degree), form.collectives_ms(spec, degree))
         if self.best.step.total_ms <= (1 + self.options.relative_gap) * least_ms:
             return f"its step takes {format_ms(least_ms)} at least"
+        return ""
+
+    def _lost_to_best(self, at: Degree) -> str:
+        """Why a degree is not better than the best so far by its relaxation, if so.
+
+        Ranks that share nothing take less than the MILP sees, which says nothing then.
+        """
+        best, search = self.best, self._search
+        if best is None or search is None or at.degree == 1:
+            return ""
+        if self._is_known_to_be_faster(at.degree):
+            return ""
+        bound_ms = None
+        if not any(other.problem.is_below(at.problem) for other in self._too_large):
+            bound_ms = at.lower_bound(self.budget_bytes, self.options, search)
+        if bound_ms is None:
+            self._too_large.append(at)
+            return f"nothing of it fits {format_bytes(self.budget_bytes)}"
+        if best.milp_ms <= (1 + self.options.relative_gap) * bound_ms:
+            return f"its step takes {format_ms(bound_ms)} at least"
         return ""
 
 

@@ -9,7 +9,6 @@ whose step is, played event by event.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,8 +24,7 @@ from autosac.planning.choosing import SolveOptions
 from autosac.planning.correcting import Rows
 from autosac.tracing.tape import IntArray
 from solvers import fsdp, step_time
-from solvers.fsdp import FsdpChoice, FsdpSolution
-from solvers.solution import Termination
+from solvers.fsdp import FsdpChoice, FsdpProblem, FsdpSolution
 from solvers.step_time import StepTime
 
 _ROUNDS = 6  # of moving the rows
@@ -150,13 +148,36 @@ class Degree:
             )
         return self._lowest[options]
 
+    def lower_bound(
+        self, budget_bytes: int, options: SolveOptions, before: Search
+    ) -> float | None:
+        """A time that no step takes less than, as the MILP sees it.
+
+        Its memory is taken to be overstated by as much as is not worth a solve.
+
+        Args:
+            budget_bytes: Cap on the simulated peak.
+            options: How to solve.
+            before: A search at another degree, whose rows are capped.
+
+        Returns:
+            The bound in ms, None if nothing fits.
+        """
+        more_bytes = int(_SLACK_SHARE * budget_bytes)
+        return fsdp.lower_bound(
+            _raised(
+                self.problem.with_budget(budget_bytes + more_bytes), before.lowered
+            ),
+            backend=options.backend,
+            rows=before.rows,
+        )
+
     def search(
         self,
         budget_bytes: int,
         options: SolveOptions,
         *,
         before: Search | None = None,
-        enough_ms: float = math.inf,
     ) -> Search:
         """Look for the fastest choice that fits a budget.
 
@@ -164,14 +185,10 @@ class Degree:
             budget_bytes: Cap on the simulated peak.
             options: How to solve.
             before: A search at another degree, whose rows this one begins with.
-            enough_ms: Stop when no step is proven to take less, as the MILP sees it,
-                or nothing to fit.
         """
-        search = Search(self, budget_bytes, options, enough_ms)
+        search = Search(self, budget_bytes, options)
         if before is not None:
-            search.rows = before.rows
-            if before.raised is not None:
-                search.raised = np.minimum(before.raised, 0)  # its excess was its own
+            search.rows, search.raised = before.rows, before.lowered
         search.run()
         return search
 
@@ -184,10 +201,8 @@ class Search:
         at: The step at that degree.
         budget_bytes: Cap on the simulated peak.
         options: How to solve.
-        enough_ms: Time of a step that is not worth looking further.
         best: The fastest choice so far that fits.
         bound_ms: Of the solve with the lowest rows.
-        is_infeasible: The MILP has no choice although no row is raised.
         raised: By how much the rows of the last solve were raised; at first, to begin
             with.
         rows: Positions that bound.
@@ -196,10 +211,8 @@ class Search:
     at: Degree
     budget_bytes: int
     options: SolveOptions
-    enough_ms: float
     best: Found | None = None
     bound_ms: float = 0.0
-    is_infeasible: bool = False
     raised: IntArray | None = None
     rows: frozenset[int] = frozenset()
     _breaking_ms: float = 0.0  # of the last choice that broke the budget
@@ -209,11 +222,11 @@ class Search:
         self._moves = Rows(_NEAR * self.budget_bytes)
 
     @property
-    def is_lost(self) -> bool:
-        """Whether it stopped because another degree is better."""
-        if self.enough_ms == math.inf:
-            return False
-        return self.is_infeasible or self.bound_ms >= self.enough_ms
+    def lowered(self) -> IntArray:
+        """The rows of the last solve where they were lowered: others are its own."""
+        if self.raised is None:
+            return self.at.form.no_bytes()
+        return np.minimum(self.raised, 0)
 
     def run(self) -> None:
         """Move the rows until nothing is left to gain."""
@@ -228,8 +241,6 @@ class Search:
             solution = self._solve(raised)
             if int(raised.min()) < lowest:  # its bound holds for all others
                 lowest, self.bound_ms = int(raised.min()), solution.bound_ms or 0.0
-            if self.is_lost:
-                return
             next_rows = self._next_rows(raised, solution)
         for total_ms, choice in self.at.rules_by_time:
             if self.best is not None and self.best.step.total_ms <= total_ms:
@@ -241,16 +252,13 @@ class Search:
     def _solve(self, raised: IntArray) -> FsdpSolution:
         problem = self.at.problem.with_budget(self.budget_bytes)
         solution = fsdp.solve(
-            problem.raised(raised.tolist()) if raised.any() else problem,
+            _raised(problem, raised),
             backend=self.options.backend,
             time_limit_s=self.options.time_limit_s,
             relative_gap=self.options.relative_gap,
             rows=self.rows,
-            enough_ms=self.enough_ms,
         )
         self.rows = solution.rows
-        is_infeasible = solution.termination is Termination.INFEASIBLE
-        self.is_infeasible = is_infeasible and int(raised.max()) <= 0
         return solution
 
     def _next_rows(self, raised: IntArray, solution: FsdpSolution) -> IntArray | None:
@@ -312,6 +320,10 @@ class Search:
         least_ms = max(self.bound_ms, self._breaking_ms)
         gap_ms = self.options.relative_gap * self.best.milp_ms
         return self.best.milp_ms - least_ms <= gap_ms
+
+
+def _raised(problem: FsdpProblem, added_bytes: IntArray) -> FsdpProblem:
+    return problem.raised(added_bytes.tolist()) if added_bytes.any() else problem
 
 
 class ParallelChooser:
