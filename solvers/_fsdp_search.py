@@ -38,6 +38,7 @@ _MOST_ROWS = 8  # new rows a round
 _MOST_ROUNDS = 200
 _MOST_WORK = 4_000_000  # nodes times variables of all MILPs together
 _WHOLE_WORK = 2_000_000  # of that is left for what follows the units
+_UNITS_SHARE = 0.9  # of what is left of a time limit is for the units
 _ABOVE = (0.0, 0.01, 0.1, 0.3)  # of what a peak in shares is below the best one
 _WELL = 0.2  # of the gap: what rounding may lose before a MILP is worth it
 _FEWEST_NODES = 8  # of a MILP that is begun at all
@@ -436,15 +437,18 @@ class Search:
     ) -> _pulp.Outcome:
         """Solve a model within what is left of work and time."""
         size = max(1, model.model.numVariables())
-        left_s = None
+        left_s, most_nodes = None, None
         if self._ends is not None and not relaxed:
             left_s = max(0.0, self._ends - perf_counter())
-        work_left = self._work_left - self._reserve
+            left_s *= _UNITS_SHARE if self._reserve else 1.0
+        elif not relaxed:
+            work_left = self._work_left - self._reserve
+            most_nodes = max(_FEWEST_NODES, work_left // size)
         outcome = _pulp.run(
             model.model,
             backend=self._backend,
             time_limit_s=left_s,
-            node_limit=None if relaxed else max(_FEWEST_NODES, work_left // size),
+            node_limit=most_nodes,
             relative_gap=relative_gap,
             relaxed=relaxed,
             warm_start=warm_start,

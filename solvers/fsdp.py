@@ -66,7 +66,8 @@ def solve(
         problem: Modules, AC units, costs and budget.
         backend: Which MILP solver to run.
         time_limit_s: Stop branching after about this long with the best solution so
-            far; a tenth of it is left for each solve that must come after.
+            far; a tenth of it is left for what follows the units. None to stop after
+            a certain amount of work instead, which is the same in every run.
         relative_gap: Stop when proven this close to the least time.
         least_unit_bytes: Modules with fewer bytes of parameters in them are no units,
             unless they are fixed; the bound holds for that.

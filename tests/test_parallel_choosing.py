@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,6 +167,14 @@ def test_plans_of_a_profile_are_kept_with_it(swept):
 
     assert isinstance(kept, ParallelChooser)
     assert kept.form.profile is profile
+
+
+def test_a_large_gap_is_a_warning_that_says_what_to_do(swept):
+    _, budgets, plans = swept
+    plan = plans[budgets[3]]
+
+    assert "warning" not in str(replace(plan, bound_ms=plan.milp_ms))
+    assert "time_limit_s" in str(replace(plan, bound_ms=plan.milp_ms * 0.94))
 
 
 _PLANS = """

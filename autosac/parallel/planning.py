@@ -269,11 +269,9 @@ class _Race:
         self.others.append(_slower(slower, self.best))
         return ""
 
-    def _is_known_to_be_faster(self, degree: int) -> bool:
+    def _is_known_to_be_faster(self, degree: int, best: Found) -> bool:
         known = self.chooser.fastest_known(self.spec, degree, self.budget_bytes)
-        if known is None or self.best is None:
-            return known is not None
-        return known.step.total_ms < self.best.step.total_ms
+        return known is not None and known.step.total_ms < best.step.total_ms
 
     def _lost_before(self, degree: int) -> str:
         """Why a degree need not be worked out, if so."""
@@ -284,10 +282,11 @@ class _Race:
                 f"parameters, optimizer state and inputs alone take"
                 f" {format_bytes(resident_bytes)} a rank"
             )
-        if self.best is None or self._is_known_to_be_faster(degree):
+        best = self.best
+        if best is None or self._is_known_to_be_faster(degree, best):
             return ""
         least_ms = max(form.compute_ms(degree), form.collectives_ms(spec, degree))
-        if self.best.step.total_ms <= (1 + self.options.relative_gap) * least_ms:
+        if best.step.total_ms <= (1 + self.options.relative_gap) * least_ms:
             return f"its step takes {format_ms(least_ms)} at least"
         return ""
 
@@ -299,7 +298,7 @@ class _Race:
         best, search = self.best, self._search
         if best is None or search is None or at.degree == 1:
             return ""
-        if self._is_known_to_be_faster(at.degree):
+        if self._is_known_to_be_faster(at.degree, best):
             return ""
         bound_ms = None
         if not any(other.problem.is_below(at.problem) for other in self._too_large):

@@ -85,7 +85,7 @@ class Degree:
         self.form, self.spec, self.degree = form, spec, degree
         self.problem = form.problem(spec, degree, 0)
         self._known: dict[FsdpChoice, Found] = {}
-        self._lowest: dict[SolveOptions, Found] = {}
+        self._least_of: set[SolveOptions] = set()  # with which it was looked for
 
     @cached_property
     def rules_by_time(self) -> tuple[tuple[float, FsdpChoice], ...]:
@@ -129,7 +129,7 @@ class Degree:
         Raises:
             NotImplementedError: No choice of units keeps the rules of FSDP2.
         """
-        if options not in self._lowest:
+        if not self.has_lowest(options):
             solution = fsdp.lowest_peak(
                 self.problem,
                 backend=options.backend,
@@ -143,10 +143,12 @@ class Degree:
                     " one type."
                 )
             self.simulated(solution.choice)
-            self._lowest[options] = min(
-                self._known.values(), key=lambda found: found.highest_peak_bytes
-            )
-        return self._lowest[options]
+            self._least_of.add(options)
+        return min(self._known.values(), key=lambda found: found.highest_peak_bytes)
+
+    def has_lowest(self, options: SolveOptions) -> bool:
+        """Whether the least peak was looked for, so that nothing is sought below it."""
+        return options in self._least_of
 
     def lower_bound(
         self, budget_bytes: int, options: SolveOptions, before: Search
@@ -231,6 +233,8 @@ class Search:
     def run(self) -> None:
         """Move the rows until nothing is left to gain."""
         self.best = self.at.fastest_known(self.budget_bytes)
+        if self.best is None and self.at.has_lowest(self.options):
+            return
         raised = self.at.form.no_bytes() if self.raised is None else self.raised
         lowest = int(raised.min()) + 1
         next_rows: IntArray | None = raised
