@@ -33,10 +33,9 @@ _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
-_MOST_WORK = 300_000  # nodes times variables of all MILPs together: a second or two
+_MOST_WORK = 600_000  # of all MILPs together, see `_pulp.run`: a second or two
 _ANY_WORK = 2**50
-_PROOF_WORK = 100_000  # of that is left for the bound
-_FEWEST_NODES = 8  # of a MILP that is begun at all
+_PROOF_SHARE = 1 / 3  # of that is left for the bound
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -68,6 +67,7 @@ class Search:
         backend: Which solver to run.
         time_limit_s: Stop branching after this long; None to stop after an amount of
             work. Relaxations are solved in full.
+        most_work: That amount, see `_pulp.run`; None for what takes a second or two.
         relative_gap: Stop when proven this close to the optimum.
         least_ms: No choice takes less time, as is known already.
         most_ms: Only choices that take less time are of interest.
@@ -81,6 +81,7 @@ class Search:
         rows: Positions that turned out to bind.
         bound: Proven lower bound, in ms, or bytes for the least peak.
         choice: Best choice so far that keeps the budget.
+        work: Of its MILPs so far, see `_pulp.run`.
         price: Milliseconds that one more byte of budget saves, by the duals of the
             relaxation.
     """
@@ -93,6 +94,7 @@ class Search:
         backend: Backend,
         time_limit_s: float | None,
         relative_gap: float,
+        most_work: int | None = None,
         least_ms: float = 0.0,
         most_ms: float = math.inf,
         proves: bool = True,
@@ -106,8 +108,12 @@ class Search:
         self._backend = backend
         self._gap = relative_gap
         self._proves = proves
-        is_timed = time_limit_s is not None  # then it ends by that, not by its work
-        self._work_left = _ANY_WORK if is_timed else _MOST_WORK
+        if most_work is None:
+            most_work = _MOST_WORK
+        if time_limit_s is not None:  # then it ends by that, not by its work
+            most_work = _ANY_WORK
+        self._most_work = most_work
+        self.work = 0
         self._reserve = 0
         self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
         self._apart: set[int] = set() if start is None else start.apart
@@ -144,7 +150,7 @@ class Search:
         for gap in dict.fromkeys((max(wanted, _FIRST_GAP), wanted)):
             self._gap = gap
             is_proof_due = bool(self._mixed) and self._proves
-            self._reserve = _PROOF_WORK if is_proof_due else 0
+            self._reserve = int(_PROOF_SHARE * self._most_work) if is_proof_due else 0
             if not self._is_done() and not (self._has_best and self._is_late()):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
@@ -344,18 +350,17 @@ class Search:
         left = None
         if self._ends is not None and not relaxed:  # a relaxation takes milliseconds
             left = max(0.0, self._ends - perf_counter())
-        size = max(1, model.model.numVariables())
         outcome = _pulp.run(
             model.model,
             backend=self._backend,
             time_limit_s=left,
-            node_limit=None if relaxed else self._most_nodes(size),
+            work_limit=None if relaxed else max(0, self._left()),
             relative_gap=self._gap,
             relaxed=relaxed,
             again=again,
         )
         if not relaxed:
-            self._work_left -= max(1, outcome.nodes) * size
+            self.work += max(1, outcome.work)
         if not outcome.termination.has_incumbent:
             return model, outcome, np.zeros(len(self._table.times))
         totals = model.totals(whole=whole)
@@ -463,13 +468,9 @@ class Search:
         """Whether a time is known that the budget allows."""
         return math.isfinite(self._best)
 
-    def _most_nodes(self, size: int) -> int:
-        """Nodes of a MILP of so many variables; a solver counts in 32 bits."""
-        return min(max(_FEWEST_NODES, self._left() // size), 2**31 - 1)
-
     def _left(self) -> int:
         """Work that may still be done."""
-        return self._work_left - self._reserve
+        return self._most_work - self.work - self._reserve
 
     def _is_late(self) -> bool:
         """Whether what a solve may take is spent: work, or time if that is limited."""

@@ -34,6 +34,8 @@ from solvers._pulp import Backend
 
 RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
 _ROUNDS = 6  # of moving the rows
+_MOST_WORK = 750_000  # of all of them: see `solvers._pulp.run`
+_FIRST_SHARE = 2 / 3  # of that for the first one, and of what is left for the next
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 _NEAR_FLOOR = 2**-7  # of the least peak
@@ -185,6 +187,7 @@ class Chooser:
         least_ms: float,
         most_ms: float,
         proves: bool,
+        most_work: int | None = None,
     ) -> sac.SacSolution:
         """Exact points of all candidates, or of those a MILP on fitted curves picks."""
         units = None
@@ -210,14 +213,13 @@ class Chooser:
             least_ms=least_ms,
             most_ms=most_ms,
             proves=proves and units is None,
+            most_work=most_work,
         )
         if units is not None and proves:  # it knows only the units that the fit picked
             every = self._run(
                 budget_bytes, options, math.inf, raised=raised, proves=True
             )
             solution = replace(solution, bound_ms=every.bound_ms)
-        if not all(curve.has_hull for curve in self._formulation.curves):
-            solution = replace(solution, bound_ms=0.0)  # some save sets are unknown
         return solution
 
     def _run(
@@ -232,6 +234,7 @@ class Chooser:
         units: list[int] | None = None,
         least_ms: float = 0.0,
         most_ms: float = math.inf,
+        most_work: int | None = None,
     ) -> sac.SacSolution:
         curves = self._formulation.curves
         return self._solver.solve(
@@ -246,6 +249,7 @@ class Chooser:
             least_ms=least_ms,
             most_ms=most_ms,
             proves=proves,
+            most_work=most_work,
         )
 
     def decode(self, solution: sac.SacSolution) -> dict[Unit, Policy]:
@@ -284,6 +288,7 @@ class _Search:
     choice: Choice | None = None
     time_ms: float = math.inf
     bound_ms: float = 0.0
+    _work_left: int = _MOST_WORK
     _breaking_ms: float = 0.0
     _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
     _rows: Rows = field(init=False)
@@ -317,7 +322,7 @@ class _Search:
             )
 
     def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:
-        return self.chooser.solve(
+        solution = self.chooser.solve(
             self.budget_bytes,
             self.options,
             raised=raised,
@@ -325,7 +330,10 @@ class _Search:
             least_ms=0.0 if proves else self.bound_ms,
             most_ms=self.time_ms,
             proves=proves,
+            most_work=int(_FIRST_SHARE * self._work_left),
         )
+        self._work_left = max(0, self._work_left - solution.work)
+        return solution
 
     def _next_rows(
         self, raised: IntArray, solution: sac.SacSolution
