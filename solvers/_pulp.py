@@ -161,6 +161,23 @@ def row(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpressi
     return total
 
 
+class Model(pulp.LpProblem):  # type: ignore[misc]
+    """A minimisation that looks for its variables only when there are new rows."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, pulp.LpMinimize)
+        self._num_rows = -1
+        self._in_order: list[pulp.LpVariable] = []
+
+    def variables(self) -> list[pulp.LpVariable]:
+        """In the order of their names; PuLP asks for them several times a solve."""
+        num_rows = self.numConstraints()
+        if num_rows != self._num_rows:
+            self._in_order = super().variables()
+            self._num_rows = num_rows
+        return self._in_order
+
+
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
     """PuLP's in-process HiGHS, with a first incumbent and a model passed as a whole.
 

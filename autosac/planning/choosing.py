@@ -21,6 +21,7 @@ import numpy as np
 
 from autosac.candidates.policies import Policy
 from autosac.candidates.units import Unit
+from autosac.planning.correcting import Rows
 from autosac.planning.formulating import Formulation
 from autosac.planning.incumbents import Incumbents, recompute_ms
 from autosac.planning.relinking import relink
@@ -173,17 +174,8 @@ class Chooser:
         """True memory above the predicted one of a solution, at every position."""
         assert solution.chosen is not None
         timeline = self._simulator.true_timeline(choice)
-        span, edges = self._simulator.span, self._formulation.edges
-        # What is alive as a position begins, and all that follows until the next one.
-        firsts = timeline.keys.searchsorted(edges * span, side="right") - 1
-        firsts = np.maximum(firsts, 0)
-        stops = timeline.keys.searchsorted(edges[1:] * span, side="left")
-        stops = np.append(stops, len(timeline.keys))
-        most = [
-            int(timeline.live_bytes[first : max(stop, first + 1)].max())
-            for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True)
-        ]
-        return np.array(most, dtype=np.int64) - self._solver.live(solution.chosen)
+        most = timeline.most_from(self._formulation.edges * self._simulator.span)
+        return most - self._solver.live(solution.chosen)
 
     def solve(
         self,
@@ -297,10 +289,12 @@ class _Search:
     time_ms: float = math.inf
     bound_ms: float = 0.0
     _work_left: int = _MOST_WORK
-    _too_low: IntArray | None = None  # rows whose choice broke the budget, its time,
     _breaking_ms: float = 0.0
-    _breaking: Choice = field(default_factory=dict)  # and the last such choice
-    _enough: IntArray | None = None  # rows above which nothing is to be found
+    _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
+    _rows: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = Rows(_NEAR * self.budget_bytes)
 
     def offer(self, choice: Choice | None) -> None:
         """Keep a choice if it fits and none is known that is cheaper."""
@@ -349,34 +343,29 @@ class _Search:
         Raises no row further than the last choice asks for, and where the budget was
         broken, each at least so far: no choice comes twice.
         """
+        rows = self._rows
         if solution.chosen is None:
             least_bytes = self.chooser.predicted_floor(self.options.backend)[0]
             if not raised.any() and least_bytes > self.budget_bytes:
                 # The MILP sees more memory than there is: a budget that it can meet.
                 return raised + (self.budget_bytes - least_bytes)
-            self._enough = raised
+            rows.enough = raised
         else:
             choice = self.chooser.decode(solution)
             off = self.chooser.understated_bytes(solution, choice)
             excess = self._excess(choice)
             if excess > 0:
                 self._breaking, self._breaking_ms = choice, recompute_ms(choice)
-                self._too_low = raised
-                if self._enough is None:
-                    return np.maximum(raised, off)
+                higher = rows.after_breaking(raised, off)
+                if rows.enough is None:
+                    return higher
             else:
-                self._enough = raised
+                overstated = excess + int(off.max()) < -_NEAR * self.budget_bytes
+                lower = rows.after_fitting(raised, off, overstated=overstated)
                 self.offer(self.chooser.spend(choice, self.budget_bytes))
-                if self._too_low is None and not self._is_settled():
-                    is_overstated = excess + int(off.max()) < -_NEAR * self.budget_bytes
-                    return np.minimum(raised, off) if is_overstated else None
-        if self._too_low is None or self._enough is None or self._is_settled():
-            return None
-        between = self._enough - self._too_low
-        if int(np.abs(between).max()) <= _NEAR * self.budget_bytes:
-            return None
-        rows: IntArray = self._too_low + between // 2
-        return rows
+                if rows.too_low is None and not self._is_settled():
+                    return lower
+        return None if self._is_settled() else rows.between()
 
     def _is_settled(self) -> bool:
         """Whether what is left to gain is within the gap that was asked for."""

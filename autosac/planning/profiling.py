@@ -162,6 +162,11 @@ class TracedStep:
         return set()
 
     @cached_property
+    def parallel(self) -> dict[Hashable, Any]:
+        """What plans for many GPUs keep of the step, by the types that they gather."""
+        return {}
+
+    @cached_property
     def statistics(self) -> Statistics:
         """Where memory and time go, module by module."""
         return module_statistics(self.tape, self.op_ms)
