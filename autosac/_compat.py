@@ -1,7 +1,8 @@
 """Private PyTorch APIs (checked for torch 2.10 to 2.15).
 
-No other file touches them but `_compat_gpu.py` (fake CPU tensors that dispatch as a
-GPU's) and `_compat_graphs.py` (joint graphs).
+No other file touches them but `_compat_dispatch.py` (what AC units do below autograd),
+`_compat_gpu.py` (fake CPU tensors that dispatch as a GPU's) and `_compat_graphs.py`
+(joint graphs).
 """
 
 from __future__ import annotations
@@ -150,6 +151,11 @@ def is_view(func: Any) -> bool:
             for result in returns
         )
     return _views[func] or str(func) in _HIDDEN_VIEWS
+
+
+def hidden_writes(func: Any) -> tuple[int, ...]:
+    """Positions of arguments that an op updates though its schema does not say so."""
+    return _HIDDEN_WRITES.get(str(func), ())
 
 
 def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

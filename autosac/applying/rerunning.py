@@ -1,31 +1,35 @@
-"""Dispatch modes under which an AC unit runs forward, is rerun, or runs onward.
+"""Dispatch modes under which an AC unit runs forward, or runs again as Python code.
 
-Those of `torch.utils.checkpoint` know an op by its kind and a count; these know it by
-its place in the unit and check the name. What they do beyond
-`create_selective_checkpoint_contexts` of torch 2.15:
-    - an op whose result nobody needs is not rerun: a shell without memory stands in;
-    - in-place ops on a saved result are not repeated, on a rerun one they are;
-    - every random op that is rerun gets its own random state back;
-    - a rerun never touches what lies outside the unit, such as running statistics, and
-      finds and leaves the attributes of its modules as forward did;
-    - a forward pass that departs from the trace saves everything from there on.
+A unit that does what its plan expects runs again op by op, from its record. One that
+departs from it runs again as under plain checkpointing, but under a mode that keeps it
+from doing harm: random ops draw what they drew, memory from outside is not changed
+twice, and it must run the same ops on the same tensors as in forward.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from autosac import _compat
-from autosac.applying.random_states import RandomState, random_state
-from autosac.candidates.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
+from autosac import _compat, _compat_dispatch
+from autosac._compat_dispatch import Traits
+from autosac.applying.handing import leaves
+from autosac.applying.parts import (
+    Part,
+    Result,
+    alias_of,
+    copy_of,
+    key_of,
+    layout_of,
+    version_of,
+)
+from autosac.applying.random_states import RandomState
+from autosac.applying.records import Call, Record
+from autosac.candidates.policies import DETACHED, SAVE, VIEW
 from autosac.pytrees import mapped, tensors_in
-from autosac.tracing.attributes import Attributes
-from autosac.tracing.shells import is_shell, layout_of, shell_of, view_of_shell
 
 
 class _Rerunning(threading.local):
@@ -37,94 +41,68 @@ class _Rerunning(threading.local):
 rerunning = _Rerunning()
 
 
-@dataclass(slots=True)
-class _Entry:
-    """One op of a unit's forward pass, as its rerun must treat it."""
-
-    func: Any
-    action: str
-    outputs: Any = None  # saved tensors, or layouts of shells
-    random_state: bytes | None = None
-    used: bool = False
-
-
-@dataclass(slots=True)
-class Run:
-    """One forward pass of a unit.
-
-    Attributes:
-        policy: What to do with its ops.
-        attributes: Those of its modules before it began.
-        entries: Its ops so far.
-        departed: It did something else than the plan expects.
-        paused: What runs now does not belong to it.
-    """
-
-    policy: OpPolicy
-    attributes: Attributes
-    entries: list[_Entry] = field(default_factory=list)
-    departed: bool = False
-    paused: bool = False
-
-    def action(self, func: Any) -> str:
-        """What to do with the next op; saves it where the trace knows no answer."""
-        place = len(self.entries)
-        names, name = self.policy.names, _compat.op_name(func)
-        if not self.departed and (place >= len(names) or names[place] != name):
-            self.departed = True
-            expected = names[place] if place < len(names) else "its end"
-            warnings.warn(
-                f"AC unit `{self.policy.fqn}` ran {func} where its plan expects"
-                f" {expected}; what follows is saved, not recomputed, and the planned"
-                " peak no longer holds. Plan again with inputs like these.",
-                stacklevel=2,
-            )
-        return SAVE if self.departed else self.policy.actions[place]
-
-
 class ForwardMode(_compat.PlainDispatchMode):
-    """Keeps what the policy saves while a unit's forward runs."""
+    """Records a unit's forward and keeps what the policy saves."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, record: Record) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.run = run
+        self.record = record
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _compat.DEVICE:
-            return args[0].device
         if id(func) in _compat.IGNORED_IDS:
+            if func is _compat.DEVICE:
+                return args[0].device
             return func(*args, **kwargs)
-        entry = _Entry(func, self.run.action(func))
-        if entry.action != SAVE and _compat.is_random(func):
-            entry.random_state = random_state(args, kwargs)
+        record = self.record
+        if record.paused:
+            return func(*args, **kwargs)
+        traits = _compat_dispatch.traits(func)
+        action = record.action(traits, args, kwargs)
+        if action == VIEW or action == DETACHED:
+            return func(*args, **kwargs)
+        if action == SAVE:
+            out = func(*args, **kwargs)
+            record.save(traits, out)
+            return out
+        call = record.write_down(traits, action, args, kwargs)
         out = func(*args, **kwargs)
-        if entry.action == SAVE:
-            if self.run.departed and _compat.is_view(func):
-                entry.action = VIEW
-            elif not _compat.returned_arguments(func):
-                entry.outputs = mapped(_detached, out)
-        elif entry.action == SKIP:
-            entry.outputs = mapped(layout_of, out)
-        self.run.entries.append(entry)
+        record.add_results(call, traits, action, out)
         return out
 
 
-class _ReplayMode(_compat.PlainDispatchMode):
-    """Replays a unit's forward: loads what was saved, skips what nobody needs."""
+class RerunMode(_compat.PlainDispatchMode):
+    """Keeps a unit that runs again as Python code to what it did in forward.
 
-    def __init__(self, run: Run) -> None:
+    Args:
+        record: Its forward pass.
+        given: The tensors among its arguments, as they are now.
+    """
+
+    def __init__(self, record: Record, given: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.run = run
+        self.record = record
+        self.given = given
         self.place = 0
+        self.calls = {call.place: call for call in record.calls}
+        self.versions: dict[int, tuple[torch.Tensor, int]] = {}
+        changed = set()
+        self.copies: dict[int, torch.Tensor] = {}
+        for source, copy in record.copies:
+            whole = given[source] if isinstance(source, int) else source
+            changed.add(key_of(whole))
+            self.copies[key_of(whole)] = copy_of(copy)
+        for part in record.foreign:
+            whole = self._whole(part)
+            if key_of(whole) not in changed:
+                part.check(whole, record.policy.fqn)
 
-    def __enter__(self) -> _ReplayMode:
-        self.place = 0
+    def __enter__(self) -> RerunMode:
         self.rerunning = rerunning.now
         rerunning.now = True
-        self.present = self.run.attributes.resume()
+        self.present = self.record.attributes.resume()
         # If backward runs under autocast, casts of the forward pass are still cached.
         torch.clear_autocast_cache()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -135,84 +113,102 @@ class _ReplayMode(_compat.PlainDispatchMode):
         self.present.restore()
         torch.clear_autocast_cache()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for tensor, version in self.versions.values():
+            _compat_dispatch.set_version(tensor, version)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _compat.DEVICE:
-            return args[0].device
-        if self.run.paused:
-            return func(*args, **kwargs)
         if id(func) in _compat.IGNORED_IDS:
-            if args and is_shell(args[0]) and _compat.is_view(func):
-                return view_of_shell(func, args, kwargs)
+            if func is _compat.DEVICE:
+                return args[0].device
             return func(*args, **kwargs)
-        entry = self._next(func)
-        action = self._action(entry)
-        if action == SKIP and self.run.departed:
-            action = RERUN
-        if action in (SAVE, SKIP, DETACHED):
-            changed = _compat.returned_arguments(func)
-            if changed or action == DETACHED:
-                return _compat.pick_arguments(func, changed, args, kwargs)
-            if action == SKIP:
-                return mapped(shell_of, entry.outputs)
-            return self._saved(entry)
-        if any(is_shell(t) for t in tensors_in((args, kwargs))):
-            return view_of_shell(func, args, kwargs, known=action == VIEW)
+        traits = _compat_dispatch.traits(func)
+        place = self._next(func)
+        action = self.record.actions[place]
+        if action == VIEW:
+            return func(*args, **kwargs)
+        if action in (SAVE, DETACHED):
+            if place in self.record.saved:
+                return mapped(_handed_out, self.record.saved[place])
+            self._note_versions(traits, args, kwargs)
+            return _compat.pick_arguments(func, traits.returned, args, kwargs)
+        call = self.calls[place]
         args = _compat.without_running_statistics(func, args)
-        if entry.random_state is None:
-            return func(*args, **kwargs)
-        with RandomState(entry.random_state, args, kwargs):
-            return func(*args, **kwargs)
+        self._check(call, (*args, *kwargs.values()))
+        if self.copies and traits.written:
+            self._note_versions(traits, args, kwargs)
+        return self._run(call, traits, args, kwargs)
 
-    def _next(self, func: Any) -> _Entry:
-        entries = self.run.entries
-        if self.place >= len(entries) or entries[self.place].func is not func:
-            raise RuntimeError(
-                f"AC unit `{self.run.policy.fqn}` runs {func} when it is rerun in"
-                " backward, but did not in forward at that place: it depends on state"
-                " that changed in between. Exclude it from the plan with `exclude`."
-            )
+    def _run(self, call: Call, traits: Traits, args: Any, kwargs: Any) -> Any:
+        """Run an op, on copies of what the forward pass has changed."""
+        func = call.func
+        own_args, own_kwargs = args, kwargs
+        if self.copies:
+            args, kwargs = mapped(self._copied, args), mapped(self._copied, kwargs)
+        if call.state is None:
+            out = func(*args, **kwargs)
+        else:
+            with RandomState(call.state, args, kwargs):
+                out = func(*args, **kwargs)
+        if self.copies and traits.returned:
+            return _compat.pick_arguments(func, traits.returned, own_args, own_kwargs)
+        return out
+
+    def _next(self, func: Any) -> int:
+        funcs, place = self.record.funcs, self.place
+        if place >= len(funcs) or funcs[place] is not func:
+            raise self._error(f"runs {func}", "did not in forward at that place")
         self.place += 1
-        return entries[self.place - 1]
+        return place
 
-    def _action(self, entry: _Entry) -> str:
-        raise NotImplementedError
+    def _error(self, does: str, but: str) -> RuntimeError:
+        return RuntimeError(
+            f"AC unit `{self.record.policy.fqn}` {does} when it is rerun in"
+            f" backward, but {but}: it depends on state that changed in between."
+            " Exclude it from the plan with `exclude`."
+        )
 
-    def _saved(self, entry: _Entry) -> Any:
-        raise NotImplementedError
+    def _whole(self, part: Part) -> torch.Tensor:
+        """A tensor that does not come from the unit, or one in the same storage."""
+        source = part.source
+        assert not isinstance(source, Result)
+        return self.given[source] if isinstance(source, int) else source
+
+    def _check(self, call: Call, values: Any) -> None:
+        """Refuse to read other tensors than in forward."""
+        parts = leaves((*call.args, *call.kwargs.values()), Part)
+        for part, tensor in zip(parts, tensors_in(values), strict=False):
+            if not _compat_dispatch.is_plain(type(tensor)):
+                continue
+            if isinstance(part.source, Result):
+                continue
+            if key_of(self._whole(part)) != key_of(tensor):
+                raise self._error(
+                    f"reads another tensor of shape {tuple(tensor.shape)} with"
+                    f" {call.func}",
+                    "found a different one in forward",
+                )
+
+    def _copied(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not _compat_dispatch.is_plain(type(value)):
+            return value
+        copy = self.copies.get(key_of(value))
+        return value if copy is None else alias_of(copy, layout_of(value))
+
+    def _note_versions(self, traits: Traits, args: Any, kwargs: Any) -> None:
+        """Remember how often tensors were changed that are only said to change now."""
+        for tensor in tensors_in(traits.targets(args, kwargs)):
+            if not tensor.is_inference():
+                entry = (_compat_dispatch.detached(tensor), version_of(tensor))
+                self.versions.setdefault(key_of(tensor), entry)
 
 
-class RerunMode(_ReplayMode):
-    """Makes again what backward reads; each result that was saved is handed out."""
-
-    def _action(self, entry: _Entry) -> str:
-        if entry.used:
-            raise RuntimeError(
-                f"AC unit `{self.run.policy.fqn}` goes backward a second time; what it"
-                " saved is gone after the first. Use one backward per forward."
-            )
-        entry.used = True
-        return entry.action
-
-    def _saved(self, entry: _Entry) -> Any:
-        outputs, entry.outputs = entry.outputs, None
-        return outputs
-
-
-class OnwardMode(_ReplayMode):
-    """Makes a block's output again before its rerun, which needs the rest later."""
-
-    def _action(self, entry: _Entry) -> str:
-        place = self.place - 1
-        is_planned = not self.run.departed and place < len(self.run.policy.onward)
-        return self.run.policy.onward[place] if is_planned else entry.action
-
-    def _saved(self, entry: _Entry) -> Any:
-        return mapped(_detached, entry.outputs)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+def _handed_out(result: Any) -> Any:
+    if not isinstance(result, Result):
+        return result
+    assert result.tensor is not None
+    return copy_of(result.tensor) if result.is_copy else result.tensor.detach()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import torch
 
-from autosac.tracing.attributes import Attributes
+from autosac.tracing.attributes import Snapshots
 
 
 class Surroundings:
@@ -35,7 +36,7 @@ class Surroundings:
             _autocast(kind) for kind in {"cpu", *(d.type for d in self.devices)}
         ]
         self.modules = list(modules)
-        self.attributes = [Attributes(module) for module in self.modules]
+        self.attributes = [Snapshots(module).take() for module in self.modules]
         buffers = (buffer for module in self.modules for buffer in module.buffers())
         # Copies: a kernel may change a buffer without raising its version, as that of
         # batch norm does.
@@ -125,3 +126,31 @@ def _autocast(device_type: str) -> _Autocast:
         torch.is_autocast_enabled(device_type),
         torch.is_autocast_cache_enabled(),
     )
+
+
+@cache
+def _device_types() -> tuple[str, ...]:
+    """Types of devices that autocast may be on for."""
+    present = torch.accelerator.current_accelerator()
+    return ("cpu", "cuda" if present is None else present.type)
+
+
+class Present:
+    """Autocast and the default device as they are now."""
+
+    __slots__ = ("autocast", "device")
+
+    def __init__(self) -> None:
+        self.autocast = [_autocast(kind) for kind in _device_types()]
+        self.device = torch.get_default_device()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Have them as they were."""
+        with contextlib.ExitStack() as stack:
+            for autocast in self.autocast:
+                if autocast != _autocast(autocast[0]):
+                    stack.enter_context(torch.autocast(*autocast[:3], autocast[3]))
+            if self.device != torch.get_default_device():
+                stack.enter_context(self.device)
+            yield

@@ -1,0 +1,159 @@
+"""Tensors of an AC unit by where they lie, for ops that are run again."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autosac import _compat
+
+BACKWARD, ONWARD = 1, 2  # flags: a rerun for backward; one for the block after it
+
+Layout = tuple[Any, ...]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """How a tensor lies in its storage."""
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """Address of a tensor's storage: its identity while it lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def alias_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A tensor that lies in the storage of another one."""
+    size, stride, offset, dtype, is_conjugate, is_negative = layout
+    if dtype != whole.dtype:
+        whole = _elements(whole).view(dtype)
+    alias = whole.as_strided(size, stride, offset)
+    if is_conjugate != alias.is_conj():
+        alias = alias.conj()
+    return torch._neg_view(alias) if is_negative != alias.is_neg() else alias
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a tensor's storage, as they lie in memory."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    number = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((number,), (1,), 0)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor in a copy of its whole storage."""
+    return alias_of(_elements(tensor).clone(), layout_of(tensor))
+
+
+class Result:
+    """A storage that a unit made.
+
+    Attributes:
+        action: What becomes of it.
+        available: When it is there again: `BACKWARD`, `ONWARD`, both or neither.
+        kept: For which of these it stays until the end, as somebody reads it then.
+        layout: Of the tensor that the op returned.
+        tensor: That tensor; None while it is lost.
+        is_copy: What a real op changed later; the tensor is what it was before.
+    """
+
+    __slots__ = ("action", "available", "is_copy", "kept", "layout", "tensor")
+
+    def __init__(self, action: str, available: int, layout: Layout) -> None:
+        self.action = action
+        self.available = available
+        self.kept = 0
+        self.layout = layout
+        self.tensor: torch.Tensor | None = None
+        self.is_copy = False
+
+
+class Part:
+    """A tensor that an op read, or that autograd saved.
+
+    Attributes:
+        source: The result that it lies in, the number of an argument of the unit, or
+            itself if it comes from elsewhere.
+        layout: How it lies there; None if it is the whole tensor.
+        version: How often it had been changed; None if nobody else can change it.
+    """
+
+    __slots__ = ("layout", "source", "version")
+
+    def __init__(
+        self,
+        source: Result | int | torch.Tensor,
+        layout: Layout | None,
+        version: int | None,
+    ) -> None:
+        self.source = source
+        self.layout = layout
+        self.version = version
+
+    def tensor(self, given: Sequence[torch.Tensor], fqn: str) -> torch.Tensor:
+        """It, or it made again.
+
+        Args:
+            given: The tensors among the unit's arguments.
+            fqn: Name of the unit, for the error.
+        """
+        source = self.source
+        if type(source) is Result:
+            whole = source.tensor
+            assert whole is not None, f"`{fqn}` lost what it reads"
+        elif type(source) is int:
+            whole = given[source]
+        else:
+            assert isinstance(source, torch.Tensor)
+            whole = source
+        self.check(whole, fqn)
+        return whole if self.layout is None else alias_of(whole, self.layout)
+
+    def check(self, whole: torch.Tensor, fqn: str) -> None:
+        """Refuse a tensor that was changed since."""
+        if self.version is not None and version_of(whole) != self.version:
+            raise RuntimeError(
+                f"A tensor of shape {tuple(whole.shape)} that AC unit `{fqn}` read has"
+                " been changed in place since its forward pass: it is at version"
+                f" {version_of(whole)}, expected version {self.version}. Change it"
+                " after backward, or exclude the unit from the plan with `exclude`."
+            )
+
+
+class Literal:
+    """A tensor that the model's code made of numbers; kept as these."""
+
+    __slots__ = ("data", "dtype", "size")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.size, self.dtype = tensor.shape, tensor.dtype
+        tensor = tensor.contiguous()
+        nbytes = tensor.numel() * tensor.element_size()
+        self.data = ctypes.string_at(tensor.data_ptr(), nbytes)
+
+    def tensor(self) -> torch.Tensor:
+        """It, made again; below all modes, as the model's code makes it."""
+        with _compat.no_modes():
+            if not self.data:
+                return torch.empty(self.size, dtype=self.dtype)
+            elements = torch.frombuffer(bytearray(self.data), dtype=self.dtype)
+            return elements.view(self.size).clone()
