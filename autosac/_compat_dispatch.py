@@ -97,14 +97,26 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-_plain_types: dict[type, bool] = {}
+plain_types = {torch.Tensor, torch.nn.Parameter, FakeTensor}  # known so far
 
 
 def is_plain(kind: type) -> bool:
     """Whether tensors of a type do nothing of their own when an op is dispatched."""
-    known = _plain_types.get(kind)
-    if known is None:
-        own = getattr(kind, "__torch_dispatch__", None)
-        known = kind is FakeTensor or own is torch._C._disabled_torch_dispatch_impl
-        _plain_types[kind] = known
-    return known
+    if kind in plain_types:
+        return True
+    own = getattr(kind, "__torch_dispatch__", None)
+    if own is not torch._C._disabled_torch_dispatch_impl:
+        return False
+    plain_types.add(kind)
+    return True
+
+
+def num_modes() -> int:
+    """How many dispatch modes are active."""
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+def has_surroundings() -> bool:
+    """Whether autocast is on anywhere, or a mode for functions such as a device."""
+    is_any = torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()
+    return bool(is_any)

@@ -17,12 +17,16 @@ import torch
 
 from autosac.applying.frames import Frame
 from autosac.applying.handing import Kept, Source, leaves
+from autosac.applying.programs import KnownMode, Program
+from autosac.applying.recording import RecordingMode
 from autosac.applying.records import Record
 from autosac.applying.relaying import Nest, NestedCall, RelayedCall
-from autosac.applying.rerunning import rerunning
+from autosac.applying.rerunning import Code, rerunning
 from autosac.applying.surroundings import Present
 from autosac.candidates.policies import OpPolicy
 from autosac.tracing.attributes import Snapshots
+
+_MOST_LOSSES = 3  # batches that differ have lost as often: look at every op then
 
 
 class _Step:
@@ -32,6 +36,7 @@ class _Step:
         calls: How often each module was called.
         latest: Chain -> its last call, as long as backward can need it.
         nests: Nest -> the call of its module that runs forward now.
+        losses: How often a unit did not do what it had done before.
         onward: The nest that runs onward now, for the sake of a rerun.
     """
 
@@ -42,6 +47,7 @@ class _Step:
         )
         self.nests: dict[str, Nest] = {}
         self.onward: Nest | None = None
+        self.losses = 0
 
     def __reduce__(self) -> tuple[type[_Step], tuple[()]]:
         return _Step, ()  # a copy of a model has begun no step
@@ -89,6 +95,10 @@ class CheckpointedForward(_StandIn):
         self.policies = {policy.call_index: policy for policy in policies}
         self.step = step
         self.snapshots = Snapshots(module)
+        self.programs: dict[int, tuple[Program, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "programs": {}}  # a copy has learned nothing yet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
@@ -98,35 +108,53 @@ class CheckpointedForward(_StandIn):
         if policy is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
 
-        record = Record(policy, self.snapshots.take())
-        surroundings = Present()
-        source = self._source(policy, record, surroundings, (args, kwargs))
+        source = self._source(policy, (args, kwargs))
         given = list(leaves((args, kwargs), torch.Tensor))
-        record.begin(given, source.relayed())
+        record = Record(policy, given, source.relayed())
         del given
-        frame = Frame(forward, record, source, surroundings)
-        output = frame.run(args, kwargs)
+        mode = self._mode(record, forward)
+        if isinstance(source, (RelayedCall, NestedCall)):
+            source.record = record
+        output = Frame(source, mode).run(forward, args, kwargs)
         if isinstance(source, RelayedCall):
             source.finish(output)
             self.step.latest[policy.chain] = source
+        self._learn(mode)
         return output
 
-    def _source(
-        self, policy: OpPolicy, record: Record, surroundings: Present, arguments: Any
-    ) -> Source:
+    def _mode(
+        self, record: Record, forward: Callable[..., Any]
+    ) -> RecordingMode | KnownMode:
+        """What records a call."""
+        program, losses = self.programs.get(record.policy.call_index, (None, 0))
+        if program is not None and losses == self.step.losses < _MOST_LOSSES:
+            return KnownMode(record, program)
+        mode = RecordingMode(record)
+        attributes = self.snapshots.take()
+        record.code = Code(forward, mode.history, attributes, Present())
+        return mode
+
+    def _learn(self, mode: RecordingMode | KnownMode) -> None:
+        """Remember what a call did, or that it was not what was remembered."""
+        if isinstance(mode, KnownMode):
+            self.step.losses += mode.lost
+        elif mode.record.code is None:
+            entry = (Program(mode), self.step.losses)
+            self.programs[mode.record.policy.call_index] = entry
+
+    def _source(self, policy: OpPolicy, arguments: Any) -> Source:
         """What knows the arguments of a call; blocks keep few of them or none."""
         if not policy.chain:
             return Kept(arguments)
         nest = self.step.nests.get(policy.chain)
         if nest is not None and len(nest.calls) == policy.position:
-            return NestedCall(nest, record, self.step, arguments)
+            return NestedCall(nest, self.step, arguments)
         before = None
         if policy.position and not policy.around:
             before = self.step.latest.get(policy.chain)
         if before is not None and before.position != policy.position - 1:
             before = None
-        forward = self.__wrapped__
-        call = RelayedCall(forward, record, surroundings, before, arguments)
+        call = RelayedCall(before, arguments)
         if not call.relayed() and (policy.around or policy.position):
             warnings.warn(
                 f"AC unit `{self.fqn}` does not get what the block before it made, as"

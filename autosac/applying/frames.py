@@ -18,120 +18,111 @@ from typing import Any
 import torch
 
 from autosac import _compat_dispatch
-from autosac.applying.handing import Handed, Source, leaves, put_together
-from autosac.applying.parts import BACKWARD, Part
-from autosac.applying.records import Record
-from autosac.applying.rerunning import ForwardMode, RerunMode
-from autosac.applying.surroundings import Present
+from autosac.applying.handing import Handed, Source, leaves
+from autosac.applying.parts import Part
+from autosac.applying.programs import KnownMode
+from autosac.applying.recording import RecordingMode
+from autosac.applying.records import BACKWARD, Record
 
 
-class Holder:
+class Holder(Part):
     """Stands in for a tensor that autograd saved in a unit.
 
     Attributes:
         frame: The call of the unit.
-        part: What the tensor is part of, if that is known.
         tensor: The tensor, while backward has not read it.
     """
 
-    __slots__ = ("__weakref__", "frame", "part", "tensor")
+    __slots__ = ("__weakref__", "frame", "tensor")
 
-    def __init__(self, frame: Frame, part: Part | None) -> None:
-        self.frame = frame
-        self.part = part
-        self.tensor: torch.Tensor | None = None
-
-
-class _Done(Exception):
-    """Every tensor that autograd saved was made again."""
+    frame: Frame
+    tensor: torch.Tensor | None
 
 
 class Frame:
     """One call of a unit.
 
     Args:
-        forward: Its forward function.
-        record: What its forward pass does.
         source: Knows its arguments.
-        surroundings: What is around it.
+        mode: Records its forward pass.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        record: Record,
-        source: Source,
-        surroundings: Present,
-    ) -> None:
-        self.forward = forward
-        self.record = record
+    def __init__(self, source: Source, mode: RecordingMode | KnownMode) -> None:
         self.source = source
-        self.surroundings = surroundings
+        self.mode = mode
+        self.record: Record = mode.record
         self.holders: list[weakref.ref[Holder]] = []
         self.is_over = False
 
-    def run(self, args: Any, kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run forward."""
-        record = self.record
+        mode, record = self.mode, self.record
         try:
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-            with hooks, ForwardMode(record):
-                output = self.forward(*args, **kwargs)
-            record.finish(output)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                mode.begin()
+                try:
+                    output = forward(*args, **kwargs)
+                finally:
+                    mode.end()
+            mode.finish(output)
+            if record.is_exact:
+                record.drop_calls()
+                record.code = record.foreign = None
         finally:
             record.close()
         self.is_over = True
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
+        holder = Holder()
+        holder.frame, holder.tensor = self, None
         record = self.record
-        part = record.part_of(tensor, BACKWARD, kept=BACKWARD)
-        record.stop = len(record.funcs)
-        holder = Holder(self, part if record.is_exact else None)
+        record.locate(holder, tensor, BACKWARD, BACKWARD)
+        if not record.is_exact:
+            holder.source = None  # what would be kept is made again
+        record.stop = len(record.calls)
         self.holders.append(weakref.ref(holder))
+        self.mode.packed()
         return holder
 
     def run_again(self) -> None:
         """Give all holders that are alive their tensors."""
         template = self.source.again()
-        self.record.paused = True
+        self.mode.paused = True
         try:
             if self.record.is_exact:
                 self._repeat([handed.tensor for handed in leaves(template, Handed)])
             else:
-                self._rerun(template)
+                self._run_code(template)
         finally:
-            self.record.paused = False
+            self.mode.paused = False
         if self.is_over and not _compat_dispatch.keeps_graph():
             self.record.clear()
             for ref in self.holders:
                 if (holder := ref()) is not None:
-                    holder.part = None
+                    holder.source = None
 
     def _repeat(self, given: Sequence[torch.Tensor]) -> None:
         """Run again op by op."""
-        record = self.record
+        record, fqn = self.record, self.record.policy.fqn
         try:
             record.run_again(given, BACKWARD)
             with _compat_dispatch.below_autograd():
                 for ref in self.holders:
                     holder = ref()
                     if holder is not None and holder.tensor is None:
-                        assert holder.part is not None
-                        holder.tensor = holder.part.tensor(given, record.policy.fqn)
+                        if holder.source is None:
+                            raise _gone(fqn)
+                        holder.tensor = holder.tensor_of(given, fqn)
         finally:
             record.lose()
 
-    def _rerun(self, template: Any) -> None:
+    def _run_code(self, template: Any) -> None:
         """Run again as Python code."""
-        given = [handed.tensor for handed in leaves(template, Handed)]
-        args, kwargs = put_together(template)
         packed = _Packed(self.holders)
-        hooks = torch.autograd.graph.saved_tensors_hooks(packed.pack, _same)
-        mode = RerunMode(self.record, given)
+        assert self.record.code is not None
         try:
-            with torch.enable_grad(), self.surroundings.again(), hooks, mode:
-                self.forward(*args, **kwargs)
+            self.record.code.run(self.record, template, packed.pack)
         except _Done:
             return
         if packed.number < len(self.holders):
@@ -143,6 +134,14 @@ class Frame:
             )
 
 
+def _gone(fqn: str) -> RuntimeError:
+    return RuntimeError(
+        f"AC unit `{fqn}` goes backward a second time, or a function in it reads"
+        " `ctx.saved_tensors` twice; what it saved is gone after the first. Pass"
+        " `retain_graph=True` to the first backward, and read saved tensors once."
+    )
+
+
 def _unpack(holder: Holder) -> torch.Tensor:
     if holder.tensor is None:
         holder.frame.run_again()
@@ -151,8 +150,8 @@ def _unpack(holder: Holder) -> torch.Tensor:
     return tensor
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+class _Done(Exception):
+    """Every tensor that autograd saved was made again."""
 
 
 class _Packed:
@@ -163,6 +162,7 @@ class _Packed:
         self.number = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd saves a tensor."""
         holder = self.holders[self.number]()
         if holder is not None and holder.tensor is None:
             holder.tensor = tensor.detach() if tensor.requires_grad else tensor

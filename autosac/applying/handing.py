@@ -84,7 +84,7 @@ def put_together(template: Any) -> Any:
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory behind a graph of its own; no view, which could not be changed."""
+    """The same memory behind a graph of its own; no view: these cannot be changed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def as_result(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Nested values with all of one kind changed; lists, tuples and dicts are copied."""
+    """Nested values with all of one kind changed, in copies of what they are in."""
     if isinstance(value, kind):
         return change(value)
     if type(value) in (list, tuple):
@@ -128,7 +128,7 @@ def leaves(value: Any, kind: type) -> Iterator[Any]:
 
 
 def is_simple(value: Any) -> bool:
-    """Whether nested values are tensors, and plain values, in what `map_nested` copies."""
+    """Whether nested values are tensors and plain values in what is copied here."""
     if isinstance(value, tuple) or type(value) is list:
         return all(map(is_simple, value))
     if type(value) is dict:

@@ -10,19 +10,18 @@ import torch
 
 from autosac import _compat
 
-BACKWARD, ONWARD = 1, 2  # flags: a rerun for backward; one for the block after it
-
 Layout = tuple[Any, ...]
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """How a tensor lies in its storage."""
+    dtype = tensor.dtype
     return (
         tensor.shape,
         tensor.stride(),
         tensor.storage_offset(),
-        tensor.dtype,
-        tensor.is_conj(),
+        dtype,
+        dtype.is_complex and tensor.is_conj(),
         tensor.is_neg(),
     )
 
@@ -69,21 +68,23 @@ class Result:
 
     Attributes:
         action: What becomes of it.
-        available: When it is there again: `BACKWARD`, `ONWARD`, both or neither.
-        kept: For which of these it stays until the end, as somebody reads it then.
-        layout: Of the tensor that the op returned.
-        tensor: That tensor; None while it is lost.
-        is_copy: What a real op changed later; the tensor is what it was before.
+        available: For which reruns it is there again.
+        kept: For which of these it stays until their end, as somebody reads it then.
+        version: How often ops that are known changed it in place.
+        tensor: The tensor that an op returned; None while it is lost.
+        is_copy: A real op changed it later; the tensor is what it was before.
     """
 
-    __slots__ = ("action", "available", "is_copy", "kept", "layout", "tensor")
+    __slots__ = ("action", "available", "is_copy", "kept", "tensor", "version")
 
-    def __init__(self, action: str, available: int, layout: Layout) -> None:
+    def __init__(
+        self, action: str, available: int, tensor: torch.Tensor | None
+    ) -> None:
         self.action = action
         self.available = available
         self.kept = 0
-        self.layout = layout
-        self.tensor: torch.Tensor | None = None
+        self.version = 0
+        self.tensor = tensor
         self.is_copy = False
 
 
@@ -99,17 +100,11 @@ class Part:
 
     __slots__ = ("layout", "source", "version")
 
-    def __init__(
-        self,
-        source: Result | int | torch.Tensor,
-        layout: Layout | None,
-        version: int | None,
-    ) -> None:
-        self.source = source
-        self.layout = layout
-        self.version = version
+    source: Result | int | torch.Tensor | None
+    layout: Layout | None
+    version: int | None
 
-    def tensor(self, given: Sequence[torch.Tensor], fqn: str) -> torch.Tensor:
+    def tensor_of(self, given: Sequence[torch.Tensor], fqn: str) -> torch.Tensor:
         """It, or it made again.
 
         Args:
@@ -119,13 +114,14 @@ class Part:
         source = self.source
         if type(source) is Result:
             whole = source.tensor
-            assert whole is not None, f"`{fqn}` lost what it reads"
+            assert whole is not None, f"AC unit `{fqn}` lost what it reads"
         elif type(source) is int:
             whole = given[source]
         else:
             assert isinstance(source, torch.Tensor)
             whole = source
-        self.check(whole, fqn)
+        if self.version is not None:
+            self.check(whole, fqn)
         return whole if self.layout is None else alias_of(whole, self.layout)
 
     def check(self, whole: torch.Tensor, fqn: str) -> None:

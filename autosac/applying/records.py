@@ -7,52 +7,26 @@ from this record, it sees what it saw, whatever became of modules and attributes
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
 from autosac.applying.handing import is_simple, leaves, map_nested
-from autosac.applying.parts import (
-    BACKWARD,
-    ONWARD,
-    Layout,
-    Literal,
-    Part,
-    Result,
-    copy_of,
-    key_of,
-    layout_of,
-    version_of,
-)
+from autosac.applying.parts import Literal, Part, Result, key_of, layout_of, version_of
 from autosac.applying.random_states import RandomState, random_state
-from autosac.candidates.policies import DETACHED, RERUN, SAVE, VIEW, OpPolicy
+from autosac.candidates.policies import SAVE, OpPolicy
 from autosac.pytrees import mapped, tensors_in
-from autosac.tracing.attributes import Attributes
 
-_LITERAL = torch.ops.aten.lift_fresh.default
+# Reruns, as flags: one for backward, and one to make the output for the next block.
+BACKWARD, ONWARD = 1, 2
 
+_is_plain = _compat_dispatch.is_plain
 
-_UNKNOWN = Part(-1, None, None)
-
-
-class Outward:
-    """A tensor that a unit returned.
-
-    Attributes:
-        part: What it is part of.
-        is_result: It requires a gradient and is no leaf.
-    """
-
-    __slots__ = ("is_result", "part")
-
-    def __init__(self, part: Part, is_result: bool) -> None:
-        self.part = part
-        self.is_result = is_result
+LITERAL = torch.ops.aten.lift_fresh.default
 
 
 class Call:
@@ -63,7 +37,7 @@ class Call:
         func: The op.
         args: Its arguments, with `Part` and `Literal` in place of tensors,
         kwargs: by name.
-        runs: When it runs again: `BACKWARD`, `ONWARD`, both or neither.
+        runs: For which reruns it runs.
         state: Random state that it found, if it draws random numbers.
         results: Results that it made, one for each tensor; None for others.
         ended: Results that nobody held any more when the next op ran.
@@ -100,27 +74,41 @@ class Call:
 
 def _filled(value: Any, given: Sequence[torch.Tensor], fqn: str) -> Any:
     """An argument with tensors in place of their parts."""
-    if type(value) is Part:
-        return value.tensor(given, fqn)
-    if type(value) is Literal:
-        return value.tensor()
-    return [_filled(v, given, fqn) for v in value] if type(value) is list else value
+    kind = type(value)
+    if kind is Part:
+        return value.tensor_of(given, fqn)
+    if kind is list:
+        return [_filled(item, given, fqn) for item in value]
+    return value.tensor() if kind is Literal else value
 
 
-class _Watch(weakref.ref):  # type: ignore[type-arg]
-    """Tells when nobody holds the storage of a result any more."""
+class History(Protocol):
+    """What a unit did in forward."""
 
-    __slots__ = ("key", "result")
+    departed: bool
 
-    def __init__(
-        self, storage: Any, callback: Callable[[Any], None], key: int, result: Result
-    ) -> None:
-        super().__init__(storage, callback)
-        self.key = key
-        self.result = result
 
-    def __new__(cls, storage: Any, callback: Any, key: int, result: Result) -> _Watch:
-        return super().__new__(cls, storage, callback)
+class Code(Protocol):
+    """A unit as Python code."""
+
+    history: History
+
+    def run(
+        self, record: Record, template: Any, pack: Callable[[torch.Tensor], Any]
+    ) -> Any:
+        """Run it again."""
+
+
+class Outward(Part):
+    """A tensor that a unit returned.
+
+    Attributes:
+        is_result: It requires a gradient and is no leaf.
+    """
+
+    __slots__ = ("is_result",)
+
+    is_result: bool
 
 
 class Record:
@@ -128,274 +116,224 @@ class Record:
 
     Args:
         policy: What to do with its ops.
-        attributes: Those of its modules before it began.
+        given: The tensors among its arguments.
+        relayed: Numbers of those that are made again for a rerun.
 
     Attributes:
-        funcs: Its ops so far,
-        actions: what becomes of each,
-        saved: and the results of those that are saved, by place, nested as returned.
-        calls: Those of them that run again.
-        departed: It did something else than the plan expects: nothing is taken for
-            granted any more, all of it runs again as Python code.
-        is_foreign: Tensors of a kind of their own take part, whose memory is not
-            known: it runs again as Python code as well.
-        foreign: Tensors from elsewhere, and arguments, that ops read.
-        copies: Arguments (by number) and tensors from elsewhere that it changed after
-            it departed, each with a copy of what it was before.
-        stop: How many of its ops ran before autograd saved the last tensor.
-        outward: What it returned, if other blocks may want that made again: nested,
-            with `Outward` in place of tensors.
-        paused: What runs now does not belong to it.
+        calls: Ops that may run again.
+        results: What it made and somebody holds, by the address of the storage.
+        saved: Results that are kept until backward, by the place of the op.
+        stop: How many calls there were when autograd saved the last tensor.
+        knows_memory: All tensors so far are such that their storage is their memory.
+        missed: Calls that read what is not there again: their number, and for which
+            reruns it is missing.
+        foreign: Arguments and tensors from elsewhere that ops read; None where nobody
+            asks for them.
+        code: How to run the unit again as Python code; None if it need not be.
+        outward: What the unit returned, if other blocks may want that made again:
+            nested, with `Outward` in place of tensors.
     """
 
-    def __init__(self, policy: OpPolicy, attributes: Attributes) -> None:
+    def __init__(
+        self,
+        policy: OpPolicy,
+        given: Sequence[torch.Tensor],
+        relayed: Collection[int] = (),
+    ) -> None:
         self.policy = policy
-        self.attributes = attributes
-        self.funcs: list[Any] = []
-        self.actions: list[str] = []
-        self.saved: dict[int, Any] = {}
         self.calls: list[Call] = []
-        self.departed = False
-        self.is_foreign = False
-        self.foreign: list[Part] = []
-        self.copies: list[tuple[int | torch.Tensor, torch.Tensor]] = []
+        self.results: dict[int, Result] = {}
+        self.saved: dict[int, Any] = {}
         self.stop = 0
+        self.knows_memory = True
+        self.missed: list[tuple[int, int]] = []
+        self.foreign: list[Part] | None = None
+        self.code: Code | None = None
         self.outward: Any = None
-        self.paused = False
-        self._results: dict[int, Result] = {}
-        self._watched: dict[int, _Watch] = {}
-        self._given: dict[int, tuple[int, Layout]] = {}
-        self._copied: set[int] = set()
-        # Ops that read what is not there again, and in which reruns it is not.
-        self._missed: list[tuple[int, int]] = []
-        self._relayed: Collection[int] = ()
+        self._given = given
+        self._relayed = relayed
+        self._numbers: dict[int, int] = {}
+        for number, tensor in enumerate(given):
+            if _is_plain(type(tensor)):
+                self._numbers.setdefault(key_of(tensor), number)
+        self._watched: dict[int, tuple[weakref.ref[Any], int, Result]] = {}
+        self._on_end: Callable[[Any], None] = self._end
 
     @property
     def is_exact(self) -> bool:
         """Whether it can run again op by op."""
-        return not self.departed and not self.is_foreign
+        code = self.code
+        return code is None or (self.knows_memory and not code.history.departed)
 
     # --- forward ----------------------------------------------------------------
 
-    def begin(self, given: Sequence[torch.Tensor], relayed: Collection[int]) -> None:
-        """Note the tensors among the arguments, and which ones are made again."""
-        self._relayed = relayed
-        for number, tensor in enumerate(given):
-            if _compat_dispatch.is_plain(type(tensor)):
-                self._given.setdefault(key_of(tensor), (number, layout_of(tensor)))
-
-    def finish(self, output: Any) -> None:
-        """Note what the forward pass returned, and let go of what is not needed."""
-        if self.policy.chain and self.is_exact:
-            if is_simple(output):
-                self.outward = map_nested(output, torch.Tensor, self._outward)
-            else:
-                self.is_foreign = True
-        if any(missing & ONWARD or place < self.stop for place, missing in self._missed):
-            self.depart("reads a result that its plan does not make again")
-        if self.is_exact:
-            self.foreign = []
-            self._drop_calls()
-        else:
-            self.attributes.keep()
-
-    def _outward(self, tensor: torch.Tensor) -> Outward:
-        part = self.part_of(tensor, ONWARD, kept=ONWARD)
-        return Outward(part, tensor.requires_grad and not tensor.is_leaf)
-
-    def close(self) -> None:
-        """Watch nothing any more."""
-        self._watched.clear()
-        self._results.clear()
-        self._given.clear()
-
-    def _drop_calls(self) -> None:
-        """Forget ops that do not run again."""
-        calls: list[Call] = []
-        for call in self.calls:
-            if call.runs & ONWARD or (call.runs and call.place < self.stop):
-                calls.append(call)
-            elif calls:
-                calls[-1].ended += call.ended
-        self.calls = calls
-
-    def depart(self, what: str) -> None:
-        """Note that the unit does not do what its plan expects."""
-        if not self.departed:
-            self.departed = True
-            warnings.warn(
-                f"AC unit `{self.policy.fqn}` {what}. All of it is recomputed in"
-                " backward, as by plain checkpointing: that takes up to one more"
-                " forward pass of it, and the planned peak no longer holds. Plan again"
-                " with inputs like these.",
-                stacklevel=2,
-            )
-
-    def action(self, traits: Traits, args: Any, kwargs: Any) -> str:
-        """What becomes of the next op."""
-        place = len(self.funcs)
-        names = self.policy.names
-        if not self.departed and (place >= len(names) or names[place] != traits.name):
-            expected = names[place] if place < len(names) else "its end"
-            self.depart(f"ran {traits.name} where its plan expects {expected}")
-        if self.departed:
-            action = VIEW if traits.is_view else RERUN
-        else:
-            action = self.policy.actions[place]
-        if traits.written:
-            action = self._action_of_write(traits, args, kwargs, action)
-        self.funcs.append(traits.func)
-        self.actions.append(action)
-        return action
-
-    def _action_of_write(
-        self, traits: Traits, args: Any, kwargs: Any, action: str
-    ) -> str:
-        """A write is treated like the memory that it changes."""
-        targets = list(tensors_in(traits.targets(args, kwargs)))
-        plain = [t for t in targets if _compat_dispatch.is_plain(type(t))]
-        if not self.departed:
-            owners = [self._results.get(key_of(tensor)) for tensor in plain]
-            kinds = {SAVE if owner is None else owner.action for owner in owners}
-            if len(kinds) == 1 and kinds != {SAVE}:
-                return kinds.pop()
-            if len(kinds) < 2 and (not kinds or action in (SAVE, DETACHED)):
-                return action
-            if kinds == {SAVE}:  # it has been changed for good
-                return DETACHED if traits.returned else SAVE
-            self.depart(f"changes with {traits.name} what its plan treats differently")
-        for tensor in plain:
-            self._protect(tensor)
-        return RERUN
-
-    def _protect(self, tensor: torch.Tensor) -> None:
-        """Copy what is changed now, but a rerun must find as it is."""
-        key = key_of(tensor)
-        result = self._results.get(key)
-        if result is not None:
-            if result.action == SAVE and not result.is_copy:
-                assert result.tensor is not None
-                result.tensor = copy_of(result.tensor)
-                result.is_copy = True
-        elif key not in self._copied:
-            self._copied.add(key)
-            number = self._given.get(key)
-            whole = _compat_dispatch.detached(tensor) if number is None else number[0]
-            self.copies.append((whole, copy_of(tensor.detach())))
-
     def write_down(
-        self, traits: Traits, action: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Call:
-        """An op that is about to run and may run again."""
-        place = len(self.funcs) - 1
-        runs = BACKWARD if action == RERUN else 0
-        if self.policy.onward and not self.departed:
-            is_planned = action == self.policy.actions[place]
-            action = self.policy.onward[place] if is_planned else action
-            runs |= ONWARD if action == RERUN else 0
-        call = Call(place, traits.func, runs)
+        self,
+        call: Call,
+        traits: Traits,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Note an op that is about to run and may run again."""
         if traits.is_random:
             call.state = random_state(args, kwargs)
         if traits.statistics:
             args = _compat.without_running_statistics(traits.func, args)
-        if traits.func is _LITERAL:
+        if call.func is LITERAL:
             call.args = (Literal(args[0]),)
         else:
+            runs = call.runs
             call.args = tuple([self._reference(value, runs) for value in args])
             if kwargs:
                 call.kwargs = {n: self._reference(v, runs) for n, v in kwargs.items()}
+        if traits.written:
+            for tensor in tensors_in(traits.targets(args, kwargs)):
+                if (result := self.result_of(tensor)) is not None:
+                    result.version += 1
         self.calls.append(call)
-        return call
 
     def _reference(self, value: Any, runs: int) -> Any:
         if isinstance(value, torch.Tensor):
-            return self.part_of(value, runs)
+            part = Part()
+            self.locate(part, value, runs)
+            return part
         if isinstance(value, (list, tuple)):
             return [self._reference(item, runs) for item in value]
         return value
 
-    def part_of(self, tensor: torch.Tensor, runs: int, *, kept: int = 0) -> Part:
-        """A tensor that is read when the unit runs again.
+    def locate(
+        self, part: Part, tensor: torch.Tensor, runs: int, kept: int = 0
+    ) -> None:
+        """Find out what a tensor is part of.
 
         Args:
-            tensor: The tensor.
-            runs: For which reruns it is read: `BACKWARD`, `ONWARD`, both or neither.
-            kept: For which of them somebody reads it when they are done.
+            part: Is told.
+            tensor: A tensor that somebody reads.
+            runs: For which reruns an op reads it,
+            kept: and for which somebody reads it when they are done.
         """
-        if not _compat_dispatch.is_plain(type(tensor)):
-            self.is_foreign = True
-            return _UNKNOWN
-        key = key_of(tensor)
-        result = self._results.get(key)
+        kind = type(tensor)
+        if kind not in _compat_dispatch.plain_types and not _is_plain(kind):
+            self.knows_memory = False
+            self._locate_outside(part, tensor)
+            return
+        key = tensor.untyped_storage()._cdata
+        result = self.results.get(key)
         if result is not None:
-            if missing := runs & ~result.available:
-                self._missed.append((len(self.funcs) - 1, missing))
-            result.kept |= kept
-            layout, kept_tensor = layout_of(tensor), result.tensor
-            # Not the version of `tensor`: factory functions give theirs a new counter.
-            version = None if kept_tensor is None else version_of(kept_tensor)
-            return Part(result, None if layout == result.layout else layout, version)
-        if key in self._given:
-            number, whole = self._given[key]
-            layout = layout_of(tensor)
-            version = None if number in self._relayed else version_of(tensor)
-            part = Part(number, None if layout == whole else layout, version)
+            saved = result.tensor
+            if saved is not None or result.version == tensor._version:
+                if missing := (runs | kept) & ~result.available:
+                    self.missed.append((-1 if kept else len(self.calls), missing))
+                result.kept |= kept
+                part.source, part.layout = result, layout_of(tensor)
+                # Not the tensor's: factory functions give theirs a new counter.
+                part.version = None if saved is None else saved._version
+                return
+        number = self._numbers.get(key)
+        if number is None:
+            self._locate_outside(part, tensor)
         else:
-            is_result = tensor.grad_fn is not None  # part of a graph, which may be ours
-            version = version_of(tensor)
-            tensor = _compat_dispatch.detached(tensor) if is_result else tensor
-            part = Part(tensor, None, version)
-        self.foreign.append(part)
-        return part
+            part.source = number
+            whole = self._given[number]
+            part.layout = None if tensor is whole else layout_of(tensor)
+            part.version = None if number in self._relayed else version_of(tensor)
+        if self.foreign is not None:
+            self.foreign.append(part)
+
+    def _locate_outside(self, part: Part, tensor: torch.Tensor) -> None:
+        part.layout, part.version = None, version_of(tensor)
+        # One that has a graph may be of the unit's own making: no cycles.
+        is_leaf = tensor.is_leaf
+        part.source = tensor if is_leaf else _compat_dispatch.detached(tensor)
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Number of the argument in whose memory a tensor lies."""
+        return self._numbers.get(key_of(tensor))
+
+    def result_of(self, tensor: torch.Tensor) -> Result | None:
+        """The result in whose memory a tensor lies."""
+        plain = _is_plain(type(tensor))
+        return self.results.get(key_of(tensor)) if plain else None
 
     def add_results(self, call: Call, traits: Traits, action: str, out: Any) -> None:
         """Note what an op made that may run again."""
         outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
-        available = call.runs
         for tensor in outputs:
             result = None
             if traits.only_makes or self._is_new(call, tensor):
-                result = self._add(tensor, Result(action, available, layout_of(tensor)))
+                result = Result(action, call.runs, None)
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                self.results[key] = result
+                watch = weakref.ref(storage, self._on_end)
+                self._watched[id(watch)] = (watch, key, result)
             call.results.append(result)
 
     def _is_new(self, call: Call, tensor: torch.Tensor) -> bool:
         """Whether an op made a tensor, rather than handing on what it got."""
         key = key_of(tensor)
-        if call.func is _LITERAL:
-            return key not in self._results
-        parts = (p for p in leaves(call.args, Part) if isinstance(p.source, torch.Tensor))
-        got = {key_of(part.source) for part in parts}
-        return not (key in self._results or key in self._given or key in got)
+        if key in self.results or key in self._numbers:
+            return False
+        parts = leaves((call.args, call.kwargs), Part)
+        sources = (part.source for part in parts)
+        return key not in {key_of(s) for s in sources if isinstance(s, torch.Tensor)}
 
-    def _add(self, tensor: torch.Tensor, result: Result) -> Result | None:
-        if not _compat_dispatch.is_plain(type(tensor)):
-            self.is_foreign = True
-            return None
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._results[key] = result
-        self._watched[key] = _Watch(storage, self._end, key, result)
+    def _end(self, watch: Any) -> None:
+        """Nobody holds a result any more."""
+        _, key, result = self._watched.pop(id(watch))
+        del self.results[key]
+        self.calls[-1].ended.append(result)
+
+    def save(self, place: int, out: Any) -> None:
+        """Keep what an op made."""
+        if type(out) is torch.Tensor:
+            self.saved[place] = self._keep(out)
+        else:
+            self.saved[place] = mapped(self._keep, out)
+
+    def _keep(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        kept = _compat_dispatch.detached(tensor)
+        result = Result(SAVE, BACKWARD | ONWARD, kept)
+        if _is_plain(type(tensor)):
+            self.results.setdefault(key_of(tensor), result)
         return result
 
-    def _end(self, watch: _Watch) -> None:
-        """Nobody holds a result any more."""
-        del self._results[watch.key], self._watched[watch.key]
-        self.calls[-1].ended.append(watch.result)
+    def note_output(self, output: Any) -> bool:
+        """Note what the unit returned, so that it can be made again.
 
-    def save(self, traits: Traits, out: Any) -> None:
-        """Keep what an op made."""
+        Returns:
+            Whether it can.
+        """
+        if is_simple(output):
+            self.outward = map_nested(output, torch.Tensor, self._outward)
+        return self.outward is not None
 
-        def keep(tensor: Any) -> Any:
-            if not isinstance(tensor, torch.Tensor):
-                return tensor
-            result = Result(SAVE, BACKWARD | ONWARD, layout_of(tensor))
-            result.tensor = _compat_dispatch.detached(tensor)
-            if _compat_dispatch.is_plain(type(tensor)):
-                self._results.setdefault(key_of(tensor), result)
-            return result
+    def _outward(self, tensor: torch.Tensor) -> Outward:
+        part = Outward()
+        part.is_result = tensor.requires_grad and not tensor.is_leaf
+        self.locate(part, tensor, 0, ONWARD)
+        return part
 
-        if not traits.returned:
-            self.saved[len(self.funcs) - 1] = mapped(keep, out)
+    def drop_calls(self) -> None:
+        """Forget ops that do not run again."""
+        calls: list[Call] = []
+        stop = 0
+        for number, call in enumerate(self.calls):
+            if call.runs & ONWARD or (call.runs and number < self.stop):
+                calls.append(call)
+                stop += number < self.stop
+            elif calls:
+                calls[-1].ended += call.ended
+        self.calls, self.stop = calls, stop
+
+    def close(self) -> None:
+        """The forward pass is over: watch nothing any more."""
+        self._watched.clear()
+        self.results.clear()
+        self._numbers.clear()
+        self._given = ()
 
     # --- backward ---------------------------------------------------------------
 
@@ -406,13 +344,12 @@ class Record:
             given: The tensors among the arguments.
             runs: What for: `BACKWARD` or `ONWARD`.
         """
-        stop = self.stop if runs == BACKWARD else len(self.funcs)
+        calls = self.calls[: self.stop] if runs == BACKWARD else self.calls
+        fqn = self.policy.fqn
         with _compat_dispatch.below_autograd(), torch.enable_grad():
-            for call in self.calls:
-                if call.place >= stop:
-                    break
+            for call in calls:
                 if call.runs & runs:
-                    call.run(given, self.policy.fqn)
+                    call.run(given, fqn)
                 for result in call.ended:
                     if not result.kept & runs:
                         result.tensor = None
@@ -426,5 +363,5 @@ class Record:
 
     def clear(self) -> None:
         """Let go of everything: it does not run again."""
-        self.calls, self.saved, self.foreign = [], {}, []
-        self.copies, self.outward = [], None
+        self.calls, self.saved, self.foreign = [], {}, None
+        self.code = self.outward = None

@@ -17,9 +17,8 @@ from autosac.applying.handing import (
     put_together,
     take_apart,
 )
-from autosac.applying.parts import ONWARD, key_of, version_of
-from autosac.applying.records import Outward, Record
-from autosac.applying.rerunning import RerunMode
+from autosac.applying.parts import key_of, version_of
+from autosac.applying.records import ONWARD, Outward, Record
 from autosac.applying.surroundings import Present
 from autosac.pytrees import tensors_in
 from autosac.tracing.attributes import Attributes
@@ -52,24 +51,16 @@ class RelayedCall:
     live as long as backward can need them.
 
     Args:
-        forward: The block's forward function.
-        record: Its forward pass.
-        surroundings: What is around it.
         before: The call of the block before it, None for the first.
         arguments: Its positional and keyword arguments.
+
+    Attributes:
+        record: Its forward pass.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        record: Record,
-        surroundings: Present,
-        before: RelayedCall | None,
-        arguments: Any,
-    ) -> None:
-        self.forward = forward
-        self.record = record
-        self.surroundings = surroundings
+    record: Record
+
+    def __init__(self, before: RelayedCall | None, arguments: Any) -> None:
         self.before = before
         self.position: int = 0 if before is None else before.position + 1
         self.handed_on: list[tuple[weakref.ref[torch.Tensor], _Relayed]] = []
@@ -131,29 +122,29 @@ class RelayedCall:
     ) -> dict[_Relayed, Handed]:
         """What this call returned, made again; autograd keeps nothing of it."""
         template = map_nested(self.template, _Relayed, ready.__getitem__)
-        if self.record.is_exact:
-            output = run_onward(self.record, template)
+        record = self.record
+        if record.is_exact:
+            handed = list(leaves(run_onward(record, template), Handed))
         else:
-            output = self._rerun(template)
-        handed = list(leaves(output, Handed))
+            assert record.code is not None
+            output = record.code.run(record, template, _drop)
+            handed = [_cut_off(tensor) for tensor in leaves(output, torch.Tensor)]
         return {place: handed[place.leaf] for place in wanted}
-
-    def _rerun(self, template: Any) -> Any:
-        given = [handed.tensor for handed in leaves(template, Handed)]
-        args, kwargs = put_together(template)
-        hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
-        mode = RerunMode(self.record, given)
-        with torch.enable_grad(), self.surroundings.again(), hooks, mode:
-            return [_cut_off(t) for t in tensors_in(self.forward(*args, **kwargs))]
 
 
 def run_onward(record: Record, template: Any) -> Any:
     """What a block returned, made again op by op, with `Handed` in place of tensors."""
     given = [handed.tensor for handed in leaves(template, Handed)]
     fqn = record.policy.fqn
+    if record.outward is None:
+        raise RuntimeError(
+            f"AC unit `{fqn}` is needed to make arguments of later blocks again, but"
+            " has gone backward for good. Pass `retain_graph=True` to all but the last"
+            " backward pass."
+        )
 
     def hand_on(outward: Outward) -> Handed:
-        tensor = outward.part.tensor(given, fqn)
+        tensor = outward.tensor_of(given, fqn)
         return Handed(tensor, is_result=outward.is_result)
 
     try:
@@ -281,18 +272,16 @@ class Nest:
             raise _Reached
         self.in_part = True
         try:
-            return self._onward(call, forward, args, kwargs)
+            return self._onward(call)
         finally:
             self.in_part = False
 
-    def _onward(
-        self, call: NestedCall, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        if call.record.is_exact:
-            return put_together(run_onward(call.record, call.given))
-        given = list(leaves((args, kwargs), torch.Tensor))
-        with RerunMode(call.record, given):
-            return forward(*args, **kwargs)
+    def _onward(self, call: NestedCall) -> Any:
+        record = call.record
+        if record.is_exact:
+            return put_together(run_onward(record, call.given))
+        assert record.code is not None
+        return record.code.run(record, call.given, _drop)
 
 
 class NestedCall:
@@ -300,17 +289,18 @@ class NestedCall:
 
     Args:
         nest: The call of the module around it.
-        record: Its forward pass.
         step: What is told which nest runs onward.
         arguments: Its positional and keyword arguments.
+
+    Attributes:
+        record: Its forward pass.
     """
 
-    def __init__(
-        self, nest: Nest, record: Record, step: RunsOnward, arguments: Any
-    ) -> None:
+    record: Record
+
+    def __init__(self, nest: Nest, step: RunsOnward, arguments: Any) -> None:
         self._number = sum(1 for _ in leaves(arguments, torch.Tensor))
         self.nest = nest
-        self.record = record
         self.step = step
         self.given: Any = None
         nest.calls.append(weakref.ref(self))

@@ -1,4 +1,4 @@
-"""Dispatch modes under which an AC unit runs forward, or runs again as Python code.
+"""AC units that run again as Python code, as they departed from their plan.
 
 A unit that does what its plan expects runs again op by op, from its record. One that
 departs from it runs again as under plain checkpointing, but under a mode that keeps it
@@ -9,14 +9,14 @@ twice, and it must run the same ops on the same tensors as in forward.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
-from autosac.applying.handing import leaves
+from autosac.applying.handing import Handed, leaves, put_together
 from autosac.applying.parts import (
     Part,
     Result,
@@ -27,9 +27,12 @@ from autosac.applying.parts import (
     version_of,
 )
 from autosac.applying.random_states import RandomState
+from autosac.applying.recording import History
 from autosac.applying.records import Call, Record
+from autosac.applying.surroundings import Present
 from autosac.candidates.policies import DETACHED, SAVE, VIEW
 from autosac.pytrees import mapped, tensors_in
+from autosac.tracing.attributes import Attributes
 
 
 class _Rerunning(threading.local):
@@ -41,68 +44,86 @@ class _Rerunning(threading.local):
 rerunning = _Rerunning()
 
 
-class ForwardMode(_compat.PlainDispatchMode):
-    """Records a unit's forward and keeps what the policy saves."""
+class Code:
+    """One call of a unit that departed from its plan, as Python code to be run again.
 
-    def __init__(self, record: Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.record = record
+    Args:
+        forward: Its forward function.
+        history: What it did.
+        attributes: Those of its modules before it began.
+        surroundings: What was around it.
+    """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        history: History,
+        attributes: Attributes,
+        surroundings: Present,
+    ) -> None:
+        self.forward = forward
+        self.history = history
+        self.attributes = attributes
+        self.surroundings = surroundings
+
+    def run(
+        self, record: Record, template: Any, pack: Callable[[torch.Tensor], Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if id(func) in _compat.IGNORED_IDS:
-            if func is _compat.DEVICE:
-                return args[0].device
-            return func(*args, **kwargs)
-        record = self.record
-        if record.paused:
-            return func(*args, **kwargs)
-        traits = _compat_dispatch.traits(func)
-        action = record.action(traits, args, kwargs)
-        if action == VIEW or action == DETACHED:
-            return func(*args, **kwargs)
-        if action == SAVE:
-            out = func(*args, **kwargs)
-            record.save(traits, out)
-            return out
-        call = record.write_down(traits, action, args, kwargs)
-        out = func(*args, **kwargs)
-        record.add_results(call, traits, action, out)
-        return out
+        """Run it again.
+
+        Args:
+            record: Its forward pass.
+            template: Its arguments, with `Handed` in place of tensors.
+            pack: Gets the tensors that autograd saves.
+
+        Returns:
+            What the unit returns.
+        """
+        given = [handed.tensor for handed in leaves(template, Handed)]
+        args, kwargs = put_together(template)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _same)
+        rerun = RerunMode(record, self, given)
+        with torch.enable_grad(), self.surroundings.again(), hooks, rerun:
+            return self.forward(*args, **kwargs)
+
+
+def _same(packed: Any) -> Any:
+    return packed
 
 
 class RerunMode(_compat.PlainDispatchMode):
     """Keeps a unit that runs again as Python code to what it did in forward.
 
     Args:
-        record: Its forward pass.
+        record: Its forward pass,
+        code: and what else is known of it.
         given: The tensors among its arguments, as they are now.
     """
 
-    def __init__(self, record: Record, given: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, record: Record, code: Code, given: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
+        self.history = code.history
+        self.attributes = code.attributes
         self.given = given
         self.place = 0
-        self.calls = {call.place: call for call in record.calls}
+        self.calls = {call.place: call for call in self.record.calls}
         self.versions: dict[int, tuple[torch.Tensor, int]] = {}
-        changed = set()
         self.copies: dict[int, torch.Tensor] = {}
-        for source, copy in record.copies:
+        for source, copy in self.history.copies:
             whole = given[source] if isinstance(source, int) else source
-            changed.add(key_of(whole))
             self.copies[key_of(whole)] = copy_of(copy)
-        for part in record.foreign:
+        for part in self.record.foreign or ():
             whole = self._whole(part)
-            if key_of(whole) not in changed:
-                part.check(whole, record.policy.fqn)
+            if key_of(whole) not in self.copies:
+                part.check(whole, self.record.policy.fqn)
 
     def __enter__(self) -> RerunMode:
         self.rerunning = rerunning.now
         rerunning.now = True
-        self.present = self.record.attributes.resume()
+        self.present = self.attributes.resume()
         # If backward runs under autocast, casts of the forward pass are still cached.
         torch.clear_autocast_cache()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -126,7 +147,7 @@ class RerunMode(_compat.PlainDispatchMode):
             return func(*args, **kwargs)
         traits = _compat_dispatch.traits(func)
         place = self._next(func)
-        action = self.record.actions[place]
+        action = self.history.actions[place]
         if action == VIEW:
             return func(*args, **kwargs)
         if action in (SAVE, DETACHED):
@@ -157,7 +178,7 @@ class RerunMode(_compat.PlainDispatchMode):
         return out
 
     def _next(self, func: Any) -> int:
-        funcs, place = self.record.funcs, self.place
+        funcs, place = self.history.funcs, self.place
         if place >= len(funcs) or funcs[place] is not func:
             raise self._error(f"runs {func}", "did not in forward at that place")
         self.place += 1
