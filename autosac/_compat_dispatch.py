@@ -23,11 +23,12 @@ class Traits:
         written: Positions and names of the arguments that it mutates, by its schema.
         returned: Positions of the mutated arguments that it returns.
         only_makes: It returns new tensors only.
+        is_literal: It takes a tensor that Python made of numbers.
     """
 
     __slots__ = (
-        *("func", "is_random", "is_view", "name", "only_makes", "returned"),
-        *("statistics", "written"),
+        *("func", "is_literal", "is_random", "is_view", "name", "only_makes"),
+        *("returned", "statistics", "written"),
     )
 
     def __init__(self, func: Any) -> None:
@@ -44,6 +45,7 @@ class Traits:
         )
         self.returned = _compat.returned_arguments(func)
         self.only_makes = _compat.makes_all_results(func)
+        self.is_literal = func is torch.ops.aten.lift_fresh.default
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments of a call that it mutates."""

@@ -106,8 +106,8 @@ class Frame:
         """Run again op by op."""
         record, fqn = self.record, self.record.policy.fqn
         try:
-            record.run_again(given, BACKWARD)
-            with _compat_dispatch.below_autograd():
+            with torch.enable_grad(), _compat_dispatch.below_autograd():
+                record.run_again(given, BACKWARD)
                 for ref in self.holders:
                     holder = ref()
                     if holder is not None and holder.tensor is None:

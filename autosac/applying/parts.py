@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +16,22 @@ Layout = tuple[Any, ...]
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """How a tensor lies in its storage."""
-    dtype = tensor.dtype
     return (
         tensor.shape,
         tensor.stride(),
         tensor.storage_offset(),
-        dtype,
-        dtype.is_complex and tensor.is_conj(),
+        tensor.dtype,
+        tensor.is_conj(),
         tensor.is_neg(),
     )
+
+
+def layout_in(tensor: torch.Tensor, dtype: torch.dtype) -> Layout:
+    """The same, without what goes without saying in a storage of one type."""
+    own = tensor.dtype
+    if own is not dtype or own.is_complex:
+        return layout_of(tensor)
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -34,11 +42,16 @@ def key_of(tensor: torch.Tensor) -> int:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, where nobody counts
+        return 0
 
 
 def alias_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A tensor that lies in the storage of another one."""
+    if len(layout) == 3:
+        return whole.as_strided(*layout)
     size, stride, offset, dtype, is_conjugate, is_negative = layout
     if dtype != whole.dtype:
         whole = _elements(whole).view(dtype)
@@ -71,20 +84,25 @@ class Result:
         available: For which reruns it is there again.
         kept: For which of these it stays until their end, as somebody reads it then.
         version: How often ops that are known changed it in place.
-        tensor: The tensor that an op returned; None while it is lost.
+        dtype: Of the tensor that an op returned,
+        whole: which can be told from its views while it lives.
+        tensor: That tensor; None while it is lost.
         is_copy: A real op changed it later; the tensor is what it was before.
     """
 
-    __slots__ = ("action", "available", "is_copy", "kept", "tensor", "version")
+    __slots__ = (
+        *("action", "available", "dtype", "is_copy", "kept", "tensor", "version"),
+        "whole",
+    )
 
-    def __init__(
-        self, action: str, available: int, tensor: torch.Tensor | None
-    ) -> None:
+    def __init__(self, action: str, available: int, tensor: torch.Tensor) -> None:
         self.action = action
         self.available = available
         self.kept = 0
         self.version = 0
-        self.tensor = tensor
+        self.dtype = tensor.dtype
+        self.whole = weakref.ref(tensor)
+        self.tensor: torch.Tensor | None = None
         self.is_copy = False
 
 
@@ -111,18 +129,16 @@ class Part:
             given: The tensors among the unit's arguments.
             fqn: Name of the unit, for the error.
         """
-        source = self.source
-        if type(source) is Result:
-            whole = source.tensor
-            assert whole is not None, f"AC unit `{fqn}` lost what it reads"
-        elif type(source) is int:
-            whole = given[source]
-        else:
-            assert isinstance(source, torch.Tensor)
-            whole = source
-        if self.version is not None:
+        whole: Any = self.source
+        if type(whole) is Result:
+            whole = whole.tensor
+        elif type(whole) is int:
+            whole = given[whole]
+        version = self.version
+        if version is not None and version != version_of(whole):
             self.check(whole, fqn)
-        return whole if self.layout is None else alias_of(whole, self.layout)
+        layout = self.layout
+        return whole if layout is None else alias_of(whole, layout)
 
     def check(self, whole: torch.Tensor, fqn: str) -> None:
         """Refuse a tensor that was changed since."""

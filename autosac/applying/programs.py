@@ -29,7 +29,7 @@ class Program:
         mode: What was recorded of a call that went as planned.
 
     Attributes:
-        funcs: All ops.
+        funcs: All ops, and None at the end.
         kinds: For each: `_PASS`, `_KEEP`, or for which reruns it runs.
         first: Place of the first op that has to be seen, -1 if none has to be,
         last: and of the last one.
@@ -41,7 +41,7 @@ class Program:
 
     def __init__(self, mode: RecordingMode) -> None:
         record = mode.record
-        self.funcs = mode.history.funcs
+        self.funcs = [*mode.history.funcs, None]
         self.kinds = [_PASS] * len(self.funcs)
         for place, saved in record.saved.items():
             results = _results_in(saved)
@@ -81,6 +81,7 @@ class KnownMode(_compat.PlainDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.program = program
+        self._funcs, self._kinds = program.funcs, program.kinds
         self.lost = False
         self.paused = False
         self._is_on = False
@@ -103,7 +104,7 @@ class KnownMode(_compat.PlainDispatchMode):
     def finish(self, output: Any) -> None:
         """The unit has returned."""
         program = self.program
-        if program.first >= 0 and self._place <= program.last:
+        if program.first >= 0 and self._place <= program.last and not self.lost:
             self._lose("its end")
         if self.record.policy.chain:
             self.record.note_output(output)
@@ -135,33 +136,32 @@ class KnownMode(_compat.PlainDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if id(func) in _compat.IGNORED_IDS:
-            if func is _compat.DEVICE:
-                return args[0].device
-            return func(*args, **kwargs)
-        if self.lost or self.paused:
-            return func(*args, **kwargs)
-        program, place = self.program, self._place
-        if place >= len(program.funcs) or program.funcs[place] is not func:
-            self._lose(str(func))
-            return func(*args, **kwargs)
+        place = self._place
+        if self._funcs[place] is not func or self.paused:
+            return self._other(func, args, kwargs)
         self._place = place + 1
-        kind = program.kinds[place]
-        if kind == _PASS:
-            if place >= program.last:
-                self._next_node = _compat.next_sequence_nr()
-            return func(*args, **kwargs)
-        if place == program.last:
+        if place >= self.program.last:
             self._next_node = _compat.next_sequence_nr()
+        kind = self._kinds[place]
+        if kind == _PASS:
+            return func(*args, **kwargs)
+        if kind == _KEEP:
+            out = func(*args, **kwargs)
+            self.record.save(place, out)
+            return out
         return self._record(place, kind, func, args, kwargs)
+
+    def _other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Another op than the program has next."""
+        if func is _compat.DEVICE:
+            return args[0].device
+        if id(func) not in _compat.IGNORED_IDS and not self.paused:
+            self._lose(str(func))
+        return func(*args, **kwargs)
 
     def _record(self, place: int, kind: int, func: Any, args: Any, kwargs: Any) -> Any:
         record = self.record
         traits = _compat_dispatch.traits(func)
-        if kind == _KEEP:
-            out = func(*args, **kwargs)
-            record.save(place, out)
-            return out
         if traits.written:
             targets = list(tensors_in(traits.targets(args, kwargs)))
             results = [record.result_of(tensor) for tensor in targets]
@@ -177,6 +177,7 @@ class KnownMode(_compat.PlainDispatchMode):
     def _lose(self, what: str) -> None:
         if not self.lost:
             self.lost = True
+            self._funcs, self._place = [None], 0
             warnings.warn(
                 f"AC unit `{self.record.policy.fqn}` runs other ops than in the steps"
                 f" before ({what}). What follows in this call is saved, not recomputed,"

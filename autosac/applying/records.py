@@ -16,7 +16,7 @@ import torch
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
 from autosac.applying.handing import is_simple, leaves, map_nested
-from autosac.applying.parts import Literal, Part, Result, key_of, layout_of, version_of
+from autosac.applying.parts import Literal, Part, Result, key_of, layout_in, layout_of, version_of
 from autosac.applying.random_states import RandomState, random_state
 from autosac.candidates.policies import SAVE, OpPolicy
 from autosac.pytrees import mapped, tensors_in
@@ -25,8 +25,7 @@ from autosac.pytrees import mapped, tensors_in
 BACKWARD, ONWARD = 1, 2
 
 _is_plain = _compat_dispatch.is_plain
-
-LITERAL = torch.ops.aten.lift_fresh.default
+_PLAIN_TYPES = _compat_dispatch.plain_types
 
 
 class Call:
@@ -51,7 +50,7 @@ class Call:
         self.place = place
         self.func = func
         self.runs = runs
-        self.args: tuple[Any, ...] = ()
+        self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.state: bytes | None = None
         self.results: list[Result | None] = []
@@ -59,7 +58,12 @@ class Call:
 
     def run(self, given: Sequence[torch.Tensor], fqn: str) -> None:
         """Make its results again."""
-        args = [_filled(value, given, fqn) for value in self.args]
+        args = [
+            value.tensor_of(given, fqn)
+            if type(value) is Part
+            else _filled(value, given, fqn)
+            for value in self.args
+        ]
         kwargs = {n: _filled(value, given, fqn) for n, value in self.kwargs.items()}
         if self.state is None:
             out = self.func(*args, **kwargs)
@@ -179,11 +183,11 @@ class Record:
             call.state = random_state(args, kwargs)
         if traits.statistics:
             args = _compat.without_running_statistics(traits.func, args)
-        if call.func is LITERAL:
-            call.args = (Literal(args[0]),)
+        runs = call.runs
+        if traits.is_literal:
+            call.args = [Literal(args[0])]
         else:
-            runs = call.runs
-            call.args = tuple([self._reference(value, runs) for value in args])
+            call.args = [self._reference(value, runs) for value in args]
             if kwargs:
                 call.kwargs = {n: self._reference(v, runs) for n, v in kwargs.items()}
         if traits.written:
@@ -193,11 +197,12 @@ class Record:
         self.calls.append(call)
 
     def _reference(self, value: Any, runs: int) -> Any:
-        if isinstance(value, torch.Tensor):
+        kind = type(value)
+        if kind in _PLAIN_TYPES or isinstance(value, torch.Tensor):
             part = Part()
             self.locate(part, value, runs)
             return part
-        if isinstance(value, (list, tuple)):
+        if kind is list or kind is tuple:
             return [self._reference(item, runs) for item in value]
         return value
 
@@ -213,7 +218,7 @@ class Record:
             kept: and for which somebody reads it when they are done.
         """
         kind = type(tensor)
-        if kind not in _compat_dispatch.plain_types and not _is_plain(kind):
+        if kind not in _PLAIN_TYPES and not _is_plain(kind):
             self.knows_memory = False
             self._locate_outside(part, tensor)
             return
@@ -225,17 +230,19 @@ class Record:
                 if missing := (runs | kept) & ~result.available:
                     self.missed.append((-1 if kept else len(self.calls), missing))
                 result.kept |= kept
-                part.source, part.layout = result, layout_of(tensor)
+                part.source = result
+                is_whole = saved is None and result.whole() is tensor
+                part.layout = None if is_whole else layout_in(tensor, result.dtype)
                 # Not the tensor's: factory functions give theirs a new counter.
-                part.version = None if saved is None else saved._version
+                part.version = None if saved is None else version_of(saved)
                 return
         number = self._numbers.get(key)
         if number is None:
             self._locate_outside(part, tensor)
         else:
             part.source = number
-            whole = self._given[number]
-            part.layout = None if tensor is whole else layout_of(tensor)
+            is_whole = tensor is self._given[number]
+            part.layout = None if is_whole else layout_of(tensor)
             part.version = None if number in self._relayed else version_of(tensor)
         if self.foreign is not None:
             self.foreign.append(part)
@@ -261,7 +268,7 @@ class Record:
         for tensor in outputs:
             result = None
             if traits.only_makes or self._is_new(call, tensor):
-                result = Result(action, call.runs, None)
+                result = Result(action, call.runs, tensor)
                 storage = tensor.untyped_storage()
                 key = storage._cdata
                 self.results[key] = result
@@ -294,8 +301,8 @@ class Record:
     def _keep(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        kept = _compat_dispatch.detached(tensor)
-        result = Result(SAVE, BACKWARD | ONWARD, kept)
+        result = Result(SAVE, BACKWARD | ONWARD, tensor)
+        result.tensor = _compat_dispatch.detached(tensor)
         if _is_plain(type(tensor)):
             self.results.setdefault(key_of(tensor), result)
         return result
@@ -338,7 +345,7 @@ class Record:
     # --- backward ---------------------------------------------------------------
 
     def run_again(self, given: Sequence[torch.Tensor], runs: int) -> None:
-        """Make results again, op by op.
+        """Make results again, op by op; to be called within `below_autograd`.
 
         Args:
             given: The tensors among the arguments.
@@ -346,13 +353,12 @@ class Record:
         """
         calls = self.calls[: self.stop] if runs == BACKWARD else self.calls
         fqn = self.policy.fqn
-        with _compat_dispatch.below_autograd(), torch.enable_grad():
-            for call in calls:
-                if call.runs & runs:
-                    call.run(given, fqn)
-                for result in call.ended:
-                    if not result.kept & runs:
-                        result.tensor = None
+        for call in calls:
+            if call.runs & runs:
+                call.run(given, fqn)
+            for result in call.ended:
+                if not result.kept & runs:
+                    result.tensor = None
 
     def lose(self) -> None:
         """Let go of what was made again."""

@@ -148,8 +148,8 @@ def run_onward(record: Record, template: Any) -> Any:
         return Handed(tensor, is_result=outward.is_result)
 
     try:
-        record.run_again(given, ONWARD)
-        with _compat_dispatch.below_autograd():
+        with torch.enable_grad(), _compat_dispatch.below_autograd():
+            record.run_again(given, ONWARD)
             return map_nested(record.outward, Outward, hand_on)
     finally:
         record.lose()
