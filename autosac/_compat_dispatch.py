@@ -99,7 +99,7 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-plain_types = {torch.Tensor, torch.nn.Parameter, FakeTensor}  # known so far
+plain_types: set[Any] = {torch.Tensor, torch.nn.Parameter, FakeTensor}  # known so far
 
 
 def is_plain(kind: type) -> bool:

@@ -75,11 +75,10 @@ class Frame:
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder()
-        holder.frame, holder.tensor = self, None
+        holder.frame, holder.source, holder.tensor = self, None, None
         record = self.record
-        record.locate(holder, tensor, BACKWARD, BACKWARD)
-        if not record.is_exact:
-            holder.source = None  # what would be kept is made again
+        if record.is_exact:  # else what would be kept is made again
+            record.locate(holder, tensor, BACKWARD, BACKWARD)
         record.stop = len(record.calls)
         self.holders.append(weakref.ref(holder))
         self.mode.packed()

@@ -115,7 +115,7 @@ def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def leaves(value: Any, kind: type) -> Iterator[Any]:
+def leaves(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     """Those of one kind in nested values."""
     if isinstance(value, kind):
         yield value

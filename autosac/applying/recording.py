@@ -116,7 +116,7 @@ class RecordingMode(_compat.PlainDispatchMode):
             for place, missing in record.missed
             if missing & ONWARD or place < record.stop
         ]
-        if lacks and record.knows_memory:
+        if lacks and record.is_exact:
             self._depart("reads a result that its plan does not make again")
 
     def _runs(self, place: int, action: str) -> int:
@@ -186,8 +186,7 @@ class RecordingMode(_compat.PlainDispatchMode):
                 result.is_copy = True
         elif key not in self._copied:
             self._copied.add(key)
-            whole = self.record.number_of(tensor)
-            if whole is None:
-                whole = _compat_dispatch.detached(tensor)
-            copy = copy_of(_compat_dispatch.detached(tensor))
-            self.history.copies.append((whole, copy))
+            number = self.record.number_of(tensor)
+            whole = _compat_dispatch.detached(tensor)
+            source = whole if number is None else number
+            self.history.copies.append((source, copy_of(whole)))

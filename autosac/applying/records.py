@@ -16,7 +16,15 @@ import torch
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
 from autosac.applying.handing import is_simple, leaves, map_nested
-from autosac.applying.parts import Literal, Part, Result, key_of, layout_in, layout_of, version_of
+from autosac.applying.parts import (
+    Literal,
+    Part,
+    Result,
+    key_of,
+    layout_in,
+    layout_of,
+    version_of,
+)
 from autosac.applying.random_states import RandomState, random_state
 from autosac.candidates.policies import SAVE, OpPolicy
 from autosac.pytrees import mapped, tensors_in
@@ -89,13 +97,17 @@ def _filled(value: Any, given: Sequence[torch.Tensor], fqn: str) -> Any:
 class History(Protocol):
     """What a unit did in forward."""
 
-    departed: bool
+    @property
+    def departed(self) -> bool:
+        """Whether it did something else than its plan expects."""
 
 
 class Code(Protocol):
     """A unit as Python code."""
 
-    history: History
+    @property
+    def history(self) -> History:
+        """What it did in forward."""
 
     def run(
         self, record: Record, template: Any, pack: Callable[[torch.Tensor], Any]
@@ -244,7 +256,7 @@ class Record:
             is_whole = tensor is self._given[number]
             part.layout = None if is_whole else layout_of(tensor)
             part.version = None if number in self._relayed else version_of(tensor)
-        if self.foreign is not None:
+        if self.foreign is not None and not kept:
             self.foreign.append(part)
 
     def _locate_outside(self, part: Part, tensor: torch.Tensor) -> None:

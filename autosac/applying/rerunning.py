@@ -194,8 +194,10 @@ class RerunMode(_compat.PlainDispatchMode):
     def _whole(self, part: Part) -> torch.Tensor:
         """A tensor that does not come from the unit, or one in the same storage."""
         source = part.source
-        assert not isinstance(source, Result)
-        return self.given[source] if isinstance(source, int) else source
+        if isinstance(source, int):
+            return self.given[source]
+        assert isinstance(source, torch.Tensor)
+        return source
 
     def _check(self, call: Call, values: Any) -> None:
         """Refuse to read other tensors than in forward."""
