@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 __all__ = [
     "DEVICE",
+    "FSDP_FREES_BEFORE_COPY_OUT",
     "IGNORED_IDS",
     "IGNORED_OPS",
     "ITEM",
@@ -65,6 +66,11 @@ _HIDDEN_WRITES = {
 }
 
 TORCH_VERSION = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+
+# FSDP2 frees the buffer that one unit was gathered into before the next unit is copied
+# out of its own; before torch 2.15 a local variable of `wait_for_unshard` kept it until
+# that was done (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+FSDP_FREES_BEFORE_COPY_OUT = TORCH_VERSION >= (2, 15)
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
@@ -379,9 +385,10 @@ _ENGINE_TENSOR_USES, _ENGINE_STORAGE_USES = 4, 2
 
 def held_by_engine_only(gradient: torch.Tensor) -> bool:
     """Whether nothing but the engine refers to an argument of the op dispatched now."""
+    counted: Any = gradient  # stubs of some versions lack the count
     storage = gradient.untyped_storage()
     storage_uses = int(torch._C._storage_Use_Count(storage._cdata))
-    tensor_uses = int(gradient._use_count())
+    tensor_uses = int(counted._use_count())
     return tensor_uses <= _ENGINE_TENSOR_USES and storage_uses <= _ENGINE_STORAGE_USES
 
 
@@ -444,9 +451,9 @@ def fake_like(
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def is_channels_last(tensor: torch.Tensor, wished: torch.memory_format) -> bool:
-    """Whether ATen's `suggest_memory_format` gives a channels-last format."""
-    return torch._prims_common.suggest_memory_format(tensor) == wished
+def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """ATen's `suggest_memory_format`: channels last if the strides say so."""
+    return torch._prims_common.suggest_memory_format(tensor)
 
 
 def makes_all_results(func: Any) -> bool:

@@ -12,6 +12,15 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autosac._compat import TORCH_VERSION
+
+# Where a GPU's group norm gets a contiguous input from if its own is none
+# (aten/src/ATen/native/group_norm.cpp). Before torch 2.14 `group_norm` calls
+# `contiguous`, so that autograd saves the copy. In 2.14 the kernel copies for itself,
+# and does the same in backward. Since 2.15 it works on channels-last tensors as well.
+GROUP_NORM_COPIES_FIRST = TORCH_VERSION < (2, 14)
+GROUP_NORM_TAKES_CHANNELS_LAST = TORCH_VERSION >= (2, 15)
+
 # `sDPPriorityOrder` of aten/src/ATen/Context.h, until somebody changes it.
 DEFAULT_SDP_ORDER = (1, 2, 0, 3, 4)
 

@@ -1,11 +1,15 @@
 """autosac against everything else, side by side: `python -m benchmarks.compare`.
 
     python -m benchmarks.compare [--parts zoo,scale] [--budgets 16] [--full]
+    python -m benchmarks.compare --parts settings [--work FOLDER] [--jobs 2]
 
 zoo: every rival on one profile at equal budgets and equal peaks; scale: planning time
 and memory against PyTorch's own chain; frontier: real peaks and times on the models
 that other systems were measured on; real: real steps of every rival. Results of each
 part are written as soon as it is done, beside those of parts that are not run.
+settings, which runs for hours and only when it is named: the zoo and sixty drawn models
+on CPU and GPU in two precisions, see `benchmarks.comparing.settings`; on a page of its
+own.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import gc
 import json
 import logging
 import multiprocessing
+import shlex
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +31,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.comparing import frontier, real, scale, zoo
+from benchmarks.comparing import (
+    frontier,
+    real,
+    scale,
+    settings,
+    settings_job,
+    settings_page,
+    zoo,
+)
 from benchmarks.environment import environment
 from benchmarks.models import workloads
 from benchmarks.models import zoo as models_of_zoo
@@ -82,16 +96,57 @@ def _real(options: argparse.Namespace) -> Iterator[Record]:
         yield {"rounds": options.rounds, "models": models}
 
 
+def _settings(options: argparse.Namespace) -> Iterator[Record]:
+    jobs = settings.Jobs(
+        folder=options.work,
+        num_budgets=options.settings_budgets,
+        num_at_once=options.jobs,
+        timeout_s=options.job_timeout,
+        calibrate=options.calibrate,
+        settings=tuple(options.settings),
+    )
+    drawn = {library: options.draw for library in settings.QUOTAS}
+    quotas = settings.QUOTAS if options.draw is None else drawn
+    models = settings.fixed_models()
+    if options.models:  # those and no drawn ones
+        models, quotas = options.models, {}
+    started = time.perf_counter()
+    records: list[Record] = []
+    for of_model in settings.run(jobs, models, quotas):
+        records += map(settings.compact, of_model)
+        for record in records[-len(of_model) :]:
+            print(settings_page.row(record), flush=True)
+        whole = {
+            "num_budgets": jobs.num_budgets,
+            "calibrated": jobs.calibrate,
+            "command": f"python -m benchmarks.compare {shlex.join(options.given)}",
+            "minutes": (time.perf_counter() - started) / 60,
+            "where": environment(),
+            "records": records,
+        }
+        _write_settings(whole, options.output)
+        yield {"summary": settings_page.summary(records)}
+
+
+def _write_settings(record: Record, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = settings_page.page(record)
+    (folder / "settings.md").write_text("\n".join(lines))
+    (folder / "settings.json").write_text(json.dumps(record) + "\n")
+
+
 PARTS: dict[str, tuple[Part, Callable[[Record], Iterator[str]]]] = {
     "zoo": (_zoo, zoo.page),
     "scale": (_scale, scale.page),
     "frontier": (_frontier, frontier.page),
     "real": (_real, real.page),
+    "settings": (_settings, settings_page.short_page),
 }
+_WHEN_NAMED = ("settings",)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts; the exit code tells whether the zoo showed what is asked for."""
+    """Run the parts; the exit code tells whether they showed what is asked for."""
     options = _options(arguments)
     _quiet(options.threads)
     results = _stored(options.output)
@@ -105,9 +160,12 @@ def main(arguments: list[str] | None = None) -> int:
             minutes = (time.perf_counter() - started) / 60
             results[part] = {"environment": where, "minutes": minutes, **record}
             _write(results, options.output)
-    if "zoo" not in options.parts:
-        return 0
-    return 0 if all(kept for *_, kept in zoo.summary(results["zoo"]["models"])) else 1
+    judged = []
+    if "zoo" in options.parts:
+        judged += zoo.summary(results["zoo"]["models"])
+    if "settings" in options.parts:
+        judged += results["settings"]["summary"]
+    return 0 if all(kept for *_, kept in judged) else 1
 
 
 def _stored(output: Path) -> Record:
@@ -130,10 +188,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return text.split(",")
 
-    parser.add_argument("--parts", type=names, default=list(PARTS))
+    usual = [part for part in PARTS if part not in _WHEN_NAMED]
+    parser.add_argument("--parts", type=names, default=usual)
     parser.add_argument("--models", type=names, help="of the zoo; default: all")
     parser.add_argument("--budgets", type=int, default=16, help="per model of the zoo")
     parser.add_argument("--jobs", type=int, default=1, help="models of the zoo at once")
+    _add_settings(parser, names)
     parser.add_argument("--real-models", type=names, default=list(real.MODELS))
     parser.add_argument(
         "--frontier-models", type=names, default=list(frontier.subjects())
@@ -145,9 +205,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--render", action="store_true", help="only write page again")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    options.given = sys.argv[1:] if arguments is None else arguments
+    of_zoo = [] if options.parts == ["settings"] else options.models or []
     for given, known in (
         (options.parts, list(PARTS)),
-        (options.models or [], list(models_of_zoo())),
+        (of_zoo, list(models_of_zoo())),
+        (options.settings, list(settings_job.SETTINGS)),
         (options.real_models, list(workloads())),
         (options.frontier_models, list(frontier.subjects())),
     ):
@@ -157,6 +220,20 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if options.budgets < 2:
         parser.error("`--budgets` must be at least 2: the floor and the baseline")
     return options
+
+
+def _add_settings(
+    parser: argparse.ArgumentParser, names: Callable[[str], list[str]]
+) -> None:
+    """What the part `settings` takes; its `--models` are as in zoo/gpt2, timm/dla34."""
+    group = parser.add_argument_group("settings")
+    work = Path(tempfile.gettempdir()) / "autosac-settings"
+    group.add_argument("--settings", type=names, default=list(settings_job.SETTINGS))
+    group.add_argument("--settings-budgets", type=int, default=32, help="of each row")
+    group.add_argument("--draw", type=int, help="models of each library; default: 60")
+    group.add_argument("--work", type=Path, default=work, help="files of jobs, kept")
+    group.add_argument("--job-timeout", type=float, default=1800.0, help="in seconds")
+    group.add_argument("--calibrate", action="store_true", help="time the CPU's ops")
 
 
 def _write(results: Record, folder: Path) -> None:

@@ -169,7 +169,9 @@ def run_rank(
     loss = float(step())
     gradients = _whole_gradients(model) if want_gradients else {}
     model.zero_grad()
-    with profiler(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    with profiler(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recording:
         step()
         model.zero_grad()
         gc.collect()

@@ -42,6 +42,7 @@ _LIMITS = (  # of time, and of nodes
     highspy.HighsModelStatus.kSolutionLimit,
 )
 _CBC_BOUND = "Lower bound:"  # CBC prints it only if a gap is left
+_CBC_NODES = "Enumerated nodes:"
 
 _PAIRS = {
     constants.LpSolutionOptimal: Termination.OPTIMAL,
@@ -50,6 +51,8 @@ _PAIRS = {
     constants.LpSolutionUnbounded: Termination.UNBOUNDED,
     constants.LpSolutionNoSolutionFound: Termination.NO_INCUMBENT,
 }
+
+_Answer = tuple[Termination, float | None, int]  # how it ended, the bound, the nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +63,13 @@ class Outcome:
         termination: Why the solve stopped; the variables hold the incumbent, if any.
         bound: Proven lower bound on the objective, in the unit of the model.
         solve_s: Wall-clock time.
+        nodes: Nodes of the search tree: work that is the same in every run.
     """
 
     termination: Termination
     bound: float | None
     solve_s: float
+    nodes: int = 0
 
 
 def run(
@@ -112,9 +117,9 @@ def run(
     started = time.perf_counter()
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":
-        termination, bound = _rerun_highs(model)
+        termination, bound, nodes = _rerun_highs(model)
     else:
-        termination, bound = runner(
+        termination, bound, nodes = runner(
             model, options, relaxed=relaxed, warm_start=warm_start
         )
     if termination.has_incumbent and not _keeps_rows(model, relaxed=relaxed):
@@ -127,7 +132,9 @@ def run(
     solve_s = time.perf_counter() - started
     if bound is not None and not math.isfinite(bound):
         bound = None
-    return Outcome(termination=termination, bound=bound, solve_s=solve_s)
+    return Outcome(
+        termination=termination, bound=bound, solve_s=solve_s, nodes=max(0, nodes)
+    )
 
 
 def row(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:
@@ -202,7 +209,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
 def _run_highs(
     model: pulp.LpProblem, options: dict[str, Any], *, relaxed: bool, warm_start: bool
-) -> tuple[Termination, float | None]:
+) -> _Answer:
     start = [v.varValue or 0.0 for v in model.variables()] if warm_start else None
     status = highspy.HighsModelStatus.kNotset
     for extra in ({}, {}, {"presolve": "off"}):
@@ -225,7 +232,7 @@ def _run_highs(
     return _highs_outcome(model, status, relaxed=relaxed)
 
 
-def _rerun_highs(model: pulp.LpProblem) -> tuple[Termination, float | None]:
+def _rerun_highs(model: pulp.LpProblem) -> _Answer:
     for constraint in _rows(model):
         low, high = constraint.getLb(), constraint.getUb()
         model.solverModel.changeRowBounds(
@@ -241,7 +248,7 @@ def _rerun_highs(model: pulp.LpProblem) -> tuple[Termination, float | None]:
 
 def _highs_outcome(
     model: pulp.LpProblem, status: highspy.HighsModelStatus, *, relaxed: bool
-) -> tuple[Termination, float | None]:
+) -> _Answer:
     termination = _PAIRS[model.sol_status]
     info = model.solverModel.getInfo()
     if status in _LIMITS:
@@ -252,12 +259,14 @@ def _highs_outcome(
         bound = info.objective_function_value if is_optimal else None
     else:
         bound = info.mip_dual_bound
-    return termination, None if bound is None else bound + model.objective.constant
+    if bound is not None:
+        bound += model.objective.constant
+    return termination, bound, info.mip_node_count
 
 
 def _run_cbc(
     model: pulp.LpProblem, options: dict[str, Any], *, relaxed: bool, warm_start: bool
-) -> tuple[Termination, float | None]:
+) -> _Answer:
     with tempfile.TemporaryDirectory(prefix="autosac-cbc-") as folder:
         log = Path(folder, "cbc.log")
         solver = pulp.COIN_CMD(
@@ -277,13 +286,18 @@ def _run_cbc(
     is_infeasible = model.status == constants.LpStatusInfeasible
     if is_infeasible or (is_undefined and "nfeasible" in text):
         termination = Termination.INFEASIBLE
-    bound = None
-    bounds = [line for line in text.splitlines() if line.startswith(_CBC_BOUND)]
-    if bounds:
-        bound = float(bounds[-1].removeprefix(_CBC_BOUND)) + model.objective.constant
+    bound = _last_number(text, _CBC_BOUND)
+    if bound is not None:
+        bound += model.objective.constant
     elif termination is Termination.OPTIMAL:
         bound = pulp.value(model.objective)
-    return termination, bound
+    return termination, bound, int(_last_number(text, _CBC_NODES) or 0)
+
+
+def _last_number(text: str, label: str) -> float | None:
+    """What the last line of a log says that begins with a label."""
+    lines = [line for line in text.splitlines() if line.startswith(label)]
+    return float(lines[-1].removeprefix(label)) if lines else None
 
 
 def _cbc_path() -> str:

@@ -50,6 +50,8 @@ class CountModel:
         budget_bytes: The cap; None to minimise it.
         mixed: Units that may take points between theirs, see `_add_between`, and
             mixtures of their points; others take whole points.
+        coarse: Mixed units may take any mixture of their points instead: a relaxation
+            of that with far fewer integers.
         surcharges: What a solution costs at least beyond the relaxation if it uses a
             column, in ms.
         room_ms: Columns with a larger surcharge are left out.
@@ -69,6 +71,7 @@ class CountModel:
         units: Collection[int],
         budget_bytes: int | None,
         mixed: Collection[int] = (),
+        coarse: bool = False,
         surcharges: Floats | None = None,
         room_ms: float = math.inf,
     ) -> None:
@@ -79,6 +82,7 @@ class CountModel:
         if surcharges is not None:
             self._surcharges = surcharges
         self._room_ms = room_ms
+        self._coarse = coarse
         longest = float(table.times.max(initial=0.0))
         exponent = math.frexp(_LARGEST_TIME / longest)[1] if longest else 0
         self.scale = 1.0 / MIB if budget_bytes is None else math.ldexp(1.0, exponent)
@@ -154,7 +158,8 @@ class CountModel:
             terms = []
             columns = [*range(*self._table.first[first : first + 2])]
             if first in mixed:
-                terms += self._add_between(first, columns, size)
+                if not self._coarse:
+                    terms += self._add_between(first, columns, size)
                 terms += self._add_mixture(first, columns, size)
             else:
                 for j in columns:
@@ -188,7 +193,8 @@ class CountModel:
         self, u: int, columns: Sequence[int], size: int
     ) -> list[tuple[pulp.LpVariable, float]]:
         """What stands for missing points: mixtures that take as long as any of them."""
-        least_ms = self._table.problem.units[u].mixed_from_ms
+        unit = self._table.problem.units[u]
+        least_ms = 0.0 if self._coarse else unit.mixed_from_ms
         times = self._table.times[columns]
         own = self._surcharges[columns]
         if _least_on_hull(times, own, least_ms) > self._room_ms:

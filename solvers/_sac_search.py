@@ -33,6 +33,10 @@ _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
+_MOST_WORK = 300_000  # nodes times variables of all MILPs together: a second or two
+_ANY_WORK = 2**50
+_PROOF_WORK = 100_000  # of that is left for the bound
+_FEWEST_NODES = 8  # of a MILP that is begun at all
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -62,9 +66,12 @@ class Search:
         table: The units.
         units: Those that may be chosen.
         backend: Which solver to run.
-        time_limit_s: Stop branching after this long; relaxations are solved in full.
+        time_limit_s: Stop branching after this long; None to stop after an amount of
+            work. Relaxations are solved in full.
         relative_gap: Stop when proven this close to the optimum.
-        node_limit: Stop after a MILP whose search tree has so many nodes.
+        least_ms: No choice takes less time, as is known already.
+        most_ms: Only choices that take less time are of interest.
+        proves: Whether the bound is worth MILPs of its own.
         mixed: Units whose points stand for a finer curve: the bound must hold for
             mixtures of their points as well.
         start: From a smaller budget of the same table and units; it is left with what
@@ -86,7 +93,9 @@ class Search:
         backend: Backend,
         time_limit_s: float | None,
         relative_gap: float,
-        node_limit: int | None = None,
+        least_ms: float = 0.0,
+        most_ms: float = math.inf,
+        proves: bool = True,
         mixed: Collection[int] = (),
         start: Start | None = None,
     ) -> None:
@@ -96,17 +105,19 @@ class Search:
         self._mixed = frozenset(mixed) & self._units
         self._backend = backend
         self._gap = relative_gap
-        self._node_limit = node_limit
-        self._is_cut_short = False
+        self._proves = proves
+        is_timed = time_limit_s is not None  # then it ends by that, not by its work
+        self._work_left = _ANY_WORK if is_timed else _MOST_WORK
+        self._reserve = 0
         self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
         self._apart: set[int] = set() if start is None else start.apart
         self.rows = [int(table.base.argmax())]
         if start is not None and start.rows:
             self.rows = list(start.rows)
-        self.bound = 0.0
+        self.bound = least_ms
         self.choice: Choice | None = None
         self.price = 0.0
-        self._best = math.inf
+        self._best = most_ms
         self._relaxed = 0.0  # optimum of the last LP relaxation, and what a column
         self._surcharges = np.zeros(len(table.times))  # costs beyond it at least
 
@@ -132,12 +143,14 @@ class Search:
         # A small gap may not be reached in time: what a larger one needs comes first.
         for gap in dict.fromkeys((max(wanted, _FIRST_GAP), wanted)):
             self._gap = gap
-            has_choice = self.choice is not None
-            if not self._is_done() and not (has_choice and self._is_late()):
+            is_proof_due = bool(self._mixed) and self._proves
+            self._reserve = _PROOF_WORK if is_proof_due else 0
+            if not self._is_done() and not (self._has_best and self._is_late()):
                 ended = self._branch(budget_bytes)
-                if ended is Termination.INFEASIBLE:
+                if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
-            if self._mixed and self.choice is not None and not self._is_done():
+            self._reserve = 0
+            if is_proof_due and self._has_best:
                 self._raise_bound(budget_bytes)
         if self.choice is None:
             return Termination.NO_INCUMBENT
@@ -182,17 +195,21 @@ class Search:
         target, lowered = budget_bytes, _TOLERANCE_BYTES
         share = _FIRST_SHARE + self._gap
         limit_ms = self._limit_ms(share)
+        whole_bound = 0.0  # of whole points: not of mixtures, for which units may stand
         while True:
             if self._is_hopeless(budget_bytes):
                 return Termination.INFEASIBLE
             model, outcome, weights = self._solve(target, whole=True, limit_ms=limit_ms)
             is_true = target == budget_bytes  # else the model is no relaxation
-            if outcome.bound is not None and is_true and not self._mixed:
-                self._prove(min(outcome.bound / model.scale, limit_ms))
+            if outcome.bound is not None and is_true:
+                least_ms = min(outcome.bound / model.scale, limit_ms)
+                whole_bound = max(whole_bound, least_ms)
+                if not self._mixed:
+                    self._prove(least_ms)
             if not outcome.termination.has_incumbent:
                 if outcome.termination is not Termination.INFEASIBLE:
                     return outcome.termination
-                if is_true and not self._mixed and self.choice is not None:
+                if is_true and not self._mixed and self._has_best:
                     self._prove(min(limit_ms, self._best))  # nothing is faster
                 if limit_ms >= self._best:
                     if self.choice is not None:
@@ -204,7 +221,7 @@ class Search:
             live = self._table.live(weights.astype(np.int64))
             if live.max() <= budget_bytes:
                 self._offer(_choice(self._table, weights))
-                if self._is_done() or self._is_late():
+                if self._is_done(whole_bound) or self._is_late():
                     return outcome.termination
                 if limit_ms >= self._best:
                     return outcome.termination
@@ -214,7 +231,7 @@ class Search:
             self._offer(
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
-            if self._is_done() or self._is_late():
+            if self._is_done(whole_bound) or self._is_late():
                 return Termination.FEASIBLE
             if not self._refine(model, weights, live, budget_bytes):
                 # The rows were kept within their tolerance, not exactly.
@@ -223,18 +240,26 @@ class Search:
                 lowered *= 4
 
     def _raise_bound(self, budget_bytes: int) -> None:
-        """Solve MILPs in which points may be mixed, for their bounds."""
-        while not self._is_done() and not self._is_late():
-            limit_ms = self._best
-            model, outcome, weights = self._solve(budget_bytes, limit_ms=limit_ms)
-            if outcome.bound is not None:
-                self._prove(min(outcome.bound / model.scale, limit_ms))
-            if not outcome.termination.has_incumbent:
-                return
-            live = self._table.live(weights)
-            cap = budget_bytes + _TOLERANCE_BYTES
-            if not self._refine(model, weights, live, cap):
-                return
+        """Solve MILPs in which points may be mixed, for their bounds.
+
+        Any mixtures first: mostly they prove enough, at a tenth of the work.
+        """
+        for coarse in (True, False):
+            while not self._is_done() and not self._is_late():
+                limit_ms = self._best
+                model, outcome, weights = self._solve(
+                    budget_bytes, limit_ms=limit_ms, coarse=coarse
+                )
+                if outcome.bound is not None:
+                    self._prove(min(outcome.bound / model.scale, limit_ms))
+                if outcome.termination is Termination.INFEASIBLE:
+                    self._prove(limit_ms)  # nothing is faster
+                if not outcome.termination.has_incumbent:
+                    break
+                live = self._table.live(weights)
+                cap = budget_bytes + _TOLERANCE_BYTES
+                if not self._refine(model, weights, live, cap):
+                    break
 
     # --- least peak ---------------------------------------------------------------
 
@@ -292,6 +317,7 @@ class Search:
         *,
         relaxed: bool = False,
         whole: bool = False,
+        coarse: bool = False,
         limit_ms: float = math.inf,
     ) -> tuple[CountModel, _pulp.Outcome, Floats]:
         """Model of the rows, how it ended, and its weights dealt out to the units."""
@@ -309,6 +335,7 @@ class Search:
                 units=self._units,
                 budget_bytes=budget_bytes,
                 mixed=() if whole or relaxed else self._mixed,
+                coarse=coarse,
                 surcharges=self._surcharges,
                 room_ms=limit_ms * (1.0 + _NOISE) - self._relaxed,
             )
@@ -317,17 +344,18 @@ class Search:
         left = None
         if self._ends is not None and not relaxed:  # a relaxation takes milliseconds
             left = max(0.0, self._ends - perf_counter())
+        size = max(1, model.model.numVariables())
         outcome = _pulp.run(
             model.model,
             backend=self._backend,
             time_limit_s=left,
-            node_limit=None if relaxed else self._node_limit,
+            node_limit=None if relaxed else self._most_nodes(size),
             relative_gap=self._gap,
             relaxed=relaxed,
             again=again,
         )
-        if self._node_limit is not None and not relaxed:
-            self._is_cut_short |= outcome.termination is Termination.FEASIBLE
+        if not relaxed:
+            self._work_left -= max(1, outcome.nodes) * size
         if not outcome.termination.has_incumbent:
             return model, outcome, np.zeros(len(self._table.times))
         totals = model.totals(whole=whole)
@@ -423,13 +451,29 @@ class Search:
             return self._best
         return min(self._best, self._relaxed * (1.0 + share))
 
-    def _is_done(self) -> bool:
-        if self.choice is None:
+    def _is_done(self, bound: float = 0.0) -> bool:
+        """Whether the best choice is close enough to what is proven."""
+        if not self._has_best:
             return False
-        return self._best - self.bound <= (self._gap + _NOISE) * self._best
+        left_ms = self._best - max(self.bound, bound)
+        return left_ms <= (self._gap + _NOISE) * self._best
+
+    @property
+    def _has_best(self) -> bool:
+        """Whether a time is known that the budget allows."""
+        return math.isfinite(self._best)
+
+    def _most_nodes(self, size: int) -> int:
+        """Nodes of a MILP of so many variables; a solver counts in 32 bits."""
+        return min(max(_FEWEST_NODES, self._left() // size), 2**31 - 1)
+
+    def _left(self) -> int:
+        """Work that may still be done."""
+        return self._work_left - self._reserve
 
     def _is_late(self) -> bool:
-        if self._is_cut_short:
+        """Whether what a solve may take is spent: work, or time if that is limited."""
+        if self._left() <= 0:
             return True
         return self._ends is not None and perf_counter() >= self._ends
 

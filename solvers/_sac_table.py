@@ -7,6 +7,7 @@ a *column* below. Nothing here depends on the budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,12 @@ class Table:
         self._by_position(units)
         self.holds = Holds(problem.holds, self.first, self.shapes)
         self._relatives: list[list[int]] | None = None
+
+    def raised(self, added_bytes: Ints) -> Table:
+        """The same with more live memory at each position."""
+        table = copy(self)
+        table.base = self.base + added_bytes
+        return table
 
     def live(self, weights: Numbers) -> Numbers:
         """Live memory at each position, given the weight of each column.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from solvers.solution import Solution, Termination
 
 _MOST_LABELS = 4096  # alive at once in the dynamic program,
 _MOST_WORK = 400_000  # and in all: about a second
+_MOST_CROSSINGS = 1024  # each way, of all neighbours on a hull
+
+_Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +154,10 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
     if most_labels is None:
         most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
     found = save_front(problem, most_labels=most_labels)
-    flags = zip(
-        found.saved.tolist(), _rerun(problem, found.saved).tolist(), strict=True
-    )
+    saved, rerun = found.saved, _rerun(problem, found.saved)
+    if len(saved) and not math.isinf(found.complete_below_ms):
+        saved, rerun = _with_crossings(problem, saved)
+    flags = zip(saved.tolist(), rerun.tolist(), strict=True)
     return Front(
         solutions=tuple(
             _solution(problem, tuple(saved), tuple(rerun), found.complete_below_ms)
@@ -162,6 +166,51 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
         complete_below_ms=found.complete_below_ms,
         has_hull=found.has_hull,
     )
+
+
+def _with_crossings(problem: SaveProblem, saved: _Flags) -> tuple[_Flags, _Flags]:
+    """Points and crossings of neighbours on their hull: what is saved, what is rerun.
+
+    A crossing saves what one vertex saves up to some group, and what the next vertex
+    saves from there on. Where layers repeat, two vertices differ in all layers alike,
+    and the points between them, at which some layers have changed already, lie next to
+    the hull: these are found so, without the labels that they would take.
+
+    Args:
+        problem: The groups.
+        saved: Flags of Pareto points, shape (points, groups), the most bytes first.
+    """
+    sizes, times, _ = _sums(problem, saved)
+    vertices = saved[len(sizes) - 1 - lower_hull(sizes[::-1], times[::-1])]
+    parts = [saved]
+    share = _MOST_CROSSINGS // max(1, len(vertices) - 1)
+    for before, after in pairwise(vertices):
+        changed = np.flatnonzero(before != after)[1:]
+        cuts = changed[:: -(-len(changed) // max(1, share)) or 1]
+        is_crossed = np.arange(problem.num_groups) >= cuts[:, None]
+        parts += [
+            np.where(is_crossed, before, after),
+            np.where(is_crossed, after, before),
+        ]
+    every = np.concatenate(parts)
+    sizes, times, rerun = _sums(problem, every)
+    order = np.lexsort((times, sizes))
+    # What must not run twice is not run twice in the points, but may be in a crossing.
+    pinned = np.array(sorted(problem.pinned), dtype=np.int64)
+    order = order[~rerun[order][:, pinned].any(axis=1)]
+    fastest = np.minimum.accumulate(np.append(np.inf, times[order]))
+    kept = order[times[order] < fastest[:-1]][::-1]
+    return every[kept], rerun[kept]
+
+
+def _sums(
+    problem: SaveProblem, saved: _Flags
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], _Flags]:
+    """Saved bytes and recompute time of points, and what they rerun."""
+    rerun = _rerun(problem, saved)
+    nbytes = np.array(problem.saved_bytes, dtype=np.int64)
+    runtime_ms = np.array(problem.runtime_ms, dtype=np.float64)
+    return np.dot(saved, nbytes), np.dot(rerun, runtime_ms), rerun
 
 
 def trade_off(
@@ -213,7 +262,7 @@ def rerun_closure(problem: SaveProblem, saved: Sequence[bool]) -> tuple[bool, ..
     return tuple(rerun)
 
 
-def _rerun(problem: SaveProblem, saved: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _rerun(problem: SaveProblem, saved: _Flags) -> _Flags:
     """As `rerun_closure`, of many points at once: flags of shape (points, groups)."""
     left = ~saved.T
     rerun = np.zeros(saved.shape, dtype=bool)

@@ -14,6 +14,7 @@ from time import perf_counter
 
 from solvers import _pulp
 from solvers._pulp import Backend
+from solvers._sac_holds import Ints
 from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
 from solvers._sac_search import Search, Start
 from solvers._sac_table import Choice, Table
@@ -87,36 +88,48 @@ class Solver:
         *,
         backend: Backend = "highs",
         time_limit_s: float | None = None,
-        node_limit: int | None = None,
         relative_gap: float = 1e-3,
         fixed_units: Collection[int] | None = None,
         mixed_units: Collection[int] = (),
         start: Start | None = None,
+        raised_bytes: Ints | None = None,
+        least_ms: float = 0.0,
+        most_ms: float = math.inf,
+        proves: bool = True,
     ) -> SacSolution:
         """Choose whole points with the least recompute time: see `solve`.
 
         Budgets of a sweep, the smallest first, share a `start`: new for each sweep.
-        `node_limit` ends each MILP after so many nodes of its search tree, and so at
-        the same place in every run, which `time_limit_s` does not.
+        `raised_bytes` are added to the live memory at each position; the peak of the
+        solution is without them.
+        No choice takes less than `least_ms`, as is known already; only one that takes
+        less than `most_ms` is of interest, and without one there is no incumbent.
+        Without `proves`, a bound for mixed units costs no MILP of its own.
         """
         started = perf_counter()
         units = _candidates(self.problem, fixed_units)
         nothing: Choice = [None] * len(self.problem.units)
-        if max(self.problem.base_bytes) <= budget_bytes:
+        table = self._table
+        if raised_bytes is not None:
+            table, start = table.raised(raised_bytes), None
+        if table.base.max() <= budget_bytes:
             return _finished(self._record(nothing), 0.0, relative_gap, started)
         search = Search(
-            self._table,
+            table,
             units=units,
             backend=backend,
             time_limit_s=time_limit_s,
             relative_gap=relative_gap,
-            node_limit=node_limit,
+            least_ms=least_ms,
+            most_ms=most_ms,
+            proves=proves,
             mixed=mixed_units,
             start=start,
         )
         termination = search.least_time(budget_bytes)
         if search.choice is None:
-            bound_ms = None if termination is Termination.INFEASIBLE else search.bound
+            is_infeasible = termination is Termination.INFEASIBLE
+            bound_ms = None if is_infeasible and most_ms == math.inf else search.bound
             found = SacSolution(termination=termination, bound_ms=bound_ms)
             return replace(found, solve_s=perf_counter() - started)
         return _finished(
@@ -170,6 +183,11 @@ class Solver:
         ended = search.relax(budget_bytes)
         return search.price if ended is Termination.OPTIMAL else None
 
+    def live(self, choice: Choice) -> Ints:
+        """Live memory at each position under a choice."""
+        live: Ints = self._table.live(self._table.weights(choice))
+        return live
+
     def _record(self, choice: Choice) -> SacSolution:
         """Record of whole points; its termination is yet to be found out."""
         units = self.problem.units
@@ -182,7 +200,7 @@ class Solver:
             for unit, point in zip(units, choice, strict=True)
         ]
         cost_ms = math.fsum(pair.recompute_ms for pair in pairs if pair is not None)
-        live = self._table.live(self._table.weights(choice))
+        live = self.live(choice)
         return SacSolution(
             termination=Termination.FEASIBLE,
             objective_ms=cost_ms,
@@ -211,7 +229,8 @@ def solve(
         integral: Whether a unit takes one of its points as it is; otherwise it may
             lie between two neighbours.
         backend: Which MILP solver to run.
-        time_limit_s: Stop branching after this long with the best solution so far.
+        time_limit_s: Stop branching after this long with the best solution so far;
+            None to stop after an amount of work, at the same place in every run.
         relative_gap: Stop when proven this close to the least time.
         fixed_units: The only units that may be chosen; None for all.
         mixed_units: With whole points: units whose points are a selection from a
@@ -268,7 +287,8 @@ def lowest_peak(
     Args:
         problem: Units and memory; its budget is ignored.
         backend: Which MILP solver to run.
-        time_limit_s: Stop branching after this long with the lowest peak so far.
+        time_limit_s: Stop branching after this long with the lowest peak so far; None
+            as in `solve`.
         relative_gap: Stop when proven this close to the lowest peak.
         fixed_units: The only units that may be chosen; None for all.
 

@@ -2,10 +2,17 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Processes that run side by side (pytest -n) share the cores.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
+
+# No test fails because the machine is busy.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture

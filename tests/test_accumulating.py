@@ -76,7 +76,7 @@ class Model(nn.Module):
 def really_in_place(function):
     """For every sum that backward makes: is it in place?"""
     loss = Model(function)(torch.ones(SIZE, SIZE))
-    with profile(activities=[ProfilerActivity.CPU]) as recording:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recording:
         loss.backward()
     return [KINDS[event.name] for event in recording.events() if event.name in KINDS]
 

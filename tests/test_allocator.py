@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.simulation.allocator import (
@@ -189,7 +189,6 @@ def run(allocator, sequence, check=lambda live: None):
 
 
 @given(sequences)
-@settings(deadline=None)
 def test_blocks_hold_what_was_asked_for_and_never_overlap(sequence):
     allocator = CachingAllocator()
 
@@ -214,7 +213,6 @@ below_10_mib = st.lists(
 
 
 @given(below_10_mib)
-@settings(deadline=None)
 def test_the_same_sequence_again_reserves_nothing_more(sequence):
     # Segments of a kind are equally large here, so that a free one is as good as a
     # new one. Not so above 10 MiB: best fit may spend a large one on a smaller request.
@@ -233,7 +231,6 @@ def test_the_same_sequence_again_reserves_nothing_more(sequence):
 
 
 @given(sequences, st.integers(1, 60))
-@settings(deadline=None)
 def test_a_capacity_is_kept(sequence, mib):
     allocator = CachingAllocator(capacity_bytes=mib * MIB)
     try:

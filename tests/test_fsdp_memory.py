@@ -16,10 +16,11 @@ from autosac.tracing.stepping import OptimizerInBackward
 from benchmarks.ranks import Recipe, reference, run_fake_rank, run_gloo_ranks
 from tests.models import CASES, SMALL_GPT, gpt, random_choice, tokens
 
-# The profiler says so when a step frees what was there before it, which `ranks` knows.
+# FSDP2 warns of writes to outputs that are views, which no model here does; a linear
+# map returns a view before torch 2.15.
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:Profiler"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view"),
 ]
 PHASES = ("forward", "loss", "backward", "finish", "optimizer")
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
@@ -190,7 +191,6 @@ NUM_DRAWS = 12  # of each model
         for seed in range(NUM_DRAWS)
     ],
 )
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
 def test_random_units_of_both_kinds_are_never_understated(name, seed):
     case = {**CASES, "small gpt": SMALL_GPT}[name]
     of_case = calibrate(case.profile(torch.optim.AdamW))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 import autosac
-from autosac import _compat
+from autosac import _compat, _compat_gpu
 from autosac.cli.demo import GPT, next_token_loss
 from autosac.costs.devices import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
@@ -154,6 +154,31 @@ def test_counts_what_backward_kernels_allocate():
     assert work == {
         "aten._scaled_dot_product_flash_attention_backward.default": flash,
         "aten.embedding_dense_backward.default": embedding,
+    }
+
+
+def test_group_norm_copies_images_that_are_channels_last_where_the_gpu_does():
+    images = torch.zeros(2, 8, 16, 16).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8))
+    model.to(memory_format=torch.channels_last)
+    made = profile(model, images, loss_fn=torch.sum, device=A100)
+    first = _compat_gpu.GROUP_NORM_COPIES_FIRST
+    takes_any = _compat_gpu.GROUP_NORM_TAKES_CHANNELS_LAST
+    storages = made.tape.storages
+
+    copied = {"forward": 0, "backward": 0}
+    for op in made.tape.ops:
+        if op.name == "aten.clone.default":
+            copied[op.phase] += sum(storages[s].nbytes for s in op.creates)
+        if "group_norm" in op.name:
+            copied[op.phase] += op.workspace_bytes
+
+    copy = 2 * 8 * 16 * 16 * 4
+    # The gradient of a sum is expanded from one number, so that it is always copied. A
+    # kernel that copies images for itself does so again in backward.
+    assert copied == {
+        "forward": 0 if takes_any else copy,
+        "backward": copy if first or takes_any else 2 * copy,
     }
 
 

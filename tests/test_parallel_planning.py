@@ -26,10 +26,7 @@ from benchmarks.sharded_models import RECIPES
 from solvers import fsdp, knapsack
 from solvers.fsdp import FsdpChoice
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:Profiler"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 GPT = RECIPES["GPT"]
 
 

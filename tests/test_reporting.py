@@ -9,10 +9,10 @@ import torch
 import autosac
 from autosac.candidates import curves
 from autosac.cli import demo
-from autosac.planning import planning
 from autosac.planning.checking import chosen
 from autosac.quantities import format_bytes
 from autosac.showing import reporting
+from solvers import sac
 from tests.models import CASES, SMALL_GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,7 +95,7 @@ def test_offers_are_what_planning_anew_gives(plan, made, details):
 
 
 def test_the_price_is_the_slope_of_the_bound(plan, made, details):
-    solver_bound = planning._solver(made.formulation)
+    solver_bound = sac.Solver(made.formulation.problem(0))
     step = 64
 
     def relaxed(budget_bytes):

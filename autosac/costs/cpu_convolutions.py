@@ -171,9 +171,7 @@ def _case(images: Any, weight: Any, options: Any, pixels: int) -> _Case:
 
 
 def _channels_last(tensor: Any) -> bool:
-    wished = _format(tensor, True)
-    is_image = wished is not torch.contiguous_format
-    return is_image and _compat.is_channels_last(tensor, wished)
+    return _compat.memory_format(tensor) is not torch.contiguous_format
 
 
 def _format(tensor: Any, last: bool) -> torch.memory_format:

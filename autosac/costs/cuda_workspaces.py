@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autosac import _compat, _compat_gpu
 from autosac.costs.devices import DeviceSpec
 
 _BLAS = frozenset(
@@ -139,6 +140,19 @@ def _embedding_backward(given: dict[str, Any]) -> list[int]:
     return [8 * number] * 2 + max([8 * number] * 3, summing, key=sum)
 
 
+def _group_norm(given: dict[str, Any]) -> list[int]:
+    """`native_group_norm` and its backward in group_norm.cpp.
+
+    Images, and gradients of the result, are copied if they do not lie in the format in
+    which the kernel works.
+    """
+    images = given["input"]
+    takes_any = _compat_gpu.GROUP_NORM_TAKES_CHANNELS_LAST
+    wished = _compat.memory_format(images) if takes_any else torch.contiguous_format
+    read = [images, *([given["grad_out"]] if "grad_out" in given else [])]
+    return [t.nbytes for t in read if not t.is_contiguous(memory_format=wished)]
+
+
 def _foreach_norm(given: dict[str, Any]) -> list[int]:
     """`foreach_tensor_norm_cuda` in cuda/ForeachReduceOp.cu: chunks of 65536."""
     tensors = given["self"]
@@ -154,5 +168,7 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
         _efficient_backward
     ),
     "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.native_group_norm.default": _group_norm,
+    "aten.native_group_norm_backward.default": _group_norm,
     "aten._foreach_norm.Scalar": _foreach_norm,
 }

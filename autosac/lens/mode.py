@@ -35,7 +35,6 @@ from autosac import _compat, _compat_gpu
 from autosac.costs.devices import DeviceSpec
 from autosac.lens import attention
 from autosac.lens.autocast import gpu_autocast
-from autosac.lens.on_gpu import on_fake_gpu
 from autosac.tracing.stepping import AnyOptimizer
 
 # Composite ops that would choose a kernel whose memory is not known here.
@@ -167,24 +166,13 @@ def _softmax(
 
 
 def _group_norm(input: torch.Tensor, *args: Any) -> torch.Tensor:
-    """The CPU keeps channels last; it depends on the version whether a GPU does."""
-    if _memory_format(input) != torch.contiguous_format and not _keeps_channels_last():
+    """The CPU keeps channels last; it depends on the version what a GPU does."""
+    if _compat_gpu.GROUP_NORM_COPIES_FIRST:
         input = input.contiguous()
     out: torch.Tensor = _compat_gpu.composite(
         torch.ops.aten.group_norm.default, input, *args
     )
     return out
-
-
-@functools.cache
-def _keeps_channels_last() -> bool:
-    """Whether a GPU's group norm works on channels-last tensors as they are."""
-    with _compat.no_modes():
-        probe = torch.empty(
-            2, 2, 2, 2, device="meta", memory_format=torch.channels_last
-        )
-        out = on_fake_gpu(torch.nn.functional.group_norm, (probe, 1), {})
-    return _memory_format(out) == torch.channels_last
 
 
 def _grid_sampler(
@@ -240,7 +228,7 @@ def _batch_norm(
         affines = (weight.contiguous(), bias.contiguous())
         rest = (*statistics, training, momentum, eps)
         if device.vendor == "nvidia" and _cudnn_norms(input, weight, training, eps):
-            dense = input.contiguous(memory_format=_memory_format(input))
+            dense = input.contiguous(memory_format=_compat.memory_format(input))
             return (*aten.cudnn_batch_norm(dense, *affines, *rest), 1)
         if device.vendor == "amd" and _miopen_norms(input, weight):
             out = aten.miopen_batch_norm(input.contiguous(), *affines, *rest)
@@ -277,14 +265,5 @@ def _miopen_norms(input: torch.Tensor, weight: torch.Tensor) -> bool:
         input.dim() <= _MIOPEN_MOST_DIMENSIONS
         and input.dtype not in (torch.float64, torch.bfloat16)
         and weight.dtype != torch.float16
-        and _memory_format(input) == torch.contiguous_format
+        and _compat.memory_format(input) == torch.contiguous_format
     )
-
-
-def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """`suggest_memory_format`: channels last if the strides say so."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    wished = formats.get(tensor.dim())
-    if wished is not None and _compat.is_channels_last(tensor, wished):
-        return wished
-    return torch.contiguous_format

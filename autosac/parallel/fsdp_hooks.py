@@ -2,8 +2,8 @@
 
 The methods of `Replay` do what the functions of the same names do in
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py and
-_fsdp_state.py of torch 2.15, in the order in which Python issues it. Streams do not
-matter for that: PyTorch counts memory as allocated and freed when the host says so.
+_fsdp_state.py of torch 2.10 to 2.15, in the order in which Python issues it. Streams do
+not matter for that: PyTorch counts memory as allocated and freed when the host says so.
 
 What differs between devices and process groups:
     - on the CPU gradients of padded parameters are copied before they are packed, and
@@ -42,11 +42,14 @@ class Collectives:
         granularity_bytes: Allocations are rounded up to a multiple of it.
         on_cpu: On the CPU, not on a GPU.
         copies: The process group copies what it sends, as gloo does.
+        frees_before_copy_out: The buffer that the unit before was gathered into is
+            freed before the next unit is copied out of its own, not after that.
     """
 
     granularity_bytes: int
     on_cpu: bool
     copies: bool
+    frees_before_copy_out: bool
 
     def rounded(self, num_bytes: int) -> int:
         """Size of a block for so many bytes."""
@@ -200,10 +203,13 @@ class Replay:
     # --- hooks ------------------------------------------------------------
 
     def pre_forward(self, state: _State) -> None:
-        """Gather; the buffer stays until the next unit's is full."""
+        """Gather; the buffer stays until the next unit's is full, or is copied out."""
         self._unshard(state)
+        if self.how.frees_before_copy_out:
+            self._release()
+        gathered = self._copy_out(state)
         self._release()
-        self.retained = self._copy_out(state)
+        self.retained = gathered
 
     def post_forward(self, state: _State) -> None:
         """Free or keep the gathered parameters."""

@@ -16,7 +16,8 @@ padded), y_u = 1 if u is a unit and k_u = 1 if it is kept after forward. It adds
     always: its chunks P_u / degree (in their own type) and state;
     in forward of u: 2 P_u, the parameters and the buffer they were gathered in. The
         buffer goes when the next unit's is full, so at the entry of u it meets that of
-        the unit before; with gloo once more P_u there, with a cast P_u / degree;
+        the unit before, and before torch 2.15 the parameters of u as well; with gloo
+        once more P_u there, with a cast P_u / degree;
     from then until backward of u: k_u P_u;
     in backward of the unit after u: (1 - k_u) P_u, the buffer of the prefetch;
     at the entry of backward of u: (1 - k_u) 2 P_u for an instant;
@@ -40,6 +41,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autosac import _compat
 from autosac.candidates.policies import Policy
 from autosac.candidates.units import Unit
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
@@ -111,6 +113,7 @@ class RankSimulator:
             granularity_bytes=profile.step.granularity_bytes,
             on_cpu=on_cpu,
             copies=on_cpu if copies is None else copies,
+            frees_before_copy_out=_compat.FSDP_FREES_BEFORE_COPY_OUT,
         )
         self.shards: Shards = find_shards(self.tape)
         self._sharded: dict[Sharding, _Sharded] = {}

@@ -20,7 +20,6 @@ MakeLoss = Callable[[Any], LossFn]
 _MOST = 2**16  # samples; a step whose memory does not grow has no largest batch
 _MOST_TRIALS = 16  # of sizes whose throughput is looked at
 _MOST_KEPT = 4  # profiles at a time
-_TIME_LIMIT_S = 1.0  # of a solve while sizes are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +208,7 @@ class _Steps:
         made = self.measured(size)
         trial = self.trials[size]
         if trial.floor_bytes <= budget_bytes and trial.step_ms is None:
-            plan = make_plan(
-                made, budget_bytes, time_limit_s=_TIME_LIMIT_S, dry_run=False
-            )
+            plan = make_plan(made, budget_bytes, dry_run=False)
             self.trials[size] = BatchTrial(
                 batch_size=size,
                 floor_bytes=trial.floor_bytes,

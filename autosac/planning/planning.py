@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from autosac.applying import applying
 from autosac.candidates import curves
-from autosac.candidates.policies import OpPolicy, Policy, block_policies, op_policies
-from autosac.candidates.units import Unit
+from autosac.candidates.policies import OpPolicy, block_policies, op_policies
 from autosac.errors import InfeasibleBudgetError, SolverError
-from autosac.planning.formulating import Formulation
+from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
+from autosac.planning.incumbents import recompute_ms
 from autosac.planning.plans import Plan
 from autosac.planning.profiling import Profile, TracedStep, calibrate, profile
-from autosac.planning.spending import spend_slack
+from autosac.planning.rules import Choice
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.simulation.simulating import Simulator
 from autosac.tracing.collecting import no_collections
@@ -27,11 +23,6 @@ from autosac.tracing.tracing import dry_run, is_watched
 from solvers import sac
 from solvers._pulp import Backend
 
-Choice = Mapping[Unit, Policy]
-
-_ATTEMPTS = 6  # to correct the MILP's memory model by simulation
-RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
-TIME_LIMIT_S = 10.0  # of a solve, unless the caller says otherwise
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
 
@@ -44,7 +35,7 @@ def plan(
     segments: int | None = None,
     backend: Backend = "highs",
     relative_gap: float = RELATIVE_GAP,
-    time_limit_s: float | None = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     dry_run: bool | None = None,
     **options: Any,
 ) -> Plan:
@@ -61,8 +52,9 @@ def plan(
         relative_gap: A solve stops when the plan's recompute time is proven this
             close to the least.
         time_limit_s: A solve stops after this long with the best plan so far, and
-            the plan's gap says what is left; None for no limit. Most take
-            milliseconds.
+            the plan's gap says what is left. None counts work instead, so that the
+            same inputs give the same plan on an idle and on a busy machine: solves
+            take a second or two at most.
         dry_run: Whether to run the applied model once under fake tensors, up to the
             optimizer, which must confirm the simulated memory. None for always but in
             one case: the step has more than 10,000 ops, and a dry run of another plan
@@ -93,11 +85,7 @@ def price_ms_per_byte(made: TracedStep, budget_bytes: int) -> float | None:
 
     The dual price of memory in the LP relaxation of the MILP; None below its floor.
     """
-    if made.baseline_peak_bytes <= budget_bytes:
-        return 0.0
-    if not made.formulation.units:
-        return None
-    return _solver(made.formulation).price(budget_bytes)
+    return made.chooser.price_ms_per_byte(budget_bytes)
 
 
 def policy(
@@ -150,40 +138,24 @@ def make_plan(
     made: TracedStep,
     budget_bytes: int,
     *,
-    segments: int | None = None,
-    backend: Backend = "highs",
-    relative_gap: float = RELATIVE_GAP,
-    time_limit_s: float | None = TIME_LIMIT_S,
     dry_run: bool | None = None,
     start: sac.Start | None = None,
-    node_limit: int | None = None,
+    **solving: Any,
 ) -> Plan:
-    """Solve, simulate, spend what is left of the budget, dry-run.
+    """Choose what to recompute, and confirm it by a dry run.
 
     Args:
         made: The profile.
         budget_bytes: Cap on the peak.
-        segments: As in `plan`, like what follows.
-        backend: MILP solver.
-        dry_run: Whether to dry-run the plan.
+        dry_run: As in `plan`.
         start: What smaller budgets of a sweep found.
-        node_limit: Nodes of the search tree of each MILP; None for no limit. It ends a
-            solve at the same place in every run, `time_limit_s` does not.
+        solving: Fields of `SolveOptions`.
 
     Raises:
         InfeasibleBudgetError: No plan fits.
         SolverError: The applied model's dry run does not confirm the plan.
     """
-    chosen, bound_ms = choose(
-        made,
-        budget_bytes,
-        segments=segments,
-        backend=backend,
-        relative_gap=relative_gap,
-        time_limit_s=time_limit_s,
-        start=start,
-        node_limit=node_limit,
-    )
+    chosen, bound_ms = choose(made, budget_bytes, start=start, **solving)
     policies = spell_out(made, chosen)
     if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
         if not isinstance(made, Profile):
@@ -199,163 +171,23 @@ def choose(
     made: TracedStep,
     budget_bytes: int,
     *,
-    segments: int | None = None,
-    backend: Backend = "highs",
-    relative_gap: float = RELATIVE_GAP,
-    time_limit_s: float | None = TIME_LIMIT_S,
     start: sac.Start | None = None,
-    node_limit: int | None = None,
+    **solving: Any,
 ) -> tuple[Choice, float]:
     """The units of a plan with their policies, and the bound on recompute time.
 
     Raises:
         InfeasibleBudgetError: No plan fits.
     """
-    if made.baseline_peak_bytes <= budget_bytes:
-        return {}, 0.0
-    problem = _Problem(
-        made, segments, backend, relative_gap, time_limit_s, start, node_limit
-    )
-    target, bound_ms = budget_bytes, 0.0
-    for attempt in range(_ATTEMPTS):
-        chosen, found_ms = problem.solve(target)
-        if chosen is None:
-            break
-        chosen = spend_slack(made.simulator, made.formulation, chosen, target)
-        bound_ms = bound_ms if attempt else found_ms
-        excess = made.peak_bytes(chosen) - budget_bytes
-        if excess <= 0:
-            return chosen, bound_ms
-        target -= excess  # a GPU's allocator holds more than is asked of it
-    chosen = lowest(made, backend)
-    if made.peak_bytes(chosen) > budget_bytes:
-        raise _infeasible(made, chosen, budget_bytes)
+    chosen, bound_ms = made.chooser.choose(budget_bytes, SolveOptions(**solving), start)
+    if chosen is None:
+        raise _infeasible(made, lowest(made), budget_bytes)
     return chosen, bound_ms
 
 
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """How the MILP of a profile is solved."""
-
-    made: TracedStep
-    segments: int | None
-    backend: Backend
-    relative_gap: float
-    time_limit_s: float | None
-    start: sac.Start | None = None
-    node_limit: int | None = None
-
-    def solve(self, budget_bytes: int) -> tuple[Choice | None, float]:
-        """Choice under the budget by simulation, and the bound on its time."""
-        formulation, simulator = self.made.formulation, self.made.simulator
-        target = budget_bytes
-        solution = self._solve_once(target)
-        if not solution.termination.has_incumbent:
-            # The MILP may see more memory than the simulation, where a unit holds an
-            # output that another one saves. At a budget that only the simulation can
-            # meet, the bound of the MILP's least budget holds all the more.
-            target = max(target, _lowest(formulation, self.backend)[0])
-            if target > budget_bytes:
-                solution = self._solve_once(target)
-        bound_ms = self._bound_ms(target, solution)
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                solution = self._solve_once(target)
-            if not solution.termination.has_incumbent:
-                break
-            chosen: Choice = decode(formulation, solution)
-            excess = simulator.peak_bytes(chosen) - budget_bytes
-            if excess <= 0:
-                return chosen, bound_ms
-            target -= excess
-        chosen = _lowest(formulation, self.backend)[1]
-        fits = simulator.peak_bytes(chosen) <= budget_bytes
-        return chosen if fits else None, bound_ms
-
-    def _solve_once(self, budget_bytes: int) -> sac.SacSolution:
-        """Exact points of all candidates, or of those a MILP on fitted curves picks."""
-        formulation = self.made.formulation
-        units = None
-        if self.segments is not None:
-            fitted = sac.solve(
-                formulation.fitted(self.segments).problem(budget_bytes),
-                integral=False,
-                backend=self.backend,
-                time_limit_s=self.time_limit_s,
-                relative_gap=self.relative_gap,
-            )
-            if fitted.weights is not None:
-                units = [u for u, weights in enumerate(fitted.weights) if any(weights)]
-        return self._run(budget_bytes, self.relative_gap, units)
-
-    def _bound_ms(self, budget_bytes: int, solution: sac.SacSolution) -> float:
-        """Least time of any choice of units and Pareto points, as far as proven."""
-        curves = self.made.formulation.curves
-        if not all(curve.has_hull for curve in curves):
-            return 0.0  # some save sets are unknown: nothing is proven
-        if self.segments is not None:  # it knows only the units that the fit picked
-            solution = self._run(budget_bytes, math.inf, None)
-        return solution.bound_ms or 0.0
-
-    def _run(
-        self, budget_bytes: int, relative_gap: float, units: list[int] | None
-    ) -> sac.SacSolution:
-        formulation = self.made.formulation
-        return _solver(formulation).solve(
-            budget_bytes,
-            start=self.start if units is None else None,
-            backend=self.backend,
-            time_limit_s=self.time_limit_s,
-            node_limit=self.node_limit,
-            relative_gap=relative_gap,
-            fixed_units=units,
-            mixed_units=[
-                u for u, curve in enumerate(formulation.curves) if curve.is_selection
-            ],
-        )
-
-
-@lru_cache(maxsize=1)
-def _solver(formulation: Formulation) -> sac.Solver:
-    """What does not depend on the budget, worked out once."""
-    return sac.Solver(formulation.problem(0))
-
-
-def decode(formulation: Formulation, solution: sac.SacSolution) -> dict[Unit, Policy]:
-    """Units and policies of a solution over exact points."""
-    assert solution.chosen is not None
-    return {
-        unit: curve.policies[point]
-        for unit, curve, point in zip(
-            formulation.units, formulation.curves, solution.chosen, strict=True
-        )
-        if point is not None
-    }
-
-
-@lru_cache(maxsize=2)
-def lowest(made: TracedStep, backend: Backend = "highs") -> Choice:
-    """The choice of least peak, found once for all budgets."""
-    least_bytes, choice = _lowest(made.formulation, backend)
-    problem = _Problem(made, None, backend, RELATIVE_GAP, TIME_LIMIT_S)
-    peak_bytes = made.simulator.peak_bytes(choice)
-    while peak_bytes > least_bytes:  # where the MILP is off, another may be lower
-        lower, _ = problem.solve(peak_bytes - 1)
-        if lower is None:
-            break
-        choice, peak_bytes = lower, made.simulator.peak_bytes(lower)
-    return choice
-
-
-@lru_cache(maxsize=2)
-def _lowest(formulation: Formulation, backend: Backend) -> tuple[int, Choice]:
-    """Least peak in the MILP's memory model, and the choice that reaches it."""
-    if not formulation.units:
-        return 0, {}
-    peak_bytes, solution = _solver(formulation).lowest_peak(
-        backend=backend, time_limit_s=TIME_LIMIT_S
-    )
-    return peak_bytes, decode(formulation, solution)
+def lowest(made: TracedStep) -> Choice:
+    """The choice of least peak."""
+    return made.chooser.lowest()
 
 
 def _infeasible(made: TracedStep, chosen: Choice, budget_bytes: int) -> Exception:
@@ -445,16 +277,16 @@ def _as_plan(
     policies: tuple[OpPolicy, ...],
     bound_ms: float,
 ) -> Plan:
-    recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
+    added_ms = recompute_ms(chosen)
     return Plan(
         policy=policy_ratios(made, chosen),
         op_policies=policies,
         budget_bytes=budget_bytes,
         peak_bytes=made.peak_bytes(chosen),
         baseline_peak_bytes=made.baseline_peak_bytes,
-        recompute_ms=recompute_ms,
-        step_ms=made.baseline_ms + recompute_ms,
-        bound_ms=min(bound_ms, recompute_ms),
+        recompute_ms=added_ms,
+        step_ms=made.baseline_ms + added_ms,
+        bound_ms=min(bound_ms, added_ms),
         composition=made.composition(chosen),
         device=made.device.name,
         calibrated=made.calibrated,

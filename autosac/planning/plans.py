@@ -21,6 +21,8 @@ from autosac.quantities import format_bytes, format_ms
 if TYPE_CHECKING:
     from autosac.showing.reporting import Report
 
+_LARGE_GAP = 0.05  # worth a warning
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -37,7 +39,9 @@ class Plan:
         recompute_ms: Predicted time a step spends on recomputation.
         step_ms: Predicted time of a step, recomputation included.
         bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
-            their Pareto-optimal save sets, in the MILP's memory model.
+            their Pareto-optimal save sets, in the MILP's memory model: on the CPU that
+            of the tape, on a GPU with blocks as large as the allocator's in the plain
+            step.
         composition: Bytes alive at the peak per category.
         device: Name of the device that times are for.
         calibrated: Times and workspaces were measured, not modelled.
@@ -193,6 +197,11 @@ class Plan:
             lines.insert(2, reserved)
         if not self.dry_run:
             lines.append("checked   by simulation, without a dry run of its own")
+        if self.optimality_gap > _LARGE_GAP:
+            lines.append(
+                f"warning   up to {gap} of the recomputation may be avoidable; plan"
+                " with `time_limit_s`=60 to search longer, or with a little more memory"
+            )
         width = max(map(len, self.policy), default=0)
         notes = self.notes()
         lines += [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,11 @@ from autosac.costs import roofline
 from autosac.costs.devices import DeviceSpec, device_of_product, device_spec
 from autosac.costs.sources import Calibration, Source, calibration, modelled
 from autosac.errors import TraceError
+from autosac.planning.choosing import Chooser
 from autosac.planning.fingerprints import Fingerprint, fingerprint
 from autosac.planning.formulating import Formulation, formulate
+from autosac.planning.incumbents import Incumbents, most_rules
+from autosac.planning.rules import Rules
 from autosac.simulation.simulating import Simulator
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.tracing.collecting import no_collections
@@ -105,16 +108,23 @@ class TracedStep:
         with no_collections():
             return self._formulation()
 
+    @cached_property
+    def fronts(self) -> dict[Hashable, knapsack.Front]:
+        """Pareto points of single units, by key."""
+        alike = {unit.key: unit for unit in (*self.units.candidates, *self.slices)}
+        return {
+            key: knapsack.front(curves.save_problem(unit))
+            for key, unit in alike.items()
+        }
+
     def _formulation(self) -> Formulation:
-        fronts: dict[Any, knapsack.Front] = {}
         single = (*self.units.candidates, *self.slices)
-        for unit in single:
-            if unit.key not in fronts:
-                fronts[unit.key] = knapsack.front(curves.save_problem(unit))
-        sizes = [len(fronts[unit.key].solutions) for unit in single]
+        sizes = [len(self.fronts[unit.key].solutions) for unit in single]
         num_points = curves.affordable_points(sizes)
         by_key = {
-            unit.key: curves.trade_off(unit, fronts[unit.key], num_points=num_points)
+            unit.key: curves.trade_off(
+                unit, self.fronts[unit.key], num_points=num_points
+            )
             for unit in {unit.key: unit for unit in single}.values()
         }
         for chain in self.chains:
@@ -127,8 +137,23 @@ class TracedStep:
             if (curve := by_key[unit.key]) is not None
         ]
         return formulate(
-            self.simulator, [unit for unit, _ in useful], [curve for _, curve in useful]
+            self.simulator.in_blocks(),
+            [unit for unit, _ in useful],
+            [curve for _, curve in useful],
         )
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Rules of thumb for what to recompute."""
+        return Rules(self.tape, self.units.candidates, self.fronts)
+
+    @cached_property
+    def chooser(self) -> Chooser:
+        """Finds what to recompute under a budget; knows what it found before."""
+        with no_collections():
+            choices = self.rules.some(most_rules(self.simulator))
+            incumbents = Incumbents(self.simulator, choices)
+            return Chooser(self.simulator, self.formulation, incumbents)
 
     @cached_property
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
@@ -146,14 +171,8 @@ class TracedStep:
         return self.peak_bytes({})
 
     def peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
-        """Peak of the step when units run under policies.
-
-        On a GPU that is what the caching allocator hands out, which is a little more
-        than is asked of it: see `autosac.simulation.allocator`.
-        """
-        if self.device.type == "cuda":
-            return self.simulator.allocator_peaks(chosen)[0]
-        return self.simulator.peak_bytes(chosen)
+        """Peak of the step when units run under policies, as the device counts it."""
+        return self.simulator.true_peak_bytes(chosen)
 
     def composition(self, chosen: Mapping[Unit, Policy]) -> dict[str, int]:
         """Bytes alive at the peak, per category."""

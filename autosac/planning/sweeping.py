@@ -17,8 +17,7 @@ from autosac.quantities import parse_bytes
 from autosac.showing import plotting
 from solvers import sac
 
-# Of a solve: 64 of them should not outlast a few plans, and few need the time.
-RELATIVE_GAP, TIME_LIMIT_S = 1.5e-2, 3.0
+RELATIVE_GAP = 1.5e-2  # of a solve: 64 of them should not outlast a few plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +117,10 @@ def sweep(
         n: Instead of these: so many budgets, evenly spaced from the least feasible
             one to the peak of the plain step.
         plan_options: What `plan` takes besides its budget: ``backend``,
-            ``relative_gap``, ``time_limit_s``, ``segments``, ``dry_run``; and
-            ``node_limit``, which ends each MILP after so many nodes of its search
-            tree: the same in every run, as a time is not. Unless it is
-            given, one plan is dry-run and the others are simulated (`Plan.dry_run`),
-            and a solve ends when proven within 1.5 %, or after 3 s; its row says the
-            gap.
+            ``relative_gap``, ``time_limit_s``, ``segments``, ``dry_run``. Unless they
+            are given, one plan is dry-run and the others are simulated
+            (`Plan.dry_run`), and a solve ends when proven within 1.5 %; its row says
+            the gap.
         options: As in `profile`.
 
     Returns:
@@ -165,7 +162,6 @@ def _answer(made: TracedStep, budget_bytes: int, options: dict[str, Any]) -> Pla
     options = {
         "dry_run": isinstance(made, Profile) and not any(made.dry_runs),
         "relative_gap": RELATIVE_GAP,
-        "time_limit_s": TIME_LIMIT_S,
         **options,
     }
     try:

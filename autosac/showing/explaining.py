@@ -26,7 +26,6 @@ from autosac.tracing.tape import Op
 _GIB = 2**30
 _SHARES = (0.1, 0.25, 0.5, 1.0)  # of the way from the budget to the baseline
 _MOST_COUNTERFACTUALS = 200  # a simulation each, of milliseconds
-_TIME_LIMIT_S = 0.3  # of a solve for "what would more memory buy"
 _ACTIONS = {
     SAVE: "saved",
     RERUN: "recomputed",
@@ -175,7 +174,7 @@ def offers(plan: Plan, made: TracedStep) -> tuple[Offer, ...]:
     found = []
     for more in sorted(amounts):
         budget_bytes = plan.budget_bytes + more
-        chosen, _ = choose(made, budget_bytes, time_limit_s=_TIME_LIMIT_S)
+        chosen, _ = choose(made, budget_bytes)
         time_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
         time_ms = min(time_ms, plan.recompute_ms)  # the present plan fits as well
         found.append(

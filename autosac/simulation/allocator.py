@@ -139,6 +139,10 @@ class CachingAllocator:
                     kept.append((size, address))
             free_blocks[:] = kept
 
+    def block_size(self, address: int) -> int:
+        """Size of the block at an address."""
+        return self._blocks[address].size
+
     def blocks_in_use(self) -> list[tuple[int, int]]:
         """Address and size of every block in use, ascending."""
         blocks = self._blocks.values()
@@ -219,8 +223,20 @@ class Allocations:
     end: int
 
 
+def block_bytes(step: Allocations) -> IntArray:
+    """Size of the block that each allocation of a step gets in the end; 0 for none."""
+    sizes = np.zeros_like(step.nbytes)
+    replay(step, sizes=sizes)
+    return sizes
+
+
 def replay(
-    step: Allocations, *, num_steps: int = 2, capacity_bytes: int | None = None
+    step: Allocations,
+    *,
+    num_steps: int = 2,
+    capacity_bytes: int | None = None,
+    sizes: IntArray | None = None,
+    live: dict[int, int] | None = None,
 ) -> CachingAllocator:
     """What the allocator does in a few equal steps.
 
@@ -231,6 +247,9 @@ def replay(
         step: Its allocations.
         num_steps: How many there are.
         capacity_bytes: Most that can be reserved; None for no limit.
+        sizes: Takes the size of every allocation's last block.
+        live: Takes the most bytes handed out just after each time of a step; at time
+            0, before it.
 
     Returns:
         The allocator after the last step.
@@ -240,31 +259,44 @@ def replay(
     """
     allocator = CachingAllocator(capacity_bytes)
     real = np.flatnonzero((step.nbytes > 0) & (step.died > step.born))
-    old = real[step.born[real] <= 0]
+    old = real[step.born[real] <= 0].tolist()
     nbytes = step.nbytes.tolist()
-    addresses = {i: allocator.allocate(nbytes[i]) for i in old.tolist()}
+    addresses: dict[int, int] = {}
+
+    def allocate(index: int) -> None:
+        address = addresses[index] = allocator.allocate(nbytes[index])
+        if sizes is not None:
+            sizes[index] = allocator.block_size(address)
+
+    for index in old:
+        allocate(index)
     events = _events(step, real)
+    if live is not None:
+        live[0] = allocator.allocated_bytes
     for _ in range(num_steps):
-        for index, is_birth in events:
+        for time, index, is_birth in events:
             if is_birth:
-                addresses[index] = allocator.allocate(nbytes[index])
+                allocate(index)
             else:
                 allocator.free(addresses.pop(index))
+            if live is not None:
+                live[time] = max(live.get(time, 0), allocator.allocated_bytes)
         # The next batch comes before the gradients of this one go.
-        for index in old.tolist():
+        for index in old:
             if index not in addresses:
-                addresses[index] = allocator.allocate(nbytes[index])
+                allocate(index)
         for index in [i for i in addresses if step.born[i] > 0]:
             allocator.free(addresses.pop(index))
     return allocator
 
 
-def _events(step: Allocations, real: IntArray) -> list[tuple[int, bool]]:
-    """Births and deaths in a step; at the same time deaths come first."""
+def _events(step: Allocations, real: IntArray) -> list[tuple[int, int, bool]]:
+    """Time, births and deaths in a step; at the same time deaths come first."""
     births = real[step.born[real] > 0]
     deaths = real[step.died[real] < step.end]
     index = np.concatenate([deaths, births])
     time = np.concatenate([step.died[deaths], step.born[births]])
     order = np.argsort(time, kind="stable")
     flags: Iterable[bool] = (order >= len(deaths)).tolist()
-    return list(zip(index[order].tolist(), flags, strict=True))
+    times, places = time[order].tolist(), index[order].tolist()
+    return list(zip(times, places, flags, strict=True))

@@ -18,7 +18,7 @@ made once more at the chain's trigger, just before its last block is rerun.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,7 +32,7 @@ from autosac.candidates.policies import (
     onward,
 )
 from autosac.candidates.units import Block, Unit
-from autosac.simulation.allocator import Allocations, replay
+from autosac.simulation.allocator import Allocations, block_bytes, replay
 from autosac.simulation.reruns import Lifetimes, Piece, Reruns, rows
 from autosac.tracing.tape import CATEGORIES, IntArray, Tape
 
@@ -176,6 +176,53 @@ class Simulator:
             peaks = (after.peak_allocated_bytes, after.peak_reserved_bytes)
             self._allocator_peaks[key] = peaks
         return self._allocator_peaks[key]
+
+    def true_peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """Peak of a step as the device counts it, which a budget caps.
+
+        On a GPU that is what the caching allocator hands out, which is a little more
+        than is asked of it: see `autosac.simulation.allocator`.
+        """
+        if self.tape.device_type == "cuda":
+            return self.allocator_peaks(chosen)[0]
+        return self.peak_bytes(chosen)
+
+    def true_timeline(self, chosen: Mapping[Unit, Policy]) -> Timeline:
+        """Memory of a step as the device counts it: see `true_peak_bytes`."""
+        if self.tape.device_type != "cuda":
+            return self.timeline(chosen)
+        live: dict[int, int] = {}
+        replay(self.allocations(chosen), live=live)
+        keys = np.array(list(live), dtype=np.int64)
+        order = np.argsort(keys)
+        sizes = np.array(list(live.values()), dtype=np.int64)
+        return Timeline(keys=keys[order], live_bytes=sizes[order])
+
+    def in_blocks(self) -> Simulator:
+        """The same step with all memory as large as the block that it is given.
+
+        Blocks are those of the plain step's replay, so what is alive in it adds up to
+        what the allocator hands out. Under a plan a block may turn out a little
+        larger or smaller.
+        """
+        if self.tape.device_type != "cuda":
+            return self
+        sizes = block_bytes(self.allocations({})).tolist()
+        first_work = len(self.tape.storages) + len(self.tape.library_bytes)
+        works = iter(sizes[first_work:])
+        tape = replace(
+            self.tape,
+            storages=tuple(
+                replace(storage, nbytes=nbytes)
+                for storage, nbytes in zip(self.tape.storages, sizes, strict=False)
+            ),
+            ops=tuple(
+                replace(op, workspace_bytes=next(works)) if op.workspace_bytes else op
+                for op in self.tape.ops
+            ),
+            library_bytes=tuple(sizes[len(self.tape.storages) : first_work]),
+        )
+        return Simulator(tape)
 
     def peak_bytes(
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True

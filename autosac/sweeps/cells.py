@@ -18,9 +18,6 @@ from autosac.sweeps import files
 from autosac.sweeps.results import GridRow, Label
 
 MakeStep = Callable[..., Any]
-# Ends of a solve that are the same in every run, busy machine or not.
-SOLVING = {"time_limit_s": None, "node_limit": 200}
-
 _PARTS = ("model", "inputs", "loss_fn", "optimizer")
 _ONE_AT_A_TIME = threading.Lock()  # tracing changes what belongs to the whole process
 

@@ -17,7 +17,6 @@ from autosac.costs.devices import DeviceSpec
 from autosac.quantities import parse_bytes
 from autosac.sweeps import describing, files, running
 from autosac.sweeps.cells import (
-    SOLVING,
     Cell,
     MakeStep,
     Record,
@@ -58,9 +57,7 @@ def sweep_grid(
             short text of their own. The last axis changes fastest.
         memory_budgets: As in `sweep`, like `n`; the innermost axis.
         n: So many budgets for each cell, from its floor to its plain peak.
-        plan_options: As in `sweep`. Unless they are given, a solve ends when proven
-            within 1.5 %, or after 200 nodes of a search tree: not after some seconds,
-            so that all runs find the same.
+        plan_options: As in `sweep`.
         calibrate: Measure times and workspaces of the cells whose models lie on the
             present device, as `autosac.plan` does, one cell at a time on a machine.
             That takes the memory and the time of the ops, and times differ from run to
@@ -92,7 +89,7 @@ def sweep_grid(
         "make_step": make_step,
         "budgets": budgets,
         "n": n,
-        "plan_options": {**SOLVING, **(plan_options or {})},
+        "plan_options": dict(plan_options or {}),
         "calibrate": calibrate,
         "surroundings": Surroundings.here(),
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from autosac.candidates.units import Unit
-from autosac.planning.planning import Choice
 from autosac.planning.profiling import Profile
+from autosac.planning.rules import Choice
 from autosac.tracing.tape import Tape
 from benchmarks.rivals.blocks import find_blocks, overlap, policy_saving
 

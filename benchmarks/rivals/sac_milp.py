@@ -36,8 +36,8 @@ from torch.distributed._tools.sac_ilp import (
 from torch.utils._pytree import tree_map_only
 
 from autosac.candidates.units import Unit
-from autosac.planning.planning import Choice
 from autosac.planning.profiling import Profile
+from autosac.planning.rules import Choice
 from autosac.tracing.stepping import LossFn, default_loss, normalize_inputs
 from benchmarks.rivals.blocks import policy_saving
 from benchmarks.rivals.settings import Rival, priced

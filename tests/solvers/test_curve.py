@@ -69,7 +69,7 @@ def test_pareto_keeps_exactly_the_points_that_no_other_beats(points):
     assert {(freed, int(time)) for freed, time in found} == set(points) - beaten
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(curve=tradeoff_curves(), num_segments=st.integers(1, 5))
 def test_a_fitted_curve_never_understates_a_point(curve, num_segments):
     fitted = fit(curve, num_segments=num_segments)

@@ -19,7 +19,7 @@ from solvers.sac import Breakpoint, SacProblem, Unit
 from solvers.solution import Termination
 from tests.solvers.fsdp_cases import MIB, every_choice, fsdp_problems, layers
 
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25)
 
 
 def solve(problem, **options):
@@ -191,14 +191,14 @@ def test_matches_trying_every_choice_with_replicas(problem):
     _check(problem, solve(problem))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(problem=fsdp_problems(most=4))
 def test_cbc_agrees(problem):
     _check(problem, solve(problem, backend="cbc"))
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problem=fsdp_problems(most=8))
 def test_matches_trying_every_choice_of_eight_modules(problem):
     _check(problem, solve(problem))

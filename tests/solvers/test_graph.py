@@ -16,7 +16,7 @@ def test_recomputes_the_cheap_end_of_a_chain_when_that_is_enough():
     assert solve(chain(), budget_bytes=118 * MIB).termination is Termination.INFEASIBLE
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=graph_problems(most=5), data=st.data())
 def test_matches_trying_every_set_of_kept_values(problem, data):
     outcomes = every_kept_set(problem)
@@ -36,7 +36,7 @@ def test_matches_trying_every_set_of_kept_values(problem, data):
     assert found.bound_ms <= found.objective_ms
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=graph_problems(most=5))
 def test_the_lowest_peak_is_that_of_trying_every_set(problem):
     least = min(peak for peak, _ in every_kept_set(problem))

@@ -130,7 +130,7 @@ def test_the_rerun_closure_stops_at_saved_results():
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=save_problems())
 def test_matches_trying_every_subset(problem):
     solution = solve(problem)
@@ -145,7 +145,7 @@ def test_matches_trying_every_subset(problem):
         assert solution.bound_ms == pytest.approx(best[0], abs=1e-6)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(problem=save_problems(most=4))
 def test_cbc_matches_trying_every_subset(problem):
     solution = solve(problem, backend="cbc")
@@ -156,7 +156,7 @@ def test_cbc_matches_trying_every_subset(problem):
     assert found == (best or (None, None))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(problem=save_problems())
 def test_the_trade_off_is_the_whole_pareto_front_when_every_capacity_is_tried(problem):
     total = sum(problem.saved_bytes) // MIB
@@ -169,7 +169,7 @@ def test_the_trade_off_is_the_whole_pareto_front_when_every_capacity_is_tried(pr
         assert violations(replace(problem, capacity_bytes=10**12), solution) == ()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(problem=save_problems())
 def test_more_capacity_never_costs_more(problem):
     times = [
@@ -226,7 +226,7 @@ def test_wrong_problems_are_refused(changes, match):
         chain(**changes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     problem=save_problems(most=8), prices=st.lists(st.floats(1e-9, 1e-4), max_size=5)
 )
@@ -281,3 +281,23 @@ def test_a_thinned_front_is_feasible_and_ordered(problem):
     assert outcomes == sorted(set(outcomes), key=lambda o: (o[0], -o[1]))
     assert bool(len(thinned.saved)) <= bool(len(exact.saved))
     assert exact.complete_below_ms == math.inf and exact.has_hull
+
+
+def test_a_thinned_front_of_equal_layers_has_points_at_which_only_some_have_changed():
+    # Twelve layers of three results: 1, 2 and 3 MiB for 1, 3 and 7 ms.
+    layers = 12
+    problem = SaveProblem(
+        saved_bytes=(1 * MIB, 2 * MIB, 3 * MIB) * layers,
+        runtime_ms=(1.0, 3.0, 7.0) * layers,
+        inputs=((),) * (3 * layers),
+        needed=frozenset(range(3 * layers)),
+        capacity_bytes=0,
+    )
+
+    thinned = front(problem, most_labels=4)
+
+    # On the hull one layer after the other gives up the same result.
+    wanted = {MIB * (6 * layers - k) for k in range(layers + 1)}
+    wanted |= {MIB * (5 * layers - 2 * k) for k in range(layers + 1)}
+    assert not thinned.is_complete
+    assert wanted <= {solution.saved_bytes for solution in thinned.solutions}

@@ -176,7 +176,7 @@ def test_numbers_that_break_a_row_are_no_incumbent(monkeypatch):
     def lying(model, options, **_):
         for variable in model.variables():
             variable.varValue = 0.0
-        return claimed, 0.0
+        return claimed, 0.0, 1
 
     monkeypatch.setattr(_pulp, "_run_highs", lying)
 

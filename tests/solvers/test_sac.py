@@ -1,6 +1,5 @@
 import bisect
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -259,7 +258,7 @@ def test_the_lowest_peak_without_time_to_branch_is_the_relaxation_rounded():
     assert solution.chosen == (1,)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=sac_problems())
 def test_whole_points_match_trying_every_choice(problem):
     solution = solve(problem, integral=True, relative_gap=0.0)
@@ -276,7 +275,7 @@ def test_whole_points_match_trying_every_choice(problem):
         assert solution.predicted_peak_bytes == peak_of(problem, solution.chosen)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=layered_problems() | deep_trees())
 def test_layers_and_trees_of_modules_match_trying_every_choice(problem):
     solution = solve(problem, integral=True, relative_gap=0.0)
@@ -292,7 +291,7 @@ def test_layers_and_trees_of_modules_match_trying_every_choice(problem):
         assert solution.bound_ms <= min(fitting)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     saving=save_problems(most=12),
     budget=st.integers(0, 100),
@@ -370,7 +369,7 @@ def _between(front, selected, known_ms):
     ("backend", "most", "examples"), [("highs", 4, 40), ("cbc", 3, 4)]
 )
 def test_budgets_that_share_a_start_match_trying_every_choice(backend, most, examples):
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(problem=sac_problems(most=most))
     def check(problem):
         solver, start = Solver(problem), Start()
@@ -387,7 +386,7 @@ def test_budgets_that_share_a_start_match_trying_every_choice(backend, most, exa
     check()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(problem=sac_problems(most=3))
 def test_cbc_matches_trying_every_choice(problem):
     solution = solve(problem, integral=True, relative_gap=0.0, backend="cbc")
@@ -396,7 +395,7 @@ def test_cbc_matches_trying_every_choice(problem):
     assert solution.recompute_ms == least_time(problem)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=sac_problems())
 def test_continuous_weights_never_cost_more_than_whole_points(problem):
     solution = solve(problem, integral=False, relative_gap=0.0)
@@ -409,7 +408,7 @@ def test_continuous_weights_never_cost_more_than_whole_points(problem):
         assert solution.bound_ms <= solution.recompute_ms
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=sac_problems())
 def test_the_lowest_peak_matches_trying_every_choice(problem):
     peak_bytes, solution = lowest_peak(problem)
@@ -422,7 +421,7 @@ def test_the_lowest_peak_matches_trying_every_choice(problem):
     assert solve(below, integral=True).termination is Termination.INFEASIBLE
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(problem=sac_problems())
 def test_more_budget_never_costs_more(problem):
     times = []
@@ -450,14 +449,12 @@ def test_many_equal_layers_are_solved_within_the_gap():
     ]
     base = [10 * min(q, 2 * size - q) for q in range(2 * size + 1)]
     stack = problem(*layers, base=base, budget=500)
-    started = time.perf_counter()
 
     solution = solve(stack, integral=True, time_limit_s=20.0)
 
     assert solution.termination is Termination.OPTIMAL
     assert 100 / 3 <= solution.recompute_ms <= 100 / 3 * 1.05
     assert violations(stack, solution) == ()
-    assert time.perf_counter() - started < 15.0
 
 
 def test_wrong_problems_are_refused():

@@ -1,0 +1,380 @@
+"""Which units recompute what under a budget: solve, simulate, correct, keep the best.
+
+Three peaks are told apart. The *predicted* one is the MILP's: it adds up what single
+units change, with every storage as large as the block that the allocator gave it in the
+plain step. The *simulated* one is the most bytes alive on the tape. The *true* one is
+the simulated one on the CPU, and on a GPU what the replayed caching allocator hands
+out (`autosac.simulation.allocator`): the budget caps it.
+
+Where the true peak of a choice is above the budget, the MILP's rows are *raised*: each
+position by as much as the true memory there is above the predicted one, so that the
+same choice cannot come again. Rows that were raised too far come down half way, as long
+as a choice between may be worth it. The cheapest choice that fits is kept throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autosac.candidates.policies import Policy
+from autosac.candidates.units import Unit
+from autosac.planning.formulating import Formulation
+from autosac.planning.incumbents import Incumbents, recompute_ms
+from autosac.planning.relinking import relink
+from autosac.planning.rules import Choice
+from autosac.planning.spending import spend_slack
+from autosac.simulation.simulating import Simulator
+from autosac.tracing.tape import IntArray
+from solvers import sac
+from solvers._pulp import Backend
+
+RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
+_ROUNDS = 6  # of moving the rows
+_FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
+_NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
+_NEAR_FLOOR = 2**-7  # of the least peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolveOptions:
+    """How the MILPs of a plan are solved.
+
+    Attributes:
+        segments: None for the exact points of every curve, a number to let a MILP on
+            curves of so many fitted segments pick the units first.
+        backend: MILP solver.
+        relative_gap: A solve stops when proven this close to the least time.
+        time_limit_s: A solve stops after this long; None to count work only, which is
+            the same in every run.
+    """
+
+    segments: int | None = None
+    backend: Backend = "highs"
+    relative_gap: float = RELATIVE_GAP
+    time_limit_s: float | None = None
+
+
+class Chooser:
+    """Finds choices for one step; keeps what holds for all budgets.
+
+    Args:
+        simulator: Of the step.
+        formulation: The MILP's numbers.
+        incumbents: Choices that are known from the start.
+    """
+
+    def __init__(
+        self, simulator: Simulator, formulation: Formulation, incumbents: Incumbents
+    ) -> None:
+        self._simulator = simulator
+        self._formulation = formulation
+        self._incumbents = incumbents
+        self._solver = sac.Solver(formulation.problem(0))
+        self._lowest: dict[Backend, Choice] = {}
+        self._predicted_floor: dict[Backend, tuple[int, Choice]] = {}
+
+    def choose(
+        self,
+        budget_bytes: int,
+        options: SolveOptions,
+        start: sac.Start | None = None,
+    ) -> tuple[Choice | None, float]:
+        """The cheapest choice that fits a budget, and a bound on its time.
+
+        Args:
+            budget_bytes: Cap on the true peak.
+            options: How to solve.
+            start: What smaller budgets of a sweep found.
+
+        Returns:
+            The choice, None if nothing fits; and no choice whose predicted peak fits
+            takes less than so many ms.
+        """
+        if self.true_peak_bytes({}) <= budget_bytes:
+            return {}, 0.0
+        lowest = self._lowest.get(options.backend)
+        if lowest is not None and self.true_peak_bytes(lowest) > budget_bytes:
+            return None, 0.0
+        search = _Search(self, budget_bytes, options, start)
+        search.offer(self._incumbents.cheapest(budget_bytes))
+        if self._formulation.units:
+            search.run()
+        if search.choice is None:
+            search.offer(self.lowest(options.backend))
+        if search.choice is None:
+            return None, 0.0
+        self._incumbents.add(search.choice)
+        return search.choice, search.bound_ms
+
+    def lowest(self, backend: Backend = "highs") -> Choice:
+        """The choice of least true peak, found once for all budgets."""
+        if backend not in self._lowest:
+            self._lowest[backend] = self._find_lowest(backend)
+        return self._lowest[backend]
+
+    def price_ms_per_byte(self, budget_bytes: int) -> float | None:
+        """What one more byte of budget saves at the margin; None below the floor."""
+        if self.true_peak_bytes({}) <= budget_bytes:
+            return 0.0
+        if not self._formulation.units:
+            return None
+        return self._solver.price(budget_bytes)
+
+    def predicted_floor(self, backend: Backend) -> tuple[int, Choice]:
+        """Least predicted peak, and the choice that reaches it."""
+        if backend not in self._predicted_floor:
+            peak_bytes, solution = self._solver.lowest_peak(backend=backend)
+            self._predicted_floor[backend] = peak_bytes, self.decode(solution)
+        return self._predicted_floor[backend]
+
+    def true_peak_bytes(self, choice: Choice) -> int:
+        """Peak that the budget caps."""
+        return self._simulator.true_peak_bytes(choice)
+
+    def spend(self, choice: Choice, budget_bytes: int) -> Choice:
+        """The choice, with more saved where the budget allows it."""
+        return spend_slack(self._simulator, self._formulation, choice, budget_bytes)
+
+    def relink(self, fitting: Choice, cheaper: Choice, budget_bytes: int) -> Choice:
+        """The fitting choice, with parts of a cheaper one that breaks the budget."""
+        return relink(self._simulator, fitting, cheaper, budget_bytes)
+
+    def _find_lowest(self, backend: Backend) -> Choice:
+        best = self._incumbents.lowest()
+        if not self._formulation.units:
+            return best
+        least_bytes, choice = self.predicted_floor(backend)
+        best = min((choice, best), key=self.true_peak_bytes)
+        best_bytes = self.true_peak_bytes(best)
+        for _ in range(_FLOOR_ROUNDS):  # where the MILP is off, another may be lower
+            if best_bytes - least_bytes <= _NEAR_FLOOR * best_bytes:
+                break
+            target = (best_bytes + least_bytes) // 2
+            search = _Search(self, target, SolveOptions(backend=backend), None)
+            search.run()
+            if search.choice is None:
+                least_bytes = target
+            else:
+                best = search.choice
+                best_bytes = self.true_peak_bytes(best)
+        self._incumbents.add(best)
+        return best
+
+    def no_bytes(self) -> IntArray:
+        """Nothing at every position."""
+        return np.zeros(len(self._formulation.edges), dtype=np.int64)
+
+    def understated_bytes(self, solution: sac.SacSolution, choice: Choice) -> IntArray:
+        """True memory above the predicted one of a solution, at every position."""
+        assert solution.chosen is not None
+        timeline = self._simulator.true_timeline(choice)
+        span, edges = self._simulator.span, self._formulation.edges
+        # What is alive as a position begins, and all that follows until the next one.
+        firsts = timeline.keys.searchsorted(edges * span, side="right") - 1
+        firsts = np.maximum(firsts, 0)
+        stops = timeline.keys.searchsorted(edges[1:] * span, side="left")
+        stops = np.append(stops, len(timeline.keys))
+        most = [
+            int(timeline.live_bytes[first : max(stop, first + 1)].max())
+            for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True)
+        ]
+        return np.array(most, dtype=np.int64) - self._solver.live(solution.chosen)
+
+    def solve(
+        self,
+        budget_bytes: int,
+        options: SolveOptions,
+        *,
+        raised: IntArray,
+        start: sac.Start | None,
+        least_ms: float,
+        most_ms: float,
+        proves: bool,
+    ) -> sac.SacSolution:
+        """Exact points of all candidates, or of those a MILP on fitted curves picks."""
+        units = None
+        if options.segments is not None:
+            fitted = sac.solve(
+                self._formulation.fitted(options.segments).problem(
+                    budget_bytes - int(raised.max())
+                ),
+                integral=False,
+                backend=options.backend,
+                time_limit_s=options.time_limit_s,
+                relative_gap=options.relative_gap,
+            )
+            if fitted.weights is not None:
+                units = [u for u, weights in enumerate(fitted.weights) if any(weights)]
+        solution = self._run(
+            budget_bytes,
+            options,
+            options.relative_gap,
+            raised=raised,
+            start=start if units is None else None,
+            units=units,
+            least_ms=least_ms,
+            most_ms=most_ms,
+            proves=proves and units is None,
+        )
+        if units is not None and proves:  # it knows only the units that the fit picked
+            every = self._run(
+                budget_bytes, options, math.inf, raised=raised, proves=True
+            )
+            solution = replace(solution, bound_ms=every.bound_ms)
+        if not all(curve.has_hull for curve in self._formulation.curves):
+            solution = replace(solution, bound_ms=0.0)  # some save sets are unknown
+        return solution
+
+    def _run(
+        self,
+        budget_bytes: int,
+        options: SolveOptions,
+        relative_gap: float,
+        *,
+        raised: IntArray,
+        proves: bool,
+        start: sac.Start | None = None,
+        units: list[int] | None = None,
+        least_ms: float = 0.0,
+        most_ms: float = math.inf,
+    ) -> sac.SacSolution:
+        curves = self._formulation.curves
+        return self._solver.solve(
+            budget_bytes,
+            raised_bytes=raised if raised.any() else None,
+            start=start,
+            backend=options.backend,
+            time_limit_s=options.time_limit_s,
+            relative_gap=relative_gap,
+            fixed_units=units,
+            mixed_units=[u for u, curve in enumerate(curves) if curve.is_selection],
+            least_ms=least_ms,
+            most_ms=most_ms,
+            proves=proves,
+        )
+
+    def decode(self, solution: sac.SacSolution) -> dict[Unit, Policy]:
+        """Units and policies of a solution over exact points."""
+        assert solution.chosen is not None
+        parts = zip(
+            self._formulation.units,
+            self._formulation.curves,
+            solution.chosen,
+            strict=True,
+        )
+        return {
+            unit: curve.policies[point]
+            for unit, curve, point in parts
+            if point is not None
+        }
+
+
+@dataclass(slots=True)
+class _Search:
+    """The correction loop for one budget.
+
+    Attributes:
+        chooser: Of the step.
+        budget_bytes: Cap on the true peak.
+        options: How to solve.
+        start: What smaller budgets of a sweep found.
+        choice: The cheapest choice so far that fits, and its time.
+        bound_ms: Of the solve with the lowest rows.
+    """
+
+    chooser: Chooser
+    budget_bytes: int
+    options: SolveOptions
+    start: sac.Start | None
+    choice: Choice | None = None
+    time_ms: float = math.inf
+    bound_ms: float = 0.0
+    _too_low: IntArray | None = None  # rows whose choice broke the budget, its time,
+    _breaking_ms: float = 0.0
+    _breaking: Choice = field(default_factory=dict)  # and the last such choice
+    _enough: IntArray | None = None  # rows above which nothing is to be found
+
+    def offer(self, choice: Choice | None) -> None:
+        """Keep a choice if it fits and none is known that is cheaper."""
+        if choice is None or self._excess(choice) > 0:
+            return
+        time_ms = recompute_ms(choice)
+        if time_ms < self.time_ms:
+            self.choice, self.time_ms = choice, time_ms
+
+    def run(self) -> None:
+        """Move the rows until nothing is left to gain."""
+        raised: IntArray | None = self.chooser.no_bytes()
+        lowest = 1
+        for _ in range(_ROUNDS):
+            if raised is None:
+                break
+            is_lower = int(raised.min()) < lowest  # its bound holds for all others
+            solution = self._solve(raised, proves=is_lower)
+            if is_lower:
+                lowest, self.bound_ms = int(raised.min()), solution.bound_ms or 0.0
+            raised = self._next_rows(raised, solution)
+        if self.choice is not None and self._breaking:
+            self.offer(
+                self.chooser.relink(self.choice, self._breaking, self.budget_bytes)
+            )
+
+    def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:
+        return self.chooser.solve(
+            self.budget_bytes,
+            self.options,
+            raised=raised,
+            start=self.start,
+            least_ms=0.0 if proves else self.bound_ms,
+            most_ms=self.time_ms,
+            proves=proves,
+        )
+
+    def _next_rows(
+        self, raised: IntArray, solution: sac.SacSolution
+    ) -> IntArray | None:
+        """What to add to the rows in the next solve; None if nothing is to be gained.
+
+        Raises no row further than the last choice asks for, and where the budget was
+        broken, each at least so far: no choice comes twice.
+        """
+        if solution.chosen is None:
+            least_bytes = self.chooser.predicted_floor(self.options.backend)[0]
+            if not raised.any() and least_bytes > self.budget_bytes:
+                # The MILP sees more memory than there is: a budget that it can meet.
+                return raised + (self.budget_bytes - least_bytes)
+            self._enough = raised
+        else:
+            choice = self.chooser.decode(solution)
+            off = self.chooser.understated_bytes(solution, choice)
+            excess = self._excess(choice)
+            if excess > 0:
+                self._breaking, self._breaking_ms = choice, recompute_ms(choice)
+                self._too_low = raised
+                if self._enough is None:
+                    return np.maximum(raised, off)
+            else:
+                self._enough = raised
+                self.offer(self.chooser.spend(choice, self.budget_bytes))
+                if self._too_low is None and not self._is_settled():
+                    is_overstated = excess + int(off.max()) < -_NEAR * self.budget_bytes
+                    return np.minimum(raised, off) if is_overstated else None
+        if self._too_low is None or self._enough is None or self._is_settled():
+            return None
+        between = self._enough - self._too_low
+        if int(np.abs(between).max()) <= _NEAR * self.budget_bytes:
+            return None
+        rows: IntArray = self._too_low + between // 2
+        return rows
+
+    def _is_settled(self) -> bool:
+        """Whether what is left to gain is within the gap that was asked for."""
+        least_ms = max(self.bound_ms, self._breaking_ms)
+        return self.time_ms - least_ms <= self.options.relative_gap * self.time_ms
+
+    def _excess(self, choice: Choice) -> int:
+        """True peak above the budget."""
+        return self.chooser.true_peak_bytes(choice) - self.budget_bytes

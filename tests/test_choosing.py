@@ -1,0 +1,153 @@
+"""Plans of one step: never dearer than a rule of thumb or a smaller budget's plan."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autosac
+from autosac.cli.demo import GPT
+from autosac.planning.incumbents import recompute_ms
+from tests.models import CASES, SMALL_GPT, Case
+
+_FRACTIONS = (0.02, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.97)
+_SETTINGS = {
+    "cpu": {},
+    "cpu bf16": {"autocast": torch.bfloat16},
+    "h100": {"device": "h100"},
+    "h100 bf16": {"device": "h100", "autocast": torch.bfloat16},
+}
+
+
+def _wide_gpt():
+    """Tensors of many MiB, to which a GPU's allocator adds."""
+    with torch.device("meta"):
+        return GPT(num_layers=3, width=320, num_heads=5, vocabulary=1000, length=300)
+
+
+_STEPS = {
+    "small gpt": SMALL_GPT,
+    "wide gpt": Case(
+        _wide_gpt,
+        lambda: torch.zeros(7, 300, dtype=torch.long),
+        lambda logits: logits.square().mean(),
+    ),
+    "resnet18": CASES["resnet18"],
+}
+
+
+def _profile(name, setting):
+    case = _STEPS[name]
+    return autosac.profile(
+        case.model(), case.inputs(), loss_fn=case.loss_fn, **_SETTINGS[setting]
+    )
+
+
+def _budgets(profile):
+    low, high = autosac.floor(profile), profile.baseline_peak_bytes
+    return [low, *(low + int(f * (high - low)) for f in _FRACTIONS), high]
+
+
+@pytest.fixture(scope="module", params=_SETTINGS)
+def setting(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=_STEPS)
+def swept(request, setting):
+    """A profile, its budgets and the plan of each, the largest budget first."""
+    profile = _profile(request.param, setting)
+    budgets = _budgets(profile)
+    plans = {
+        budget: autosac.plan(profile, memory_budget=budget, dry_run=False)
+        for budget in reversed(budgets)
+    }
+    return profile, budgets, plans
+
+
+def test_every_plan_keeps_its_budget_by_the_replayed_allocator(swept):
+    _, budgets, plans = swept
+    assert all(plans[budget].peak_bytes <= budget for budget in budgets)
+
+
+def test_no_rule_of_thumb_that_fits_is_cheaper(swept):
+    profile, budgets, plans = swept
+    rules = [
+        (recompute_ms(choice), profile.peak_bytes(choice))
+        for choice in profile.rules.some(10**6)
+    ]
+    assert len(rules) > 3
+    for budget in budgets:
+        fitting = [ms for ms, peak_bytes in rules if peak_bytes <= budget]
+        assert plans[budget].recompute_ms <= min(fitting, default=1e99) * (1 + 1e-9)
+
+
+def test_asked_again_no_plan_is_dearer_than_that_of_a_smaller_budget(swept):
+    profile, budgets, _ = swept
+    times = [
+        autosac.plan(profile, memory_budget=budget, dry_run=False).recompute_ms
+        for budget in budgets
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_no_choice_fits_below_the_floor(swept):
+    profile, budgets, _ = swept
+    with pytest.raises(autosac.InfeasibleBudgetError) as caught:
+        autosac.plan(profile, memory_budget=budgets[0] - 1)
+    assert caught.value.lowest_peak_bytes == budgets[0]
+
+
+def test_floor_and_plans_do_not_keep_the_model_alive():
+    profile = _profile("small gpt", "cpu")
+    model = weakref.ref(profile.step.model)
+    plan = autosac.plan(profile, memory_budget=_budgets(profile)[3])
+
+    del profile
+    gc.collect()
+
+    assert plan.traced is not None and model() is None
+
+
+_PLAN = """
+import autosac
+from tests.test_choosing import _budgets, _profile
+profile = _profile("wide gpt", "h100 bf16")
+for budget in _budgets(profile):
+    plan = autosac.plan(profile, memory_budget=budget, dry_run=False)
+    print(budget, plan.recompute_ms, plan.bound_ms, plan.op_policies)
+"""
+
+
+@pytest.mark.slow
+def test_a_busy_machine_gets_the_plans_of_an_idle_one():
+    def planned():
+        command = [sys.executable, "-c", _PLAN]
+        return subprocess.run(command, capture_output=True, text=True, check=True)
+
+    alone = planned().stdout
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)
+    ]
+    try:
+        beside = planned().stdout
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+    assert alone.count("\n") == len(_FRACTIONS) + 2
+    assert beside == alone
+
+
+def test_a_large_gap_is_a_warning_that_says_what_to_do():
+    profile = _profile("small gpt", "cpu")
+    budget = _budgets(profile)[3]
+    plan = autosac.plan(profile, memory_budget=budget)
+
+    assert "warning" not in str(replace(plan, bound_ms=plan.recompute_ms))
+    assert "time_limit_s" in str(replace(plan, bound_ms=plan.recompute_ms * 0.94))
