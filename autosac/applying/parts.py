@@ -71,6 +71,17 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((number,), (1,), 0)
 
 
+def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether real tensors lie alike in their storages and hold the same bytes."""
+    if layout_of(one) != layout_of(other) or one.device != other.device:
+        return False
+    if _compat.is_fake(one) or _compat.is_fake(other):
+        return False
+    plain = (tensor.resolve_conj().resolve_neg() for tensor in (one, other))
+    rows = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in plain)
+    return torch.equal(*rows)
+
+
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor in a copy of its whole storage."""
     return alias_of(_elements(tensor).clone(), layout_of(tensor))
@@ -154,11 +165,11 @@ class Part:
 class Literal:
     """A tensor that the model's code made of numbers; kept as these."""
 
-    __slots__ = ("data", "dtype", "size")
+    __slots__ = ("data", "device", "dtype", "size")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.size, self.dtype = tensor.shape, tensor.dtype
-        tensor = tensor.contiguous()
+        self.size, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        tensor = tensor.cpu().contiguous()
         nbytes = tensor.numel() * tensor.element_size()
         self.data = ctypes.string_at(tensor.data_ptr(), nbytes)
 
@@ -166,6 +177,6 @@ class Literal:
         """It, made again; below all modes, as the model's code makes it."""
         with _compat.no_modes():
             if not self.data:
-                return torch.empty(self.size, dtype=self.dtype)
+                return torch.empty(self.size, dtype=self.dtype, device=self.device)
             elements = torch.frombuffer(bytearray(self.data), dtype=self.dtype)
-            return elements.view(self.size).clone()
+            return elements.view(self.size).to(self.device, copy=True)

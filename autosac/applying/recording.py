@@ -140,6 +140,8 @@ class RecordingMode(_compat.PlainDispatchMode):
             action = VIEW if traits.is_view else RERUN
         else:
             action = policy.actions[place]
+        if traits.is_literal and action == VIEW:
+            action = RERUN  # Python code makes another tensor each time
         if traits.written:
             action = self._action_of_write(traits, args, kwargs, action)
         return action

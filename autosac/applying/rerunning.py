@@ -18,10 +18,12 @@ from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
 from autosac.applying.handing import Handed, leaves, put_together
 from autosac.applying.parts import (
+    Layout,
     Part,
     Result,
     alias_of,
     copy_of,
+    equal_bytes,
     key_of,
     layout_of,
     version_of,
@@ -112,6 +114,7 @@ class RerunMode(_compat.PlainDispatchMode):
         self.calls = {call.place: call for call in self.record.calls}
         self.versions: dict[int, tuple[torch.Tensor, int]] = {}
         self.copies: dict[int, torch.Tensor] = {}
+        self.results: dict[int, tuple[int, Layout]] = {}
         for source, copy in self.history.copies:
             whole = given[source] if isinstance(source, int) else source
             self.copies[key_of(whole)] = copy_of(copy)
@@ -152,21 +155,27 @@ class RerunMode(_compat.PlainDispatchMode):
             return func(*args, **kwargs)
         if action in (SAVE, DETACHED):
             if place in self.record.saved:
-                return mapped(_handed_out, self.record.saved[place])
+                return mapped(self._handed_out, self.record.saved[place])
             self._note_versions(traits, args, kwargs)
             return _compat.pick_arguments(func, traits.returned, args, kwargs)
         call = self.calls[place]
         args = _compat.without_running_statistics(func, args)
-        self._check(call, (*args, *kwargs.values()))
-        if self.copies and traits.written:
-            self._note_versions(traits, args, kwargs)
-        return self._run(call, traits, args, kwargs)
+        if traits.is_literal:
+            out = call.args[0].tensor()  # of the numbers that it was made of
+        else:
+            self._check(call, traits, args, kwargs)
+            out = self._run(call, traits, args, kwargs)
+        for result, tensor in zip(call.results, tensors_in((out,)), strict=True):
+            self._note_result(result, tensor)
+        return out
 
     def _run(self, call: Call, traits: Traits, args: Any, kwargs: Any) -> Any:
         """Run an op, on copies of what the forward pass has changed."""
         func = call.func
         own_args, own_kwargs = args, kwargs
         if self.copies:
+            if traits.written:
+                self._note_versions(traits, args, kwargs)
             args, kwargs = mapped(self._copied, args), mapped(self._copied, kwargs)
         if call.state is None:
             out = func(*args, **kwargs)
@@ -199,20 +208,59 @@ class RerunMode(_compat.PlainDispatchMode):
         assert isinstance(source, torch.Tensor)
         return source
 
-    def _check(self, call: Call, values: Any) -> None:
-        """Refuse to read other tensors than in forward."""
-        parts = leaves((*call.args, *call.kwargs.values()), Part)
-        for part, tensor in zip(parts, tensors_in(values), strict=False):
-            if not _compat_dispatch.is_plain(type(tensor)):
-                continue
-            if isinstance(part.source, Result):
-                continue
-            if key_of(self._whole(part)) != key_of(tensor):
-                raise self._error(
-                    f"reads another tensor of shape {tuple(tensor.shape)} with"
-                    f" {call.func}",
-                    "found a different one in forward",
-                )
+    def _handed_out(self, result: Any) -> Any:
+        """What the forward pass kept, in place of what an op would make."""
+        if not isinstance(result, Result):
+            return result
+        kept = result.tensor
+        assert kept is not None
+        tensor = copy_of(kept) if result.is_copy else kept.detach()
+        self._note_result(result, tensor)
+        return tensor
+
+    def _note_result(self, result: Result | None, tensor: torch.Tensor) -> None:
+        """Remember where a result lies this time."""
+        if result is not None:
+            self.results[id(result)] = (key_of(tensor), layout_of(tensor))
+
+    def _check(self, call: Call, traits: Traits, args: Any, kwargs: Any) -> None:
+        """Refuse to read other tensors or values than in forward."""
+        now = [*args, *map(kwargs.get, call.kwargs)]
+        before = [*call.args, *call.kwargs.values()]
+        if not self._are_same(before, now, may_copy=not traits.written):
+            raise self._error(f"runs {call.func} on other values", "did not in forward")
+
+    def _are_same(self, before: Any, now: Any, *, may_copy: bool) -> bool:
+        if isinstance(before, Part):
+            return self._is_same_tensor(before, now, may_copy)
+        if isinstance(before, list):
+            return len(before) == len(now) and all(
+                self._are_same(*pair, may_copy=may_copy)
+                for pair in zip(before, now, strict=True)
+            )
+        is_nan = before != before and now != now
+        return before is now or bool(before == now) or bool(is_nan)
+
+    def _is_same_tensor(self, part: Part, tensor: Any, may_copy: bool) -> bool:
+        """Whether an op reads what it read, or a copy of that."""
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        if not _compat_dispatch.is_plain(type(tensor)):
+            return True
+        if isinstance(part.source, Result):
+            key, layout = self.results.get(id(part.source), (0, ()))
+        else:
+            whole = self._whole(part)
+            key, layout = key_of(whole), layout_of(whole)
+        layout = layout if part.layout is None else part.layout
+        is_there = key == key_of(tensor)
+        if is_there and layout_of(tensor)[: len(layout)] == layout:
+            return True
+        if is_there or not may_copy or isinstance(part.source, Result):
+            return False
+        whole = self._whole(part)
+        before = whole if part.layout is None else alias_of(whole, part.layout)
+        return equal_bytes(before, tensor)
 
     def _copied(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -228,10 +276,3 @@ class RerunMode(_compat.PlainDispatchMode):
             if not tensor.is_inference():
                 entry = (_compat_dispatch.detached(tensor), version_of(tensor))
                 self.versions.setdefault(key_of(tensor), entry)
-
-
-def _handed_out(result: Any) -> Any:
-    if not isinstance(result, Result):
-        return result
-    assert result.tensor is not None
-    return copy_of(result.tensor) if result.is_copy else result.tensor.detach()
