@@ -162,9 +162,11 @@ class _Packed:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves a tensor."""
+        # Without its graph: a result that its own function saves would never go.
+        tensor = tensor.detach() if tensor.requires_grad else tensor
         holder = self.holders[self.number]()
         if holder is not None and holder.tensor is None:
-            holder.tensor = tensor.detach() if tensor.requires_grad else tensor
+            holder.tensor = tensor
         self.number += 1
         if self.number == len(self.holders):
             raise _Done
