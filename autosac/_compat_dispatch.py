@@ -116,9 +116,3 @@ def is_plain(kind: type) -> bool:
 def num_modes() -> int:
     """How many dispatch modes are active."""
     return int(torch._C._len_torch_dispatch_stack())
-
-
-def has_surroundings() -> bool:
-    """Whether autocast is on anywhere, or a mode for functions such as a device."""
-    is_any = torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack()
-    return bool(is_any)

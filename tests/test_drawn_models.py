@@ -1,6 +1,7 @@
 """Models drawn at random train as they do without a plan, bit for bit."""
 
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,9 +17,26 @@ from tests.models import random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-batches = st.lists(
+sizes = st.lists(
     st.tuples(st.sampled_from([ROWS, ROWS + 2]), st.booleans()), min_size=2, max_size=4
 )
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a model is trained.
+
+    Attributes:
+        sizes: Of each step: rows, and whether it takes another branch.
+        autocast: Whether it computes in half precision.
+        twice: Whether each loss goes backward twice.
+        touches: Whether attributes change between forward and backward.
+    """
+
+    sizes: list[tuple[int, bool]]
+    autocast: bool
+    twice: bool
+    touches: bool
 
 
 def make(specs):
@@ -26,23 +44,36 @@ def make(specs):
     return Drawn(specs).train()
 
 
-def train(model, sizes):
+def forward(model, habits, *args):
+    with torch.autocast("cpu", torch.bfloat16, enabled=habits.autocast):
+        return model(*args).square().mean()
+
+
+def train(model, habits):
     """The state after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     states = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        for num_rows, is_other in sizes:
+        for num_rows, is_other in habits.sizes:
             optimizer.zero_grad()
-            loss = model(torch.randn(num_rows, LENGTH, WIDTH), is_other).square().mean()
+            loss = forward(
+                model, habits, torch.randn(num_rows, LENGTH, WIDTH), is_other
+            )
+            if habits.touches:
+                model.touch()
+            if habits.twice:
+                loss.backward(retain_graph=True)
             loss.backward()
             optimizer.step()
             states.append(capture_state(model, optimizer, loss))
     return states
 
 
-def planned(specs, seed):
-    traced = autosac.profile(make(specs), torch.randn(ROWS, LENGTH, WIDTH))
+def planned(specs, habits, seed):
+    inputs = torch.randn(ROWS, LENGTH, WIDTH)
+    autocast = torch.bfloat16 if habits.autocast else None
+    traced = autosac.profile(make(specs), inputs, autocast=autocast)
     share = {0: 0.0, 1: 1.0}.get(seed)
     model = make(specs)
     chosen = random_choice(traced, seed, save_share=share)
@@ -50,19 +81,19 @@ def planned(specs, seed):
     return model
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    specs=models,
+    habits=st.builds(Habits, sizes, st.booleans(), st.booleans(), st.booleans()),
+    seed=st.integers(0, 5),
 )
-@given(specs=models, sizes=batches, seed=st.integers(0, 5))
 def test_gradients_buffers_and_random_numbers_are_those_without_a_plan(
-    specs, sizes, seed
+    specs, habits, seed
 ):
-    expected = train(make(specs), sizes)
+    expected = train(make(specs), habits)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # units that depart say so
-        found = train(planned(specs, seed), sizes)
+        states = train(planned(specs, habits, seed), habits)
 
-    for before, after in zip(expected, found, strict=True):
+    for before, after in zip(expected, states, strict=True):
         assert differences(before, after) == ()

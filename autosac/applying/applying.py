@@ -21,8 +21,8 @@ from autosac.applying.programs import KnownMode, Program
 from autosac.applying.recording import RecordingMode
 from autosac.applying.records import Record
 from autosac.applying.relaying import Nest, NestedCall, RelayedCall
-from autosac.applying.rerunning import Code, rerunning
-from autosac.applying.surroundings import Present
+from autosac.applying.rerunning import Code
+from autosac.applying.surroundings import Present, thread
 from autosac.candidates.policies import OpPolicy
 from autosac.tracing.attributes import Snapshots
 
@@ -104,7 +104,7 @@ class CheckpointedForward(_StandIn):
         forward = self.__wrapped__
         if self.step.onward is not None:
             return self.step.onward.meet(self.fqn, forward, args, kwargs)
-        policy = None if rerunning.now else self._policy()
+        policy = None if thread.is_inside else self._policy()
         if policy is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
 
@@ -205,7 +205,7 @@ class _NestForward(_StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
         is_planned = torch.is_grad_enabled() and self.module.training == self.training
-        if rerunning.now or not is_planned:
+        if thread.is_inside or not is_planned:
             return forward(*args, **kwargs)
         attributes = self.snapshots.take()
         nest = Nest(self.fqn, forward, attributes, self.fqns, (args, kwargs))
@@ -266,7 +266,7 @@ class _CountedForward(_StandIn):
         self.step = step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not rerunning.now:
+        if not thread.is_inside:
             self.step.calls.clear()
         return self.__wrapped__(*args, **kwargs)
 

@@ -23,6 +23,7 @@ from autosac.applying.parts import Part
 from autosac.applying.programs import KnownMode
 from autosac.applying.recording import RecordingMode
 from autosac.applying.records import BACKWARD, Record
+from autosac.applying.surroundings import thread
 
 
 class Holder(Part):
@@ -60,14 +61,16 @@ class Frame:
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 mode.begin()
+                thread.is_inside = True
                 try:
                     output = forward(*args, **kwargs)
                 finally:
+                    thread.is_inside = False
                     mode.end()
             mode.finish(output)
             if record.is_exact:
                 record.drop_calls()
-                record.code = record.foreign = None
+                record.code = None
         finally:
             record.close()
         self.is_over = True
@@ -81,7 +84,7 @@ class Frame:
             record.locate(holder, tensor, BACKWARD, BACKWARD)
         record.stop = len(record.calls)
         self.holders.append(weakref.ref(holder))
-        self.mode.packed()
+        self.mode.packed(tensor)
         return holder
 
     def run_again(self) -> None:
@@ -118,19 +121,20 @@ class Frame:
 
     def _run_code(self, template: Any) -> None:
         """Run again as Python code."""
-        packed = _Packed(self.holders)
+        assert isinstance(self.mode, RecordingMode)
         assert self.record.code is not None
+        packed = _Packed(self.holders, self.mode.history.packed)
         try:
             self.record.code.run(self.record, template, packed.pack)
         except _Done:
             return
-        if packed.number < len(self.holders):
-            raise RuntimeError(
-                f"AC unit `{self.record.policy.fqn}` saved {len(self.holders)} tensors"
-                f" in forward and {packed.number} when it was rerun in backward: it"
-                " depends on state that changed in between. Exclude it from the plan"
-                " with `exclude`."
-            )
+        except _OtherSaved:
+            pass
+        raise RuntimeError(
+            f"AC unit `{self.record.policy.fqn}` does not let autograd save what it"
+            " saved in forward when it is rerun in backward: it depends on state that"
+            " changed in between. Exclude it from the plan with `exclude`."
+        )
 
 
 def _gone(fqn: str) -> RuntimeError:
@@ -153,15 +157,31 @@ class _Done(Exception):
     """Every tensor that autograd saved was made again."""
 
 
-class _Packed:
-    """Hands tensors that a rerun saves to the holders of its forward pass."""
+class _OtherSaved(Exception):
+    """Autograd saves another tensor than in forward."""
 
-    def __init__(self, holders: Sequence[weakref.ref[Holder]]) -> None:
+
+class _Packed:
+    """Hands tensors that a rerun saves to the holders of its forward pass.
+
+    Args:
+        holders: One for each tensor that it saved,
+        expected: and their shapes and types.
+    """
+
+    def __init__(
+        self,
+        holders: Sequence[weakref.ref[Holder]],
+        expected: Sequence[tuple[torch.Size, torch.dtype]],
+    ) -> None:
         self.holders = holders
+        self.expected = expected
         self.number = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves a tensor."""
+        if (tensor.shape, tensor.dtype) != self.expected[self.number]:
+            raise _OtherSaved
         # Without its graph: a result that its own function saves would never go.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         holder = self.holders[self.number]()

@@ -98,11 +98,12 @@ class Result:
         dtype: Of the tensor that an op returned,
         whole: which can be told from its views while it lives.
         tensor: That tensor; None while it is lost.
-        is_copy: A real op changed it later; the tensor is what it was before.
+        copied: Its version when a real op was about to change it and the tensor became
+            a copy; None if it is none.
     """
 
     __slots__ = (
-        *("action", "available", "dtype", "is_copy", "kept", "tensor", "version"),
+        *("action", "available", "copied", "dtype", "kept", "tensor", "version"),
         "whole",
     )
 
@@ -114,7 +115,7 @@ class Result:
         self.dtype = tensor.dtype
         self.whole = weakref.ref(tensor)
         self.tensor: torch.Tensor | None = None
-        self.is_copy = False
+        self.copied: int | None = None
 
 
 class Part:
@@ -147,19 +148,18 @@ class Part:
             whole = given[whole]
         version = self.version
         if version is not None and version != version_of(whole):
-            self.check(whole, fqn)
+            raise self.changed(whole.shape, fqn)
         layout = self.layout
         return whole if layout is None else alias_of(whole, layout)
 
-    def check(self, whole: torch.Tensor, fqn: str) -> None:
-        """Refuse a tensor that was changed since."""
-        if self.version is not None and version_of(whole) != self.version:
-            raise RuntimeError(
-                f"A tensor of shape {tuple(whole.shape)} that AC unit `{fqn}` read has"
-                " been changed in place since its forward pass: it is at version"
-                f" {version_of(whole)}, expected version {self.version}. Change it"
-                " after backward, or exclude the unit from the plan with `exclude`."
-            )
+    def changed(self, shape: torch.Size, fqn: str) -> RuntimeError:
+        """What says that it is not there any more as it was."""
+        return RuntimeError(
+            f"A tensor of shape {tuple(shape)} that AC unit `{fqn}` read has been"
+            f" changed in place since it read version {self.version} of it in forward."
+            " Change it after backward, or exclude the unit from the plan with"
+            " `exclude`."
+        )
 
 
 class Literal:

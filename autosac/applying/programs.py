@@ -12,6 +12,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
+
 from autosac import _compat, _compat_dispatch
 from autosac.applying.parts import Result
 from autosac.applying.recording import RecordingMode
@@ -109,7 +111,7 @@ class KnownMode(_compat.PlainDispatchMode):
         if self.record.policy.chain:
             self.record.note_output(output)
 
-    def packed(self) -> None:
+    def packed(self, tensor: torch.Tensor) -> None:
         """Autograd has saved a tensor."""
         self._packs += 1
         program = self.program

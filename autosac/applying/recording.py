@@ -14,7 +14,7 @@ import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
-from autosac.applying.parts import copy_of, key_of
+from autosac.applying.parts import copy_of, key_of, version_of
 from autosac.applying.records import BACKWARD, ONWARD, Call, Record
 from autosac.candidates.policies import DETACHED, RERUN, SAVE, VIEW
 from autosac.pytrees import tensors_in
@@ -27,14 +27,16 @@ class History:
         funcs: Its ops,
         actions: and what becomes of each.
         copies: Arguments (by number) and tensors from elsewhere that it changed after
-            it departed, each with a copy of what it was before.
+            it departed, each with a copy of what it was before, and its version then.
+        packed: Shapes and types of the tensors that autograd saved.
         departed: It did something else than its plan expects.
     """
 
     def __init__(self) -> None:
         self.funcs: list[Any] = []
         self.actions: list[str] = []
-        self.copies: list[tuple[int | torch.Tensor, torch.Tensor]] = []
+        self.copies: list[tuple[int | torch.Tensor, torch.Tensor, int]] = []
+        self.packed: list[tuple[torch.Size, torch.dtype]] = []
         self.departed = False
 
 
@@ -53,7 +55,6 @@ class RecordingMode(_compat.PlainDispatchMode):
 
     def __init__(self, record: Record) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        record.foreign = []
         self.record = record
         self.history = History()
         self.packs: list[int] = []
@@ -99,8 +100,9 @@ class RecordingMode(_compat.PlainDispatchMode):
         """The unit is over."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def packed(self) -> None:
+    def packed(self, tensor: torch.Tensor) -> None:
         """Autograd has saved a tensor."""
+        self.history.packed.append((tensor.shape, tensor.dtype))
         # It does so before the kernel of an op, which then has its node already, or
         # behind it. What begins before a kernel would see the ops inside.
         is_behind = _compat.next_sequence_nr() == self._next_node
@@ -183,12 +185,12 @@ class RecordingMode(_compat.PlainDispatchMode):
         key = key_of(tensor)
         result = self.record.results.get(key)
         if result is not None:
-            if result.tensor is not None and not result.is_copy:
+            if result.tensor is not None and result.copied is None:
+                result.copied = version_of(result.tensor)
                 result.tensor = copy_of(result.tensor)
-                result.is_copy = True
         elif key not in self._copied:
             self._copied.add(key)
             number = self.record.number_of(tensor)
             whole = _compat_dispatch.detached(tensor)
             source = whole if number is None else number
-            self.history.copies.append((source, copy_of(whole)))
+            self.history.copies.append((source, copy_of(whole), version_of(whole)))

@@ -143,8 +143,6 @@ class Record:
         knows_memory: All tensors so far are such that their storage is their memory.
         missed: Calls that read what is not there again: their number, and for which
             reruns it is missing.
-        foreign: Arguments and tensors from elsewhere that ops read; None where nobody
-            asks for them.
         code: How to run the unit again as Python code; None if it need not be.
         outward: What the unit returned, if other blocks may want that made again:
             nested, with `Outward` in place of tensors.
@@ -163,7 +161,6 @@ class Record:
         self.stop = 0
         self.knows_memory = True
         self.missed: list[tuple[int, int]] = []
-        self.foreign: list[Part] | None = None
         self.code: Code | None = None
         self.outward: Any = None
         self._given = given
@@ -246,7 +243,9 @@ class Record:
                 is_whole = saved is None and result.whole() is tensor
                 part.layout = None if is_whole else layout_in(tensor, result.dtype)
                 # Not the tensor's: factory functions give theirs a new counter.
-                part.version = None if saved is None else version_of(saved)
+                part.version = None
+                if saved is not None and result.copied is None:
+                    part.version = version_of(saved)
                 return
         number = self._numbers.get(key)
         if number is None:
@@ -256,8 +255,6 @@ class Record:
             is_whole = tensor is self._given[number]
             part.layout = None if is_whole else layout_of(tensor)
             part.version = None if number in self._relayed else version_of(tensor)
-        if self.foreign is not None and not kept:
-            self.foreign.append(part)
 
     def _locate_outside(self, part: Part, tensor: torch.Tensor) -> None:
         part.layout, part.version = None, version_of(tensor)
@@ -381,5 +378,5 @@ class Record:
 
     def clear(self) -> None:
         """Let go of everything: it does not run again."""
-        self.calls, self.saved, self.foreign = [], {}, None
+        self.calls, self.saved = [], {}
         self.code = self.outward = None

@@ -8,7 +8,6 @@ twice, and it must run the same ops on the same tensors as in forward.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,19 +30,12 @@ from autosac.applying.parts import (
 from autosac.applying.random_states import RandomState
 from autosac.applying.recording import History
 from autosac.applying.records import Call, Record
-from autosac.applying.surroundings import Present
+from autosac.applying.surroundings import Present, thread
 from autosac.candidates.policies import DETACHED, SAVE, VIEW
 from autosac.pytrees import mapped, tensors_in
 from autosac.tracing.attributes import Attributes
 
-
-class _Rerunning(threading.local):
-    """Whether this thread reruns a unit: modules in it run plainly then."""
-
-    now = False
-
-
-rerunning = _Rerunning()
+_CAST = torch.ops.aten._to_copy.default
 
 
 class Code:
@@ -83,10 +75,18 @@ class Code:
         """
         given = [handed.tensor for handed in leaves(template, Handed)]
         args, kwargs = put_together(template)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _same)
         rerun = RerunMode(record, self, given)
+
+        def pack_fresh(tensor: torch.Tensor) -> Any:
+            rerun.refuse_stale(tensor)
+            return pack(tensor)
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack_fresh, _same)
         with torch.enable_grad(), self.surroundings.again(), hooks, rerun:
-            return self.forward(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
+            for tensor in leaves(output, torch.Tensor):
+                rerun.refuse_stale(tensor)
+            return output
 
 
 def _same(packed: Any) -> Any:
@@ -115,17 +115,31 @@ class RerunMode(_compat.PlainDispatchMode):
         self.versions: dict[int, tuple[torch.Tensor, int]] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.results: dict[int, tuple[int, Layout]] = {}
-        for source, copy in self.history.copies:
-            whole = given[source] if isinstance(source, int) else source
-            self.copies[key_of(whole)] = copy_of(copy)
-        for part in self.record.foreign or ():
-            whole = self._whole(part)
-            if key_of(whole) not in self.copies:
-                part.check(whole, self.record.policy.fqn)
+        copied: dict[int, int] = {}
+        for source, copy, version in self.history.copies:
+            key = key_of(given[source] if isinstance(source, int) else source)
+            self.copies[key], copied[key] = copy_of(copy), version
+        parts = leaves([[c.args, c.kwargs] for c in self.record.calls], Part)
+        self.changed = {id(part) for part in parts if self._is_changed(part, copied)}
+        self.stale: dict[int, Part] = {}
+
+    def _is_changed(self, part: Part, copied: dict[int, int]) -> bool:
+        """Whether what an op read is not there any more."""
+        source = part.source
+        if part.version is None:
+            return False
+        if isinstance(source, Result):
+            assert source.tensor is not None
+            now = source.copied
+            return part.version != (version_of(source.tensor) if now is None else now)
+        whole = self._whole(part)
+        first = copied.get(key_of(whole))
+        now = version_of(whole)
+        return part.version != now if first is None else part.version < first
 
     def __enter__(self) -> RerunMode:
-        self.rerunning = rerunning.now
-        rerunning.now = True
+        self.was_inside = thread.is_inside
+        thread.is_inside = True
         self.present = self.attributes.resume()
         # If backward runs under autocast, casts of the forward pass are still cached.
         torch.clear_autocast_cache()
@@ -133,7 +147,7 @@ class RerunMode(_compat.PlainDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        rerunning.now = self.rerunning
+        thread.is_inside = self.was_inside
         self.present.restore()
         torch.clear_autocast_cache()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -149,6 +163,8 @@ class RerunMode(_compat.PlainDispatchMode):
                 return args[0].device
             return func(*args, **kwargs)
         traits = _compat_dispatch.traits(func)
+        if self._is_another_cast(func, args, kwargs):
+            return func(*args, **kwargs)
         place = self._next(func)
         action = self.history.actions[place]
         if action == VIEW:
@@ -163,11 +179,36 @@ class RerunMode(_compat.PlainDispatchMode):
         if traits.is_literal:
             out = call.args[0].tensor()  # of the numbers that it was made of
         else:
-            self._check(call, traits, args, kwargs)
+            if not self._reads_the_same(
+                call, args, kwargs, may_copy=not traits.written
+            ):
+                raise self._error(f"runs {func} on other values", "did not in forward")
             out = self._run(call, traits, args, kwargs)
         for result, tensor in zip(call.results, tensors_in((out,)), strict=True):
             self._note_result(result, tensor)
+        if (part := self._stale_part(call, args, kwargs)) is not None:
+            targets = tensors_in((out, traits.targets(args, kwargs)))
+            self.stale.update((key_of(tensor), part) for tensor in targets)
         return out
+
+    def _stale_part(self, call: Call, args: Any, kwargs: Any) -> Part | None:
+        """What makes the results of an op other ones than in forward."""
+        if self.changed:
+            for part in leaves([call.args, call.kwargs], Part):
+                if id(part) in self.changed:
+                    return part  # type: ignore[no-any-return]
+        if self.stale:
+            for tensor in tensors_in((args, kwargs)):
+                if key_of(tensor) in self.stale:
+                    return self.stale[key_of(tensor)]
+        return None
+
+    def refuse_stale(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that depends on what is not there any more."""
+        if self.stale and _compat_dispatch.is_plain(type(tensor)):
+            part = self.stale.get(key_of(tensor))
+            if part is not None:
+                raise part.changed(tensor.shape, self.record.policy.fqn)
 
     def _run(self, call: Call, traits: Traits, args: Any, kwargs: Any) -> Any:
         """Run an op, on copies of what the forward pass has changed."""
@@ -193,6 +234,20 @@ class RerunMode(_compat.PlainDispatchMode):
         self.place += 1
         return place
 
+    def _is_another_cast(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether autocast had a tensor at hand in forward that it casts again now."""
+        if func is not _CAST:
+            return False
+        funcs, place = self.history.funcs, self.place
+        if place >= len(funcs) or funcs[place] is not func:
+            return True
+        if (call := self.calls.get(place)) is not None:
+            return not self._reads_the_same(call, args, kwargs)
+        kept = self.record.saved.get(place)
+        if not isinstance(kept, Result) or kept.tensor is None:
+            return False
+        return bool(kept.tensor.shape != args[0].shape)
+
     def _error(self, does: str, but: str) -> RuntimeError:
         return RuntimeError(
             f"AC unit `{self.record.policy.fqn}` {does} when it is rerun in"
@@ -214,21 +269,24 @@ class RerunMode(_compat.PlainDispatchMode):
             return result
         kept = result.tensor
         assert kept is not None
-        tensor = copy_of(kept) if result.is_copy else kept.detach()
+        tensor = kept.detach() if result.copied is None else copy_of(kept)
         self._note_result(result, tensor)
         return tensor
 
     def _note_result(self, result: Result | None, tensor: torch.Tensor) -> None:
         """Remember where a result lies this time."""
         if result is not None:
-            self.results[id(result)] = (key_of(tensor), layout_of(tensor))
+            key = key_of(tensor)
+            self.results[id(result)] = (key, layout_of(tensor))
+            self.stale.pop(key, None)
 
-    def _check(self, call: Call, traits: Traits, args: Any, kwargs: Any) -> None:
-        """Refuse to read other tensors or values than in forward."""
+    def _reads_the_same(
+        self, call: Call, args: Any, kwargs: Any, *, may_copy: bool = True
+    ) -> bool:
+        """Whether an op reads the tensors and values that it read in forward."""
         now = [*args, *map(kwargs.get, call.kwargs)]
         before = [*call.args, *call.kwargs.values()]
-        if not self._are_same(before, now, may_copy=not traits.written):
-            raise self._error(f"runs {call.func} on other values", "did not in forward")
+        return self._are_same(before, now, may_copy=may_copy)
 
     def _are_same(self, before: Any, now: Any, *, may_copy: bool) -> bool:
         if isinstance(before, Part):

@@ -7,12 +7,26 @@ them as the first one did, and leaves them as they are by then.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
 
 from autosac.tracing.attributes import Snapshots
+
+
+class _Thread(threading.local):
+    """What a thread does.
+
+    Attributes:
+        is_inside: It runs a unit: what is called in there is a part of that.
+    """
+
+    is_inside = False
+
+
+thread = _Thread()
 
 
 class Surroundings:
