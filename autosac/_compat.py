@@ -87,7 +87,7 @@ def written_arguments(
     """Arguments that a call mutates, by its schema or by `_HIDDEN_WRITES`."""
     positions = _written_positions.get(func)
     if positions is None:
-        hidden = _HIDDEN_WRITES.get(str(func), ())
+        hidden = hidden_writes(func)
         schema = getattr(func, "_schema", None)
         arguments = () if schema is None else schema.arguments
         positions = tuple(
@@ -102,15 +102,6 @@ def written_arguments(
 
 _returned: dict[Any, tuple[int, ...]] = {}
 _views: dict[Any, bool] = {}
-_names: dict[int, tuple[Any, str]] = {}  # by address, as ops are slow to hash
-
-
-def op_name(func: Any) -> str:
-    """Such as ``aten.mul.Tensor``: `str(func)`, which builds it anew each time."""
-    found = _names.get(id(func))
-    if found is None:
-        found = _names[id(func)] = (func, str(func))
-    return found[1]
 
 
 def returned_arguments(func: Any) -> tuple[int, ...]:
@@ -170,11 +161,6 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
     if positions is None or not args[5]:
         return args
     return tuple(None if i in positions else arg for i, arg in enumerate(args))
-
-
-def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """A tensor subclass instance without memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)
 
 
 class PlainDispatchMode(TorchDispatchMode):

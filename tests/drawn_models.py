@@ -29,14 +29,15 @@ class BlockSpec:
         steps: One after the other.
         branch: What it does more on the other branch, before step `at`.
         at: Where.
-        asks: Whether the branch depends on the batch's size, its values, or on an
-            attribute that changes.
+        asks: Whether the branch depends on the batch's size, or on an attribute.
+        is_swapped: It is called with one layer's parameters for another's.
     """
 
     steps: tuple[str, ...]
     branch: tuple[str, ...]
     at: int
     asks: str
+    is_swapped: bool = False
 
 
 class _Doubled(nn.Module):
@@ -198,7 +199,12 @@ class Drawn(nn.Module):
     def forward(self, x: torch.Tensor, is_other: bool = False) -> torch.Tensor:
         for block in self.blocks:
             block.is_other = is_other
-            x = block(x)
+            if block.spec.is_swapped:
+                named = block.other.named_parameters()
+                parameters = {f"linear.{name}": value for name, value in named}
+                x = torch.func.functional_call(block, parameters, (x,))
+            else:
+                x = block(x)
         return x
 
     def touch(self) -> None:
@@ -215,9 +221,8 @@ def block_specs(draw: Any) -> BlockSpec:
     steps = draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=4))
     branch = draw(st.lists(st.sampled_from(BRANCH_STEPS), max_size=2))
     at = draw(st.integers(0, len(steps) - 1))
-    return BlockSpec(
-        tuple(steps), tuple(branch), at, draw(st.sampled_from(["size", "flag"]))
-    )
+    asks = draw(st.sampled_from(["size", "flag"]))
+    return BlockSpec(tuple(steps), tuple(branch), at, asks, draw(st.booleans()))
 
 
 models = st.lists(block_specs(), min_size=1, max_size=3).map(tuple)

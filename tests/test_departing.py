@@ -201,6 +201,24 @@ def test_what_changed_before_a_departure_is_refused_where_backward_needs_it():
         train(case, model)
 
 
+@pytest.mark.parametrize("branch", ["usual", "longer"])
+@pytest.mark.parametrize("seed", range(4))
+def test_parameters_of_the_callers_are_those_of_the_rerun(branch, seed):
+    case, model, plain = branching(branch, seed)
+    gradients = []
+    for twin in (plain, model):
+        twin.parts[1].branch = branch
+        scaled = {k: 1.5 * v for k, v in twin.named_parameters()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = torch.func.functional_call(twin, scaled, case.inputs()).sum()
+        del scaled
+        loss.backward()
+        gradients.append([parameter.grad for parameter in twin.parameters()])
+
+    assert all(map(torch.equal, *gradients))
+
+
 def test_departed_units_take_no_more_memory_than_checkpointed_ones():
     case = Case(Wide, lambda: torch.randn(64, WIDTH))
     peaks = []

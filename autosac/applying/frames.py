@@ -71,6 +71,8 @@ class Frame:
             if record.is_exact:
                 record.drop_calls()
                 record.code = None
+            elif record.code is not None:
+                record.code.keep()
         finally:
             record.close()
         self.is_over = True

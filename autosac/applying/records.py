@@ -109,6 +109,9 @@ class Code(Protocol):
     def history(self) -> History:
         """What it did in forward."""
 
+    def keep(self) -> None:
+        """It has to run again."""
+
     def run(
         self, record: Record, template: Any, pack: Callable[[torch.Tensor], Any]
     ) -> Any:

@@ -60,6 +60,10 @@ class Code:
         self.attributes = attributes
         self.surroundings = surroundings
 
+    def keep(self) -> None:
+        """Keep the parameters that it runs with, which may be the caller's own."""
+        self.attributes.keep()
+
     def run(
         self, record: Record, template: Any, pack: Callable[[torch.Tensor], Any]
     ) -> Any:
