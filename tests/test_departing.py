@@ -267,6 +267,21 @@ def test_other_code_in_the_rerun_of_a_departed_unit_is_refused(seed, monkeypatch
         loss.backward()
 
 
+@pytest.mark.parametrize("branch", ["usual", "longer"])
+@pytest.mark.parametrize("seed", range(4))
+def test_parameters_that_change_before_backward_are_refused(branch, seed):
+    case, model, plain = branching(branch, seed)
+    for twin in (plain, model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = twin(case.inputs().requires_grad_()).sum()
+        with torch.no_grad():
+            twin.parts[0].linear.weight.mul_(2)
+
+        with pytest.raises(RuntimeError, match=r"in[- ]?place"):
+            loss.backward()
+
+
 class Draws(nn.Module):
     """Multiplies by a number that no module knows, on the other branch."""
 

@@ -123,20 +123,19 @@ class Frame:
 
     def _run_code(self, template: Any) -> None:
         """Run again as Python code."""
-        assert isinstance(self.mode, RecordingMode)
+        packed = _Packed(self.holders)
         assert self.record.code is not None
-        packed = _Packed(self.holders, self.mode.history.packed)
         try:
             self.record.code.run(self.record, template, packed.pack)
         except _Done:
             return
-        except _OtherSaved:
-            pass
-        raise RuntimeError(
-            f"AC unit `{self.record.policy.fqn}` does not let autograd save what it"
-            " saved in forward when it is rerun in backward: it depends on state that"
-            " changed in between. Exclude it from the plan with `exclude`."
-        )
+        if packed.number < len(self.holders):
+            raise RuntimeError(
+                f"AC unit `{self.record.policy.fqn}` saved {len(self.holders)} tensors"
+                f" in forward and {packed.number} when it was rerun in backward: it"
+                " depends on state that changed in between. Exclude it from the plan"
+                " with `exclude`."
+            )
 
 
 def _gone(fqn: str) -> RuntimeError:
@@ -159,31 +158,15 @@ class _Done(Exception):
     """Every tensor that autograd saved was made again."""
 
 
-class _OtherSaved(Exception):
-    """Autograd saves another tensor than in forward."""
-
-
 class _Packed:
-    """Hands tensors that a rerun saves to the holders of its forward pass.
+    """Hands tensors that a rerun saves to the holders of its forward pass."""
 
-    Args:
-        holders: One for each tensor that it saved,
-        expected: and their shapes and types.
-    """
-
-    def __init__(
-        self,
-        holders: Sequence[weakref.ref[Holder]],
-        expected: Sequence[tuple[torch.Size, torch.dtype]],
-    ) -> None:
+    def __init__(self, holders: Sequence[weakref.ref[Holder]]) -> None:
         self.holders = holders
-        self.expected = expected
         self.number = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves a tensor."""
-        if (tensor.shape, tensor.dtype) != self.expected[self.number]:
-            raise _OtherSaved
         # Without its graph: a result that its own function saves would never go.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         holder = self.holders[self.number]()

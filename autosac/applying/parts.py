@@ -148,18 +148,18 @@ class Part:
             whole = given[whole]
         version = self.version
         if version is not None and version != version_of(whole):
-            raise self.changed(whole.shape, fqn)
+            raise changed(whole, version, fqn)
         layout = self.layout
         return whole if layout is None else alias_of(whole, layout)
 
-    def changed(self, shape: torch.Size, fqn: str) -> RuntimeError:
-        """What says that it is not there any more as it was."""
-        return RuntimeError(
-            f"A tensor of shape {tuple(shape)} that AC unit `{fqn}` read has been"
-            f" changed in place since it read version {self.version} of it in forward."
-            " Change it after backward, or exclude the unit from the plan with"
-            " `exclude`."
-        )
+
+def changed(tensor: torch.Tensor, version: int | None, fqn: str) -> RuntimeError:
+    """What says that a tensor is not there any more as it was."""
+    return RuntimeError(
+        f"A tensor of shape {tuple(tensor.shape)} that AC unit `{fqn}` read has been"
+        f" changed in place since it read version {version} of it in forward. Change it"
+        " after backward, or exclude the unit from the plan with `exclude`."
+    )
 
 
 class Literal:

@@ -28,7 +28,7 @@ class History:
         actions: and what becomes of each.
         copies: Arguments (by number) and tensors from elsewhere that it changed after
             it departed, each with a copy of what it was before, and its version then.
-        packed: Shapes and types of the tensors that autograd saved.
+        packed: Shape, type and version of each tensor that autograd saved.
         departed: It did something else than its plan expects.
     """
 
@@ -36,7 +36,7 @@ class History:
         self.funcs: list[Any] = []
         self.actions: list[str] = []
         self.copies: list[tuple[int | torch.Tensor, torch.Tensor, int]] = []
-        self.packed: list[tuple[torch.Size, torch.dtype]] = []
+        self.packed: list[tuple[torch.Size, torch.dtype, int]] = []
         self.departed = False
 
 
@@ -102,7 +102,8 @@ class RecordingMode(_compat.PlainDispatchMode):
 
     def packed(self, tensor: torch.Tensor) -> None:
         """Autograd has saved a tensor."""
-        self.history.packed.append((tensor.shape, tensor.dtype))
+        entry = (tensor.shape, tensor.dtype, version_of(tensor))
+        self.history.packed.append(entry)
         # It does so before the kernel of an op, which then has its node already, or
         # behind it. What begins before a kernel would see the ops inside.
         is_behind = _compat.next_sequence_nr() == self._next_node

@@ -21,6 +21,7 @@ from autosac.applying.parts import (
     Part,
     Result,
     alias_of,
+    changed,
     copy_of,
     equal_bytes,
     key_of,
@@ -81,11 +82,11 @@ class Code:
         args, kwargs = put_together(template)
         rerun = RerunMode(record, self, given)
 
-        def pack_fresh(tensor: torch.Tensor) -> Any:
-            rerun.refuse_stale(tensor)
+        def check_and_pack(tensor: torch.Tensor) -> Any:
+            rerun.check_packed(tensor)
             return pack(tensor)
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack_fresh, _same)
+        hooks = torch.autograd.graph.saved_tensors_hooks(check_and_pack, _same)
         with torch.enable_grad(), self.surroundings.again(), hooks, rerun:
             output = self.forward(*args, **kwargs)
             for tensor in leaves(output, torch.Tensor):
@@ -114,11 +115,12 @@ class RerunMode(_compat.PlainDispatchMode):
         self.history = code.history
         self.attributes = code.attributes
         self.given = given
-        self.place = 0
+        self.place = self.num_packed = 0
         self.calls = {call.place: call for call in self.record.calls}
         self.versions: dict[int, tuple[torch.Tensor, int]] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.results: dict[int, tuple[int, Layout]] = {}
+        self.own: set[int] = set()
         copied: dict[int, int] = {}
         for source, copy, version in self.history.copies:
             key = key_of(given[source] if isinstance(source, int) else source)
@@ -207,12 +209,30 @@ class RerunMode(_compat.PlainDispatchMode):
                     return self.stale[key_of(tensor)]
         return None
 
-    def refuse_stale(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor that depends on what is not there any more."""
-        if self.stale and _compat_dispatch.is_plain(type(tensor)):
-            part = self.stale.get(key_of(tensor))
-            if part is not None:
-                raise part.changed(tensor.shape, self.record.policy.fqn)
+    def check_packed(self, tensor: torch.Tensor) -> None:
+        """Refuse that autograd saves another tensor than in forward."""
+        expected = self.history.packed[self.num_packed : self.num_packed + 1]
+        self.num_packed += 1
+        if not expected or expected[0][:2] != (tensor.shape, tensor.dtype):
+            raise self._error("lets autograd save another tensor", "did not in forward")
+        self.refuse_stale(tensor, expected[0][2])
+
+    def refuse_stale(self, tensor: torch.Tensor, version: int | None = None) -> None:
+        """Refuse a tensor that depends on what is not there any more.
+
+        Args:
+            tensor: What the unit hands out.
+            version: How often it had been changed in forward, if it is known.
+        """
+        if not _compat_dispatch.is_plain(type(tensor)):
+            return
+        key, fqn = key_of(tensor), self.record.policy.fqn
+        if (part := self.stale.get(key)) is not None:
+            raise changed(tensor, part.version, fqn)
+        if version is not None and key not in self.own:
+            noted = self.versions.get(key)
+            if version != (version_of(tensor) if noted is None else noted[1]):
+                raise changed(tensor, version, fqn)
 
     def _run(self, call: Call, traits: Traits, args: Any, kwargs: Any) -> Any:
         """Run an op, on copies of what the forward pass has changed."""
@@ -282,6 +302,7 @@ class RerunMode(_compat.PlainDispatchMode):
         if result is not None:
             key = key_of(tensor)
             self.results[id(result)] = (key, layout_of(tensor))
+            self.own.add(key)
             self.stale.pop(key, None)
 
     def _reads_the_same(
@@ -296,7 +317,8 @@ class RerunMode(_compat.PlainDispatchMode):
         if isinstance(before, Part):
             return self._is_same_tensor(before, now, may_copy)
         if isinstance(before, list):
-            return len(before) == len(now) and all(
+            is_list = isinstance(now, (list, tuple)) and len(now) == len(before)
+            return is_list and all(
                 self._are_same(*pair, may_copy=may_copy)
                 for pair in zip(before, now, strict=True)
             )

@@ -46,9 +46,7 @@ class Surroundings:
         preserve_rng: bool,
     ) -> None:
         self.devices = [d for d in devices if d.type not in ("cpu", "meta")]
-        self.autocast = [
-            _autocast(kind) for kind in {"cpu", *(d.type for d in self.devices)}
-        ]
+        self.present = Present()
         self.modules = list(modules)
         self.attributes = [Snapshots(module).take() for module in self.modules]
         buffers = (buffer for module in self.modules for buffer in module.buffers())
@@ -87,24 +85,22 @@ class Surroundings:
         Raises:
             RuntimeError: It drew other random numbers than before.
         """
-        present = [attributes.resume() for attributes in self.attributes]
+        attributes = [earlier.resume() for earlier in self.attributes]
         random = self._random() if self.random is not None else []
         torch.clear_autocast_cache()
         try:
             self._replace_buffers()
             if self.random is not None:
                 self._set_random(self.random)
-            with contextlib.ExitStack() as stack:
-                for autocast in self.autocast:
-                    stack.enter_context(torch.autocast(*autocast[:3], autocast[3]))
+            with self.present.again():
                 yield
             self._check_random()
         finally:
             if self.random is not None:
                 self._set_random(random)
             torch.clear_autocast_cache()
-            for one in present:
-                one.restore()
+            for present in attributes:
+                present.restore()
 
     def _replace_buffers(self) -> None:
         """Put copies in place; restoring attributes puts the buffers back."""
@@ -164,7 +160,7 @@ class Present:
         with contextlib.ExitStack() as stack:
             for autocast in self.autocast:
                 if autocast != _autocast(autocast[0]):
-                    stack.enter_context(torch.autocast(*autocast[:3], autocast[3]))
+                    stack.enter_context(torch.autocast(*autocast))
             if self.device != torch.get_default_device():
                 stack.enter_context(self.device)
             yield
