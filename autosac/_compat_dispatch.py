@@ -89,6 +89,13 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def is_sole(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor lies in a tensor's storage."""
+    # Counted are this tensor and Python's object for the storage.
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count == 2
+
+
 def keeps_graph() -> bool:
     """Whether the present backward pass, or a look at the graph, leaves it usable."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -92,26 +92,32 @@ class Frame:
     def run_again(self) -> None:
         """Give all holders that are alive their tensors."""
         template = self.source.again()
+        is_last = self.is_over and not _compat_dispatch.keeps_graph()
         self.mode.paused = True
         try:
             if self.record.is_exact:
-                self._repeat([handed.tensor for handed in leaves(template, Handed)])
+                given = [handed.tensor for handed in leaves(template, Handed)]
+                self._repeat(given, is_last=is_last)
             else:
                 self._run_code(template)
         finally:
             self.mode.paused = False
-        if self.is_over and not _compat_dispatch.keeps_graph():
-            self.record.clear()
-            for ref in self.holders:
-                if (holder := ref()) is not None:
-                    holder.source = None
+            if is_last:
+                self._forget()
 
-    def _repeat(self, given: Sequence[torch.Tensor]) -> None:
+    def _forget(self) -> None:
+        """Let go of everything but what the holders have: it will not run again."""
+        self.record.clear()
+        for ref in self.holders:
+            if (holder := ref()) is not None:
+                holder.source = None
+
+    def _repeat(self, given: Sequence[torch.Tensor], *, is_last: bool) -> None:
         """Run again op by op."""
         record, fqn = self.record, self.record.policy.fqn
         try:
             with torch.enable_grad(), _compat_dispatch.below_autograd():
-                record.run_again(given, BACKWARD)
+                record.run_again(given, BACKWARD, is_last=is_last)
                 for ref in self.holders:
                     holder = ref()
                     if holder is not None and holder.tensor is None:

@@ -47,7 +47,7 @@ class Call:
         runs: For which reruns it runs.
         state: Random state that it found, if it draws random numbers.
         results: Results that it made, one for each tensor; None for others.
-        ended: Results that nobody held any more when the next op ran.
+        ended: Results that nobody but the record held any more when the next one ran.
     """
 
     __slots__ = (
@@ -142,6 +142,7 @@ class Record:
         calls: Ops that may run again.
         results: What it made and somebody holds, by the address of the storage.
         saved: Results that are kept until backward, by the place of the op.
+        ended: Saved results that nobody else held any more when the first call ran.
         stop: How many calls there were when autograd saved the last tensor.
         knows_memory: All tensors so far are such that their storage is their memory.
         missed: Calls that read what is not there again: their number, and for which
@@ -161,6 +162,7 @@ class Record:
         self.calls: list[Call] = []
         self.results: dict[int, Result] = {}
         self.saved: dict[int, Any] = {}
+        self.ended: list[Result] = []
         self.stop = 0
         self.knows_memory = True
         self.missed: list[tuple[int, int]] = []
@@ -172,6 +174,7 @@ class Record:
         for number, tensor in enumerate(given):
             if _is_plain(type(tensor)):
                 self._numbers.setdefault(key_of(tensor), number)
+        self._held: list[Result] = []  # saved ones that somebody else may hold
         self._watched: dict[int, tuple[weakref.ref[Any], int, Result]] = {}
         self._on_end: Callable[[Any], None] = self._end
 
@@ -191,6 +194,8 @@ class Record:
         kwargs: dict[str, Any],
     ) -> None:
         """Note an op that is about to run and may run again."""
+        if self._held:
+            self._end_saved()
         if traits.is_random:
             call.state = random_state(args, kwargs)
         if traits.statistics:
@@ -303,6 +308,18 @@ class Record:
         del self.results[key]
         self.calls[-1].ended.append(result)
 
+    def _end_saved(self) -> None:
+        """Find saved results that are there for reruns only from now on."""
+        held: list[Result] = []
+        ended = self.calls[-1].ended if self.calls else self.ended
+        for result in self._held:
+            if result.kept & BACKWARD:
+                continue  # autograd gets it at the end of the rerun
+            assert result.tensor is not None
+            is_ended = _compat_dispatch.is_sole(result.tensor)
+            (ended if is_ended else held).append(result)
+        self._held = held
+
     def save(self, place: int, out: Any) -> None:
         """Keep what an op made."""
         if type(out) is torch.Tensor:
@@ -317,6 +334,7 @@ class Record:
         result.tensor = _compat_dispatch.detached(tensor)
         if _is_plain(type(tensor)):
             self.results.setdefault(key_of(tensor), result)
+            self._held.append(result)
         return result
 
     def note_output(self, output: Any) -> bool:
@@ -343,33 +361,40 @@ class Record:
             if call.runs & ONWARD or (call.runs and number < self.stop):
                 calls.append(call)
                 stop += number < self.stop
-            elif calls:
-                calls[-1].ended += call.ended
+            else:
+                (calls[-1] if calls else self).ended += call.ended
         self.calls, self.stop = calls, stop
 
     def close(self) -> None:
         """The forward pass is over: watch nothing any more."""
         self._watched.clear()
+        self._held.clear()
         self.results.clear()
         self._numbers.clear()
         self._given = ()
 
     # --- backward ---------------------------------------------------------------
 
-    def run_again(self, given: Sequence[torch.Tensor], runs: int) -> None:
+    def run_again(
+        self, given: Sequence[torch.Tensor], runs: int, *, is_last: bool = False
+    ) -> None:
         """Make results again, op by op; to be called within `below_autograd`.
 
         Args:
             given: The tensors among the arguments.
             runs: What for: `BACKWARD` or `ONWARD`.
+            is_last: It will not run again: saved results go when made ones would.
         """
         calls = self.calls[: self.stop] if runs == BACKWARD else self.calls
         fqn = self.policy.fqn
+        if is_last:
+            for result in self.ended:
+                result.tensor = None
         for call in calls:
             if call.runs & runs:
                 call.run(given, fqn)
             for result in call.ended:
-                if not result.kept & runs:
+                if not result.kept & runs and (is_last or result.action != SAVE):
                     result.tensor = None
 
     def lose(self) -> None:
@@ -381,5 +406,5 @@ class Record:
 
     def clear(self) -> None:
         """Let go of everything: it does not run again."""
-        self.calls, self.saved = [], {}
+        self.calls, self.saved, self.ended = [], {}, []
         self.code = self.outward = None
