@@ -199,13 +199,17 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def fake_mode() -> FakeTensorMode:
+def fake_mode(*, plain: bool = False) -> FakeTensorMode:
     """A mode for fake tensors beside which real ones may be used.
 
     Without its cache: in a trace, which knows equal calls itself, that only costs.
+
+    Args:
+        plain: Autograd takes its fakes for plain tensors: see `autosac._compat_plain`.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
+    vars(mode)["autosac_plain"] = plain
     return mode
 
 
@@ -226,10 +230,19 @@ def forget_values(tensors: Iterable[torch.Tensor]) -> None:
             tensor.constant = None
 
 
-def fake_mode_of(tensor: torch.Tensor) -> Any:
-    """The mode that a fake tensor belongs to, None for a real one."""
+def fake_mode_of(tensor: Any) -> Any:
+    """The mode that a fake tensor belongs to, None for anything else."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
+
+# What a fake tensor is made as if autograd shall take it for a plain one: with dispatch
+# disabled it gets no key by which autograd knows subclasses. Its class is `FakeTensor`
+# afterwards. See `autosac._compat_plain`.
+_PlainFake: Any = type(
+    "_PlainFake",
+    (FakeTensor,),
+    {"__torch_dispatch__": torch._C._disabled_torch_dispatch_impl},
+)
 
 _META = torch.device("meta")
 
@@ -292,17 +305,43 @@ def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor
         known = of_mode["autosac_known"] = {}
     attributes = known.get(device)
     if attributes is None:
-        first = FakeTensor(mode, meta, device)
-        known[device] = dict(vars(first))
-        return first
+        attributes = known[device] = dict(vars(FakeTensor(mode, meta, device)))
     # What the constructor does, without its checks: it is called for every result.
     backend = of_mode.get("autosac_backend", device)
-    fake = torch.Tensor._make_subclass(
-        FakeTensor, meta, dispatch_device=True, device_for_backend_keys=backend
-    )
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    plain = bool(of_mode.get("autosac_plain"))
+    fake: torch.Tensor = _bare_fake(meta, backend, plain=plain)
     vars(fake).update(attributes)
     return fake
+
+
+def _bare_fake(meta: torch.Tensor, backend: Any, *, plain: bool) -> Any:
+    """A fake tensor that has no attributes yet."""
+    fake: Any = torch.Tensor._make_subclass(
+        _PlainFake if plain else FakeTensor,
+        meta,
+        dispatch_device=True,
+        device_for_backend_keys=backend,
+    )
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    if plain:
+        fake.__class__ = FakeTensor
+    return fake
+
+
+def twin_of_fake(fake: Any, *, plain: bool) -> Any:
+    """A fake tensor in the memory of another one, a leaf, with its attributes."""
+    backend = vars(fake.fake_mode).get("autosac_backend", fake.fake_device)
+    with no_dispatch():
+        meta = _as_meta(fake)
+    twin = _bare_fake(meta, backend, plain=plain)
+    vars(twin).update(vars(fake))
+    return twin
+
+
+def is_plain_fake(value: Any) -> bool:
+    """Whether autograd takes a fake tensor for a plain one."""
+    key = torch._C.DispatchKey.Python
+    return type(value) is FakeTensor and not torch._C._dispatch_keys(value).has(key)
 
 
 def detached(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -431,6 +470,8 @@ def fake_like(
         fake: torch.Tensor = FakeTensor(mode, data, meta_device)
     else:
         fake = mode.from_tensor(data, static_shapes=True)
+    if vars(mode).get("autosac_plain"):
+        fake = twin_of_fake(fake, plain=True)
     if isinstance(tensor, torch.nn.Parameter):
         # What its constructor does, without a dispatched `detach` for each.
         vars(fake)["_is_param"] = True

@@ -21,6 +21,14 @@ from autosac._compat import TORCH_VERSION
 GROUP_NORM_COPIES_FIRST = TORCH_VERSION < (2, 14)
 GROUP_NORM_TAKES_CHANNELS_LAST = TORCH_VERSION >= (2, 15)
 
+# Whether memory-efficient attention takes fewer key heads than query heads, and one of
+# them without `enable_gqa` (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+EFFICIENT_ATTENTION_HAS_GQA = TORCH_VERSION >= (2, 14)
+
+# cuDNN of PyTorch's CUDA wheels, by what they require (nvidia-cudnn-cu12 or -cu13).
+_WHEEL_CUDNN = {10: 91002, 11: 91900, 12: 92000, 13: 92000, 14: 92400, 15: 92600}
+WHEEL_CUDNN = _WHEEL_CUDNN.get(TORCH_VERSION[1], max(_WHEEL_CUDNN.values()))
+
 # `sDPPriorityOrder` of aten/src/ATen/Context.h, until somebody changes it.
 DEFAULT_SDP_ORDER = (1, 2, 0, 3, 4)
 

@@ -24,6 +24,7 @@ from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.planning import make_parallel_plan
 from autosac.parallel.plans import ParallelPlan
+from autosac.parallel.solving import ParallelChooser
 from autosac.quantities import format_ms
 from benchmarks.environment import environment
 from benchmarks.parallel_rules import BY_HAND, ByHand, at_degree
@@ -107,7 +108,7 @@ def _rows(
     head = f"| {name} | {num_gpus} "
     began = time.process_time()
     try:
-        plan = make_parallel_plan(form, spec, BUDGET_BYTES)
+        plan = make_parallel_plan(ParallelChooser(form), spec, BUDGET_BYTES)
     except InfeasibleBudgetError as error:
         took_s = traced_s + time.process_time() - began
         advice = str(error).split("; ")[-1].rstrip(".")

@@ -30,7 +30,8 @@ from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.planning import shard_degrees
 from autosac.parallel.plans import ParallelPlan
-from autosac.parallel.solving import Solving, best_at, lowest_at
+from autosac.parallel.solving import ParallelChooser
+from autosac.planning.choosing import SolveOptions
 from autosac.planning.profiling import Profile
 from benchmarks.environment import MIB, environment
 from benchmarks.fsdp_ranks import (
@@ -152,15 +153,14 @@ def caps(profile: Profile, spec: ClusterSpec) -> list[int]:
 
     Both with what slow threads may hold, and the fastest with all ranks as shards.
     """
-    form = ParallelFormulation(profile, Types())
-    how = Solving()
+    chooser = ParallelChooser(ParallelFormulation(profile, Types()))
+    options = SolveOptions()
     least_bytes = min(
-        lowest_at(
-            form, form.problem(spec, degree, 1), spec, degree, how
-        ).highest_peak_bytes
+        chooser.at(spec, degree).lowest(options).highest_peak_bytes
         for degree in shard_degrees(spec)
     )
-    fastest = best_at(form, spec, spec.num_gpus, 2**40, how)
+    fastest = chooser.at(spec, spec.num_gpus).search(2**40, options).best
+    assert fastest is not None
     between = fastest.highest_peak_bytes - least_bytes
     return [int(least_bytes + share * between) for share in SHARES]
 

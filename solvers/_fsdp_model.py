@@ -67,7 +67,7 @@ class FsdpModel:
         reshard: dict[int, bool],
         points: Sequence[int | None] | None,
     ) -> None:
-        self.model = pulp.LpProblem("fsdp", pulp.LpMinimize)
+        self.model = _pulp.Model("fsdp")
         self._problem, self._table, self._sites = problem, table, sites
         self._integral = integral
         self._rows: dict[int, tuple[pulp.LpConstraint, float]] = {}
@@ -265,6 +265,7 @@ class FsdpModel:
             "bb", sites.backward_order[::-1], again, most_gather
         )
         self._reduce_buffer = self._carry("rb", sites.end_order, reduced, most_reduce)
+        self._ahead = self._gathered_ahead()
 
     def _carry(
         self,
@@ -288,6 +289,25 @@ class FsdpModel:
             found[site] = value
             before = site
         return [found[site] for site in range(len(own))]
+
+    def _gathered_ahead(self) -> list[pulp.LpVariable]:
+        """By candidate, its buffer of (3): none where no unit began before it."""
+        sites = self._sites
+        found = list(self._backward_buffer)
+        largest = max(sites.most_gather) / _MIB
+        begun = [self._nearest[t][0] for t in self._inside[0] if sites.gather[t]]
+        for site in sites.backward_order[1:]:
+            some = self.model.add_variable(f"some_{site:05d}", 0, 1)
+            for unit in begun:
+                self.model += _pulp.row([(some, 1.0), (unit, -1.0)]) >= 0
+            ahead = self.model.add_variable(f"ahead_{site:05d}", 0)
+            terms = [(ahead, 1.0), (found[site], -1.0), (some, -largest)]
+            self.model += _pulp.row(terms) >= -largest
+            found[site] = ahead
+            if sites.gather[site]:
+                break  # some unit has its parameters, and has begun
+            begun = [some, self._x[site]]
+        return found
 
     def _reruns(self) -> list[tuple[int, Terms]]:
         """Position and time of the rerun of each AC unit."""
@@ -391,7 +411,7 @@ class FsdpModel:
             terms.append((self._forward_buffer[site], 1.0))
         later = [s for s in sites.backward_order if sites.begins[s] >= position]
         if later and position > root.backward[0]:
-            terms.append((self._backward_buffer[later[0]], 1.0))
+            terms.append((self._ahead[later[0]], 1.0))
         ended = [s for s in sites.end_order if sites.ends[s] - 1 <= position]
         if ended and position < root.backward[1]:
             terms.append((self._reduce_buffer[ended[-1]], 1.0))

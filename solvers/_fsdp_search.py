@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
+import numpy.typing as npt
 import pulp
 
 from solvers import _pulp, step_time
+from solvers._fsdp_checks import check_fixed, check_units
+from solvers._fsdp_greedy import by_hand, least_live, rounded, simple_units
 from solvers._fsdp_model import FsdpModel
 from solvers._fsdp_sites import Sites
 from solvers._pulp import Backend
@@ -20,8 +24,8 @@ from solvers.fsdp_problem import (
     FsdpProblem,
     broken_rules,
     live,
-    mixed_live,
     schedule,
+    sharded_live,
 )
 from solvers.solution import Solution, Termination
 from solvers.step_time import StepTime
@@ -32,6 +36,12 @@ _SLACK_BYTES = 256.0  # whole rows are kept, shares only to a solver's tolerance
 _PEAK_BYTES = 4096.0  # a least peak is found to this
 _MOST_ROWS = 8  # new rows a round
 _MOST_ROUNDS = 200
+_MOST_WORK = 4_000_000  # nodes times variables of all MILPs together
+_WHOLE_WORK = 2_000_000  # of that is left for what follows the units
+_UNITS_SHARE = 0.9  # of what is left of a time limit is for the units
+_ABOVE = (0.0, 0.01, 0.1, 0.3)  # of what a peak in shares is below the best one
+_WELL = 0.2  # of the gap: what rounding may lose before a MILP is worth it
+_FEWEST_NODES = 8  # of a MILP that is begun at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +54,14 @@ class FsdpSolution(Solution):
         step: Where that time goes.
         simulated: The same by `step_time.simulate`.
         predicted_peak_bytes: Most live memory of a rank at any position.
+        rows: Positions whose memory was capped.
     """
 
     choice: FsdpChoice | None = None
     step: StepTime | None = None
     simulated: StepTime | None = None
     predicted_peak_bytes: int | None = None
+    rows: frozenset[int] = frozenset()
 
 
 def estimate(problem: FsdpProblem, choice: FsdpChoice) -> FsdpSolution:
@@ -97,183 +109,263 @@ def candidates(problem: FsdpProblem, *, least_unit_bytes: int = 0) -> list[int]:
     ]
 
 
-def _simple_units(
-    problem: FsdpProblem, open_ones: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """Plans that people write by hand: every layer, or every part of one, a unit."""
-    modules = problem.modules
-    alone = [index for index in open_ones if index and modules[index].kind is None]
-    kinds = dict.fromkeys(modules[index].kind for index in open_ones)
-    plans = [{0, *alone}, {0}]
-    for kind in kinds:
-        if kind is not None:
-            same = [index for index in open_ones if modules[index].kind == kind]
-            plans.append({0, *alone, *same})
-    around = {modules[index].parent for index in open_ones}
-    plans.append({0, *(index for index in open_ones if index not in around)})
-    found = []
-    for plan in plans:
-        choice = FsdpChoice(
-            units=tuple(index in plan for index in range(len(modules))),
-            reshard=(False,) * len(modules),
-            points=(None,) * len(problem.sac.units),
-        )
-        chosen = tuple(sorted(plan))
-        if chosen not in found and not broken_rules(problem, choice):
-            found.append(chosen)
-    return found
-
-
 class Search:
-    """One solve: see `solvers.fsdp.solve` for its options."""
+    """One solve: see `solvers.fsdp.solve` for its options.
+
+    Args:
+        problem: Modules, AC units, costs and budget.
+        peak: Whether the least peak is searched, not the least time.
+        backend: Which solver to run.
+        time_limit_s: Stop branching after this long; relaxations are solved in full.
+        relative_gap: Stop when proven this close to the optimum.
+        fixed_reshard: By module, whether it reshards, if that is decided.
+        fixed_points: Point of each AC unit, if that is decided.
+        rows: Positions to cap from the start.
+    """
 
     def __init__(
         self,
         problem: FsdpProblem,
         *,
+        peak: bool,
         backend: Backend,
         time_limit_s: float | None,
         relative_gap: float,
         fixed_reshard: Mapping[int, bool] | None,
         fixed_points: Sequence[int | None] | None,
+        rows: Collection[int] = (),
     ) -> None:
         self._started = perf_counter()
         self._problem = problem
         self._table = Table(problem.sac)
+        self._peak = peak
         self._backend: Backend = backend
-        self._limit_s = self._deadline_s = time_limit_s
+        self._ends = None if time_limit_s is None else self._started + time_limit_s
         self._gap = relative_gap
         self._reshard = dict(fixed_reshard or {})
         self._points = None if fixed_points is None else tuple(fixed_points)
-        self._rows: set[int] = set()
-        self._check()
+        self._rows = set(rows)
+        self._work_left, self._reserve = _MOST_WORK, 0
+        # By units, the value of the best solution with the rest in shares.
+        self._in_shares: dict[tuple[int, ...], float] = {}
+        self._best: FsdpSolution | None = None
+        self._best_value = math.inf  # in ms, or in MiB if it is a peak
+        check_fixed(problem, self._reshard, self._points)
 
     def run(
-        self,
-        fixed_units: Collection[int] | None,
-        least_unit_bytes: int,
-        *,
-        peak: bool,
+        self, fixed_units: Collection[int] | None, least_unit_bytes: int
     ) -> FsdpSolution:
         """Decide on what is open."""
         problem = self._problem
         if fixed_units is not None:
-            chosen = {0, *fixed_units}
-            self._check_units(chosen)
-            return self._whole(sorted(chosen), forced=True, peak=peak, bound=None)
+            chosen = tuple(sorted({0, *fixed_units}))
+            check_units(self._problem, chosen, self._points)
+            self._offer_by_hand([chosen])
+            return self._result(*self._whole(chosen, forced=True))
         open_ones = candidates(problem, least_unit_bytes=least_unit_bytes)
+        simple = simple_units(problem, open_ones)
+        self._offer_by_hand(simple)
         kinds = [problem.modules[index].kind for index in open_ones]
         named = [kind for kind in kinds if kind is not None]
         if len(named) == len(set(named)):
-            return self._whole(open_ones, forced=False, peak=peak, bound=None)
-        return self._two_steps(open_ones, peak=peak)
+            return self._result(*self._whole(open_ones, forced=False))
+        return self._two_steps(open_ones, simple)
 
-    def _two_steps(self, open_ones: Sequence[int], *, peak: bool) -> FsdpSolution:
+    def bound(self) -> float | None:
+        """The relaxation's, with the rows to begin with; None if it has no solution."""
+        open_ones = candidates(self._problem)
+        model = self._model(open_ones, forced=False, integral=False)
+        relaxed = self._run(model, relaxed=True)
+        if relaxed.termination is Termination.INFEASIBLE:
+            return None
+        return 0.0 if relaxed.bound is None else relaxed.bound + model.constant_ms
+
+    def _two_steps(
+        self, open_ones: Sequence[int], simple: Sequence[tuple[int, ...]]
+    ) -> FsdpSolution:
         """Decide on the units with the rest in shares, then on the rest."""
-        self._deadline_s = None if self._limit_s is None else self._limit_s / 2
-        best = self._best_simple(open_ones, peak=peak)
-        model = self._model(open_ones, forced=False, integral=False, peak=peak)
-        bound, chosen = None, None
-        if best is not None:
-            chosen = best[1]
-            bound = self._relaxed_bound(model)
-        if best is None or bound is None or best[0] - bound > self._gap / 2 * best[0]:
-            if chosen is not None:
-                self._offer(model, chosen)
-            termination, of_branching = self._until_kept(
-                model, integral=False, peak=peak, warm_start=chosen is not None
-            )
-            if of_branching is not None:
-                bound = max(of_branching, bound or 0.0)
+        self._reserve = _WHOLE_WORK
+        chosen = self._best_simple(simple)
+        model = self._model(open_ones, forced=False, integral=False)
+        bound = None if chosen is None else self._relaxed_bound(model)
+        if chosen is None or bound is None or not self._is_near(chosen, bound):
+            termination, bound = self._decide_units(model, chosen, bound)
             if termination.has_incumbent:
                 units = model.units()
                 chosen = tuple(index for index, unit in enumerate(units) if unit)
+                self._note(model, chosen)
             elif termination is Termination.INFEASIBLE or chosen is None:
-                return self._nothing(termination, bound)
+                return self._result(termination, bound)
         if bound is None:  # a limit ended branching, perhaps with tightened rows
-            model = self._model(open_ones, forced=False, integral=False, peak=peak)
-            bound = self._relaxed_bound(model)
-        assert chosen is not None
-        self._deadline_s = self._limit_s
-        found = self._whole(chosen, forced=True, peak=peak, bound=bound)
-        if found.termination is Termination.INFEASIBLE:  # in shares it was not
-            return self._whole(open_ones, forced=False, peak=peak, bound=bound)
-        return found
+            bound = self._relaxed_bound(
+                self._model(open_ones, forced=False, integral=False)
+            )
+        self._reserve = 0
+        if self._is_rounded_well(chosen):
+            return self._result(Termination.FEASIBLE, bound)
+        termination, _ = self._whole(chosen, forced=True)
+        if termination is Termination.INFEASIBLE and self._best is None:
+            # In shares it was not.
+            termination, _ = self._whole(open_ones, forced=False)
+        return self._result(termination, bound)
+
+    def _best_simple(self, simple: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """The best units of a few plans by hand, with the rest in shares."""
+        for chosen in simple:
+            if self._is_hopeless(chosen):
+                continue
+            model = self._model(chosen, forced=True, integral=False)
+            termination, _ = self._until_kept(model, integral=False)
+            if termination.has_incumbent:
+                self._note(model, chosen)
+        if self._in_shares:
+            return min(self._in_shares, key=self._in_shares.__getitem__)
+        if self._best is None or self._best.choice is None:
+            return None
+        units = self._best.choice.units
+        return tuple(index for index, unit in enumerate(units) if unit)
+
+    def _note(self, model: FsdpModel, chosen: tuple[int, ...]) -> None:
+        """Remember what units take with the rest in shares, and make that whole."""
+        value = float(pulp.value(model.model.objective)) + model.constant_ms
+        if value < min(self._in_shares.values(), default=math.inf):
+            self._offer_rounded(model, value)
+        self._in_shares[chosen] = value
+
+    def _decide_units(
+        self, model: FsdpModel, chosen: tuple[int, ...] | None, bound: float | None
+    ) -> tuple[Termination, float | None]:
+        """Branch on the units; how that ended, and the bound."""
+        if chosen is not None:  # the best solution with these is in the variables
+            model.fix_units(chosen)
+            self._run(model, relaxed=True)
+            model.fix_units(None)
+        termination, of_branching = self._until_kept(
+            model, integral=False, warm_start=chosen is not None
+        )
+        if of_branching is not None:
+            bound = max(of_branching, bound or 0.0)
+        return termination, bound
 
     def _relaxed_bound(self, model: FsdpModel) -> float | None:
-        """Bound of the relaxation; slow where that is infeasible."""
-        relaxed = _pulp.run(model.model, backend=self._backend, relaxed=True)
+        """Bound of the relaxation; None, after a while, where that is infeasible."""
+        relaxed = self._run(model, relaxed=True)
         return None if relaxed.bound is None else relaxed.bound + model.constant_ms
 
-    def _best_simple(
-        self, open_ones: Sequence[int], *, peak: bool
-    ) -> tuple[float, tuple[int, ...]] | None:
-        """The best of a few plans by hand, with the rest in shares: value and units."""
-        best: tuple[float, tuple[int, ...]] | None = None
-        for chosen in _simple_units(self._problem, open_ones):
-            model = self._model(chosen, forced=True, integral=False, peak=peak)
-            termination, _ = self._until_kept(model, integral=False, peak=peak)
-            if termination.has_incumbent:
-                value = float(pulp.value(model.model.objective)) + model.constant_ms
-                if best is None or value < best[0]:
-                    best = value, chosen
-        return best
-
-    def _offer(self, model: FsdpModel, chosen: Sequence[int]) -> None:
-        """Leave the best solution with given units in the variables."""
-        model.fix_units(chosen)
-        _pulp.run(model.model, backend=self._backend, relaxed=True)
-        model.fix_units(None)
-
     def _whole(
-        self,
-        open_ones: Sequence[int],
-        *,
-        forced: bool,
-        peak: bool,
-        bound: float | None,
-    ) -> FsdpSolution:
-        """Decide in whole; a bound that is given holds instead of the model's own."""
-        model = self._model(open_ones, forced=forced, integral=True, peak=peak)
-        termination, own_bound = self._until_kept(model, integral=True, peak=peak)
-        if bound is None:
-            bound = own_bound
-        if not termination.has_incumbent:
-            return self._nothing(termination, bound)
-        found = estimate(self._problem, model.choice())
+        self, open_ones: Sequence[int], *, forced: bool
+    ) -> tuple[Termination, float | None]:
+        """Decide in whole: how that ended, and the model's own bound."""
+        model = self._model(open_ones, forced=forced, integral=True)
+        termination, bound = self._until_kept(model, integral=True)
+        if termination.has_incumbent:
+            self._offer(model.choice())
+        return termination, bound
+
+    def _is_near(self, chosen: tuple[int, ...], bound: float) -> bool:
+        """Whether no other units can be much better, with the rest in shares."""
+        value = self._in_shares.get(chosen, self._best_value)
+        return value - bound <= self._gap / 2 * value
+
+    def _is_rounded_well(self, chosen: tuple[int, ...]) -> bool:
+        """Whether the best choice takes hardly longer than its units must.
+
+        Compute that is there in any case does not count.
+        """
+        value = self._in_shares.get(chosen, -math.inf)
+        compute_ms = 0.0 if self._peak else sum(self._problem.compute_ms)
+        return self._best_value - value <= _WELL * self._gap * (value - compute_ms)
+
+    def _is_hopeless(self, chosen: Collection[int]) -> bool:
+        """Whether a position is above the cap although all that lowers it is done."""
+        if self._peak:
+            return False
+        least = least_live(self._problem, self._table, chosen, self._rows)
+        return least > self._problem.sac.budget_bytes
+
+    # --- choices ------------------------------------------------------------------
+
+    def _offer_by_hand(self, simple: Sequence[tuple[int, ...]]) -> None:
+        """Plans that people write are incumbents from the start."""
+        for units in simple:
+            for choice in by_hand(
+                self._problem, units, reshard=self._reshard, points=self._points
+            ):
+                self._offer(choice)
+
+    def _offer_rounded(self, model: FsdpModel, value: float) -> None:
+        """A solution in shares, or one that breaks rows, made whole.
+
+        Args:
+            model: It holds the solution,
+            value: of this objective. A peak is rounded to one somewhat above it.
+        """
+        caps = [self._problem.sac.budget_bytes]
+        if self._peak:
+            more = max(0.0, self._best_value - value)
+            caps = [int((value + share * more) * _MIB) for share in _ABOVE]
+        shares = model.units(), model.reshards(), model.weights()
+        for cap_bytes in caps:
+            choice = rounded(
+                self._problem,
+                self._table,
+                cap_bytes,
+                shares,
+                reshard=self._reshard,
+                points=self._points,
+            )
+            if choice is not None:
+                self._offer(choice)
+                return
+
+    def _offer(self, choice: FsdpChoice) -> None:
+        """Keep a choice if it fits and none is known that is better."""
+        peak_bytes = int(self._live(choice).max())
+        if not self._peak and peak_bytes > self._problem.sac.budget_bytes:
+            return
+        if self._peak and peak_bytes / _MIB >= self._best_value:
+            return
+        solution = estimate(self._problem, choice)
+        assert solution.objective_ms is not None
+        value = peak_bytes / _MIB if self._peak else solution.objective_ms
+        if value < self._best_value:
+            self._best, self._best_value = solution, value
+
+    def _live(self, choice: FsdpChoice) -> npt.NDArray[np.float64]:
+        """Live memory at each position."""
+        points = self._table.live(self._table.weights(choice.points))
+        return points + sharded_live(self._problem, choice.units, choice.reshard)
+
+    def _result(self, termination: Termination, bound: float | None) -> FsdpSolution:
+        """The best choice; without one, how the last solve ended."""
         solve_s = perf_counter() - self._started
-        if peak:
-            assert found.predicted_peak_bytes is not None
-            least = 0.0 if bound is None else bound * _MIB
-            slack = _PEAK_BYTES + self._gap * found.predicted_peak_bytes
-            if found.predicted_peak_bytes - least > slack:
-                termination = Termination.FEASIBLE
-            return replace(found, termination=termination, solve_s=solve_s)
-        assert found.objective_ms is not None
+        best = self._best
+        if best is None:
+            is_infeasible = termination is Termination.INFEASIBLE
+            return FsdpSolution(
+                termination=termination,
+                bound_ms=None if is_infeasible or self._peak else bound,
+                solve_s=solve_s,
+                rows=frozenset(self._rows),
+            )
         if bound is not None:
-            bound = min(bound, found.objective_ms)  # rounding may put it above
-        is_proven = (
-            bound is not None
-            and found.objective_ms - bound <= (self._gap + _NOISE) * found.objective_ms
-        )
+            bound = min(bound, self._best_value)  # rounding may put it above
+        slack = (self._gap + _NOISE) * self._best_value
+        if self._peak:
+            slack += _PEAK_BYTES / _MIB
+        is_proven = bound is not None and self._best_value - bound <= slack
         return replace(
-            found,
+            best,
             termination=Termination.OPTIMAL if is_proven else Termination.FEASIBLE,
-            bound_ms=bound,
+            bound_ms=None if self._peak else bound,
             solve_s=solve_s,
+            rows=frozenset(self._rows),
         )
 
-    def _nothing(self, termination: Termination, bound: float | None) -> FsdpSolution:
-        if termination is Termination.INFEASIBLE:
-            bound = None
-        return FsdpSolution(
-            termination=termination,
-            bound_ms=bound,
-            solve_s=perf_counter() - self._started,
-        )
+    # --- solving models -----------------------------------------------------------
 
     def _model(
-        self, open_ones: Sequence[int], *, forced: bool, integral: bool, peak: bool
+        self, open_ones: Sequence[int], *, forced: bool, integral: bool
     ) -> FsdpModel:
         sites = Sites(self._problem, open_ones, forced=forced)
         model = FsdpModel(
@@ -282,7 +374,7 @@ class Search:
             sites,
             forced=forced,
             integral=integral,
-            peak=peak,
+            peak=self._peak,
             reshard=self._reshard,
             points=self._points,
         )
@@ -294,31 +386,24 @@ class Search:
     def _first_rows(self, open_ones: Sequence[int]) -> set[int]:
         """Where memory peaks with all candidates as units, or none, resharded."""
         problem = self._problem
-        nothing = [[0.0] * len(unit.points) for unit in problem.sac.units]
         every = [index in set(open_ones) for index in range(len(problem.modules))]
         none = [index == 0 for index in range(len(problem.modules))]
         found = set()
         for units in (every, none):
             shares = [float(unit and index > 0) for index, unit in enumerate(units)]
-            found.add(int(mixed_live(problem, units, shares, nothing).argmax()))
+            added = sharded_live(problem, units, shares)
+            found.add(int((self._table.base + added).argmax()))
         return found
 
     def _until_kept(
-        self,
-        model: FsdpModel,
-        *,
-        integral: bool,
-        peak: bool,
-        warm_start: bool = False,
+        self, model: FsdpModel, *, integral: bool, warm_start: bool = False
     ) -> tuple[Termination, float | None]:
         """Solve until no position is broken; the bound is of the rows as they are."""
         bound: float | None = None
         tightened = False
         for num_rounds in itertools.count(1):
-            outcome = _pulp.run(
-                model.model,
-                backend=self._backend,
-                time_limit_s=self._left_s(num_rounds),
+            outcome = self._run(
+                model,
                 relative_gap=self._gap if integral else self._gap / 2,
                 warm_start=warm_start and num_rounds == 1,
             )
@@ -326,7 +411,9 @@ class Search:
                 bound = outcome.bound + model.constant_ms
             if not outcome.termination.has_incumbent:
                 return outcome.termination, bound
-            broken = self._broken(model, integral=integral, peak=peak)
+            if bound is not None and bound >= self._best_value:
+                return Termination.NO_INCUMBENT, bound  # none that is better
+            broken = self._broken(model, integral=integral)
             if not broken:
                 return outcome.termination, bound
             if num_rounds == _MOST_ROUNDS:
@@ -340,19 +427,47 @@ class Search:
                     self._rows.add(position)
         return Termination.NO_INCUMBENT, bound
 
-    def _broken(
-        self, model: FsdpModel, *, integral: bool, peak: bool
-    ) -> list[tuple[int, float]]:
+    def _run(
+        self,
+        model: FsdpModel,
+        *,
+        relaxed: bool = False,
+        relative_gap: float = 0.0,
+        warm_start: bool = False,
+    ) -> _pulp.Outcome:
+        """Solve a model within what is left of work and time."""
+        size = max(1, model.model.numVariables())
+        left_s, most_nodes = None, None
+        if self._ends is not None and not relaxed:
+            left_s = max(0.0, self._ends - perf_counter())
+            left_s *= _UNITS_SHARE if self._reserve else 1.0
+        elif not relaxed:
+            work_left = self._work_left - self._reserve
+            most_nodes = max(_FEWEST_NODES, work_left // size)
+        outcome = _pulp.run(
+            model.model,
+            backend=self._backend,
+            time_limit_s=left_s,
+            node_limit=most_nodes,
+            relative_gap=relative_gap,
+            relaxed=relaxed,
+            warm_start=warm_start,
+        )
+        if not relaxed:
+            self._work_left -= max(1, outcome.nodes) * size
+        return outcome
+
+    def _broken(self, model: FsdpModel, *, integral: bool) -> list[tuple[int, float]]:
         """Positions above the cap, the worst of their surroundings, and by how much."""
         problem = self._problem
         if integral:
-            found = live(problem, model.choice())
+            found = self._live(model.choice())
         else:
-            found = mixed_live(
-                problem, model.units(), model.reshards(), model.weights()
-            )
+            weights = np.concatenate([[0.0], *model.weights()])[1:]
+            found = self._table.live(weights)
+            found += sharded_live(problem, model.units(), model.reshards())
         cap = float(problem.sac.budget_bytes) + (0.0 if integral else _SLACK_BYTES)
-        if peak:
+        if self._peak:
             # A peak that rows already cap is what it is.
             capped = [found[q] for q in self._rows if model.has_row(q)]
             cap = max(capped, default=0.0) + _PEAK_BYTES
@@ -365,56 +480,3 @@ class Search:
         worst = [int(part[excess[part].argmax()]) for part in stretches]
         worst.sort(key=lambda q: -excess[q])
         return [(q, float(excess[q])) for q in worst[:_MOST_ROWS]]
-
-    def _left_s(self, num_rounds: int) -> float | None:
-        """Time for a solve; rounds that the limit would end get a share of it."""
-        if self._deadline_s is None or self._limit_s is None:
-            return None
-        left = self._deadline_s - (perf_counter() - self._started)
-        return max(left, self._limit_s / (10 * num_rounds))
-
-    def _check(self) -> None:
-        count = len(self._problem.modules)
-        for index in self._reshard:
-            if not 0 <= index < count:
-                raise ValueError(
-                    f"`fixed_reshard` must name modules below {count}, got {index}."
-                )
-        if self._reshard.get(0):
-            raise ValueError("`fixed_reshard` names the root, which does not reshard.")
-        units = self._problem.sac.units
-        if self._points is None:
-            return
-        if len(self._points) != len(units):
-            raise ValueError(
-                f"`fixed_points` must have an entry for each of {len(units)} AC units,"
-                f" got {len(self._points)}."
-            )
-        for unit, point in zip(units, self._points, strict=True):
-            if point is not None and not 0 <= point < len(unit.points):
-                raise ValueError(
-                    f"`fixed_points` of {unit.fqn!r} must be below"
-                    f" {len(unit.points)}, got {point}."
-                )
-        alone = FsdpChoice(
-            units=(True, *(False,) * (count - 1)),
-            reshard=(False,) * count,
-            points=self._points,
-        )
-        nested = [text for text in broken_rules(self._problem, alone) if "nest" in text]
-        if nested:
-            raise ValueError(f"`fixed_points` breaks rules: {' '.join(nested)}")
-
-    def _check_units(self, chosen: Collection[int]) -> None:
-        count = len(self._problem.modules)
-        if not all(0 <= index < count for index in chosen):
-            raise ValueError(
-                f"`fixed_units` must name modules below {count}, got {sorted(chosen)}."
-            )
-        choice = FsdpChoice(
-            units=tuple(index in chosen for index in range(count)),
-            reshard=(False,) * count,
-            points=self._points or (None,) * len(self._problem.sac.units),
-        )
-        if broken := broken_rules(self._problem, choice):
-            raise ValueError(f"`fixed_units` breaks rules: {' '.join(broken)}")

@@ -37,9 +37,10 @@ _NO_HEURISTICS = {
     "mip_allow_restart": False,
     "mip_detect_symmetry": False,
 }
-_LIMITS = (  # of time, and of nodes
+_LIMITS = (  # of time, of nodes, and of work
     highspy.HighsModelStatus.kTimeLimit,
     highspy.HighsModelStatus.kSolutionLimit,
+    highspy.HighsModelStatus.kInterrupt,
 )
 _CBC_BOUND = "Lower bound:"  # CBC prints it only if a gap is left
 _CBC_NODES = "Enumerated nodes:"
@@ -52,7 +53,8 @@ _PAIRS = {
     constants.LpSolutionNoSolutionFound: Termination.NO_INCUMBENT,
 }
 
-_Answer = tuple[Termination, float | None, int]  # how it ended, the bound, the nodes
+# How it ended, the bound, the nodes, and how often it looked at its limits.
+_Answer = tuple[Termination, float | None, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +65,15 @@ class Outcome:
         termination: Why the solve stopped; the variables hold the incumbent, if any.
         bound: Proven lower bound on the objective, in the unit of the model.
         solve_s: Wall-clock time.
-        nodes: Nodes of the search tree: work that is the same in every run.
+        nodes: Nodes of the search tree: the same in every run.
+        work: Of a MILP, see `run`: the same in every run, as long as few microseconds.
     """
 
     termination: Termination
     bound: float | None
     solve_s: float
     nodes: int = 0
+    work: int = 0
 
 
 def run(
@@ -78,6 +82,7 @@ def run(
     backend: Backend = "highs",
     time_limit_s: float | None = None,
     node_limit: int | None = None,
+    work_limit: int | None = None,
     relative_gap: float = 0.0,
     threads: int = 1,
     relaxed: bool = False,
@@ -92,12 +97,17 @@ def run(
         time_limit_s: Stop after this long with the incumbent of the moment.
         node_limit: Stop after so many nodes of the search tree: unlike a time, the
             same in every run. None for no limit.
+        work_limit: Stop a MILP after so much work: the same in every run, and unlike a
+            node's much the same for all nodes. For HiGHS that is the number of times
+            that it looks at its limits (some ten a node, more at the root) times the
+            rows and columns; for CBC, which can only count nodes, nodes times rows and
+            columns. None for no limit.
         relative_gap: Stop as soon as the incumbent is proven this close to the best.
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
         warm_start: Offer the values the variables hold now as a first incumbent.
-        again: The model was solved before, and only right-hand sides have changed
-            since: HiGHS starts from where it ended.
+        again: The model was solved before, and only right-hand sides and the objective
+            have changed since: HiGHS starts from where it ended.
 
     Returns:
         How it ended, the proven bound and the time it took.
@@ -115,12 +125,14 @@ def run(
     if node_limit is not None:
         options["mip_max_nodes" if backend == "highs" else "maxNodes"] = node_limit
     started = time.perf_counter()
+    size = len(model.variables()) + len(_rows(model))
+    most_looks = None if work_limit is None else work_limit // size
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":
-        termination, bound, nodes = _rerun_highs(model)
+        termination, bound, nodes, looks = _rerun_highs(model)
     else:
-        termination, bound, nodes = runner(
-            model, options, relaxed=relaxed, warm_start=warm_start
+        termination, bound, nodes, looks = runner(
+            model, options, most_looks, relaxed=relaxed, warm_start=warm_start
         )
     if termination.has_incumbent and not _keeps_rows(model, relaxed=relaxed):
         if termination is Termination.OPTIMAL:
@@ -133,7 +145,11 @@ def run(
     if bound is not None and not math.isfinite(bound):
         bound = None
     return Outcome(
-        termination=termination, bound=bound, solve_s=solve_s, nodes=max(0, nodes)
+        termination=termination,
+        bound=bound,
+        solve_s=solve_s,
+        nodes=max(0, nodes),
+        work=max(0, looks) * size,
     )
 
 
@@ -145,10 +161,35 @@ def row(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpressi
     return total
 
 
+class Model(pulp.LpProblem):  # type: ignore[misc]
+    """A minimisation that looks for its variables only when there are new rows."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, pulp.LpMinimize)
+        self._num_rows = -1
+        self._in_order: list[pulp.LpVariable] = []
+
+    def variables(self) -> list[pulp.LpVariable]:
+        """In the order of their names; PuLP asks for them several times a solve."""
+        num_rows = self.numConstraints()
+        if num_rows != self._num_rows:
+            self._in_order = super().variables()
+            self._num_rows = num_rows
+        return self._in_order
+
+
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's in-process HiGHS, with a first incumbent and a model passed as a whole."""
+    """PuLP's in-process HiGHS, with a first incumbent and a model passed as a whole.
+
+    Attributes:
+        start: The first incumbent, if there is one.
+        most_looks: How often a MILP may look at its limits; None for no limit.
+        looks: How often it did.
+    """
 
     start: list[float] | None = None
+    most_looks: int | None = None
+    looks: int = 0
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
         """Pass columns and rows in arrays: one by one takes longer than most solves."""
@@ -194,7 +235,14 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
             solution = highspy.HighsSolution()
             solution.col_value = self.start
             lp.solverModel.setSolution(solution)
+        if self.mip:
+            lp.solverModel.cbMipInterrupt.subscribe(self._look)
         lp.solverModel.run()
+
+    def _look(self, event: highspy.HighsCallbackEvent) -> None:
+        self.looks += 1
+        if self.most_looks is not None and self.looks > self.most_looks:
+            event.interrupt()
 
     def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
         """Status as PuLP's pair; PuLP 3.3 has none for the limit of nodes."""
@@ -208,7 +256,12 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
 
 def _run_highs(
-    model: pulp.LpProblem, options: dict[str, Any], *, relaxed: bool, warm_start: bool
+    model: pulp.LpProblem,
+    options: dict[str, Any],
+    most_looks: int | None,
+    *,
+    relaxed: bool,
+    warm_start: bool,
 ) -> _Answer:
     start = [v.varValue or 0.0 for v in model.variables()] if warm_start else None
     status = highspy.HighsModelStatus.kNotset
@@ -221,7 +274,7 @@ def _run_highs(
             **_NO_HEURISTICS,
             **extra,
         )
-        solver.start = start
+        solver.start, solver.most_looks = start, most_looks
         model.solve(solver)
         status = model.solverModel.getModelStatus()
         if status == highspy.HighsModelStatus.kNotset:
@@ -229,10 +282,16 @@ def _run_highs(
             highspy.Highs.resetGlobalScheduler(True)
         elif status != highspy.HighsModelStatus.kUnboundedOrInfeasible:
             break  # else only a run without presolve can tell which of the two it is
-    return _highs_outcome(model, status, relaxed=relaxed)
+    return _highs_outcome(model, status, solver.looks, relaxed=relaxed)
 
 
 def _rerun_highs(model: pulp.LpProblem) -> _Answer:
+    variables = model.variables()
+    model.solverModel.changeColsCost(
+        len(variables),
+        np.array([v.index for v in variables], dtype=np.int32),
+        np.array([model.objective.get(v, 0.0) for v in variables]),
+    )
     for constraint in _rows(model):
         low, high = constraint.getLb(), constraint.getUb()
         model.solverModel.changeRowBounds(
@@ -243,11 +302,15 @@ def _rerun_highs(model: pulp.LpProblem) -> _Answer:
     model.solver.callSolver(model)
     model.assignStatus(*model.solver.findSolutionValues(model))
     status = model.solverModel.getModelStatus()
-    return _highs_outcome(model, status, relaxed=not model.solver.mip)
+    return _highs_outcome(model, status, 0, relaxed=not model.solver.mip)
 
 
 def _highs_outcome(
-    model: pulp.LpProblem, status: highspy.HighsModelStatus, *, relaxed: bool
+    model: pulp.LpProblem,
+    status: highspy.HighsModelStatus,
+    looks: int,
+    *,
+    relaxed: bool,
 ) -> _Answer:
     termination = _PAIRS[model.sol_status]
     info = model.solverModel.getInfo()
@@ -261,12 +324,19 @@ def _highs_outcome(
         bound = info.mip_dual_bound
     if bound is not None:
         bound += model.objective.constant
-    return termination, bound, info.mip_node_count
+    return termination, bound, info.mip_node_count, looks
 
 
 def _run_cbc(
-    model: pulp.LpProblem, options: dict[str, Any], *, relaxed: bool, warm_start: bool
+    model: pulp.LpProblem,
+    options: dict[str, Any],
+    most_looks: int | None,
+    *,
+    relaxed: bool,
+    warm_start: bool,
 ) -> _Answer:
+    if most_looks is not None:  # it has no way to say more than "enough nodes"
+        options = options | {"maxNodes": max(1, most_looks)}
     with tempfile.TemporaryDirectory(prefix="autosac-cbc-") as folder:
         log = Path(folder, "cbc.log")
         solver = pulp.COIN_CMD(
@@ -291,7 +361,8 @@ def _run_cbc(
         bound += model.objective.constant
     elif termination is Termination.OPTIMAL:
         bound = pulp.value(model.objective)
-    return termination, bound, int(_last_number(text, _CBC_NODES) or 0)
+    nodes = int(_last_number(text, _CBC_NODES) or 0)
+    return termination, bound, nodes, nodes
 
 
 def _last_number(text: str, label: str) -> float | None:

@@ -50,8 +50,8 @@ class CountModel:
         budget_bytes: The cap; None to minimise it.
         mixed: Units that may take points between theirs, see `_add_between`, and
             mixtures of their points; others take whole points.
-        coarse: Mixed units may take any mixture of their points instead: a relaxation
-            of that with far fewer integers.
+        coarse: All units may take any mixture of their points instead: a relaxation of
+            that in which only classes and holds are counted in integers.
         surcharges: What a solution costs at least beyond the relaxation if it uses a
             column, in ms.
         room_ms: Columns with a larger surcharge are left out.
@@ -157,9 +157,10 @@ class CountModel:
                 continue
             terms = []
             columns = [*range(*self._table.first[first : first + 2])]
-            if first in mixed:
-                if not self._coarse:
-                    terms += self._add_between(first, columns, size)
+            if self._coarse:
+                terms += self._add_points(first, columns, size, 0.0)
+            elif first in mixed:
+                terms += self._add_between(first, columns, size)
                 terms += self._add_mixture(first, columns, size)
             else:
                 for j in columns:
@@ -193,21 +194,28 @@ class CountModel:
         self, u: int, columns: Sequence[int], size: int
     ) -> list[tuple[pulp.LpVariable, float]]:
         """What stands for missing points: mixtures that take as long as any of them."""
-        unit = self._table.problem.units[u]
-        least_ms = 0.0 if self._coarse else unit.mixed_from_ms
-        times = self._table.times[columns]
-        own = self._surcharges[columns]
-        if _least_on_hull(times, own, least_ms) > self._room_ms:
+        least_ms = self._table.problem.units[u].mixed_from_ms
+        points = self._add_points(u, columns, size, least_ms)
+        if not points:
             return []
-        add = self.model.add_variable
-        points = [(j, add(f"z_{j:06d}", 0, size)) for j in columns]
-        count = add(f"m_{columns[0]:06d}", 0, size, pulp.LpInteger)
-        self.model += _pulp.row([*((z, 1.0) for _, z in points), (count, -1.0)]) == 0
+        count = self.model.add_variable(f"m_{columns[0]:06d}", 0, size, pulp.LpInteger)
+        self.model += _pulp.row([*points, (count, -1.0)]) == 0
         if least_ms > 0.0:
-            slower = [(z, float(self._table.times[j]) * self.scale) for j, z in points]
+            times = self._table.times[columns] * self.scale
+            slower = [(z, t) for (z, _), t in zip(points, times.tolist(), strict=True)]
             self.model += _pulp.row([*slower, (count, -least_ms * self.scale)]) >= 0
-        self._z |= dict(points)
         return [(count, 1.0)]
+
+    def _add_points(
+        self, u: int, columns: Sequence[int], size: int, least_ms: float
+    ) -> list[tuple[pulp.LpVariable, float]]:
+        """Points to be mixed; none if no mixture that takes so long is of interest."""
+        own = self._surcharges[columns]
+        if _least_on_hull(self._table.times[columns], own, least_ms) > self._room_ms:
+            return []
+        points = {j: self.model.add_variable(f"z_{j:06d}", 0, size) for j in columns}
+        self._z |= points
+        return [(z, 1.0) for z in points.values()]
 
     def _mixed(self, values: Numbers, column: int, share: float) -> float:
         """Between a column and the next one."""

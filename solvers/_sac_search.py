@@ -30,13 +30,14 @@ _TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
 _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
 _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
-_FIRST_SHARE = 1e-3  # above the relaxation: dearer columns are left out at first,
+_FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
-_MOST_WORK = 300_000  # nodes times variables of all MILPs together: a second or two
+_MOST_WORK = 1_200_000  # of all MILPs together, see `_pulp.run`: a second or two
 _ANY_WORK = 2**50
-_PROOF_WORK = 100_000  # of that is left for the bound
-_FEWEST_NODES = 8  # of a MILP that is begun at all
+_LEAST_WORK = 30_000  # no MILP is built for less
+_LATER_SHARE = 1 / 2  # of that is left for whole points, and of what is left then
+_PROOF_SHARE = 1 / 2  # for the bound of finer curves
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
@@ -68,12 +69,14 @@ class Search:
         backend: Which solver to run.
         time_limit_s: Stop branching after this long; None to stop after an amount of
             work. Relaxations are solved in full.
+        most_work: That amount, see `_pulp.run`; None for what takes a second or two.
         relative_gap: Stop when proven this close to the optimum.
         least_ms: No choice takes less time, as is known already.
         most_ms: Only choices that take less time are of interest.
         proves: Whether the bound is worth MILPs of its own.
         mixed: Units whose points stand for a finer curve: the bound must hold for
             mixtures of their points as well.
+        near: A choice that nearly keeps the budget; what it takes to keep it is tried.
         start: From a smaller budget of the same table and units; it is left with what
             the next one can use. None to begin from nothing.
 
@@ -81,6 +84,7 @@ class Search:
         rows: Positions that turned out to bind.
         bound: Proven lower bound, in ms, or bytes for the least peak.
         choice: Best choice so far that keeps the budget.
+        work: Of its MILPs so far, see `_pulp.run`.
         price: Milliseconds that one more byte of budget saves, by the duals of the
             relaxation.
     """
@@ -93,21 +97,28 @@ class Search:
         backend: Backend,
         time_limit_s: float | None,
         relative_gap: float,
+        most_work: int | None = None,
         least_ms: float = 0.0,
         most_ms: float = math.inf,
         proves: bool = True,
         mixed: Collection[int] = (),
+        near: Choice | None = None,
         start: Start | None = None,
     ) -> None:
         self._table = table
         self._start = start
+        self._near = near
         self._units = frozenset(units)
         self._mixed = frozenset(mixed) & self._units
         self._backend = backend
         self._gap = relative_gap
         self._proves = proves
-        is_timed = time_limit_s is not None  # then it ends by that, not by its work
-        self._work_left = _ANY_WORK if is_timed else _MOST_WORK
+        if most_work is None:
+            most_work = _MOST_WORK
+        if time_limit_s is not None:  # then it ends by that, not by its work
+            most_work = _ANY_WORK
+        self._most_work = most_work
+        self.work = 0
         self._reserve = 0
         self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
         self._apart: set[int] = set() if start is None else start.apart
@@ -129,6 +140,11 @@ class Search:
             live = self._table.live(self._table.weights(self._start.choice))
             if live.max() <= budget_bytes:  # unless this budget is smaller after all
                 self._offer(self._start.choice)
+        if self._near is not None:
+            weights = self._table.weights(self._near).astype(np.float64)
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
         relaxed = self.relax(budget_bytes)
         if relaxed is not Termination.OPTIMAL:
             return relaxed
@@ -143,15 +159,18 @@ class Search:
         # A small gap may not be reached in time: what a larger one needs comes first.
         for gap in dict.fromkeys((max(wanted, _FIRST_GAP), wanted)):
             self._gap = gap
+            self._reserve = int(_LATER_SHARE * self._left())
+            self._mix(budget_bytes, coarse=True)
+            self._reserve = 0
             is_proof_due = bool(self._mixed) and self._proves
-            self._reserve = _PROOF_WORK if is_proof_due else 0
+            self._reserve = int(_PROOF_SHARE * self._left()) if is_proof_due else 0
             if not self._is_done() and not (self._has_best and self._is_late()):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
             self._reserve = 0
             if is_proof_due and self._has_best:
-                self._raise_bound(budget_bytes)
+                self._mix(budget_bytes, coarse=False)
         if self.choice is None:
             return Termination.NO_INCUMBENT
         return Termination.OPTIMAL if self._is_done() else Termination.FEASIBLE
@@ -188,7 +207,7 @@ class Search:
     def _branch(self, budget_bytes: int) -> Termination:
         """Solve MILPs over whole points until one keeps all rows.
 
-        Columns that would cost much beyond the relaxation are left out at first. A
+        Columns that would cost much beyond the bound are left out at first. A
         solution that uses one of them takes `limit_ms` at least, so no bound above
         that is proven.
         """
@@ -239,27 +258,30 @@ class Search:
                 target -= max(excess, lowered)
                 lowered *= 4
 
-    def _raise_bound(self, budget_bytes: int) -> None:
-        """Solve MILPs in which points may be mixed, for their bounds.
+    def _mix(self, budget_bytes: int, *, coarse: bool) -> None:
+        """Solve MILPs in which points may be mixed: their bounds hold for finer curves.
 
-        Any mixtures first: mostly they prove enough, at a tenth of the work.
+        Args:
+            budget_bytes: The cap.
+            coarse: All points of all units may be mixed, at a tenth of the work.
         """
-        for coarse in (True, False):
-            while not self._is_done() and not self._is_late():
-                limit_ms = self._best
-                model, outcome, weights = self._solve(
-                    budget_bytes, limit_ms=limit_ms, coarse=coarse
-                )
-                if outcome.bound is not None:
-                    self._prove(min(outcome.bound / model.scale, limit_ms))
-                if outcome.termination is Termination.INFEASIBLE:
-                    self._prove(limit_ms)  # nothing is faster
-                if not outcome.termination.has_incumbent:
-                    break
-                live = self._table.live(weights)
-                cap = budget_bytes + _TOLERANCE_BYTES
-                if not self._refine(model, weights, live, cap):
-                    break
+        while not self._is_done() and not self._is_late():
+            limit_ms = self._best
+            model, outcome, weights = self._solve(
+                budget_bytes, limit_ms=limit_ms, coarse=coarse
+            )
+            if outcome.bound is not None:
+                self._prove(min(outcome.bound / model.scale, limit_ms))
+            if outcome.termination is Termination.INFEASIBLE:
+                self._prove(limit_ms)  # nothing is faster
+            if not outcome.termination.has_incumbent:
+                break
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
+            live = self._table.live(weights)
+            if not self._refine(model, weights, live, budget_bytes + _TOLERANCE_BYTES):
+                break
 
     # --- least peak ---------------------------------------------------------------
 
@@ -344,18 +366,17 @@ class Search:
         left = None
         if self._ends is not None and not relaxed:  # a relaxation takes milliseconds
             left = max(0.0, self._ends - perf_counter())
-        size = max(1, model.model.numVariables())
         outcome = _pulp.run(
             model.model,
             backend=self._backend,
             time_limit_s=left,
-            node_limit=None if relaxed else self._most_nodes(size),
+            work_limit=None if relaxed else max(0, self._left()),
             relative_gap=self._gap,
             relaxed=relaxed,
             again=again,
         )
         if not relaxed:
-            self._work_left -= max(1, outcome.nodes) * size
+            self.work += max(1, outcome.work)
         if not outcome.termination.has_incumbent:
             return model, outcome, np.zeros(len(self._table.times))
         totals = model.totals(whole=whole)
@@ -446,10 +467,10 @@ class Search:
         self.bound = max(self.bound, bound)
 
     def _limit_ms(self, share: float) -> float:
-        """A share above the relaxation; all that may pay once that is a lot."""
-        if share > 1.0 or not self._relaxed:
+        """A share above the bound; all that may pay once that is a lot."""
+        if share > 1.0 or not self.bound:
             return self._best
-        return min(self._best, self._relaxed * (1.0 + share))
+        return min(self._best, self.bound * (1.0 + share))
 
     def _is_done(self, bound: float = 0.0) -> bool:
         """Whether the best choice is close enough to what is proven."""
@@ -463,17 +484,13 @@ class Search:
         """Whether a time is known that the budget allows."""
         return math.isfinite(self._best)
 
-    def _most_nodes(self, size: int) -> int:
-        """Nodes of a MILP of so many variables; a solver counts in 32 bits."""
-        return min(max(_FEWEST_NODES, self._left() // size), 2**31 - 1)
-
     def _left(self) -> int:
         """Work that may still be done."""
-        return self._work_left - self._reserve
+        return self._most_work - self.work - self._reserve
 
     def _is_late(self) -> bool:
         """Whether what a solve may take is spent: work, or time if that is limited."""
-        if self._left() <= 0:
+        if self._left() <= _LEAST_WORK:
             return True
         return self._ends is not None and perf_counter() >= self._ends
 

@@ -9,7 +9,7 @@ the vertices of each frontier's lower convex hull are kept, and the fastest half
 Whatever a byte costs, the cheapest label of a frontier is one of the vertices, and all
 that may follow adds the same to all labels: so the hull of the front is exact, and only
 points above it are missing. Labels only grow slower: so up to the least time at which
-labels were dropped, no point is missing.
+labels were dropped, no point is missing. Where frontiers are too many, it gives up.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
 _Flags = npt.NDArray[np.bool_]
 
+_MOST_FRONTIERS = 20_000  # of all groups: about as long as linear programs take
 _STEEPER = 1.0 + 1e-9  # than the line past it: a vertex, not rounding
 
 
@@ -98,27 +99,29 @@ class SaveFront:
         saved: Flags, shape (points, groups), the most bytes first; no points if there
             is no solution.
         complete_below_ms: No faster Pareto point is missing; infinite if none is.
-        has_hull: The vertices of the lower convex hull of all Pareto points are there.
     """
 
     saved: _Flags
     complete_below_ms: float
-    has_hull: bool
 
 
 def save_front(
-    problem: SaveProblem, *, most_labels: int, most_frontiers: int = 4096
-) -> SaveFront:
+    problem: SaveProblem, *, most_labels: int, most_frontiers: int = _MOST_FRONTIERS
+) -> SaveFront | None:
     """Find the Pareto points of a problem; its capacity is ignored.
 
     Args:
         problem: The groups.
         most_labels: Thin labels out when more are alive at once.
-        most_frontiers: Drop the widest frontiers when more are alive at once.
+        most_frontiers: Give up when there were more, over all groups.
+
+    Returns:
+        All Pareto points or some, with the vertices of their lower convex hull; None
+        if it gave up.
     """
     nothing = _Labels(np.zeros(1, np.int64), np.zeros(1), np.full(1, -1))
     states, saved = {0: nothing}, _Saved()
-    complete_below_ms, has_hull = math.inf, True
+    complete_below_ms, left = math.inf, most_frontiers
     for g in reversed(range(problem.num_groups)):
         reached = _step(problem, g, states, saved)
         states = {frontier: _unbeaten(parts) for frontier, parts in reached.items()}
@@ -126,15 +129,13 @@ def save_front(
             states, complete_below_ms = _thinned(
                 states, most_labels // 2, complete_below_ms
             )
-        if len(states) > most_frontiers:
-            complete_below_ms, has_hull = 0.0, False
-            narrow = sorted(states, key=int.bit_count)[: most_frontiers // 2]
-            states = {frontier: states[frontier] for frontier in narrow}
+        left -= len(states)
+        if left < 0:
+            return None
     front = states.get(0, nothing.take(np.arange(0)))
     return SaveFront(
         saved=saved.flags(front.last[::-1], problem.num_groups),
         complete_below_ms=complete_below_ms,
-        has_hull=has_hull,
     )
 
 

@@ -12,8 +12,10 @@ the rest in whole for these units. The others are solved at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from solvers._fsdp_greedy import by_hand as choices_by_hand
+from solvers._fsdp_greedy import simple_units
 from solvers._fsdp_search import FsdpSolution, Search, candidates, estimate
 from solvers._pulp import Backend
 from solvers.fsdp_problem import (
@@ -33,9 +35,11 @@ __all__ = [
     "FsdpProblem",
     "FsdpSolution",
     "broken_rules",
+    "by_hand",
     "candidates",
     "estimate",
     "live",
+    "lower_bound",
     "lowest_peak",
     "owner_of_shared",
     "predicted",
@@ -54,6 +58,7 @@ def solve(
     fixed_units: Collection[int] | None = None,
     fixed_reshard: Mapping[int, bool] | None = None,
     fixed_points: Sequence[int | None] | None = None,
+    rows: Collection[int] = (),
 ) -> FsdpSolution:
     """Choose units, resharding and AC points with the least step time in the budget.
 
@@ -61,13 +66,16 @@ def solve(
         problem: Modules, AC units, costs and budget.
         backend: Which MILP solver to run.
         time_limit_s: Stop branching after about this long with the best solution so
-            far; a tenth of it is left for each solve that must come after.
+            far; a tenth of it is left for what follows the units. None to stop after
+            a certain amount of work instead, which is the same in every run.
         relative_gap: Stop when proven this close to the least time.
         least_unit_bytes: Modules with fewer bytes of parameters in them are no units,
             unless they are fixed; the bound holds for that.
         fixed_units: Indices of the units besides the root, if that is decided.
         fixed_reshard: Index of a module -> whether it reshards if it is a unit.
         fixed_points: Point of each AC unit, if that is decided.
+        rows: Positions that are likely to bind: those of a solution of a problem like
+            this one, with the same positions.
 
     Returns:
         The outcome; its bound holds for plans that make modules of one kind alike.
@@ -78,13 +86,51 @@ def solve(
     """
     search = Search(
         problem,
+        peak=False,
         backend=backend,
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
         fixed_reshard=fixed_reshard,
         fixed_points=fixed_points,
+        rows=rows,
     )
-    return search.run(fixed_units, least_unit_bytes, peak=False)
+    return search.run(fixed_units, least_unit_bytes)
+
+
+def lower_bound(
+    problem: FsdpProblem, *, backend: Backend = "highs", rows: Collection[int] = ()
+) -> float | None:
+    """A time that no step in the budget takes less than, by one linear program.
+
+    Args:
+        problem: Modules, AC units, costs and budget.
+        backend: As in `solve`.
+        rows: As in `solve`; only these are capped, and two more.
+
+    Returns:
+        The bound in ms, None if it is proven that nothing fits.
+    """
+    search = Search(
+        problem,
+        peak=False,
+        backend=backend,
+        time_limit_s=None,
+        relative_gap=0.0,
+        fixed_reshard=None,
+        fixed_points=None,
+        rows=rows,
+    )
+    return search.bound()
+
+
+def by_hand(problem: FsdpProblem) -> Iterator[FsdpChoice]:
+    """Choices that people write down, whatever fits.
+
+    Every layer, or every part of one, is a unit; all reshard or none; AC is nowhere,
+    around every layer or wherever it may be.
+    """
+    for units in simple_units(problem, candidates(problem)):
+        yield from choices_by_hand(problem, units)
 
 
 def lowest_peak(
@@ -119,10 +165,11 @@ def lowest_peak(
     """
     search = Search(
         problem,
+        peak=True,
         backend=backend,
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
         fixed_reshard=fixed_reshard,
         fixed_points=fixed_points,
     )
-    return search.run(fixed_units, least_unit_bytes, peak=True)
+    return search.run(fixed_units, least_unit_bytes)

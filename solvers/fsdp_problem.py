@@ -14,7 +14,8 @@ are, besides what is there in any case (shards of parameters, optimizer state):
                              instant; in between if it stays                         (1)
     G  all-gather buffer     in forward until the next unit begins                   (2)
     G  all-gather buffer     in backward from after the unit before began until its
-                             own first instant, if it does not stay                  (3)
+                             own first instant, if it does not stay; a root without
+                             parameters of its own gathers nothing ahead             (3)
        gradients             of each parameter from `grad_from` until backward ends  (4)
     R  reduce-scatter input  from its last instant until that of the next one        (5)
     S  gradient shards       from its last instant on                                (6)
@@ -122,6 +123,31 @@ class FsdpProblem:
     def with_budget(self, budget_bytes: int) -> FsdpProblem:
         """The same with another cap."""
         return replace(self, sac=replace(self.sac, budget_bytes=budget_bytes))
+
+    def raised(self, added_bytes: Sequence[int]) -> FsdpProblem:
+        """The same with more live memory at each position."""
+        pairs = zip(self.sac.base_bytes, added_bytes, strict=True)
+        base = tuple(before + added for before, added in pairs)
+        return replace(self, sac=replace(self.sac, base_bytes=base))
+
+    def is_below(self, other: FsdpProblem) -> bool:
+        """Whether no choice takes more memory anywhere than in another problem.
+
+        The two are of one step at two sharding degrees: all but bytes and times are the
+        same in both.
+        """
+        ours, theirs = self.sac.base_bytes, other.sac.base_bytes
+        return (
+            all(a <= b for a, b in zip(ours, theirs, strict=True))
+            and self.late_copies <= other.late_copies
+            and all(
+                a.gather_bytes <= b.gather_bytes
+                and a.reduce_bytes <= b.reduce_bytes
+                and a.shard_grad_bytes <= b.shard_grad_bytes
+                and a.grad_bytes <= b.grad_bytes
+                for a, b in zip(self.modules, other.modules, strict=True)
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +267,14 @@ def mixed_live(
     weights: Sequence[Sequence[float]],
 ) -> npt.NDArray[np.float64]:
     """The same with shares of 0 to 1 of what reshards and of each AC point."""
+    points = np.array(live_bytes(problem.sac, weights))
+    return points + sharded_live(problem, units, reshard)
+
+
+def sharded_live(
+    problem: FsdpProblem, units: Sequence[bool], reshard: Sequence[float]
+) -> npt.NDArray[np.float64]:
+    """What (1) to (7) add to the live memory at each position."""
     modules = problem.modules
     size = len(problem.compute_ms)
     change = np.zeros(size + 1)
@@ -269,7 +303,8 @@ def mixed_live(
     ends = [modules[unit].forward[0] for unit in by_forward[1:]]
     for unit, end in zip(by_forward, [*ends, modules[0].forward[1]], strict=True):
         add(modules[unit].forward[0], end, gather[unit])  # (2)
-    by_backward = sorted(chosen, key=lambda unit: modules[unit].backward[0])
+    owning = (unit for unit in chosen if gather[unit])
+    by_backward = sorted(owning, key=lambda unit: modules[unit].backward[0])
     for before, unit in pairwise(by_backward):
         start, end = modules[before].backward[0] + 1, modules[unit].backward[0] + 1
         add(start, end, gather[unit] * reshard[unit])  # (3)
@@ -278,7 +313,7 @@ def mixed_live(
     for unit, end in zip(by_end, [*ends, modules[0].backward[1]], strict=True):
         add(modules[unit].backward[1] - 1, end, reduce[unit])  # (5)
     late = problem.late_copies * max(reduce)  # (7)
-    return np.array(live_bytes(problem.sac, weights)) + np.cumsum(change[:-1]) + late
+    return np.cumsum(change[:-1]) + late
 
 
 def schedule(problem: FsdpProblem, choice: FsdpChoice) -> Schedule:

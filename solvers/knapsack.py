@@ -10,8 +10,9 @@ subject to  sum_g m_g s_g <= C        saved activation memory [bytes]          (
             e_g = 0                   for g in pinned: never rerun             (4)
             s_g = 0                   for g in unsavable                       (5)
 
-All of its Pareto points are found at once, by dynamic programming (`_save_front.py`).
-The tests hold them against this MILP.
+All of its Pareto points are found at once, by dynamic programming (`_save_front.py`);
+of large units only the vertices of their hull, by linear programs (`_save_hull.py`),
+and points near it. The tests hold them against this MILP.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from itertools import compress, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from solvers._save_front import lower_hull, save_front
+from solvers._save_front import SaveFront, lower_hull, save_front
+from solvers._save_hull import save_hull
 from solvers.solution import Solution, Termination
 
 _MOST_LABELS = 4096  # alive at once in the dynamic program,
@@ -106,16 +108,16 @@ class SaveSolution(Solution):
 class Front:
     """Pareto points of recompute time against saved bytes.
 
+    The vertices of the lower convex hull of all Pareto points are among them: no save
+    set lies below the line through two neighbours of these.
+
     Attributes:
         solutions: Most saved bytes (and least recompute time) first.
         complete_below_ms: No faster Pareto point is missing; infinite if none is.
-        has_hull: The vertices of the lower convex hull of all Pareto points are among
-            them: no save set lies below the line through two neighbours of these.
     """
 
     solutions: tuple[SaveSolution, ...]
     complete_below_ms: float
-    has_hull: bool
 
     @property
     def is_complete(self) -> bool:
@@ -144,7 +146,7 @@ class Front:
 
 
 def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
-    """Pareto points, by dynamic programming.
+    """Pareto points: all of them, or some with the vertices of their hull.
 
     Args:
         problem: The groups; its capacity is ignored.
@@ -154,6 +156,8 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
     if most_labels is None:
         most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
     found = save_front(problem, most_labels=most_labels)
+    if found is None:
+        found = SaveFront(saved=save_hull(problem), complete_below_ms=0.0)
     saved, rerun = found.saved, _rerun(problem, found.saved)
     if len(saved) and not math.isinf(found.complete_below_ms):
         saved, rerun = _with_crossings(problem, saved)
@@ -164,7 +168,6 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
             for saved, rerun in flags
         ),
         complete_below_ms=found.complete_below_ms,
-        has_hull=found.has_hull,
     )
 
 

@@ -58,6 +58,7 @@ class SacSolution(Solution):
             None altogether if weights are continuous.
         recompute_ms: Time of all reruns.
         predicted_peak_bytes: Most live memory at any position.
+        work: Of the MILPs, see `_pulp.run`: the same in every run.
     """
 
     weights: tuple[tuple[float, ...], ...] | None = None
@@ -65,6 +66,7 @@ class SacSolution(Solution):
     chosen: tuple[int | None, ...] | None = None
     recompute_ms: float | None = None
     predicted_peak_bytes: int | None = None
+    work: int = 0
 
 
 class Solver:
@@ -88,9 +90,11 @@ class Solver:
         *,
         backend: Backend = "highs",
         time_limit_s: float | None = None,
+        most_work: int | None = None,
         relative_gap: float = 1e-3,
         fixed_units: Collection[int] | None = None,
         mixed_units: Collection[int] = (),
+        near: Choice | None = None,
         start: Start | None = None,
         raised_bytes: Ints | None = None,
         least_ms: float = 0.0,
@@ -101,7 +105,8 @@ class Solver:
 
         Budgets of a sweep, the smallest first, share a `start`: new for each sweep.
         `raised_bytes` are added to the live memory at each position; the peak of the
-        solution is without them.
+        solution is without them. `most_work` is for all MILPs, see `_pulp.run`.
+        A choice `near` one that keeps the budget is repaired, as a first incumbent.
         No choice takes less than `least_ms`, as is known already; only one that takes
         less than `most_ms` is of interest, and without one there is no incumbent.
         Without `proves`, a bound for mixed units costs no MILP of its own.
@@ -119,11 +124,13 @@ class Solver:
             units=units,
             backend=backend,
             time_limit_s=time_limit_s,
+            most_work=most_work,
             relative_gap=relative_gap,
             least_ms=least_ms,
             most_ms=most_ms,
             proves=proves,
             mixed=mixed_units,
+            near=None if near is None else list(near),
             start=start,
         )
         termination = search.least_time(budget_bytes)
@@ -131,10 +138,11 @@ class Solver:
             is_infeasible = termination is Termination.INFEASIBLE
             bound_ms = None if is_infeasible and most_ms == math.inf else search.bound
             found = SacSolution(termination=termination, bound_ms=bound_ms)
-            return replace(found, solve_s=perf_counter() - started)
-        return _finished(
-            self._record(search.choice), search.bound, relative_gap, started
-        )
+            found = replace(found, solve_s=perf_counter() - started)
+        else:
+            found = self._record(search.choice)
+            found = _finished(found, search.bound, relative_gap, started)
+        return replace(found, work=search.work)
 
     def lowest_peak(
         self,

@@ -12,14 +12,16 @@ from autosac.candidates.curves import save_problem, spell
 from autosac.candidates.policies import Policy
 from autosac.costs.devices import device_spec
 from autosac.parallel.clusters import cluster_spec
+from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.planning import (
-    formulation_of,
+    chooser_of,
     make_parallel_plan,
     shard_degrees,
 )
 from autosac.parallel.sharding import Sharding, fsdp_units
-from autosac.parallel.solving import Solving, best_at, fewest_gpus, lowest_at
+from autosac.parallel.solving import ParallelChooser
+from autosac.planning.choosing import SolveOptions
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
 from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
@@ -40,28 +42,33 @@ def made():
     return autosac.calibrate(GPT.profile())
 
 
-@pytest.fixture(scope="module")
-def form(made):
-    return ParallelFormulation(made, Types())
+def chooser_for(profile):
+    return ParallelChooser(ParallelFormulation(profile, Types()))
 
 
 @pytest.fixture(scope="module")
-def lowest_bytes(form):
-    spec = on_cpu(2)
-    least = lowest_at(form, form.problem(spec, 2, 1), spec, 2, Solving())
-    return least.highest_peak_bytes
+def chooser(made):
+    return chooser_for(made)
 
 
-def budgets(form, lowest_bytes):
+@pytest.fixture(scope="module")
+def lowest_bytes(chooser):
+    return chooser.at(on_cpu(2), 2).lowest(SolveOptions()).highest_peak_bytes
+
+
+def budgets(chooser, lowest_bytes):
     """Near the least peak, in the middle, and nearly enough to recompute nothing."""
-    free = best_at(form, on_cpu(2), 2, 2**40, Solving()).highest_peak_bytes
+    search = chooser.at(on_cpu(2), 2).search(2**40, SolveOptions())
+    free = search.best.highest_peak_bytes
     return [
         int(lowest_bytes + share * (free - lowest_bytes)) for share in (0.02, 0.4, 0.9)
     ]
 
 
-def test_planned_ranks_keep_the_cap_and_train_as_one_process(made, form, lowest_bytes):
-    caps = budgets(form, lowest_bytes)
+def test_planned_ranks_keep_the_cap_and_train_as_one_process(
+    made, chooser, lowest_bytes
+):
+    caps = budgets(chooser, lowest_bytes)
     plans = [
         autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
         for cap in caps
@@ -98,15 +105,15 @@ def test_planned_ranks_keep_the_cap_and_train_as_one_process(made, form, lowest_
 
 def test_a_giant_embedding_leaves_room_to_recompute_its_blocks():
     recipe = RECIPES["giant embedding"]
-    form = ParallelFormulation(recipe.profile(), Types())
+    chooser = chooser_for(recipe.profile())
+    form = chooser.form
     by_hand = Sharding(units=fsdp_units(recipe.blocks), shard_degree=2)
     all_rerun = {}
     for unit in form.units:
         cheapest = knapsack.front(save_problem(unit)).solutions[-1]
         all_rerun[unit] = Policy(spell(cheapest.saved, cheapest.rerun))
-    spec = on_cpu(2)
 
-    least = lowest_at(form, form.problem(spec, 2, 1), spec, 2, Solving())
+    least = chooser.at(on_cpu(2), 2).lowest(SolveOptions())
 
     peak_by_hand = form.ranks.peak_bytes(by_hand, all_rerun)
     assert peak_by_hand < form.ranks.peak_bytes(by_hand)
@@ -117,37 +124,37 @@ def test_a_giant_embedding_leaves_room_to_recompute_its_blocks():
 @pytest.mark.parametrize("num_gpus", [2, 4])
 def test_slow_threads_of_gloo_have_room_in_the_cap(num_gpus):
     made = RECIPES["giant embedding"].profile()
-    form, spec = ParallelFormulation(made, Types()), on_cpu(num_gpus)
+    chooser, spec = chooser_for(made), on_cpu(num_gpus)
     with pytest.raises(autosac.InfeasibleBudgetError) as caught:
-        make_parallel_plan(form, spec, 2**20)
+        make_parallel_plan(chooser, spec, 2**20)
     floor = caught.value.lowest_peak_bytes
     assert sum(caught.value.composition.values()) == floor
 
     plans = [
-        make_parallel_plan(form, spec, int(share * floor))
+        make_parallel_plan(chooser, spec, int(share * floor))
         for share in (1.0, 1.02, 1.05, 1.1, 1.2, 2.0)
     ]
 
     for plan in plans:
         assert plan.peak_bytes + plan.late_bytes <= plan.budget_bytes
-        assert plan.late_bytes == form.ranks.late_bytes(plan.sharding)
+        assert plan.late_bytes == chooser.form.ranks.late_bytes(plan.sharding)
         sharded = plan.sharding.shard_degree > 1
         assert ("if threads of gloo are slow" in plan.report()) is sharded
     with pytest.raises(autosac.InfeasibleBudgetError):
-        make_parallel_plan(form, spec, floor - 1)
+        make_parallel_plan(chooser, spec, floor - 1)
 
 
 def test_two_replicas_of_a_giant_embedding_need_less_than_two_shards():
     # Threads may hold twice its gradient if it is sharded: more than a shard saves.
-    form = ParallelFormulation(RECIPES["giant embedding"].profile(), Types())
+    chooser = chooser_for(RECIPES["giant embedding"].profile())
     floors = []
     for degrees in ([1], [2], None):
         with pytest.raises(autosac.InfeasibleBudgetError) as caught:
-            make_parallel_plan(form, on_cpu(2), 2**20, degrees=degrees)
+            make_parallel_plan(chooser, on_cpu(2), 2**20, degrees=degrees)
         floors.append(caught.value.lowest_peak_bytes)
 
     assert floors[2] == floors[0] < floors[1]
-    assert fewest_gpus(form, on_cpu(2), floors[0]) == 1
+    assert fewest_gpus(chooser, on_cpu(2), floors[0]) == 1
     slow = "held by slow threads of gloo"
     assert slow not in caught.value.composition
 
@@ -258,11 +265,11 @@ def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
 def test_mixed_precision_and_replicas_keep_the_cap_too(degrees):
     spec = on_cpu(4)
     made = autosac.calibrate(SMALL.profile())
-    form = formulation_of(made, None, spec, "bfloat16", "float32", {})
-    free = make_parallel_plan(form, spec, 2**30, degrees=degrees)
+    chooser = chooser_of(made, None, spec, "bfloat16", "float32", {})
+    free = make_parallel_plan(chooser, spec, 2**30, degrees=degrees)
     cap = int(0.9 * free.highest_peak_bytes)
 
-    plan = make_parallel_plan(form, spec, cap, degrees=degrees)
+    plan = make_parallel_plan(chooser, spec, cap, degrees=degrees)
 
     assert plan.policy and plan.sharding.param_dtype == "bfloat16"
     with fake_group(4):  # its collectives copy nothing
@@ -359,9 +366,8 @@ def every_choice(form, problem):
 
 
 def test_a_small_tree_gets_what_the_best_of_all_choices_has_by_simulation():
-    form = ParallelFormulation(SMALL.profile(), Types())
-    spec = on_cpu(2)
-    problem = form.problem(spec, 2, 1)
+    at = chooser_for(SMALL.profile()).at(on_cpu(2), 2)
+    form, problem = at.form, at.problem
     known = []
     for choice in every_choice(form, problem):
         sharding = form.sharding(choice, 2, 1)
@@ -370,15 +376,15 @@ def test_a_small_tree_gets_what_the_best_of_all_choices_has_by_simulation():
         in_time = fsdp.live(replace(problem, late_copies=0), choice)
         assert set((fsdp.live(problem, choice) - in_time).tolist()) == {late}
         known.append((peak + late, fsdp.predicted(problem, choice).total_ms))
-    how = Solving(relative_gap=1e-6, time_limit_s=None)
+    options = SolveOptions(relative_gap=1e-6)
     peaks = sorted({peak for peak, _ in known})
     assert len(peaks) > 20
 
-    least = lowest_at(form, problem, spec, 2, how)
+    least = at.lowest(options)
 
     assert least.highest_peak_bytes == peaks[0]
     for budget in peaks[:: len(peaks) // 6]:
-        found = best_at(form, spec, 2, budget, how)
+        found = at.search(budget, options).best
         best_ms = min(ms for peak, ms in known if peak <= budget)
         assert found.highest_peak_bytes <= budget
         assert found.milp_ms == pytest.approx(best_ms, rel=1e-5)

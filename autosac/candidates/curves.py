@@ -45,7 +45,6 @@ class UnitCurve:
             fewest bytes first.
         is_selection: There are more Pareto points than `points`.
         complete_below_ms: No faster Pareto point is missing in `finer`.
-        has_hull: No Pareto point lies below the lines between those of `points`.
     """
 
     points: curve.TradeoffCurve
@@ -54,7 +53,6 @@ class UnitCurve:
     finer: tuple[tuple[int, float, Policy], ...] = ()
     is_selection: bool = False
     complete_below_ms: float = math.inf
-    has_hull: bool = True
 
 
 def save_problem(
@@ -134,7 +132,6 @@ def trade_off(
         finer=tuple(reversed(finer)),
         is_selection=not front.is_complete or len(finer) > len(freed),
         complete_below_ms=front.complete_below_ms,
-        has_hull=front.has_hull,
     )
 
 

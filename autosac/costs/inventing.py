@@ -165,6 +165,16 @@ def _bags(args: list[Any]) -> None:
     bag_size.fill_(each)
 
 
+def _group_ends(args: list[Any]) -> None:
+    """Groups of equal size, each end of one counted from the first row or column."""
+    left, right, ends = args[:3]
+    if ends is not None:
+        total = left.shape[-2] if right.dim() == 3 else left.shape[-1]
+        total = right.shape[-1] if left.dim() == 3 else total
+        places = torch.arange(1, ends.numel() + 1, device=ends.device)
+        ends.copy_(places * total // ends.numel())
+
+
 def _pivots(args: list[Any]) -> None:
     """Rows that stay where they are, counted from 1."""
     args[1].fill_(1)
@@ -232,6 +242,7 @@ _FITTED: dict[str, Callable[[list[Any]], None]] = {
     "aten._embedding_bag": _offsets,
     "aten._embedding_bag_forward_only": _offsets,
     "aten._embedding_bag_dense_backward": _bags,
+    "aten._grouped_mm": _group_ends,
     "aten.masked_scatter": _fit_source,
     "aten.linalg_lu_solve": _pivots,
     "aten.masked_scatter_backward": _fit_sizes,

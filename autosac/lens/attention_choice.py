@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autosac import _compat, _compat_gpu
+from autosac import _compat_gpu
 from autosac.costs.devices import DeviceSpec
 
 CUDNN, FLASH, EFFICIENT, MATH = "cudnn", "flash", "efficient", "math"
@@ -87,15 +87,11 @@ def _order(device: DeviceSpec) -> tuple[str, ...]:
 
 
 def cudnn_version() -> int:
-    """Version of cuDNN: the installed one, or what PyTorch's CUDA wheels ship.
-
-    The wheels of torch 2.10 bundle cuDNN 9.10.2, those of later versions one newer
-    than 9.22 (their requirements list nvidia-cudnn-cu12 or -cu13).
-    """
+    """Version of cuDNN: the installed one, or what PyTorch's CUDA wheels ship."""
     found = torch.backends.cudnn.version()
     if found is not None:
         return int(found)
-    return 91002 if _compat.TORCH_VERSION < (2, 11) else 92300
+    return _compat_gpu.WHEEL_CUDNN
 
 
 def _capability(device: DeviceSpec) -> tuple[int, int]:
@@ -167,8 +163,8 @@ def _efficient(call: Call, device: DeviceSpec) -> bool:
 
 
 def _efficient_has_gqa(device: DeviceSpec) -> bool:
-    """Not in torch 2.10; in main of 2026 (sdp_utils.cpp, `supports_gqa`)."""
-    return device.vendor == "nvidia" and _compat.TORCH_VERSION >= (2, 11)
+    """`supports_gqa` in sdp_utils.cpp; AMD's kernels lack it."""
+    return device.vendor == "nvidia" and _compat_gpu.EFFICIENT_ATTENTION_HAS_GQA
 
 
 def _gemm_alignment(half: bool, device: DeviceSpec) -> int:
@@ -243,7 +239,7 @@ def _dense(
         return heads % key_heads == 0 and heads % value_heads == 0
     if heads == key_heads == value_heads:
         return True
-    if key_heads == value_heads == 1 and _compat.TORCH_VERSION >= (2, 11):
+    if key_heads == value_heads == 1 and _compat_gpu.EFFICIENT_ATTENTION_HAS_GQA:
         raise NotImplementedError(
             "Attention that broadcasts one key head without `enable_gqa` cannot be"
             " planned for a GPU that is not present; pass `enable_gqa=True`."

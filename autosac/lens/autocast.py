@@ -159,11 +159,15 @@ def _overload(name: str) -> Any:
 
 
 def _eligible(value: Any) -> bool:
+    """Whether a tensor is cast on a GPU, where one whose values are known lies too.
+
+    One without dimensions may be a number of the CPU, which is left alone.
+    """
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and value.dtype != torch.float64
-        and (value.is_cuda or _compat.is_fake(value))
+        and (value.is_cuda or _compat.is_fake(value) or value.dim() > 0)
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autosac.candidates import curves
 from autosac.candidates.curves import UnitCurve
@@ -13,11 +14,13 @@ from autosac.candidates.policies import Policy
 from autosac.candidates.units import Unit
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fsdp_candidates import Candidate, find_candidates
+from autosac.parallel.fsdp_hooks import PLACES
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.positions import Positions, hook_ticks, place
 from autosac.parallel.sharding import FsdpUnit, Sharding, chunk_numel
 from autosac.planning.formulating import formulate
 from autosac.planning.profiling import Profile
+from autosac.tracing.tape import IntArray
 from solvers import knapsack, sac
 from solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem
 
@@ -146,6 +149,27 @@ class ParallelFormulation:
             )
             if point is not None
         }
+
+    def no_bytes(self) -> IntArray:
+        """Nothing at every position."""
+        return np.zeros(len(self._positions.cell_of), dtype=np.int64)
+
+    def understated_bytes(
+        self,
+        sharding: Sharding,
+        chosen: Mapping[Unit, Policy],
+        predicted: NDArray[np.float64],
+    ) -> IntArray:
+        """Simulated memory above the predicted one, at every position.
+
+        Positions of one cell have the same difference: that of the most in it.
+        """
+        positions, ranks = self._positions, self.ranks
+        keys = self._cells.edges * (ranks.simulator.span * PLACES)
+        most = ranks.timeline(sharding, chosen).most_from(keys)
+        most += ranks.late_bytes(sharding)
+        most -= np.maximum.reduceat(predicted, positions.first).astype(np.int64)
+        return most[positions.cell_of]
 
     def compute_ms(self, degree: int) -> float:
         """Compute of a step without recomputation."""

@@ -14,18 +14,12 @@ import torch
 from autosac.candidates import curves
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
+from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.sharding import Sharding, fsdp_units
-from autosac.parallel.solving import (
-    RELATIVE_GAP,
-    TIME_LIMIT_S,
-    Found,
-    Solving,
-    best_at,
-    fewest_gpus,
-    lowest_at,
-)
+from autosac.parallel.solving import Degree, Found, ParallelChooser, Search
+from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
 from autosac.planning.planning import policy_ratios, profile_of, spell_out
 from autosac.planning.profiling import Profile, calibrate, in_compute_dtype
 from autosac.quantities import format_bytes, format_ms, parse_bytes
@@ -46,14 +40,15 @@ def plan_parallel(
     reduce_dtype: str | None = None,
     backend: Backend = "highs",
     relative_gap: float = RELATIVE_GAP,
-    time_limit_s: float | None = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     **options: Any,
 ) -> ParallelPlan:
     """Find how to shard and recompute for the least step time under a memory budget.
 
-    Neither a GPU nor a cluster is needed. Equal arguments give equal plans unless a
-    solve runs into its time limit; to have one plan on all ranks make it once and load
-    the saved file on each.
+    Neither a GPU nor a cluster is needed. Equal arguments give equal plans, however
+    busy the machine is, unless there is a time limit; to have one plan on all ranks
+    make it once and load the saved file on each. Plans that were made from a `Profile`
+    before are known: none is slower than one of them that fits.
 
     Args:
         model: The model, on the CPU or the meta device, or a `Profile` of its step on
@@ -69,7 +64,8 @@ def plan_parallel(
         backend: MILP solver, "highs" or "cbc".
         relative_gap: A solve stops when the step time is proven this close to the
             least; another degree must be faster by more to be worked out.
-        time_limit_s: A solve stops after this long with the best plan so far.
+        time_limit_s: A solve stops after this long with the best plan so far; None to
+            count work only, which is the same in every run.
         options: As in `profile`, but `device`.
 
     Raises:
@@ -79,10 +75,12 @@ def plan_parallel(
         NotImplementedError: The memory of such a step under FSDP2 is not modelled.
     """
     spec = cluster_of(cluster, num_gpus)
-    form = formulation_of(model, inputs, spec, param_dtype, reduce_dtype, options)
+    chooser = chooser_of(model, inputs, spec, param_dtype, reduce_dtype, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
-    how = Solving(backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s)
-    return make_parallel_plan(form, spec, budget_bytes, degrees=degrees, how=how)
+    how = SolveOptions(
+        backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s
+    )
+    return make_parallel_plan(chooser, spec, budget_bytes, degrees=degrees, options=how)
 
 
 def min_gpus(
@@ -118,9 +116,9 @@ def min_gpus(
         NotImplementedError: The memory of such a step is not modelled.
     """
     spec = cluster_of(cluster, None)
-    form = formulation_of(model, inputs, spec, param_dtype, reduce_dtype, options)
+    chooser = chooser_of(model, inputs, spec, param_dtype, reduce_dtype, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
-    return fewest_gpus(form, spec, budget_bytes, most_gpus=most_gpus)
+    return fewest_gpus(chooser, spec, budget_bytes, most_gpus=most_gpus)
 
 
 # --- its parts ----------------------------------------------------------------
@@ -133,42 +131,49 @@ def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
     return cluster if num_gpus is None else cluster.resized(num_gpus)
 
 
-def formulation_of(
+def chooser_of(
     model: torch.nn.Module | Profile,
     inputs: Any,
     spec: ClusterSpec,
     param_dtype: str | None,
     reduce_dtype: str | None,
     options: dict[str, Any],
-) -> ParallelFormulation:
-    """Trace the step on a GPU of the cluster and write down its numbers."""
+) -> ParallelChooser:
+    """Trace the step on a GPU of the cluster; a profile's is kept with it."""
     if "device" in options:
         raise ValueError("`device` is that of `cluster`; leave it out.")
     if isinstance(model, Profile):
-        made = profile_of(model, inputs, options)
-        if made.device.name != spec.device.name:
+        profile = profile_of(model, inputs, options)
+        if profile.device.name != spec.device.name:
             raise ValueError(
-                f"The profile is for {made.device.name!r}, and cluster"
+                f"The profile is for {profile.device.name!r}, and cluster"
                 f" {spec.name!r} has {spec.device.name!r}; profile the model with that"
                 " device."
             )
     else:
-        made = profile_of(model, inputs, {**options, "device": spec.device})
-    assert isinstance(made, Profile)
-    if param_dtype is not None:
-        # Checks the names before the step is traced once more.
-        Sharding(
-            units=fsdp_units([]),
-            shard_degree=1,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-        )
-        is_calibrated = made.calibrated
-        made = in_compute_dtype(made, getattr(torch, param_dtype))
-        made = calibrate(made) if is_calibrated else made
-    return ParallelFormulation(
-        made, Types(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        profile = profile_of(model, inputs, {**options, "device": spec.device})
+    assert isinstance(profile, Profile)
+    types = Types(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    if types not in profile.parallel:
+        form = ParallelFormulation(_in_gathered_type(profile, types), types)
+        profile.parallel[types] = ParallelChooser(form)
+    chooser: ParallelChooser = profile.parallel[types]
+    return chooser
+
+
+def _in_gathered_type(profile: Profile, types: Types) -> Profile:
+    """The step as it runs under a mixed-precision policy."""
+    if types.param_dtype is None:
+        return profile
+    # Checks the names before the step is traced once more.
+    Sharding(
+        units=fsdp_units([]),
+        shard_degree=1,
+        param_dtype=types.param_dtype,
+        reduce_dtype=types.reduce_dtype,
     )
+    typed = in_compute_dtype(profile, getattr(torch, types.param_dtype))
+    return calibrate(typed) if profile.calibrated else typed
 
 
 def shard_degrees(spec: ClusterSpec) -> list[int]:
@@ -186,12 +191,12 @@ def shard_degrees(spec: ClusterSpec) -> list[int]:
 
 
 def make_parallel_plan(
-    form: ParallelFormulation,
+    chooser: ParallelChooser,
     spec: ClusterSpec,
     budget_bytes: int,
     *,
     degrees: Sequence[int] | None = None,
-    how: Solving | None = None,
+    options: SolveOptions | None = None,
 ) -> ParallelPlan:
     """The plan of a step that is written down already.
 
@@ -199,61 +204,117 @@ def make_parallel_plan(
         InfeasibleBudgetError: No plan fits.
         ValueError: A degree does not fit the cluster.
     """
-    how = how or Solving()
     if degrees is not None:
         for degree in degrees:
             spec.shard_group(degree)
         if not degrees:
             raise ValueError("`degrees` must name at least one sharding degree.")
-    best: Found | None = None
-    least: Found | None = None
-    others: list[Alternative] = []
+    race = _Race(chooser, spec, budget_bytes, options or SolveOptions())
     for degree in sorted(set(degrees or shard_degrees(spec)), reverse=True):
-        reason = _lost_before(form, spec, degree, budget_bytes, best, how)
-        if reason:
-            others.append(_unseen(spec, degree, reason))
-            continue
-        found = best_at(form, spec, degree, budget_bytes, how)
-        if least is None or found.highest_peak_bytes < least.highest_peak_bytes:
-            least = found
-        if found.highest_peak_bytes > budget_bytes:
-            peak = format_bytes(found.highest_peak_bytes)
-            others.append(_unseen(spec, degree, f"its least peak is {peak}"))
-        elif best is None:
-            best = found
-        else:
-            is_faster = found.step.total_ms < best.step.total_ms
-            best, slower = (found, best) if is_faster else (best, found)
-            others.append(_slower(slower, best))
-    if best is None:
-        raise _infeasible(form, spec, degrees, budget_bytes, least, how)
-    return _as_plan(form, spec, budget_bytes, best, others)
+        race.enter(degree)
+    if race.best is None:
+        raise _infeasible(race, sorted(set(degrees or shard_degrees(spec))))
+    return _as_plan(race, race.best)
 
 
 # --- comparing degrees --------------------------------------------------------
 
 
-def _lost_before(
-    form: ParallelFormulation,
-    spec: ClusterSpec,
-    degree: int,
-    budget_bytes: int,
-    best: Found | None,
-    how: Solving,
-) -> str:
-    """Why a degree need not be worked out, if so."""
-    resident_bytes = form.resident_bytes(degree)
-    if resident_bytes > budget_bytes:
-        return (
-            f"parameters, optimizer state and inputs alone take"
-            f" {format_bytes(resident_bytes)} a rank"
-        )
-    if best is None:
+class _Race:
+    """Sharding degrees under one budget, one after the other.
+
+    Attributes:
+        best: The fastest choice so far that fits.
+        least: The choice of least peak, as long as nothing fits.
+        others: Degrees that lost.
+    """
+
+    def __init__(
+        self,
+        chooser: ParallelChooser,
+        spec: ClusterSpec,
+        budget_bytes: int,
+        options: SolveOptions,
+    ) -> None:
+        self.chooser, self.spec = chooser, spec
+        self.budget_bytes, self.options = budget_bytes, options
+        self.best: Found | None = None
+        self.least: Found | None = None
+        self.others: list[Alternative] = []
+        self._search: Search | None = None
+        self._too_large: list[Degree] = []
+
+    def enter(self, degree: int) -> None:
+        """Compare one more degree with the best so far."""
+        reason = self._lost_before(degree)
+        if not reason:
+            at = self.chooser.at(self.spec, degree)
+            reason = self._lost_to_best(at) or self._worked_out(at)
+        if reason:
+            self.others.append(_unseen(self.spec, degree, reason))
+
+    def _worked_out(self, at: Degree) -> str:
+        """Why no choice of a degree is better or second, if so."""
+        search = at.search(self.budget_bytes, self.options, before=self._search)
+        self._search, best = search, self.best
+        if search.best is None:
+            lowest = at.lowest(self.options)
+            self.least = _lower(lowest, self.least)
+            return f"its least peak is {format_bytes(lowest.highest_peak_bytes)}"
+        if best is None:
+            self.best = search.best
+            return ""
+        is_faster = search.best.step.total_ms < best.step.total_ms
+        self.best, slower = (search.best, best) if is_faster else (best, search.best)
+        self.others.append(_slower(slower, self.best))
         return ""
-    least_ms = max(form.compute_ms(degree), form.collectives_ms(spec, degree))
-    if best.step.total_ms <= (1 + how.relative_gap) * least_ms:
-        return f"its step takes {format_ms(least_ms)} at least"
-    return ""
+
+    def _is_known_to_be_faster(self, degree: int, best: Found) -> bool:
+        known = self.chooser.fastest_known(self.spec, degree, self.budget_bytes)
+        return known is not None and known.step.total_ms < best.step.total_ms
+
+    def _lost_before(self, degree: int) -> str:
+        """Why a degree need not be worked out, if so."""
+        form, spec = self.chooser.form, self.spec
+        resident_bytes = form.resident_bytes(degree)
+        if resident_bytes > self.budget_bytes:
+            return (
+                f"parameters, optimizer state and inputs alone take"
+                f" {format_bytes(resident_bytes)} a rank"
+            )
+        best = self.best
+        if best is None or self._is_known_to_be_faster(degree, best):
+            return ""
+        least_ms = max(form.compute_ms(degree), form.collectives_ms(spec, degree))
+        if best.step.total_ms <= (1 + self.options.relative_gap) * least_ms:
+            return f"its step takes {format_ms(least_ms)} at least"
+        return ""
+
+    def _lost_to_best(self, at: Degree) -> str:
+        """Why a degree is not better than the best so far by its relaxation, if so.
+
+        Ranks that share nothing take less than the MILP sees, which says nothing then.
+        """
+        best, search = self.best, self._search
+        if best is None or search is None or at.degree == 1:
+            return ""
+        if self._is_known_to_be_faster(at.degree, best):
+            return ""
+        bound_ms = None
+        if not any(other.problem.is_below(at.problem) for other in self._too_large):
+            bound_ms = at.lower_bound(self.budget_bytes, self.options, search)
+        if bound_ms is None:
+            self._too_large.append(at)
+            return f"nothing of it fits {format_bytes(self.budget_bytes)}"
+        if best.milp_ms <= (1 + self.options.relative_gap) * bound_ms:
+            return f"its step takes {format_ms(bound_ms)} at least"
+        return ""
+
+
+def _lower(found: Found, least: Found | None) -> Found:
+    if least is None or found.highest_peak_bytes < least.highest_peak_bytes:
+        return found
+    return least
 
 
 def _unseen(spec: ClusterSpec, degree: int, reason: str) -> Alternative:
@@ -273,54 +334,41 @@ def _slower(found: Found, best: Found) -> Alternative:
     )
 
 
-def _least_of_all(
-    form: ParallelFormulation,
-    spec: ClusterSpec,
-    degrees: Sequence[int] | None,
-    budget_bytes: int,
-    found: Found | None,
-    how: Solving,
-) -> Found:
+def _least_of_all(race: _Race, degrees: Sequence[int]) -> Found:
     """The least peak of those found and of degrees that were not worked out.
 
     A rank has less of the parameters the more of them share, so that these are the
     largest degree and 1, at which nothing is gathered and no buffers are needed.
     """
-    wanted = set(degrees or shard_degrees(spec))
-    for degree in sorted({max(wanted), *({1} & wanted)}, reverse=True):
-        resident_bytes = form.resident_bytes(degree)
-        if resident_bytes <= budget_bytes:  # worked out
+    least = race.least
+    for degree in sorted({max(degrees), *({1} & set(degrees))}, reverse=True):
+        resident_bytes = race.chooser.form.resident_bytes(degree)
+        if resident_bytes <= race.budget_bytes:  # worked out
             continue
-        if found is None or resident_bytes < found.highest_peak_bytes:
-            problem = form.problem(spec, degree, budget_bytes)
-            other = lowest_at(form, problem, spec, degree, how)
-            if found is None or other.highest_peak_bytes < found.highest_peak_bytes:
-                found = other
-    assert found is not None  # at least the largest degree was looked at
-    return found
+        if least is None or resident_bytes < least.highest_peak_bytes:
+            lowest = race.chooser.at(race.spec, degree).lowest(race.options)
+            least = _lower(lowest, least)
+    assert least is not None  # at least the largest degree was looked at
+    return least
 
 
-def _infeasible(
-    form: ParallelFormulation,
-    spec: ClusterSpec,
-    degrees: Sequence[int] | None,
-    budget_bytes: int,
-    found: Found | None,
-    how: Solving,
-) -> InfeasibleBudgetError:
+def _infeasible(race: _Race, degrees: Sequence[int]) -> InfeasibleBudgetError:
     """Say what the least peak is, and on how many GPUs a plan would fit."""
-    found = _least_of_all(form, spec, degrees, budget_bytes, found, how)
-    degree = found.sharding.shard_degree
-    composition = form.ranks.timeline(found.sharding, found.chosen).composition
-    if found.late_bytes:
-        composition = {**composition, _LATE: found.late_bytes}
+    budget_bytes, ranks = race.budget_bytes, race.chooser.form.ranks
+    least = _least_of_all(race, degrees)
+    degree = least.sharding.shard_degree
+    composition = ranks.timeline(least.sharding, least.chosen).composition
+    if least.late_bytes:
+        composition = {**composition, _LATE: least.late_bytes}
     parts = ", ".join(
         f"{format_bytes(nbytes)} {category}"
         for category, nbytes in composition.items()
         if nbytes
     )
-    lowest_bytes = found.highest_peak_bytes
-    enough = fewest_gpus(form, spec, budget_bytes, guess=found, how=how)
+    lowest_bytes = least.highest_peak_bytes
+    enough = fewest_gpus(
+        race.chooser, race.spec, budget_bytes, guess=least, options=race.options
+    )
     advice = (
         f"{enough} GPUs that share all parameters would be enough"
         if enough is not None and enough > degree
@@ -328,7 +376,7 @@ def _infeasible(
     )
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}) on"
-        f" {spec.num_gpus} GPUs: the lowest peak of a rank is {lowest_bytes}"
+        f" {race.spec.num_gpus} GPUs: the lowest peak of a rank is {lowest_bytes}"
         f" bytes ({format_bytes(lowest_bytes)}) with parameters sharded"
         f" {degree} times, made of {parts}. Raise the budget to that; {advice}.",
         budget_bytes=budget_bytes,
@@ -337,20 +385,15 @@ def _infeasible(
     )
 
 
-def _as_plan(
-    form: ParallelFormulation,
-    spec: ClusterSpec,
-    budget_bytes: int,
-    best: Found,
-    others: Sequence[Alternative],
-) -> ParallelPlan:
-    made = form.profile
+def _as_plan(race: _Race, best: Found) -> ParallelPlan:
+    form, spec = race.chooser.form, race.spec
+    profile = form.profile
     recompute_ms = sum(curves.recompute_ms(*item) for item in best.chosen.items())
     return ParallelPlan(
         sharding=best.sharding,
-        policy=policy_ratios(made, best.chosen),
-        op_policies=spell_out(made, best.chosen),
-        budget_bytes=budget_bytes,
+        policy=policy_ratios(profile, best.chosen),
+        op_policies=spell_out(profile, best.chosen),
+        budget_bytes=race.budget_bytes,
         peak_bytes=best.peak_bytes,
         late_bytes=best.late_bytes,
         composition=form.ranks.timeline(best.sharding, best.chosen).composition,
@@ -360,10 +403,10 @@ def _as_plan(
         exposed_backward_ms=best.step.exposed_backward_ms,
         milp_ms=best.milp_ms,
         bound_ms=min(best.bound_ms, best.milp_ms),
-        alternatives=tuple(others),
+        alternatives=tuple(race.others),
         cluster=spec.name,
         device=spec.device.name,
-        calibrated=made.calibrated,
-        model=made.model,
+        calibrated=profile.calibrated,
+        model=profile.model,
         torch_version=torch.__version__,
     )

@@ -16,7 +16,7 @@ from autosac.candidates.policies import OpPolicy
 from autosac.parallel import fsdp_applying
 from autosac.parallel.sharding import FsdpUnit, Sharding
 from autosac.planning.fingerprints import Fingerprint
-from autosac.planning.plans import check_model, check_unplanned
+from autosac.planning.plans import LARGE_GAP, check_model, check_unplanned
 from autosac.quantities import format_bytes, format_ms
 
 _FORMAT_VERSION = 1
@@ -209,6 +209,12 @@ class ParallelPlan:
             f"gap       {100 * self.optimality_gap:.1f} % to the proven bound at this"
             " sharding degree",
         ]
+        if self.optimality_gap > LARGE_GAP:
+            lines.append(
+                f"warning   up to {self.optimality_gap:.1%} of the step may be"
+                " avoidable; plan with `time_limit_s`=60 to search longer, or with a"
+                " little more memory"
+            )
         for other in self.alternatives:
             lines.append(
                 f"not       sharded {other.shard_degree} times with"

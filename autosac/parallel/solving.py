@@ -1,45 +1,40 @@
 """The best choice of units and recomputation at one sharding degree, and the least.
 
-What the MILP chooses is simulated, memory exactly and time event by event, and solved
-again with another cap if the MILP's memory model was off.
+The *predicted* peak is the MILP's, the *simulated* one that of `RankSimulator`, byte
+for byte; the budget caps the second. Where they differ, the rows of the MILP move as in
+`planning.choosing`, and the fastest choice that fits is kept throughout. Times are told
+apart likewise: the MILP's are linear, and of two choices that fit the one is faster
+whose step is, played event by event.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
 
 from autosac.candidates.policies import Policy
 from autosac.candidates.units import Unit
-from autosac.errors import SolverError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import ParallelFormulation
 from autosac.parallel.sharding import Sharding
-from solvers import fsdp
-from solvers._pulp import Backend
+from autosac.planning.choosing import SolveOptions
+from autosac.planning.correcting import Rows
+from autosac.tracing.tape import IntArray
+from solvers import fsdp, step_time
 from solvers.fsdp import FsdpChoice, FsdpProblem, FsdpSolution
-from solvers.solution import Termination
 from solvers.step_time import StepTime
 
-_ATTEMPTS = 6  # to correct the MILP's memory model by simulation
+_ROUNDS = 6  # of moving the rows
+_NEAR = 2**-10  # of the budget: rows this close to each other give the same plan
 _SLACK_SHARE = 0.01  # of the budget: more than that overstated is worth a solve
-RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
-TIME_LIMIT_S = 20.0  # of a solve, unless the caller says otherwise
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solving:
-    """How MILPs are solved; see `plan_parallel`."""
-
-    backend: Backend = "highs"
-    relative_gap: float = RELATIVE_GAP
-    time_limit_s: float | None = TIME_LIMIT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What is best at one sharding degree.
+    """A choice at one sharding degree.
 
     Attributes:
         choice: As the MILP has it,
@@ -49,7 +44,7 @@ class Found:
         late_bytes: and what slow threads of gloo may add to it.
         step: Step time, played event by event.
         milp_ms: As the MILP sees it,
-        bound_ms: and its bound.
+        bound_ms: and its bound, 0 if there is none.
     """
 
     choice: FsdpChoice
@@ -59,172 +54,308 @@ class Found:
     late_bytes: int
     step: StepTime
     milp_ms: float
-    bound_ms: float
+    bound_ms: float = 0.0
 
     @property
     def highest_peak_bytes(self) -> int:
         """Peak if threads are slow, which the budget caps."""
         return self.peak_bytes + self.late_bytes
 
+    @property
+    def times(self) -> tuple[float, float]:
+        """By which choices are compared: first as played, then as the MILP sees it."""
+        return self.step.total_ms, self.milp_ms
 
-def best_at(
-    form: ParallelFormulation,
-    spec: ClusterSpec,
-    degree: int,
-    budget_bytes: int,
-    how: Solving,
-) -> Found:
-    """The best choice at one sharding degree; that of least peak if none fits."""
-    problem = form.problem(spec, degree, budget_bytes)
+
+class Degree:
+    """A step at one sharding degree; keeps every choice that it simulated.
+
+    Args:
+        form: The step.
+        spec: The GPUs, all of which take part.
+        degree: Ranks over which parameters are sharded.
+
+    Attributes:
+        problem: The MILP, whatever the budget.
+    """
+
+    def __init__(
+        self, form: ParallelFormulation, spec: ClusterSpec, degree: int
+    ) -> None:
+        self.form, self.spec, self.degree = form, spec, degree
+        self.problem = form.problem(spec, degree, 0)
+        self._known: dict[FsdpChoice, Found] = {}
+        self._least_of: set[SolveOptions] = set()  # with which it was looked for
+
+    @cached_property
+    def rules_by_time(self) -> tuple[tuple[float, FsdpChoice], ...]:
+        """Choices made by hand, whatever fits, each after its step time."""
+        timed = [
+            (step_time.simulate(fsdp.schedule(self.problem, choice)).total_ms, choice)
+            for choice in fsdp.by_hand(self.problem)
+        ]
+        return tuple(sorted(timed, key=lambda pair: pair[0]))
+
+    def simulated(self, choice: FsdpChoice) -> Found:
+        """Memory and time of a choice."""
+        if choice not in self._known:
+            replicas = self.spec.num_gpus // self.degree
+            sharding = self.form.sharding(choice, self.degree, replicas)
+            chosen = self.form.policies(choice)
+            times = fsdp.schedule(self.problem, choice)
+            self._known[choice] = Found(
+                choice=choice,
+                sharding=sharding,
+                chosen=chosen,
+                peak_bytes=self.form.ranks.peak_bytes(sharding, chosen),
+                late_bytes=self.form.ranks.late_bytes(sharding),
+                step=step_time.simulate(times),
+                milp_ms=step_time.linear(times).total_ms,
+            )
+        return self._known[choice]
+
+    def fastest_known(self, budget_bytes: int) -> Found | None:
+        """The fastest choice so far that fits a budget."""
+        fitting = (
+            found
+            for found in self._known.values()
+            if found.highest_peak_bytes <= budget_bytes
+        )
+        return min(fitting, key=lambda found: found.times, default=None)
+
+    def lowest(self, options: SolveOptions) -> Found:
+        """The choice of least peak; its time has no bound.
+
+        Raises:
+            NotImplementedError: No choice of units keeps the rules of FSDP2.
+        """
+        if not self.has_lowest(options):
+            solution = fsdp.lowest_peak(
+                self.problem,
+                backend=options.backend,
+                time_limit_s=options.time_limit_s,
+                relative_gap=options.relative_gap,
+            )
+            if solution.choice is None:
+                raise NotImplementedError(
+                    "FSDP2 wants the parameters of a unit to be of one type, and no"
+                    " choice of units of this model gives it that. Convert the model to"
+                    " one type."
+                )
+            self.simulated(solution.choice)
+            self._least_of.add(options)
+        return min(self._known.values(), key=lambda found: found.highest_peak_bytes)
+
+    def has_lowest(self, options: SolveOptions) -> bool:
+        """Whether the least peak was looked for, so that nothing is sought below it."""
+        return options in self._least_of
+
+    def lower_bound(
+        self, budget_bytes: int, options: SolveOptions, before: Search
+    ) -> float | None:
+        """A time that no step takes less than, as the MILP sees it.
+
+        Its memory is taken to be overstated by as much as is not worth a solve.
+
+        Args:
+            budget_bytes: Cap on the simulated peak.
+            options: How to solve.
+            before: A search at another degree, whose rows are capped.
+
+        Returns:
+            The bound in ms, None if nothing fits.
+        """
+        more_bytes = int(_SLACK_SHARE * budget_bytes)
+        return fsdp.lower_bound(
+            _raised(
+                self.problem.with_budget(budget_bytes + more_bytes), before.lowered
+            ),
+            backend=options.backend,
+            rows=before.rows,
+        )
+
+    def search(
+        self,
+        budget_bytes: int,
+        options: SolveOptions,
+        *,
+        before: Search | None = None,
+    ) -> Search:
+        """Look for the fastest choice that fits a budget.
+
+        Args:
+            budget_bytes: Cap on the simulated peak.
+            options: How to solve.
+            before: A search at another degree, whose rows this one begins with.
+        """
+        search = Search(self, budget_bytes, options)
+        if before is not None:
+            search.rows, search.raised = before.rows, before.lowered
+        search.run()
+        return search
+
+
+@dataclass(slots=True)
+class Search:
+    """The correction loop for one budget at one sharding degree.
+
+    Attributes:
+        at: The step at that degree.
+        budget_bytes: Cap on the simulated peak.
+        options: How to solve.
+        best: The fastest choice so far that fits.
+        bound_ms: Of the solve with the lowest rows.
+        raised: By how much the rows of the last solve were raised; at first, to begin
+            with.
+        rows: Positions that bound.
+    """
+
+    at: Degree
+    budget_bytes: int
+    options: SolveOptions
     best: Found | None = None
-    target, first_bound_ms = budget_bytes, 0.0
-    fixed_units: list[int] | None = None
-    for attempt in range(_ATTEMPTS):
+    bound_ms: float = 0.0
+    raised: IntArray | None = None
+    rows: frozenset[int] = frozenset()
+    _breaking_ms: float = 0.0  # of the last choice that broke the budget
+    _moves: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._moves = Rows(_NEAR * self.budget_bytes)
+
+    @property
+    def lowered(self) -> IntArray:
+        """The rows of the last solve where they were lowered: others are its own."""
+        if self.raised is None:
+            return self.at.form.no_bytes()
+        return np.minimum(self.raised, 0)
+
+    def run(self) -> None:
+        """Move the rows until nothing is left to gain."""
+        self.best = self.at.fastest_known(self.budget_bytes)
+        if self.best is None and self.at.has_lowest(self.options):
+            return
+        raised = self.at.form.no_bytes() if self.raised is None else self.raised
+        lowest = int(raised.min()) + 1
+        next_rows: IntArray | None = raised
+        for _ in range(_ROUNDS):
+            if next_rows is None:
+                break
+            self.raised = raised = next_rows
+            solution = self._solve(raised)
+            if int(raised.min()) < lowest:  # its bound holds for all others
+                lowest, self.bound_ms = int(raised.min()), solution.bound_ms or 0.0
+            next_rows = self._next_rows(raised, solution)
+        for total_ms, choice in self.at.rules_by_time:
+            if self.best is not None and self.best.step.total_ms <= total_ms:
+                break
+            self._offer(self.at.simulated(choice))
+        if self.best is not None:
+            self.best = replace(self.best, bound_ms=self.bound_ms)
+
+    def _solve(self, raised: IntArray) -> FsdpSolution:
+        problem = self.at.problem.with_budget(self.budget_bytes)
         solution = fsdp.solve(
-            problem.with_budget(target),
-            backend=how.backend,
-            time_limit_s=how.time_limit_s,
-            relative_gap=how.relative_gap,
-            fixed_units=fixed_units,
+            _raised(problem, raised),
+            backend=self.options.backend,
+            time_limit_s=self.options.time_limit_s,
+            relative_gap=self.options.relative_gap,
+            rows=self.rows,
         )
-        if attempt == 0:
-            first_bound_ms = solution.bound_ms or 0.0
+        self.rows = solution.rows
+        return solution
+
+    def _next_rows(self, raised: IntArray, solution: FsdpSolution) -> IntArray | None:
+        """What to add to the rows in the next solve; None if nothing is to be gained.
+
+        Raises no row further than the last choice asks for, and where the budget was
+        broken, each at least so far: no choice comes twice.
+        """
+        moves = self._moves
         if solution.choice is None:
-            if solution.termination is Termination.INFEASIBLE or fixed_units:
-                break
-            # For want of time: the units of the least peak leave less to decide.
-            units = lowest_at(form, problem, spec, degree, how).choice.units
-            fixed_units = [index for index, unit in enumerate(units) if unit and index]
-            continue
-        found = _simulated(form, problem, spec, degree, solution)
-        # What a tighter cap or fixed units left out counts as well.
-        if target < budget_bytes or fixed_units:
-            found = replace(found, bound_ms=min(first_bound_ms, found.milp_ms))
-        spare = budget_bytes - found.highest_peak_bytes
-        if spare < 0:
-            if best is not None:
-                break
-            target += spare
-            continue
-        if best is None or found.step.total_ms < best.step.total_ms:
-            best = found
-        # Where the MILP saw more memory than there is, some of the cap is left unused.
-        seen_bytes = solution.predicted_peak_bytes or 0
-        overstated = seen_bytes - found.highest_peak_bytes
-        if overstated < _SLACK_SHARE * budget_bytes or not found.chosen:
-            break
-        target = max(target, budget_bytes) + overstated
-    return best or lowest_at(form, problem, spec, degree, how)
+            moves.enough = raised
+            if moves.too_low is None and self.best is None:
+                # The MILP may see more memory than there is.
+                return self._rows_of_lowest(raised)
+        else:
+            found = self.at.simulated(solution.choice)
+            off = self.at.form.understated_bytes(
+                found.sharding, found.chosen, fsdp.live(self.at.problem, found.choice)
+            )
+            if found.highest_peak_bytes > self.budget_bytes:
+                self._breaking_ms = found.milp_ms
+                higher = moves.after_breaking(raised, off)
+                if moves.enough is None:
+                    return higher
+            else:
+                self._offer(found)
+                assert solution.predicted_peak_bytes is not None
+                spare = solution.predicted_peak_bytes - found.highest_peak_bytes
+                overstated = spare > _SLACK_SHARE * self.budget_bytes
+                # Where nothing is recomputed, hardly anything is left to gain.
+                overstated = overstated and bool(found.chosen)
+                lower = moves.after_fitting(raised, off, overstated=overstated)
+                if moves.too_low is None:
+                    return lower
+        return None if self._is_settled() else moves.between()
 
-
-def lowest_at(
-    form: ParallelFormulation,
-    problem: FsdpProblem,
-    spec: ClusterSpec,
-    degree: int,
-    how: Solving,
-) -> Found:
-    """The choice of least peak at one sharding degree; its time has no bound.
-
-    Raises:
-        SolverError: None was found within the time limit.
-    """
-    # Without it nothing can be said at all, so it may take longer.
-    limit_s = None if how.time_limit_s is None else 3 * how.time_limit_s
-    solution = fsdp.lowest_peak(
-        problem,
-        backend=how.backend,
-        time_limit_s=limit_s,
-        relative_gap=how.relative_gap,
-    )
-    if solution.choice is None:  # without a cap, only for want of time
-        raise SolverError(
-            f"No choice of least peak was found in {limit_s} s; raise `time_limit_s`."
-        )
-    found = _simulated(form, problem, spec, degree, solution)
-    return replace(found, bound_ms=0.0)
-
-
-def _simulated(
-    form: ParallelFormulation,
-    problem: FsdpProblem,
-    spec: ClusterSpec,
-    degree: int,
-    solution: FsdpSolution,
-) -> Found:
-    assert solution.choice is not None and solution.simulated is not None
-    assert solution.objective_ms is not None
-    sharding = form.sharding(solution.choice, degree, spec.num_gpus // degree)
-    chosen = form.policies(solution.choice)
-    return Found(
-        choice=solution.choice,
-        sharding=sharding,
-        chosen=chosen,
-        peak_bytes=form.ranks.peak_bytes(sharding, chosen),
-        late_bytes=form.ranks.late_bytes(sharding),
-        step=solution.simulated,
-        milp_ms=solution.objective_ms,
-        bound_ms=solution.bound_ms or 0.0,
-    )
-
-
-def fewest_gpus(
-    form: ParallelFormulation,
-    spec: ClusterSpec,
-    budget_bytes: int,
-    *,
-    most_gpus: int = 65_536,
-    guess: Found | None = None,
-    how: Solving | None = None,
-) -> int | None:
-    """Fewest GPUs whose fully sharded step fits: see `min_gpus`.
-
-    Peaks fall as GPUs are added, until padding outgrows what is left of a parameter.
-    So sizes are doubled until a choice of least peak (the guess) fits by simulation,
-    and then halved; the choice of least peak on fewer GPUs says whether to go on. One
-    GPU alone is another matter: it gathers nothing and needs no buffers for that.
-    """
-    how = how or Solving()
-    sizes = [n for n in range(1, spec.gpus_per_node) if n <= most_gpus]
-    sizes += range(spec.gpus_per_node, most_gpus + 1, spec.gpus_per_node)
-    if not sizes:
-        raise ValueError(f"`most_gpus` must be at least 1, got {most_gpus}.")
-    if form.resident_bytes(1) <= budget_bytes:
-        alone = _lowest_on(form, spec, 1, how)
-        if alone.highest_peak_bytes <= budget_bytes:
-            return 1
-    some = min(spec.gpus_per_node, most_gpus)
-    found = guess or _lowest_on(form, spec, some, how)
-
-    def highest_peak_bytes(place: int) -> int:
-        sharding = replace(
-            found.sharding, shard_degree=sizes[place], replicate_degree=1
-        )
-        peak_bytes = form.ranks.peak_bytes(sharding, found.chosen)
-        return peak_bytes + form.ranks.late_bytes(sharding)
-
-    def fits(place: int) -> bool:
-        return highest_peak_bytes(place) <= budget_bytes
-
-    doubled = [2**k - 1 for k in range(len(sizes).bit_length())]
-    place = next(filter(fits, doubled), None)
-    if place is None:
-        place = min(doubled, key=highest_peak_bytes)
-        found = _lowest_on(form, spec, sizes[place], how)
-        if not fits(place):
+    def _rows_of_lowest(self, raised: IntArray) -> IntArray | None:
+        """Lower rows, which the choice of least peak keeps; None if it does not fit."""
+        lowest = self.at.lowest(self.options)
+        if lowest.highest_peak_bytes > self.budget_bytes:
             return None
-    place = bisect_left(range(place), True, key=fits)
-    while place:
-        found = _lowest_on(form, spec, sizes[place - 1], how)
-        if not fits(place - 1):
-            break
-        place = bisect_left(range(place - 1), True, key=fits)
-    return sizes[place]
+        self._offer(lowest)
+        off = self.at.form.understated_bytes(
+            lowest.sharding, lowest.chosen, fsdp.live(self.at.problem, lowest.choice)
+        )
+        return self._moves.after_fitting(raised, off, overstated=True)
+
+    def _offer(self, found: Found) -> None:
+        """Keep a choice if it fits and none is known that is faster."""
+        if found.highest_peak_bytes > self.budget_bytes:
+            return
+        if self.best is None or found.times < self.best.times:
+            self.best = found
+
+    def _is_settled(self) -> bool:
+        """Whether what is left to gain is within the gap that was asked for."""
+        if self.best is None:
+            return False
+        least_ms = max(self.bound_ms, self._breaking_ms)
+        gap_ms = self.options.relative_gap * self.best.milp_ms
+        return self.best.milp_ms - least_ms <= gap_ms
 
 
-def _lowest_on(
-    form: ParallelFormulation, spec: ClusterSpec, num_gpus: int, how: Solving
-) -> Found:
-    cluster = spec.resized(num_gpus)
-    problem = form.problem(cluster, num_gpus, 1)
-    return lowest_at(form, problem, cluster, num_gpus, how)
+def _raised(problem: FsdpProblem, added_bytes: IntArray) -> FsdpProblem:
+    return problem.raised(added_bytes.tolist()) if added_bytes.any() else problem
+
+
+class ParallelChooser:
+    """Finds choices for one step on any cluster; keeps what it found.
+
+    Args:
+        form: The step.
+    """
+
+    def __init__(self, form: ParallelFormulation) -> None:
+        self.form = form
+        self._degrees: dict[Hashable, Degree] = {}
+
+    def at(self, spec: ClusterSpec, degree: int) -> Degree:
+        """The step at one sharding degree."""
+        key = self._key(spec, degree)
+        if key not in self._degrees:
+            self._degrees[key] = Degree(self.form, spec, degree)
+        return self._degrees[key]
+
+    def fastest_known(
+        self, spec: ClusterSpec, degree: int, budget_bytes: int
+    ) -> Found | None:
+        """The fastest choice so far that fits a budget; None if there is none."""
+        at = self._degrees.get(self._key(spec, degree))
+        return None if at is None else at.fastest_known(budget_bytes)
+
+    @staticmethod
+    def _key(spec: ClusterSpec, degree: int) -> Hashable:
+        """All that matters: the GPUs are those of the step."""
+        return spec.fabric, spec.gpus_per_node, spec.num_nodes, degree

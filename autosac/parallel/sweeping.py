@@ -11,12 +11,12 @@ import torch
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.planning import (
+    chooser_of,
     cluster_of,
-    formulation_of,
     make_parallel_plan,
 )
 from autosac.parallel.plans import ParallelPlan
-from autosac.parallel.solving import RELATIVE_GAP, TIME_LIMIT_S, Solving
+from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
 from autosac.planning.profiling import Profile
 from autosac.quantities import parse_bytes
 
@@ -48,7 +48,7 @@ def sweep_parallel(
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
     relative_gap: float = RELATIVE_GAP,
-    time_limit_s: float | None = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     **options: Any,
 ) -> tuple[ParallelSweepRow, ...]:
     """Plan for every number of GPUs and every cap; the step is traced once.
@@ -78,14 +78,14 @@ def sweep_parallel(
     any_size = cluster_of(cluster, None)
     memory_bytes = any_size.device.memory_bytes
     budgets = [parse_bytes(cap, total_bytes=memory_bytes) for cap in memory_budgets]
-    form = formulation_of(model, inputs, any_size, param_dtype, reduce_dtype, options)
-    how = Solving(relative_gap=relative_gap, time_limit_s=time_limit_s)
+    chooser = chooser_of(model, inputs, any_size, param_dtype, reduce_dtype, options)
+    how = SolveOptions(relative_gap=relative_gap, time_limit_s=time_limit_s)
     rows = []
     for spec in specs:
         for budget_bytes in budgets:
             plan, reason = None, None
             try:
-                plan = make_parallel_plan(form, spec, budget_bytes, how=how)
+                plan = make_parallel_plan(chooser, spec, budget_bytes, options=how)
             except InfeasibleBudgetError as error:
                 reason = str(error)
             rows.append(

@@ -21,8 +21,10 @@ import numpy as np
 
 from autosac.candidates.policies import Policy
 from autosac.candidates.units import Unit
+from autosac.planning.correcting import Rows
 from autosac.planning.formulating import Formulation
 from autosac.planning.incumbents import Incumbents, recompute_ms
+from autosac.planning.mending import mend
 from autosac.planning.relinking import relink
 from autosac.planning.rules import Choice
 from autosac.planning.spending import spend_slack
@@ -33,6 +35,8 @@ from solvers._pulp import Backend
 
 RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
 _ROUNDS = 6  # of moving the rows
+_MOST_WORK = 2_000_000  # of all of them: see `solvers._pulp.run`
+_FIRST_SHARE = 2 / 3  # of that for the first one, and of what is left for the next
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 _NEAR_FLOOR = 2**-7  # of the least peak
@@ -138,6 +142,11 @@ class Chooser:
         """The choice, with more saved where the budget allows it."""
         return spend_slack(self._simulator, self._formulation, choice, budget_bytes)
 
+    def mend(self, choice: Choice, budget_bytes: int, most_ms: float) -> Choice | None:
+        """A choice near one that breaks the budget; it takes less than `most_ms`."""
+        room_ms = most_ms - recompute_ms(choice)
+        return mend(self._simulator, self._formulation, choice, budget_bytes, room_ms)
+
     def relink(self, fitting: Choice, cheaper: Choice, budget_bytes: int) -> Choice:
         """The fitting choice, with parts of a cheaper one that breaks the budget."""
         return relink(self._simulator, fitting, cheaper, budget_bytes)
@@ -171,17 +180,8 @@ class Chooser:
         """True memory above the predicted one of a solution, at every position."""
         assert solution.chosen is not None
         timeline = self._simulator.true_timeline(choice)
-        span, edges = self._simulator.span, self._formulation.edges
-        # What is alive as a position begins, and all that follows until the next one.
-        firsts = timeline.keys.searchsorted(edges * span, side="right") - 1
-        firsts = np.maximum(firsts, 0)
-        stops = timeline.keys.searchsorted(edges[1:] * span, side="left")
-        stops = np.append(stops, len(timeline.keys))
-        most = [
-            int(timeline.live_bytes[first : max(stop, first + 1)].max())
-            for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True)
-        ]
-        return np.array(most, dtype=np.int64) - self._solver.live(solution.chosen)
+        most = timeline.most_from(self._formulation.edges * self._simulator.span)
+        return most - self._solver.live(solution.chosen)
 
     def solve(
         self,
@@ -193,6 +193,8 @@ class Chooser:
         least_ms: float,
         most_ms: float,
         proves: bool,
+        most_work: int | None = None,
+        near: tuple[int | None, ...] | None = None,
     ) -> sac.SacSolution:
         """Exact points of all candidates, or of those a MILP on fitted curves picks."""
         units = None
@@ -218,14 +220,14 @@ class Chooser:
             least_ms=least_ms,
             most_ms=most_ms,
             proves=proves and units is None,
+            most_work=most_work,
+            near=near,
         )
         if units is not None and proves:  # it knows only the units that the fit picked
             every = self._run(
                 budget_bytes, options, math.inf, raised=raised, proves=True
             )
             solution = replace(solution, bound_ms=every.bound_ms)
-        if not all(curve.has_hull for curve in self._formulation.curves):
-            solution = replace(solution, bound_ms=0.0)  # some save sets are unknown
         return solution
 
     def _run(
@@ -240,6 +242,8 @@ class Chooser:
         units: list[int] | None = None,
         least_ms: float = 0.0,
         most_ms: float = math.inf,
+        most_work: int | None = None,
+        near: tuple[int | None, ...] | None = None,
     ) -> sac.SacSolution:
         curves = self._formulation.curves
         return self._solver.solve(
@@ -254,6 +258,8 @@ class Chooser:
             least_ms=least_ms,
             most_ms=most_ms,
             proves=proves,
+            most_work=most_work,
+            near=near,
         )
 
     def decode(self, solution: sac.SacSolution) -> dict[Unit, Policy]:
@@ -292,10 +298,14 @@ class _Search:
     choice: Choice | None = None
     time_ms: float = math.inf
     bound_ms: float = 0.0
-    _too_low: IntArray | None = None  # rows whose choice broke the budget, its time,
+    _work_left: int = _MOST_WORK
     _breaking_ms: float = 0.0
-    _breaking: Choice = field(default_factory=dict)  # and the last such choice
-    _enough: IntArray | None = None  # rows above which nothing is to be found
+    _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
+    _near: tuple[int | None, ...] | None = None  # the same as the MILP has it
+    _rows: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = Rows(_NEAR * self.budget_bytes)
 
     def offer(self, choice: Choice | None) -> None:
         """Keep a choice if it fits and none is known that is cheaper."""
@@ -323,7 +333,7 @@ class _Search:
             )
 
     def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:
-        return self.chooser.solve(
+        solution = self.chooser.solve(
             self.budget_bytes,
             self.options,
             raised=raised,
@@ -331,7 +341,11 @@ class _Search:
             least_ms=0.0 if proves else self.bound_ms,
             most_ms=self.time_ms,
             proves=proves,
+            most_work=int(_FIRST_SHARE * self._work_left),
+            near=self._near,
         )
+        self._work_left = max(0, self._work_left - solution.work)
+        return solution
 
     def _next_rows(
         self, raised: IntArray, solution: sac.SacSolution
@@ -341,34 +355,34 @@ class _Search:
         Raises no row further than the last choice asks for, and where the budget was
         broken, each at least so far: no choice comes twice.
         """
+        rows = self._rows
         if solution.chosen is None:
             least_bytes = self.chooser.predicted_floor(self.options.backend)[0]
             if not raised.any() and least_bytes > self.budget_bytes:
                 # The MILP sees more memory than there is: a budget that it can meet.
                 return raised + (self.budget_bytes - least_bytes)
-            self._enough = raised
+            rows.enough = raised
         else:
             choice = self.chooser.decode(solution)
             off = self.chooser.understated_bytes(solution, choice)
             excess = self._excess(choice)
             if excess > 0:
                 self._breaking, self._breaking_ms = choice, recompute_ms(choice)
-                self._too_low = raised
-                if self._enough is None:
-                    return np.maximum(raised, off)
+                self._near = solution.chosen
+                if not self._is_settled():
+                    self.offer(
+                        self.chooser.mend(choice, self.budget_bytes, self.time_ms)
+                    )
+                higher = rows.after_breaking(raised, off)
+                if rows.enough is None:
+                    return higher
             else:
-                self._enough = raised
+                overstated = excess + int(off.max()) < -_NEAR * self.budget_bytes
+                lower = rows.after_fitting(raised, off, overstated=overstated)
                 self.offer(self.chooser.spend(choice, self.budget_bytes))
-                if self._too_low is None and not self._is_settled():
-                    is_overstated = excess + int(off.max()) < -_NEAR * self.budget_bytes
-                    return np.minimum(raised, off) if is_overstated else None
-        if self._too_low is None or self._enough is None or self._is_settled():
-            return None
-        between = self._enough - self._too_low
-        if int(np.abs(between).max()) <= _NEAR * self.budget_bytes:
-            return None
-        rows: IntArray = self._too_low + between // 2
-        return rows
+                if rows.too_low is None and not self._is_settled():
+                    return lower
+        return None if self._is_settled() else rows.between()
 
     def _is_settled(self) -> bool:
         """Whether what is left to gain is within the gap that was asked for."""

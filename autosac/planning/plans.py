@@ -21,7 +21,7 @@ from autosac.quantities import format_bytes, format_ms
 if TYPE_CHECKING:
     from autosac.showing.reporting import Report
 
-_LARGE_GAP = 0.05  # worth a warning
+LARGE_GAP = 0.05  # worth a warning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ class Plan:
             lines.insert(2, reserved)
         if not self.dry_run:
             lines.append("checked   by simulation, without a dry run of its own")
-        if self.optimality_gap > _LARGE_GAP:
+        if self.optimality_gap > LARGE_GAP:
             lines.append(
                 f"warning   up to {gap} of the recomputation may be avoidable; plan"
                 " with `time_limit_s`=60 to search longer, or with a little more memory"

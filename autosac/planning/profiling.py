@@ -29,9 +29,10 @@ from autosac.planning.rules import Rules
 from autosac.simulation.simulating import Simulator
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.tracing.collecting import no_collections
+from autosac.tracing.step import Step
 from autosac.tracing.stepping import LossFn, normalize_inputs
 from autosac.tracing.tape import Tape
-from autosac.tracing.tracing import Step, trace
+from autosac.tracing.tracing import trace
 from solvers import knapsack
 
 
@@ -159,6 +160,11 @@ class TracedStep:
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
         """Choices of units and policies that a dry run has confirmed."""
         return set()
+
+    @cached_property
+    def parallel(self) -> dict[Hashable, Any]:
+        """What plans for many GPUs keep of the step, by the types that they gather."""
+        return {}
 
     @cached_property
     def statistics(self) -> Statistics:

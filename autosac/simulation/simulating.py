@@ -59,6 +59,17 @@ class Timeline:
         """When that is."""
         return int(self.keys[self.live_bytes.argmax()])
 
+    def most_from(self, starts: IntArray) -> IntArray:
+        """Most bytes alive from each of some ascending keys until the next one.
+
+        That is what is alive as a stretch begins, and all that follows in it.
+        """
+        firsts = np.maximum(self.keys.searchsorted(starts, side="right") - 1, 0)
+        stops = self.keys.searchsorted(starts[1:], side="left")
+        stops = np.maximum(np.append(stops, len(self.keys)), firsts + 1)
+        ends = np.stack([firsts, stops], axis=1).ravel()
+        return np.maximum.reduceat(np.append(self.live_bytes, 0), ends)[::2]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:

@@ -105,10 +105,19 @@ def costs(
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating point operations of a call, 0 for ops without a formula."""
-    formula = flop_registry.get(getattr(func, "overloadpacket", None))
+    packet = getattr(func, "overloadpacket", None)
+    if packet is torch.ops.aten._grouped_mm:
+        return _grouped_mm_flops(*args)
+    formula = flop_registry.get(packet)
     if formula is None:
         return 0
     return int(formula(*_with_all_heads(func, args), **kwargs, out_val=out))
+
+
+def _grouped_mm_flops(left: torch.Tensor, right: torch.Tensor, *_: Any) -> int:
+    """Each row of the flat factor meets one matrix of the other one."""
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * int(groups * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
 def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

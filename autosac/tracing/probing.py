@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from autosac.pytrees import opaque_type
 from autosac.tracing.modules import ModuleNode, ModuleTree
 from autosac.tracing.tape import ModuleCall
-
-if TYPE_CHECKING:
-    from autosac.tracing.recording import Recorder
 
 
 def module_tree(model: torch.nn.Module) -> ModuleTree:
@@ -44,6 +41,18 @@ def random_numbers() -> int:
     return hash((random.getstate(), numpy_keys.tobytes(), numpy_place))
 
 
+class Follower(Protocol):
+    """Whoever wants to know which module runs."""
+
+    failed_in: int
+
+    def enter(self, module: int, args: Any, kwargs: Any) -> Any:
+        """A module's ``forward`` begins."""
+
+    def leave(self, call: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """It ends, with what `enter` returned."""
+
+
 DRAWS = "it draws from Python's or NumPy's random numbers"
 
 
@@ -51,7 +60,7 @@ class Probe:
     """Stands in for a module's ``forward`` and reports entering and leaving."""
 
     def __init__(
-        self, recorder: Recorder, index: int, forward: Callable[..., Any]
+        self, recorder: Follower, index: int, forward: Callable[..., Any]
     ) -> None:
         self.recorder = recorder
         self.index = index

@@ -25,3 +25,13 @@ def random_streams_kept() -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def seeded_streams() -> Iterator[None]:
+    """Restore these streams; inside, they begin where those of every trace do."""
+    with random_streams_kept():
+        torch.default_generator.manual_seed(0)  # the CPU's: no GPU needs to be there
+        random.seed(0)
+        np.random.seed(0)
+        yield

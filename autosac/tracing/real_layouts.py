@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,18 +26,22 @@ _UNREDUCED = {
 }
 
 
-_CTC_LOSSES = ("aten._ctc_loss.Tensor", "aten._ctc_loss.default")
+def of_own_kernel(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Fake results of an op that has no fake kernel, or one that refuses too much.
 
-
-def of_ctc_loss(func: Any, args: tuple[Any, ...]) -> Any:
-    """Fake results of a CTC loss whose target lengths are known; None for other ops.
-
-    The longest decides the shape of what it saves (aten/src/ATen/native: LossCTC.cpp,
-    cuda/LossCTC.cu), so that there is no fake kernel.
+    None for other ops, and where the results depend on values that are not known.
     """
-    if str(func) not in _CTC_LOSSES:
-        return None
-    log_probs, lengths = args[0], args[3]
+    kernel = _OWN_KERNELS.get(str(func))
+    return None if kernel is None else kernel(*args, **kwargs)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: Any, input_lengths: Any, lengths: Any, *_: Any
+) -> Any:
+    """The longest target decides the shape of what a CTC loss saves.
+
+    aten/src/ATen/native: LossCTC.cpp, cuda/LossCTC.cu.
+    """
     if isinstance(lengths, torch.Tensor):
         if _compat.is_fake(lengths):
             return None
@@ -45,6 +50,34 @@ def of_ctc_loss(func: Any, args: tuple[Any, ...]) -> Any:
     num_steps, batch = log_probs.shape[:2]
     alphas = (batch, num_steps, 2 * max(lengths, default=0) + 1)
     return log_probs.new_empty((batch,)), log_probs.new_empty(alphas)
+
+
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Rows of 16 bytes' multiples (aten/src/ATen/native/GroupedMMUtils.h, torch 2.14).
+
+    The fake kernel refuses float32, and pads no rows where PyTorch has no CUDA.
+    """
+    size = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():
+        groups = left.shape[0] if left.dim() == 3 or offsets is None else len(offsets)
+        size.insert(0, groups)
+    dtype = out_dtype or left.dtype
+    padded = -(-size[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
+    stride = [size[-2] * padded, padded, 1][-len(size) :]
+    return torch.empty_strided(size, stride, dtype=dtype, device=left.device)
+
+
+_OWN_KERNELS: dict[str, Callable[..., Any]] = {
+    "aten._ctc_loss.Tensor": _ctc_loss,
+    "aten._ctc_loss.default": _ctc_loss,
+    "aten._grouped_mm.default": _grouped_mm,
+}
 
 
 def on_any_device(func: Any, args: tuple[Any, ...], out: Any) -> Any:

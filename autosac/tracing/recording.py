@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,20 +14,24 @@ from autosac.costs.devices import DeviceSpec
 from autosac.errors import TraceError
 from autosac.pytrees import tensors_in
 from autosac.tracing import source_lines
+from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
+from autosac.tracing.failures import place_of
 from autosac.tracing.foreach import run_distinct
+from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.op_facts import VIEW, Costs, Facts, costs
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
-from autosac.tracing.repeating import KnownCalls, RepeatedCalls
+from autosac.tracing.repeating import RepeatedCalls
 from autosac.tracing.saving import Holder, Saved
 from autosac.tracing.tape import Op, Storage, Tape
 from autosac.tracing.values import refuse_sparse, run_op
 
 _FORWARD_PHASES = ("forward", "loss")
 _LITERAL = torch.ops.aten.lift_fresh.default
+_OVERWRITTEN = object()  # in place of the key of a call whose values must not be known
 
 
-class Recorder(_compat.PlainDispatchMode):
+class Recorder(_compat.PlainDispatchMode, Account):
     """Records storages, and on request ops, saved tensors and module calls.
 
     Args:
@@ -38,7 +41,7 @@ class Recorder(_compat.PlainDispatchMode):
         granularity_bytes: Allocations are rounded up to a multiple of this.
         only_storages: Track memory as a real run holds it and nothing else.
         target: The GPU that the tensors stand for though they are on the CPU.
-        known: Calls that earlier runs of the step made.
+        learned: What earlier runs of the step have taught.
         finds_draws: Tell which calls of modules draw random numbers in Python, not
             only whether an outermost one does: asking takes a while.
     """
@@ -52,31 +55,23 @@ class Recorder(_compat.PlainDispatchMode):
         granularity_bytes: int,
         only_storages: bool,
         target: DeviceSpec | None = None,
-        known: KnownCalls | None = None,
+        learned: Learned | None = None,
         finds_draws: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        _compat.PlainDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        Account.__init__(self, device_type, granularity_bytes)
         self.model = model
         self.finds_draws = finds_draws
-        self.repeated = RepeatedCalls(mode, known)
-        self.device_type = device_type
-        self.granularity_bytes = granularity_bytes
+        self.learned = learned or Learned()
+        self.retraces = False
+        self.repeated = RepeatedCalls(mode, self.learned.calls)
         self.only_storages = only_storages
         self.target = target
-        self.exempted: dict[int, Any] = {}  # kept, so that no address is used twice
         self.blas_phases: set[str] = set()
         self.tree = module_tree(model)
-        self.clock = 0
         self.muted = False
         self.phase = "forward"
         self.phases: dict[str, int] = {}
-        self.nbytes: list[int] = []
-        self.categories: list[str] = []
-        self.born: list[int] = []
-        self.died: list[int | None] = []
-        self.ids: dict[int, int] = {}
-        self.watchers: dict[int, weakref.ref[Any]] = {}
-        self.originals: dict[int, int] = {}
         self.ops: list[Op] = []
         self.saved: list[Saved] = []
         self.calls: list[Call] = []
@@ -86,6 +81,8 @@ class Recorder(_compat.PlainDispatchMode):
         self.last_backward_module = 0
         self.failed_in = 0
         self.first_loss_node = 0
+        self.views = LiveViews()
+        self.answers_zero = False
         self.accumulations = Accumulations()
 
     @contextlib.contextmanager
@@ -95,8 +92,12 @@ class Recorder(_compat.PlainDispatchMode):
         if not self.only_storages:
             self._probe_modules()
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with hooks, self:
-            yield
+        try:
+            with hooks, self:
+                yield
+        finally:
+            if self.retraces:
+                raise Retrace  # again: the model may have caught it
         self.tick()
 
     def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
@@ -108,10 +109,11 @@ class Recorder(_compat.PlainDispatchMode):
         self.phase = phase
         self.phases[phase] = self.tick()
 
-    def tick(self) -> int:
-        """Advance the clock by one event."""
-        self.clock += 1
-        return self.clock
+    def place(self) -> str:
+        """Where the step is, or failed, in words."""
+        in_backward = self.phase == "backward"
+        module = self.last_backward_module if in_backward else self.failed_in
+        return place_of(self.tree[module].fqn, self.phase)
 
     def tape(self) -> Tape:
         """What was recorded, as plain data."""
@@ -147,134 +149,6 @@ class Recorder(_compat.PlainDispatchMode):
         threads = {phase == "backward" for phase in self.blas_phases}
         return (storage,) * len(threads)
 
-    # --- storages ---------------------------------------------------------
-
-    def register(self, tensors: Iterator[torch.Tensor], category: str) -> None:
-        """Count tensors that exist before the step."""
-        for tensor in tensors:
-            if self._counts(tensor):
-                self._index(tensor, 0, category)
-
-    def register_copies(
-        self,
-        originals: Iterable[torch.Tensor],
-        copies: Iterable[torch.Tensor],
-        category: str,
-    ) -> None:
-        """Count copies of the user's tensors, each with the memory of its original.
-
-        Where the user's code meets an original itself, it counts as its copy.
-        """
-        for original, copy in zip(originals, copies, strict=True):
-            if not self._counts(copy):
-                continue
-            index = self._index(copy, 0, category)
-            storage = original.untyped_storage()
-            first = self.originals.setdefault(storage._cdata, index)
-            self.nbytes[index] = (
-                self._rounded(storage.nbytes()) if first == index else 0
-            )
-            self.ids.setdefault(storage._cdata, first)
-
-    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
-        """Refuse what bypasses the copy, such as a loss that closes over the model."""
-        for tensor in inputs:
-            if _compat.is_fake(tensor) or not self._counts(tensor):
-                continue
-            index = self.originals.get(tensor.untyped_storage()._cdata)
-            if index is not None and self.categories[index] == "parameter":
-                raise TraceError(
-                    f"{func} in {self.phase} reads a parameter of shape"
-                    f" {tuple(tensor.shape)} of the model itself, not through the model"
-                    " that is called: gradients would go past the trace. Compute what"
-                    " needs parameters inside the model's `forward`."
-                )
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Take a registered tensor out of the account again."""
-        self.nbytes[self._index(tensor, 0, "temporary")] = 0
-
-    def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave tensors out of the account: they lie on the CPU in a real run."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self.exempted[storage._cdata] = storage
-
-    def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
-        """What is computed from CPU scalars alone, stays on the CPU."""
-        if func is _LITERAL or (
-            inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
-        ):
-            self.exempt(tensors_in((out,)))
-
-    def rename(self, tensor: torch.Tensor | None, category: str) -> None:
-        """Change the category of a tensor's storage."""
-        if tensor is not None and self._counts(tensor):
-            self.categories[self._index(tensor, 0, category)] = category
-
-    def storages_of(self, tensors: Iterable[Any]) -> tuple[int, ...]:
-        """Indices of the storages of those tensors that count."""
-        return self._indices([t for t in tensors if t is not None], 0, "temporary")
-
-    def _counts(self, tensor: torch.Tensor) -> bool:
-        return (
-            tensor.layout is torch.strided
-            and tensor.device.type == self.device_type
-            and not (self.exempted and tensor.untyped_storage()._cdata in self.exempted)
-        )
-
-    def _index(self, tensor: torch.Tensor, born: int, category: str) -> int:
-        """Index of a tensor's storage; an unknown one is added."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        index = self.ids.get(key)
-        if index is None:
-            index = self.ids[key] = len(self.nbytes)
-            self.nbytes.append(self._rounded(storage.nbytes()))
-            self.categories.append(category)
-            self.born.append(born)
-            self.died.append(None)
-            self._watch(storage, self._on_death, index)
-        return index
-
-    def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.granularity_bytes) * self.granularity_bytes
-
-    def _watch(self, storage: Any, on_death: Callable[[int], None], index: int) -> None:
-        key = storage._cdata
-
-        def forget(_: Any) -> None:
-            del self.ids[key], self.watchers[key]
-            on_death(index)
-
-        self.watchers[key] = weakref.ref(storage, forget)
-
-    def _on_death(self, index: int) -> None:
-        self.died[index] = self.tick()
-
-    def _indices(
-        self,
-        tensors: list[torch.Tensor],
-        born: int,
-        category: str,
-        *,
-        strided: bool = False,
-    ) -> tuple[int, ...]:
-        """Indices of storages, each once; knowing that all are strided saves time."""
-        found = []
-        for tensor in tensors:
-            index = None
-            if strided:
-                key = tensor.untyped_storage()._cdata
-                if key in self.exempted:
-                    continue
-                index = self.ids.get(key)
-            if index is None and self._counts(tensor):
-                index = self._index(tensor, born, category)
-            if index is not None:
-                found.append(index)
-        return tuple(found) if len(found) < 2 else tuple(dict.fromkeys(found))
-
     # --- operators --------------------------------------------------------
 
     def __torch_dispatch__(
@@ -296,9 +170,11 @@ class Recorder(_compat.PlainDispatchMode):
         start = self.tick()
         inputs: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, inputs)
+        strided = key is not None
+        if self.learned.overwritten and self._is_overwritten(func, inputs):
+            key = _OVERWRITTEN
         call = self.repeated.find(key, func, args, kwargs, inputs)
         self._refuse_own_parameters(func, inputs)
-        strided = key is not None
         reads: tuple[int, ...] = ()
         if func is not _LITERAL:  # its memory is born here, with the output
             reads = self._indices(inputs, 0, "input", strided=strided)
@@ -318,6 +194,8 @@ class Recorder(_compat.PlainDispatchMode):
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
         made_ids = self._indices(outputs, made, category, strided=True)
+        if made_ids and made_ids[0] < first_new:
+            self._look_for_written_views(func, inputs, outputs, made_ids)
         if not self.only_storages:
             call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
             creates = tuple(i for i in made_ids if i >= first_new)
@@ -371,6 +249,27 @@ class Recorder(_compat.PlainDispatchMode):
             )
         )
 
+    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
+        """Refuse what bypasses the copy, such as a loss that closes over the model."""
+        for tensor in inputs:
+            if _compat.is_fake(tensor) or not self._counts(tensor):
+                continue
+            index = self.originals.get(tensor.untyped_storage()._cdata)
+            if index is not None and self.categories[index] == "parameter":
+                raise TraceError(
+                    f"{func} in {self.phase} reads a parameter of shape"
+                    f" {tuple(tensor.shape)} of the model itself, not through the model"
+                    " that is called: gradients would go past the trace. Compute what"
+                    " needs parameters inside the model's `forward`."
+                )
+
+    def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
+        """What is computed from CPU scalars alone, stays on the CPU."""
+        if func is _LITERAL or (
+            inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
+        ):
+            self.exempt(tensors_in((out,)))
+
     def _unrecorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op that a real step does not."""
         tensors: list[torch.Tensor] = []
@@ -401,13 +300,72 @@ class Recorder(_compat.PlainDispatchMode):
         mode, on_gpu = self.repeated.mode, self.target is not None
         if self._is_count(func, args):
             return _compat.new_fake(mode, (), (), args[0].dtype, args[0].device)
+        if self.answers_zero and func is _compat.ITEM:
+            return 0
+        if key is _OVERWRITTEN:
+            out = func(*args, **kwargs)
+            _compat.forget_values(tensors_in((out,)))
+            return out
         if key is None:
-            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu)
+            self._look_for_overwritten(func, args, kwargs, inputs)
 
         def run(args: Any) -> Any:
-            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu)
+            floats = self.phase != "optimizer"
+            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu, floats=floats)
 
-        return run_distinct(mode, func, args, kwargs, run)
+        return run(args) if key is None else run_distinct(mode, func, args, kwargs, run)
+
+    def _is_overwritten(self, func: Any, inputs: list[torch.Tensor]) -> bool:
+        """Whether the values of a result must not be known: see `Learned`."""
+        line = (_compat.op_name(func), source_lines.of_caller())
+        return line in self.learned.overwritten and not any(
+            map(_compat.is_fake, inputs)
+        )
+
+    def _look_for_overwritten(
+        self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> None:
+        """Begin anew if an op writes unknown values over known ones."""
+        if self.only_storages or not any(map(_compat.is_fake, inputs)):
+            return
+        for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):
+            index = self.ids.get(tensor.untyped_storage()._cdata)
+            if index is None or _compat.is_fake(tensor):
+                continue
+            made_by = next((op for op in self.ops if index in op.creates), None)
+            if made_by is not None and made_by.source:
+                self.learned.overwritten.add((made_by.name, made_by.source))
+                self._retrace()
+
+    def _look_for_written_views(
+        self,
+        func: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        storages: tuple[int, ...],
+    ) -> None:
+        """Begin anew if autograd follows a write to memory that views look at."""
+        if self.views.are_written(func, inputs, outputs, storages):
+            self.needs_plain_fakes()
+
+    def needs_plain_fakes(self) -> None:
+        """Begin anew if the fakes are not such that autograd takes for plain."""
+        if not self.learned.plain:
+            self.learned.plain = True
+            self._retrace()
+
+    @contextlib.contextmanager
+    def answering_zero(self) -> Iterator[None]:
+        """Tell whoever looks at a value that it is 0."""
+        self.answers_zero = True
+        try:
+            yield
+        finally:
+            self.answers_zero = False
+
+    def _retrace(self) -> None:
+        self.retraces = True
+        raise Retrace
 
     def _is_count(self, func: Any, args: Any) -> bool:
         """Whether a number becomes a tensor whose value nobody reads: see ITEM."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
@@ -10,8 +11,9 @@ import torch
 
 from autosac.tracing import stepping
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_DEMO = str(Path(__file__).with_name("demo.py"))  # a model like any other
+_OWN = Path(__file__).parents[1]
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, _OWN))
+_DEMO = str(_OWN / "cli" / "demo.py")  # a model like any other
 _END = stepping.__file__  # what lies outside of the step is not the model's
 
 _is_users: dict[CodeType, bool] = {}  # asked for every op
@@ -26,14 +28,17 @@ def running(phase: str) -> str:
     Returns:
         An empty text if there is no such frame inside the step.
     """
-    frame: FrameType | None = None
-    if phase in ("forward", "loss"):
-        frame = sys._getframe(1)
+    return of_caller() if phase in ("forward", "loss") else ""
+
+
+def of_caller() -> str:
+    """As `running`, in any phase: backward runs user code where it reruns a unit."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         found = _is_users.get(code)
         if found is None:
-            found = _is_users[code] = _of_user(code.co_filename)
+            found = _is_users[code] = is_users(code.co_filename)
         if found:
             return f"{code.co_filename}:{frame.f_lineno}"
         if code.co_filename == _END:
@@ -42,7 +47,8 @@ def running(phase: str) -> str:
     return ""
 
 
-def _of_user(path: str) -> bool:
+def is_users(path: str) -> bool:
+    """Whether a file is neither PyTorch's nor autosac's."""
     return path == _DEMO or not path.startswith((*_LIBRARIES, "<"))
 
 

@@ -263,6 +263,34 @@ def micro_step(
         mark: Called with the name of each phase as it begins, and the loss before
             backward; with *finish* once backward is done.
     """
+    output, loss = output_and_loss(
+        model,
+        args,
+        kwargs,
+        loss_fn=loss_fn,
+        autocast=autocast,
+        accumulate=accumulate,
+        mark=mark,
+    )
+    mark("backward", loss)
+    loss.backward()
+    loss = loss.detach()
+    mark("finish")
+    del output  # alive until here
+    return loss
+
+
+def output_and_loss(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss_fn: LossFn | None,
+    autocast: torch.dtype | None,
+    accumulate: int,
+    mark: Marker = _ignore,
+) -> tuple[Any, torch.Tensor]:
+    """Run forward and loss of a micro-step; as there."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
         mark("forward")
@@ -271,8 +299,4 @@ def micro_step(
         loss = (loss_fn or default_loss)(output)
         if accumulate > 1:
             loss = loss / accumulate
-    mark("backward", loss)
-    loss.backward()
-    loss = loss.detach()
-    mark("finish")
-    return loss
+    return output, loss

@@ -9,38 +9,32 @@ second; that is what makes simulating a plan on the tape exact.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import random
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
-from autosac import _compat
-from autosac.costs.devices import DeviceSpec
-from autosac.errors import TraceError
+from autosac import _compat, _compat_plain
+from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.tracing.collecting import no_collections
+from autosac.tracing.copying import fake_copy
 from autosac.tracing.equal_states import EqualStates
+from autosac.tracing.failures import explanation
+from autosac.tracing.learned import Retrace
+from autosac.tracing.one_hot import real_one_hot
 from autosac.tracing.parameters import find_parameters
 from autosac.tracing.probing import DRAWS
-from autosac.tracing.random_streams import random_streams_kept
+from autosac.tracing.random_streams import seeded_streams
 from autosac.tracing.recording import Recorder
-from autosac.tracing.repeating import KnownCalls
+from autosac.tracing.step import Step
 from autosac.tracing.stepping import (
     AnyOptimizer,
-    LossFn,
     Marker,
     OptimizerInBackward,
     check_optimizer,
@@ -48,55 +42,9 @@ from autosac.tracing.stepping import (
     micro_step,
 )
 from autosac.tracing.tape import Tape
-from autosac.tracing.values import keeps_values
 
 # Of a step that other threads disturb.
 _LEAST_RUNS, _MOST_RUNS = 3, 9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A training step ready to be traced: the user's objects, never changed.
-
-    Attributes:
-        model: The model; on the CPU, a GPU or the meta device.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
-        loss_fn: Output -> scalar tensor, None for `stepping.default_loss`.
-        optimizer: Instance, or callable on the parameters, or None.
-        device_type: ``cpu`` or ``cuda``.
-        granularity_bytes: Allocations are rounded up to a multiple of this.
-        autocast: Type that forward and loss autocast to, or None.
-        accumulate: Micro-steps per optimizer step. One of them is traced, with the
-            gradients that the earlier ones left.
-        clip_grad_norm: Largest norm of all gradients together, or None.
-        gradients_in_forward: The gradients of the step before are dropped between
-            forward and backward only.
-        lens: The GPU whose kernels are traced though the model is not there.
-        compute_dtype: Type that floating-point parameters and inputs of the model are
-            traced in, as under a mixed-precision policy of FSDP2; None for their own.
-        known: Calls of ops that its runs have made so far.
-    """
-
-    model: torch.nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss_fn: LossFn | None
-    optimizer: Any
-    device_type: str
-    granularity_bytes: int
-    autocast: torch.dtype | None = None
-    accumulate: int = 1
-    clip_grad_norm: float | None = None
-    gradients_in_forward: bool = False
-    lens: DeviceSpec | None = None
-    compute_dtype: torch.dtype | None = None
-    known: KnownCalls = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def traced_type(self) -> str:
-        """Type of device that the traced tensors say they are on."""
-        return self.device_type if self.lens is None else "cpu"
 
 
 def trace(step: Step) -> Tape:
@@ -195,9 +143,36 @@ def _run(
     optimizes: bool = True,
     finds_draws: bool = False,
 ) -> Tape:
-    mode = _compat.fake_mode()
-    with _preserved_state(), lens(mode, step.lens):
-        model, optimizer, args, kwargs = _fake_copy(step, mode)
+    """Run the step on fakes, anew until nothing is left to learn of it."""
+    while True:
+        mode = _compat.fake_mode(plain=step.learned.plain)
+        try:
+            return _run_on(
+                mode,
+                step,
+                prepare,
+                only_storages=only_storages,
+                optimizes=optimizes,
+                finds_draws=finds_draws,
+            )
+        except Retrace:
+            pass
+        finally:
+            _compat_plain.restore_keys(mode)
+
+
+def _run_on(
+    mode: _compat.FakeTensorMode,
+    step: Step,
+    prepare: Callable[[torch.nn.Module], Any],
+    *,
+    only_storages: bool,
+    optimizes: bool,
+    finds_draws: bool,
+) -> Tape:
+    """Run the step on fakes of a mode."""
+    with seeded_streams(), no_collections(), lens(mode, step.lens):
+        model, optimizer, args, kwargs = fake_copy(step, mode)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
         prepare(model)
         recorder = Recorder(
@@ -207,23 +182,22 @@ def _run(
             granularity_bytes=step.granularity_bytes,
             only_storages=only_storages,
             target=step.lens,
-            known=step.known,
+            learned=step.learned,
             finds_draws=finds_draws,
         )
-        own, given = step.model, (step.args, step.kwargs)
-        for originals, copies, category in (
-            (own.parameters(), model.parameters(), "parameter"),
-            (own.buffers(), model.buffers(), "buffer"),
-            (tensors_in(given), tensors_in((args, kwargs)), "input"),
-        ):
-            recorder.register_copies(originals, copies, category)
-        if step.accumulate > 1 or step.gradients_in_forward:
-            _make_gradients(recorder, model)
+        _register(recorder, step, model, (args, kwargs))
         # On a GPU backward would run on a thread of its own, whose last references
         # go at any moment after it.
         one_thread = torch.autograd.set_multithreading_enabled(False)
+        modes = _compat_plain.fakes_of(mode)
         try:
-            with mode, torch.enable_grad(), one_thread, recorder.recording():
+            with (
+                real_one_hot(recorder),
+                modes,
+                torch.enable_grad(),
+                one_thread,
+                recorder.recording(),
+            ):
                 if isinstance(optimizer, OptimizerInBackward):
                     _make_states(recorder, optimizer)
                 loss = micro_step(
@@ -240,12 +214,29 @@ def _run(
                 if optimizes:
                     finish_step(model, optimizer, step.clip_grad_norm)
                 del loss  # alive until here, as in `training_step`
-        except _compat.TRACE_ERRORS as error:
-            raise TraceError(_explanation(recorder, error)) from error
+        except (AutosacError, NotImplementedError):
+            raise
+        except Exception as error:  # whatever the user's code raises
+            raise TraceError(explanation(error, recorder.place())) from error
         if only_storages:
             return recorder.tape()
-        parameters = find_parameters(recorder, own, model, optimizer)
+        parameters = find_parameters(recorder, step.model, model, optimizer)
         return replace(recorder.tape(), parameters=parameters)
+
+
+def _register(
+    recorder: Recorder, step: Step, model: torch.nn.Module, inputs: Any
+) -> None:
+    """Count what exists before the step: copies of the user's tensors, gradients."""
+    own, given = step.model, (step.args, step.kwargs)
+    for originals, copies, category in (
+        (own.parameters(), model.parameters(), "parameter"),
+        (own.buffers(), model.buffers(), "buffer"),
+        (tensors_in(given), tensors_in(inputs), "input"),
+    ):
+        recorder.register_copies(originals, copies, category)
+    if step.accumulate > 1 or step.gradients_in_forward:
+        _make_gradients(recorder, model)
 
 
 def _marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
@@ -271,7 +262,7 @@ def _marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
 
 def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
     """Give the parameters the gradients of earlier micro-steps."""
-    with torch.no_grad(), _compat.no_modes():
+    with torch.no_grad(), _compat_plain.fakes_of(recorder.repeated.mode):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
@@ -366,113 +357,3 @@ def _make_state(known: EqualStates, optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.update(others)
             return
     optimizer.step()
-
-
-class _FakeCopies(TorchFunctionMode):
-    """Makes ``copy.deepcopy`` turn every tensor it meets into a fake one."""
-
-    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.convert = convert
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.__deepcopy__:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = self.convert(tensor)
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
-
-
-def _fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
-    """Copies of model, optimizer, args and kwargs that hold fake tensors."""
-    device = torch.device(step.traced_type)
-
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if keeps_values(tensor):
-            return tensor.detach().clone()
-        return _compat.fake_like(mode, tensor, device)
-
-    # Parameters are not copied through `Tensor.__deepcopy__`.
-    memo: dict[int, Any] = {
-        id(p): _in_compute_dtype(convert(p), step) for p in step.model.parameters()
-    }
-    if not isinstance(step.optimizer, OptimizerInBackward):
-        _check_hooks(step.model)
-    originals = (step.model, step.optimizer, step.args, step.kwargs)
-    try:
-        with _FakeCopies(convert):
-            model, optimizer, args, kwargs = copy.deepcopy(originals, memo)
-    except (TypeError, RuntimeError, AttributeError) as error:
-        raise TraceError(
-            "The model, optimizer or inputs cannot be copied for tracing:"
-            f" copy.deepcopy says {error}. Make them copyable."
-        ) from error
-    kinds = (torch.optim.Optimizer, OptimizerInBackward)
-    if optimizer is not None and not isinstance(optimizer, kinds):
-        optimizer = optimizer(model.parameters())
-    if step.compute_dtype is not None:
-        model.register_forward_pre_hook(
-            partial(_cast_inputs, step.compute_dtype), prepend=True, with_kwargs=True
-        )
-    return model, optimizer, args, kwargs
-
-
-def _in_compute_dtype(parameter: torch.Tensor, step: Step) -> torch.Tensor:
-    if step.compute_dtype is None or not parameter.is_floating_point():
-        return parameter
-    data = parameter.detach().to(step.compute_dtype)
-    return torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
-
-
-def _cast_inputs(
-    dtype: torch.dtype, module: torch.nn.Module, args: Any, kwargs: Any
-) -> Any:
-    """What FSDP2 does to the arguments of its root module."""
-
-    def cast(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
-
-    return tree_map(cast, (args, kwargs))
-
-
-def _check_hooks(model: torch.nn.Module) -> None:
-    """Refuse hooks of parameters, which the fake copy does not have."""
-    for name, parameter in model.named_parameters():
-        if _compat.has_hooks(parameter):
-            raise TraceError(
-                f"The parameter `{name}` has a hook, which would be left out of the"
-                " trace. If it steps an optimizer, pass `optimizer=autosac."
-                "OptimizerInBackward(model.parameters(), make_optimizer)` instead;"
-                " otherwise remove it while planning."
-            )
-
-
-@contextlib.contextmanager
-def _preserved_state() -> Iterator[None]:
-    """Random states are the same inside and restored afterwards; no collections."""
-    with random_streams_kept(), no_collections():
-        torch.default_generator.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        yield
-
-
-def _explanation(recorder: Recorder, error: BaseException) -> str:
-    """Say which module and which line of the user's code could not be traced."""
-    library = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(library)
-    ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    fqn = recorder.tree[recorder.failed_in].fqn or "the model itself"
-    return (
-        f"The step cannot be traced without data: in module `{fqn}`{where},"
-        f" {type(error).__name__} says {error}. Autosac plans steps whose shapes do"
-        " not depend on values; avoid `.item()`, boolean indexing and the like there."
-    )

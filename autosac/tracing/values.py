@@ -80,15 +80,25 @@ def run_op(
     inputs: list[torch.Tensor],
     *,
     on_gpu: bool = False,
+    floats: bool = True,
 ) -> Any:
     """Run an op on fakes, or for real if all it reads is real and small.
 
     Masks, positions and lengths keep their values that way, so that the step takes
     the branches that it takes on this input, and finds its data-dependent shapes. So
-    does a random number that reads nothing, such as `torch.rand([])` for layer drop.
+    does what is made of nothing, such as a mask of ones, or numbers drawn for layer
+    drop.
+
+    Args:
+        func: The operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        inputs: The tensors in them.
+        on_gpu: The fakes stand for a GPU's tensors.
+        floats: Keep floating-point values of what is made of nothing, too.
     """
     if any(map(_compat.is_fake, inputs)):
-        out = real_layouts.of_ctc_loss(func, args)
+        out = real_layouts.of_own_kernel(func, args, kwargs)
         if out is None and _has_plain_kernel(func, args, kwargs, inputs):
             out = _compat.by_meta_kernel(func, args, kwargs)
         elif out is None:
@@ -100,7 +110,8 @@ def run_op(
     if _compat.is_profiling(func):
         with _compat.no_dispatch():
             return func(*args, **kwargs)
-    if inputs and _is_small(func, args, kwargs, inputs):
+    changes_layout = torch.Tag.inplace_view in func.tags  # FakeTensorMode refuses that
+    if inputs and (changes_layout or _is_small(func, args, kwargs, inputs)):
         with _compat.no_modes():
             return func(*args, **kwargs)
     try:
@@ -109,12 +120,8 @@ def run_op(
         if not inputs:
             raise
     else:
-        if not inputs and _compat.is_random(func) and out.ndim == 0:
-            with _compat.no_modes():
-                return func(*args, **kwargs)
-        large = _are_large(out, inputs)
-        values = inputs or all(keeps_values(t) for t in tensors_in((out,)))
-        if large or not values or _compat.is_random(func):
+        known = inputs or floats or all(keeps_values(t) for t in tensors_in((out,)))
+        if not known or _are_large(out, inputs):
             return out
     with _compat.no_modes():
         return func(*args, **kwargs)

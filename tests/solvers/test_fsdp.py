@@ -10,7 +10,9 @@ from solvers.fsdp import (
     FsdpChoice,
     FsdpModule,
     FsdpProblem,
+    by_hand,
     estimate,
+    lower_bound,
     lowest_peak,
     owner_of_shared,
 )
@@ -287,6 +289,65 @@ def test_more_memory_never_takes_longer(problem, more):
 
     if tight.objective_ms is not None:
         assert solve(larger).objective_ms <= tight.objective_ms
+
+
+@few
+@given(problem=fsdp_problems(), data=st.data())
+def test_no_choice_is_below_the_lower_bound(problem, data):
+    least_ms, _ = _best(problem)
+    positions = st.integers(0, len(problem.compute_ms) - 1)
+
+    bound_ms = lower_bound(problem, rows=data.draw(st.sets(positions, max_size=4)))
+
+    if bound_ms is None:
+        assert least_ms is None
+    elif least_ms is not None:
+        assert bound_ms <= least_ms + 1e-6
+
+
+@few
+@given(problem=fsdp_problems(most=4), data=st.data())
+def test_choices_take_no_less_memory_in_a_problem_that_is_above(problem, data):
+    size = len(problem.compute_ms)
+    added = data.draw(st.lists(st.integers(-1, 3), min_size=size, max_size=size))
+    above = problem.raised([nbytes * MIB for nbytes in added])
+    first = above.modules[0]
+    more = data.draw(st.integers(0, 2)) * MIB if first.gather_bytes else 0
+    first = replace(first, gather_bytes=first.gather_bytes + more)
+    above = replace(above, modules=(first, *above.modules[1:]))
+
+    assert problem.is_below(above) is (min(added) >= 0)
+    if problem.is_below(above):
+        for choice in every_choice(problem):
+            assert (fsdp.live(problem, choice) <= fsdp.live(above, choice)).all()
+
+
+def test_a_root_without_parameters_gathers_nothing_ahead():
+    # Unit b is gathered again at 10, ahead of that by a root of 1 MiB.
+    problem = _two_units()
+    root = replace(problem.modules[0], gather_bytes=0, grad_bytes=0, reduce_bytes=0)
+    bare = replace(problem, modules=(replace(root, dtype=None), *problem.modules[1:]))
+    choice = FsdpChoice(
+        units=(True, True, True), reshard=(False, True, True), points=(None,)
+    )
+
+    ahead = fsdp.live(problem, choice) - fsdp.live(bare, choice)
+
+    # The root's parameters, from 9 on its gradients, and at 10 the buffer of b.
+    assert ahead[8:12].tolist() == [MIB, 2 * MIB, (2 + 3) * MIB, 2 * MIB]
+
+
+def test_parameters_of_several_types_have_a_plan_by_hand():
+    problem = _two_units()
+    modules = (
+        problem.modules[0],
+        replace(problem.modules[1], dtype="float32", kind=1),
+        replace(problem.modules[2], dtype="float64", kind=2),
+    )
+    problem = replace(problem, modules=modules)
+
+    assert all(choice.units == (True,) * 3 for choice in by_hand(problem))
+    assert lowest_peak(problem, time_limit_s=0.0).choice is not None
 
 
 def test_choices_that_break_rules_are_errors():

@@ -173,10 +173,10 @@ def test_highs_may_be_asked_for_another_number_of_threads():
 
 
 def test_numbers_that_break_a_row_are_no_incumbent(monkeypatch):
-    def lying(model, options, **_):
+    def lying(model, *_, **__):
         for variable in model.variables():
             variable.varValue = 0.0
-        return claimed, 0.0, 1
+        return claimed, 0.0, 1, 1
 
     monkeypatch.setattr(_pulp, "_run_highs", lying)
 
@@ -185,6 +185,18 @@ def test_numbers_that_break_a_row_are_no_incumbent(monkeypatch):
     claimed = Termination.OPTIMAL
     with pytest.raises(ArithmeticError, match="breaks a row"):
         _pulp.run(cover(2))
+
+
+@both
+def test_a_limit_on_work_ends_a_solve_at_the_same_place_each_time(backend):
+    half, whole, again = (
+        _pulp.run(market_split(elastic=True), backend=backend, work_limit=limit)
+        for limit in (40_000, 80_000, 80_000)
+    )
+
+    assert (whole.work, whole.bound) == (again.work, again.bound)
+    assert half.work < 0.6 * whole.work
+    assert half.termination is whole.termination is Termination.FEASIBLE
 
 
 def test_a_missing_cbc_names_the_remedy(monkeypatch):

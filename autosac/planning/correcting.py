@@ -1,0 +1,57 @@
+"""How far the rows of a MILP are raised for one budget, and when they move.
+
+The MILP predicts memory; the budget caps the true one. Where a choice breaks the
+budget, its rows are raised by what was understated at each position, so that the same
+choice cannot come again. Between rows whose choice broke the budget and higher ones
+whose choice fitted (or that nothing keeps) the next ones lie half way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autosac.tracing.tape import IntArray
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of one budget.
+
+    Attributes:
+        near_bytes: Rows this close to each other give the same choice.
+        too_low: Rows whose choice broke the budget, the highest so far.
+        enough: Rows above which nothing is to be found, the lowest so far.
+    """
+
+    near_bytes: float
+    too_low: IntArray | None = None
+    enough: IntArray | None = None
+
+    def after_breaking(self, raised: IntArray, understated: IntArray) -> IntArray:
+        """Higher rows, which the choice that broke the budget does not keep.
+
+        Args:
+            raised: By how much each row was raised for that choice.
+            understated: Its true memory above the predicted one at each position.
+        """
+        self.too_low = raised
+        return np.maximum(raised, understated)
+
+    def after_fitting(
+        self, raised: IntArray, understated: IntArray, *, overstated: bool
+    ) -> IntArray | None:
+        """Lower rows if the MILP saw more memory than there is; None if all is well."""
+        self.enough = raised
+        return np.minimum(raised, understated) if overstated else None
+
+    def between(self) -> IntArray | None:
+        """Rows half way; None if none are known to be too low, or enough, or both."""
+        if self.too_low is None or self.enough is None:
+            return None
+        apart = self.enough - self.too_low
+        if int(np.abs(apart).max()) <= self.near_bytes:
+            return None
+        rows: IntArray = self.too_low + apart // 2
+        return rows

@@ -1,0 +1,141 @@
+"""The account of memory that a recorder keeps: storages, their births and deaths."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+class Account:
+    """Storages on one type of device, each counted once, and a clock of events.
+
+    Args:
+        device_type: Only storages on this type of device count.
+        granularity_bytes: Allocations are rounded up to a multiple of this.
+    """
+
+    def __init__(self, device_type: str, granularity_bytes: int) -> None:
+        self.device_type = device_type
+        self.granularity_bytes = granularity_bytes
+        self.clock = 0
+        self.nbytes: list[int] = []
+        self.categories: list[str] = []
+        self.born: list[int] = []
+        self.died: list[int | None] = []
+        self.ids: dict[int, int] = {}
+        self.watchers: dict[int, weakref.ref[Any]] = {}
+        self.originals: dict[int, int] = {}
+        self.exempted: dict[int, Any] = {}  # kept, so that no address is used twice
+
+    def tick(self) -> int:
+        """Advance the clock by one event."""
+        self.clock += 1
+        return self.clock
+
+    def register(self, tensors: Iterator[torch.Tensor], category: str) -> None:
+        """Count tensors that exist before the step."""
+        for tensor in tensors:
+            if self._counts(tensor):
+                self._index(tensor, 0, category)
+
+    def register_copies(
+        self,
+        originals: Iterable[torch.Tensor],
+        copies: Iterable[torch.Tensor],
+        category: str,
+    ) -> None:
+        """Count copies of the user's tensors, each with the memory of its original.
+
+        Where the user's code meets an original itself, it counts as its copy.
+        """
+        for original, copy in zip(originals, copies, strict=True):
+            if not self._counts(copy):
+                continue
+            index = self._index(copy, 0, category)
+            storage = original.untyped_storage()
+            first = self.originals.setdefault(storage._cdata, index)
+            self.nbytes[index] = (
+                self._rounded(storage.nbytes()) if first == index else 0
+            )
+            self.ids.setdefault(storage._cdata, first)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Take a registered tensor out of the account again."""
+        self.nbytes[self._index(tensor, 0, "temporary")] = 0
+
+    def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave tensors out of the account: they lie on the CPU in a real run."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.exempted[storage._cdata] = storage
+
+    def rename(self, tensor: torch.Tensor | None, category: str) -> None:
+        """Change the category of a tensor's storage."""
+        if tensor is not None and self._counts(tensor):
+            self.categories[self._index(tensor, 0, category)] = category
+
+    def storages_of(self, tensors: Iterable[Any]) -> tuple[int, ...]:
+        """Indices of the storages of those tensors that count."""
+        return self._indices([t for t in tensors if t is not None], 0, "temporary")
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.layout is torch.strided
+            and tensor.device.type == self.device_type
+            and not (self.exempted and tensor.untyped_storage()._cdata in self.exempted)
+        )
+
+    def _index(self, tensor: torch.Tensor, born: int, category: str) -> int:
+        """Index of a tensor's storage; an unknown one is added."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        index = self.ids.get(key)
+        if index is None:
+            index = self.ids[key] = len(self.nbytes)
+            self.nbytes.append(self._rounded(storage.nbytes()))
+            self.categories.append(category)
+            self.born.append(born)
+            self.died.append(None)
+            self._watch(storage, self._on_death, index)
+        return index
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.granularity_bytes) * self.granularity_bytes
+
+    def _watch(self, storage: Any, on_death: Callable[[int], None], index: int) -> None:
+        key = storage._cdata
+
+        def forget(_: Any) -> None:
+            del self.ids[key], self.watchers[key]
+            on_death(index)
+
+        self.watchers[key] = weakref.ref(storage, forget)
+
+    def _on_death(self, index: int) -> None:
+        self.died[index] = self.tick()
+
+    def _indices(
+        self,
+        tensors: list[torch.Tensor],
+        born: int,
+        category: str,
+        *,
+        strided: bool = False,
+    ) -> tuple[int, ...]:
+        """Indices of storages, each once; knowing that all are strided saves time."""
+        found = []
+        for tensor in tensors:
+            index = None
+            if strided:
+                key = tensor.untyped_storage()._cdata
+                if key in self.exempted:
+                    continue
+                index = self.ids.get(key)
+            if index is None and self._counts(tensor):
+                index = self._index(tensor, born, category)
+            if index is not None:
+                found.append(index)
+        return tuple(found) if len(found) < 2 else tuple(dict.fromkeys(found))

@@ -1,0 +1,106 @@
+"""Fake copies of the user's model, optimizer and inputs: these are never changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from autosac import _compat, _compat_plain
+from autosac.errors import TraceError
+from autosac.tracing.step import Step
+from autosac.tracing.stepping import OptimizerInBackward
+from autosac.tracing.values import keeps_values
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Makes ``copy.deepcopy`` turn every tensor it meets into a fake one."""
+
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.convert = convert
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.convert(tensor)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
+    """Copies of model, optimizer, args and kwargs that hold fake tensors."""
+    device = torch.device(step.traced_type)
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if keeps_values(tensor):
+            return tensor.detach().clone()
+        return _compat.fake_like(mode, tensor, device)
+
+    # Parameters are not copied through `Tensor.__deepcopy__`.
+    parameters = list(step.model.parameters())
+    memo: dict[int, Any] = {id(p): convert(p) for p in parameters}
+    if step.compute_dtype is not None:
+        with _compat_plain.fakes_of(mode):
+            for parameter in parameters:
+                fake = memo[id(parameter)]
+                memo[id(parameter)] = _in_dtype(step.compute_dtype, fake)
+    if not isinstance(step.optimizer, OptimizerInBackward):
+        _check_hooks(step.model)
+    originals = (step.model, step.optimizer, step.args, step.kwargs)
+    try:
+        with _FakeCopies(convert):
+            model, optimizer, args, kwargs = copy.deepcopy(originals, memo)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise TraceError(
+            "The model, optimizer or inputs cannot be copied for tracing:"
+            f" copy.deepcopy says {error}. Make them copyable."
+        ) from error
+    kinds = (torch.optim.Optimizer, OptimizerInBackward)
+    if optimizer is not None and not isinstance(optimizer, kinds):
+        with _compat_plain.fakes_of(mode):
+            optimizer = optimizer(model.parameters())
+    if step.compute_dtype is not None:
+        model.register_forward_pre_hook(
+            partial(_cast_inputs, step.compute_dtype), prepend=True, with_kwargs=True
+        )
+    return model, optimizer, args, kwargs
+
+
+def _in_dtype(dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
+    if not parameter.is_floating_point():
+        return parameter
+    data = parameter.detach().to(dtype)
+    return torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: torch.nn.Module, args: Any, kwargs: Any
+) -> Any:
+    """What FSDP2 does to the arguments of its root module."""
+
+    def cast(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    return tree_map(cast, (args, kwargs))
+
+
+def _check_hooks(model: torch.nn.Module) -> None:
+    """Refuse hooks of parameters, which the fake copy does not have."""
+    for name, parameter in model.named_parameters():
+        if _compat.has_hooks(parameter):
+            raise TraceError(
+                f"The parameter `{name}` has a hook, which would be left out of the"
+                " trace. If it steps an optimizer, pass `optimizer=autosac."
+                "OptimizerInBackward(model.parameters(), make_optimizer)` instead;"
+                " otherwise remove it while planning."
+            )

@@ -1,0 +1,64 @@
+"""What a trace says when the user's code fails in it."""
+
+from __future__ import annotations
+
+import traceback
+from types import TracebackType
+
+from autosac import _compat
+from autosac.tracing import source_lines
+
+_MOST_CHARACTERS = 500  # of a message that is quoted; some of PyTorch's are pages long
+_VALUES = (
+    " Autosac plans steps whose shapes do not depend on values; avoid `.item()`,"
+    " boolean indexing and the like there."
+)
+_RUN = " A step on such inputs must run before it can be planned."
+
+
+def explanation(error: BaseException, place: str) -> str:
+    """Say where the step fails and why, and what to do.
+
+    Args:
+        error: What it raised.
+        place: Where, such as "module `blocks.0`" or "the loss".
+    """
+    depends = isinstance(error, _compat.TRACE_ERRORS)
+    what = "cannot be traced without data" if depends else "fails"
+    line = _users_line(error.__traceback__)
+    where = f" at {line}" if line else ""
+    return (
+        f"The step {what}: in {place}{where}, {type(error).__name__} says"
+        f" {_quoted(error)}{_VALUES if depends else _RUN}"
+    )
+
+
+def place_of(fqn: str, phase: str) -> str:
+    """Where a step was when it failed.
+
+    Args:
+        fqn: The innermost module; empty for the model itself.
+        phase: Of the step.
+    """
+    if phase == "optimizer":
+        return "the optimizer"
+    if phase == "loss" and not fqn:
+        return "the loss"
+    place = f"module `{fqn}`" if fqn else "the model itself"
+    return f"backward of {place}" if phase == "backward" else place
+
+
+def _users_line(trace: TracebackType | None) -> str:
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if source_lines.is_users(frame.filename)
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _quoted(error: BaseException) -> str:
+    paragraph = " ".join(str(error).strip().partition("\n\n")[0].split())
+    if len(paragraph) > _MOST_CHARACTERS:
+        paragraph = paragraph[:_MOST_CHARACTERS] + "..."
+    return paragraph if paragraph.endswith((".", "!", "?")) else f"{paragraph}."

@@ -1,0 +1,73 @@
+"""What runs of a step under fakes teach the ones that come after them.
+
+A run may find that it should have begun in another way. It then ends with `Retrace`,
+and the next one knows better.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autosac import _compat
+from autosac.tracing.repeating import KnownCalls
+
+
+class Retrace(BaseException):
+    """A run must begin anew. No `Exception`: models catch these."""
+
+
+@dataclass(slots=True)
+class Learned:
+    """What is known of a step from its runs.
+
+    Attributes:
+        calls: Calls of ops that they made.
+        plain: Autograd must take the fakes for plain tensors (`_compat_plain`).
+        overwritten: Ops, by name and line, whose results look as if their values were
+            known, until a value that is not is written to them.
+    """
+
+    calls: KnownCalls = field(default_factory=dict)
+    plain: bool = False
+    overwritten: set[tuple[str, str]] = field(default_factory=set)
+
+
+class LiveViews:
+    """Views that a run has made so far, by the storage that they look at.
+
+    Autograd makes their functions anew after a write that it follows, which only plain
+    fakes show.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[int, list[weakref.ref[torch.Tensor]]] = defaultdict(list)
+
+    def are_written(
+        self,
+        func: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        storages: tuple[int, ...],
+    ) -> bool:
+        """Whether an op that makes no memory is such a write.
+
+        Args:
+            func: The operator.
+            inputs: The tensors in its arguments.
+            outputs: Those that it returned.
+            storages: Indices of their storages.
+        """
+        if not torch.is_grad_enabled() or func is torch.ops.aten.detach.default:
+            return False
+        if not _compat.returned_arguments(func):
+            for output in outputs:
+                self._views[storages[0]].append(weakref.ref(output))
+            return False
+        return any(tensor.requires_grad for tensor in inputs) and any(
+            view() is not None for i in storages for view in self._views.get(i, ())
+        )

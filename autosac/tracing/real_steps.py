@@ -1,0 +1,208 @@
+"""Does a real step run the ops that its trace shows?
+
+A trace is made without values. A model may do something else on real tensors: ask
+whether it is traced, or branch on what a fake kernel cannot know. So forward and loss
+run once for real, and op by op their names must be those of the trace; what backward
+does follows from these. Parameters are shared with the user's model and autograd saves
+nothing, so that this takes hardly more memory than an evaluation of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autosac import _compat
+from autosac.errors import TraceError
+from autosac.pytrees import tensors_in
+from autosac.tracing import source_lines
+from autosac.tracing.failures import explanation, place_of
+from autosac.tracing.probing import Probe
+from autosac.tracing.random_streams import seeded_streams
+from autosac.tracing.step import Step
+from autosac.tracing.stepping import output_and_loss
+from autosac.tracing.tape import Tape
+
+_FORWARD = ("forward", "loss")
+_IGNORED = frozenset(map(_compat.op_name, _compat.IGNORED_OPS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """Where a real step begins to differ from its trace.
+
+    Attributes:
+        module: FQN of the module that the real op runs in; empty for the model itself.
+        ran: Name of the op, None if the step ended.
+        expected: Name of the op that the trace has there, None if it ended.
+        source: ``file:line`` of the user's code, if that is known.
+    """
+
+    module: str
+    ran: str | None
+    expected: str | None
+    source: str
+
+    def __str__(self) -> str:
+        where = f"module `{self.module}`" if self.module else "the model itself"
+        line = f" at {self.source}" if self.source else ""
+        ran = f"runs {self.ran}" if self.ran else "ends"
+        expected = f"has {self.expected}" if self.expected else "ends"
+        return f"in {where}{line} it {ran} where the trace {expected}"
+
+
+def first_departure(step: Step, tape: Tape) -> Departure | None:
+    """Run forward and loss of a step for real, and compare their ops with a tape's.
+
+    Nothing of the user's changes: modules, buffers and inputs are copied, random
+    streams are put back.
+
+    Args:
+        step: On a device that is present.
+        tape: Its trace.
+
+    Returns:
+        The first difference, or None.
+
+    Raises:
+        TraceError: The real step fails, though its trace did not.
+    """
+    expected = [
+        op.name
+        for op in tape.ops
+        if op.phase in _FORWARD and op.name not in _IGNORED and not _is_mark(op.name)
+    ]
+    follower = _Follower(expected)
+    with contextlib.suppress(_NeedsMore):
+        return _follow(follower, step, frugal=True)
+    return _follow(_Follower(expected), step, frugal=False)
+
+
+def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | None:
+    memo = {id(p): p for p in step.model.parameters()} if frugal else {}
+    originals = (step.model, step.args, step.kwargs)
+    model, args, kwargs = copy.deepcopy(originals, memo)
+    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if frugal:
+        follower.shared = {p.untyped_storage()._cdata for p in model.parameters()}
+        hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _miss)
+    follower.probe(model)
+    try:
+        with seeded_streams(), torch.enable_grad(), hooks, follower:
+            output_and_loss(
+                model,
+                args,
+                kwargs,
+                loss_fn=step.loss_fn,
+                autocast=step.autocast,
+                accumulate=step.accumulate,
+                mark=follower.mark,
+            )
+        follower.end()
+    except _Departed:
+        pass
+    except Exception as error:  # whatever a forward pass raises
+        place = place_of(follower.fqns[follower.failed_in], follower.phase)
+        raise TraceError(
+            f"{explanation(error, place)} Its trace does not: no data was looked at."
+        ) from error
+    return follower.departure
+
+
+class _Departed(BaseException):
+    """The step does something else than its trace: no need to go on."""
+
+
+class _NeedsMore(BaseException):
+    """The model writes to a parameter in forward, or goes backward in it."""
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """What autograd keeps of a tensor that it wants to save."""
+
+
+def _miss(nothing: None) -> torch.Tensor:
+    raise _NeedsMore
+
+
+class _Follower(_compat.PlainDispatchMode):
+    """Compares the ops of a real step with those of its trace as they run.
+
+    Args:
+        expected: Names of the ops of the trace.
+
+    Attributes:
+        shared: Storages that the step must not write to.
+        departure: The first difference so far.
+        phase: Of the step.
+        fqns: FQN of every module.
+        failed_in: Index of the innermost module that raised an exception.
+    """
+
+    def __init__(self, expected: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.expected = expected
+        self.place = 0
+        self.shared: set[int] = set()
+        self.departure: Departure | None = None
+        self.phase = "forward"
+        self.fqns: list[str] = []
+        self.stack = [0]
+        self.failed_in = 0
+
+    def probe(self, model: torch.nn.Module) -> None:
+        """Learn from a model which of its modules runs."""
+        for index, (fqn, module) in enumerate(model.named_modules()):
+            self.fqns.append(fqn)
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.forward = Probe(self, index, module.forward)
+
+    def enter(self, module: int, args: Any, kwargs: Any) -> None:
+        """A module's ``forward`` begins."""
+        self.stack.append(module)
+
+    def leave(self, call: None, args: Any, kwargs: Any, output: Any) -> None:
+        """A module's ``forward`` ends."""
+        self.stack.pop()
+
+    def mark(self, phase: str) -> None:
+        """Begin a phase of the step."""
+        self.phase = phase
+
+    def end(self) -> None:
+        """The step is over."""
+        if self.place < len(self.expected):
+            self._depart(None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _compat.op_name(func)
+        if id(func) in _compat.IGNORED_IDS or _is_mark(name):
+            return func(*args, **kwargs)
+        if self.place >= len(self.expected) or self.expected[self.place] != name:
+            self._depart(name)
+        self.place += 1
+        for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):
+            if tensor.untyped_storage()._cdata in self.shared:
+                raise _NeedsMore
+        return func(*args, **kwargs)
+
+    def _depart(self, name: str | None) -> None:
+        self.departure = self.departure or Departure(
+            module=self.fqns[self.stack[-1]],
+            ran=name,
+            expected=[*self.expected, None][self.place],
+            source=source_lines.running(self.phase),
+        )
+        raise _Departed
+
+
+def _is_mark(name: str) -> bool:
+    """Whether an op only tells a profiler where a stretch begins or ends."""
+    return name.startswith("profiler.")

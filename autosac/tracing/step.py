@@ -1,0 +1,57 @@
+"""A training step ready to be traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autosac.costs.devices import DeviceSpec
+from autosac.tracing.learned import Learned
+from autosac.tracing.stepping import LossFn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step: the user's objects, never changed.
+
+    Attributes:
+        model: The model; on the CPU, a GPU or the meta device.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        loss_fn: Output -> scalar tensor, None for `stepping.default_loss`.
+        optimizer: Instance, or callable on the parameters, or None.
+        device_type: ``cpu`` or ``cuda``.
+        granularity_bytes: Allocations are rounded up to a multiple of this.
+        autocast: Type that forward and loss autocast to, or None.
+        accumulate: Micro-steps per optimizer step. One of them is traced, with the
+            gradients that the earlier ones left.
+        clip_grad_norm: Largest norm of all gradients together, or None.
+        gradients_in_forward: The gradients of the step before are dropped between
+            forward and backward only.
+        lens: The GPU whose kernels are traced though the model is not there.
+        compute_dtype: Type that floating-point parameters and inputs of the model are
+            traced in, as under a mixed-precision policy of FSDP2; None for their own.
+        learned: What its runs have taught so far.
+    """
+
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: LossFn | None
+    optimizer: Any
+    device_type: str
+    granularity_bytes: int
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+    gradients_in_forward: bool = False
+    lens: DeviceSpec | None = None
+    compute_dtype: torch.dtype | None = None
+    learned: Learned = field(default_factory=Learned, repr=False, compare=False)
+
+    @property
+    def traced_type(self) -> str:
+        """Type of device that the traced tensors say they are on."""
+        return self.device_type if self.lens is None else "cpu"

@@ -1,0 +1,105 @@
+"""The lower convex hull of the Pareto points of a `SaveProblem`, by linear programs.
+
+At a price of L ms per byte the best save set minimises
+
+    sum_g t_g e_g + L sum_g m_g s_g
+
+under rows (2) to (5) of `knapsack.py`. With a_g = s_g + e_g every row is e_g <= a_h,
+a_g = 1, e_g <= a_g or a bound: differences of two variables, so the matrix is totally
+unimodular, the linear program has whole solutions, and each is a vertex of the hull (a
+minimum cut, as in PyTorch's partitioner: torch/_functorch/partitioners.py). A vertex
+between two others is sought at the price at which these two cost the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pulp
+
+from solvers import _pulp
+
+if TYPE_CHECKING:  # only its fields are read
+    from solvers.knapsack import SaveProblem
+
+_Flags = npt.NDArray[np.bool_]
+
+_LOWER = 1e-9  # than the line between two vertices: another one, not rounding
+_LARGEST_COST = 1e3  # of the solver's numbers: it is exact to 1e-7
+
+
+def save_hull(problem: SaveProblem) -> _Flags:
+    """What to save at the vertices of the hull.
+
+    Args:
+        problem: The groups; its capacity is ignored.
+
+    Returns:
+        Flags, shape (vertices, groups), the most bytes first; no vertices if there is
+        no solution.
+    """
+    program = _Program(problem)
+    smallest, fastest = program.best((1.0, 0.0)), program.best((0.0, 1.0))
+    if smallest is None or fastest is None:
+        return np.zeros((0, problem.num_groups), dtype=bool)
+    vertices, pending = [fastest], [(fastest, smallest)]
+    while pending:
+        fast, small = pending.pop()
+        weights = (small.ms - fast.ms, fast.nbytes - small.nbytes)
+        if min(weights) > 0.0:
+            between = program.best(weights)
+            line = fast.cost(weights) * (1.0 - _LOWER)
+            if between is not None and between.cost(weights) < line:
+                pending += [(between, small), (fast, between)]
+                continue
+        vertices.append(small)
+    return np.array([vertex.saved for vertex in vertices])
+
+
+class _Vertex(NamedTuple):
+    nbytes: float
+    ms: float
+    saved: _Flags
+
+    def cost(self, weights: tuple[float, float]) -> float:
+        return weights[0] * self.nbytes + weights[1] * self.ms
+
+
+class _Program:
+    """The linear program of a problem, for any weights of bytes and time."""
+
+    def __init__(self, problem: SaveProblem) -> None:
+        groups = range(problem.num_groups)
+        self._costs = np.array([problem.saved_bytes, problem.runtime_ms], np.float64)
+        self._model = pulp.LpProblem("hull", pulp.LpMinimize)
+        add = self._model.add_variable
+        self._saved = [add(f"s_{g:05d}", 0, g not in problem.unsavable) for g in groups]
+        self._rerun = [add(f"e_{g:05d}", 0, g not in problem.pinned) for g in groups]
+        for g in groups:
+            if g in problem.needed:
+                self._model += self._saved[g] + self._rerun[g] >= 1
+            for h in set(problem.inputs[g]):
+                there = self._saved[h] + self._rerun[h]
+                self._model += there - self._rerun[g] >= 0
+        self._is_solved = False
+
+    def best(self, weights: tuple[float, float]) -> _Vertex | None:
+        """What to save at the least weighted sum of bytes and time; None if nothing is.
+
+        Args:
+            weights: Of a byte and of a millisecond.
+        """
+        costs = self._costs * np.array(weights)[:, None]
+        costs *= _LARGEST_COST / (costs.max() or 1.0)
+        terms = zip((*self._saved, *self._rerun), costs.flat, strict=True)
+        self._model.setObjective(_pulp.row(terms))
+        outcome = _pulp.run(self._model, relaxed=True, again=self._is_solved)
+        self._is_solved = True
+        if not outcome.termination.has_incumbent:
+            return None
+        values = [[v.varValue for v in of] for of in (self._saved, self._rerun)]
+        is_chosen = np.array(values) > 0.5
+        nbytes, ms = (self._costs * is_chosen).sum(axis=1).tolist()
+        return _Vertex(nbytes, ms, is_chosen[0])

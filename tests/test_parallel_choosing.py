@@ -1,0 +1,206 @@
+"""Parallel plans of one step: never slower than a rule or a smaller budget's plan."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autosac
+from autosac.cli.demo import GPT
+from autosac.parallel.clusters import cluster_spec
+from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.solving import Degree, ParallelChooser
+from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
+from solvers import fsdp
+
+NUM_GPUS = 4
+_FRACTIONS = (0.02, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.97)
+
+
+def _profile():
+    with torch.device("meta"):
+        model = GPT(num_layers=3, width=320, num_heads=5, vocabulary=1000, length=300)
+    return autosac.profile(
+        model,
+        torch.zeros(7, 300, dtype=torch.long),
+        loss_fn=lambda logits: logits.square().mean(),
+        optimizer=torch.optim.AdamW,
+        device="h100",
+    )
+
+
+def _plan(profile, budget, **options):
+    return autosac.plan_parallel(
+        profile, cluster="hgx-h100", num_gpus=NUM_GPUS, memory_budget=budget, **options
+    )
+
+
+def _budgets(profile):
+    """From the least peak to that of the plan with all memory."""
+    with pytest.raises(autosac.InfeasibleBudgetError) as caught:
+        _plan(profile, 1)
+    low, high = caught.value.lowest_peak_bytes, _plan(profile, "80GB").peak_bytes
+    return [low, *(low + int(f * (high - low)) for f in _FRACTIONS), high]
+
+
+def _degree(profile, degree):
+    form = ParallelFormulation(profile, Types())
+    return Degree(form, cluster_spec("hgx-h100", num_gpus=NUM_GPUS), degree)
+
+
+@pytest.fixture(scope="module")
+def swept():
+    """A profile, its budgets and the plan of each, the largest budget first."""
+    profile = _profile()
+    budgets = _budgets(profile)
+    return profile, budgets, {b: _plan(profile, b) for b in reversed(budgets)}
+
+
+def test_every_plan_keeps_its_budget_and_more_budget_helps(swept):
+    _, budgets, plans = swept
+
+    assert all(plans[budget].highest_peak_bytes <= budget for budget in budgets)
+    assert plans[budgets[0]].step_ms > plans[budgets[-1]].step_ms
+    assert plans[budgets[0]].policy and not plans[budgets[-1]].policy
+
+
+def test_asked_again_no_plan_is_slower_than_that_of_a_smaller_budget(swept):
+    profile, budgets, _ = swept
+
+    times = [_plan(profile, budget).step_ms for budget in budgets]
+
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_no_rule_of_thumb_that_fits_is_faster(swept, degree):
+    profile, budgets, plans = swept
+    at = _degree(profile, degree)
+    rules = [at.simulated(choice) for choice in fsdp.by_hand(at.problem)]
+    blocks = {f"blocks.{i}" for i in range(3)}
+    assert any(
+        all(unit.reshard_after_forward for unit in rule.sharding.units if unit.fqn)
+        and blocks <= {unit.fqn for unit in rule.sharding.units}
+        and blocks == {unit.fqn for unit in rule.chosen}
+        for rule in rules
+    )
+
+    for budget in budgets:
+        fitting = [r.step.total_ms for r in rules if r.highest_peak_bytes <= budget]
+        plan = plans[budget]
+        # Another degree is worked out if it is faster by more than the gap.
+        own = plan.sharding.shard_degree == degree
+        slack = 1e-9 if own else RELATIVE_GAP
+        assert plan.step_ms <= min(fitting, default=1e99) * (1 + slack)
+
+
+def test_nothing_fits_below_the_least_peak(swept):
+    profile, budgets, _ = swept
+
+    with pytest.raises(autosac.InfeasibleBudgetError) as caught:
+        _plan(profile, budgets[0] - 1)
+
+    assert caught.value.lowest_peak_bytes == budgets[0]
+
+
+def test_no_time_at_all_gives_a_plan_or_the_least_peak(swept):
+    _, budgets, plans = swept
+
+    for budget in budgets[1::4]:
+        hurried = _plan(_profile(), budget, time_limit_s=0.0)
+        assert hurried.highest_peak_bytes <= budget
+        assert hurried.step_ms >= plans[budget].step_ms * (1 - RELATIVE_GAP)
+    with pytest.raises(autosac.InfeasibleBudgetError, match="lowest peak"):
+        _plan(_profile(), budgets[0] // 2, time_limit_s=0.0)
+
+
+@pytest.mark.parametrize("off_share", [-0.1, 0.1], ids=["too little", "too much"])
+def test_rows_that_are_off_give_the_plan_of_those_that_are_not(swept, off_share):
+    profile, budgets, _ = swept
+    options = SolveOptions()
+    for budget in budgets[1:-1:3]:
+        exact = _degree(profile, 4).search(budget, options)
+        doctored = _degree(profile, 4)
+        base = doctored.problem.sac.base_bytes
+        off = int(off_share * budget)
+        doctored.problem = doctored.problem.raised([off] * len(base))
+
+        found = doctored.search(budget, options)
+
+        assert found.best.highest_peak_bytes <= budget
+        # Each is within the gap of the best.
+        assert found.best.milp_ms <= exact.best.milp_ms / (1 - 2 * RELATIVE_GAP)
+
+
+def test_no_step_takes_less_than_the_bound_that_a_degree_is_given_up_by(swept):
+    profile, budgets, _ = swept
+    options = SolveOptions()
+    for budget in budgets[2:-1:3]:
+        before = _degree(profile, 4).search(budget, options)
+        at = _degree(profile, 2)
+        bound_ms = at.lower_bound(budget, options, before)
+        found = at.search(budget, options)
+
+        if bound_ms is None:
+            assert found.best is None
+        elif found.best is not None:
+            assert 0 < bound_ms <= found.best.milp_ms
+
+
+def test_a_degree_that_is_given_up_has_no_better_plan(swept):
+    _, budgets, plans = swept
+    for budget in budgets[::3]:
+        for other in plans[budget].alternatives:
+            try:
+                alone = _plan(_profile(), budget, degrees=[other.shard_degree])
+            except autosac.InfeasibleBudgetError:
+                continue
+            assert plans[budget].step_ms <= (1 + 2 * RELATIVE_GAP) * alone.step_ms
+
+
+def test_plans_of_a_profile_are_kept_with_it(swept):
+    profile, _, _ = swept
+
+    kept = profile.parallel[Types()]
+
+    assert isinstance(kept, ParallelChooser)
+    assert kept.form.profile is profile
+
+
+def test_a_large_gap_is_a_warning_that_says_what_to_do(swept):
+    _, budgets, plans = swept
+    plan = plans[budgets[3]]
+
+    assert "warning" not in str(replace(plan, bound_ms=plan.milp_ms))
+    assert "time_limit_s" in str(replace(plan, bound_ms=plan.milp_ms * 0.94))
+
+
+_PLANS = """
+from tests.test_parallel_choosing import _budgets, _plan, _profile
+profile = _profile()
+for budget in _budgets(profile):
+    print(_plan(profile, budget))
+"""
+
+
+@pytest.mark.slow
+def test_a_busy_machine_gets_the_plans_of_an_idle_one():
+    def planned():
+        command = [sys.executable, "-c", _PLANS]
+        return subprocess.run(command, capture_output=True, text=True, check=True)
+
+    alone = planned().stdout
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)
+    ]
+    try:
+        beside = planned().stdout
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+    assert alone.count("budget") == len(_FRACTIONS) + 2
+    assert beside == alone
