@@ -102,6 +102,15 @@ def written_arguments(
 
 _returned: dict[Any, tuple[int, ...]] = {}
 _views: dict[Any, bool] = {}
+_names: dict[int, tuple[Any, str]] = {}  # by address, as ops are slow to hash
+
+
+def op_name(func: Any) -> str:
+    """Such as ``aten.mul.Tensor``: `str(func)`, which builds it anew each time."""
+    found = _names.get(id(func))
+    if found is None:
+        found = _names[id(func)] = (func, str(func))
+    return found[1]
 
 
 def returned_arguments(func: Any) -> tuple[int, ...]:

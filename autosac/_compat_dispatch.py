@@ -33,7 +33,7 @@ class Traits:
 
     def __init__(self, func: Any) -> None:
         self.func = func  # kept, so that no address is used twice
-        self.name = str(func)
+        self.name = _compat.op_name(func)
         self.is_view = _compat.is_view(func)
         self.is_random = _compat.is_random(func)
         self.statistics = _compat.hidden_writes(func)
