@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -119,13 +119,23 @@ def _settings(options: argparse.Namespace) -> Iterator[Record]:
         whole = {
             "num_budgets": jobs.num_budgets,
             "calibrated": jobs.calibrate,
-            "command": f"python -m benchmarks.compare {shlex.join(options.given)}",
+            "command": f"python -m benchmarks.compare {_without_paths(options.given)}",
             "minutes": (time.perf_counter() - started) / 60,
             "where": environment(),
             "records": records,
         }
         _write_settings(whole, options.output)
         yield {"summary": settings_page.summary(records)}
+
+
+def _without_paths(given: Sequence[str]) -> str:
+    """Arguments as they would be given elsewhere: without folders of this machine."""
+    kept = [
+        word
+        for before, word in zip(["", *given], given, strict=False)
+        if not {before, word} & {"--work", "--output"}
+    ]
+    return shlex.join(kept)
 
 
 def _write_settings(record: Record, folder: Path) -> None:
