@@ -97,7 +97,9 @@ class Estimate:
         if device is None:
             return self.device.memory_bytes
         if isinstance(device, int) or (
-            isinstance(device, str) and device[:1].isdigit()
+            isinstance(device, str)
+            and device[:1].isdigit()
+            and not device.isdigit()  # "4090" is meant for a name
         ):
             return parse_bytes(device, name="device")
         spec = device if isinstance(device, DeviceSpec) else device_spec(device)
