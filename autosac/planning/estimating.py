@@ -162,7 +162,7 @@ class Estimate:
 def estimate(
     model: torch.nn.Module | TracedStep, inputs: Any = None, **options: Any
 ) -> Estimate:
-    """Say what a training step takes without recomputation; nothing is run.
+    """Say what a training step takes without recomputation.
 
     Args:
         model: The model, or a `Profile` of it (then no other option is taken).

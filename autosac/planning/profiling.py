@@ -19,6 +19,7 @@ from autosac.candidates.units import Unit, Units, find_units
 from autosac.costs import roofline
 from autosac.costs.devices import DeviceSpec, device_of_product, device_spec
 from autosac.costs.sources import Calibration, Source, calibration, modelled
+from autosac.errors import ArgumentError
 from autosac.planning.choosing import Chooser
 from autosac.planning.fingerprints import Fingerprint, fingerprint
 from autosac.planning.formulating import Formulation, formulate
@@ -258,8 +259,7 @@ def profile(
             no loss that backward can begin at.
         ArgumentError: The model is planned, compiled, scripted or wrapped already; the
             model cannot be called with `inputs`, or `loss_fn` with its output; the
-            optimizer trains other parameters; or a name means nothing.
-        ValueError: `exclude` or `device` names something unknown, or `accumulate` is
+            optimizer trains other parameters; a name means nothing; or `accumulate` is
             less than 1.
         NotImplementedError: The model is on a GPU and the device is the CPU; or the
             device is a GPU that is not present, and its kernels cannot be known.
@@ -398,13 +398,13 @@ def _check(
     exclude: tuple[str, ...],
 ) -> None:
     if accumulate < 1:
-        raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
+        raise ArgumentError(f"`accumulate` must be at least 1, got {accumulate}.")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
+        raise ArgumentError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
     names = {name for name, _ in model.named_modules()}
     for fqn in exclude:
         if fqn not in names:
-            raise ValueError(
+            raise ArgumentError(
                 f"`exclude` names `{fqn}`, which is no module of the model; use names"
                 " from `model.named_modules()`."
             )
@@ -413,7 +413,7 @@ def _check(
 def _present_gpu() -> DeviceSpec:
     """The GPU that is present, with the memory that it really has."""
     if not torch.cuda.is_available():
-        raise ValueError("`device`='cuda', but no GPU is present; name a device.")
+        raise ArgumentError("`device`='cuda', but no GPU is present; name a device.")
     spec = device_of_product(torch.cuda.get_device_name())
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     return replace(spec, memory_bytes=found.total_memory)
@@ -426,7 +426,7 @@ def _device(
     tensors = [*model.parameters(), *model.buffers()]
     types = {tensor.device.type for tensor in tensors} - {"meta"}
     if len(types) > 1:
-        raise ValueError(
+        raise ArgumentError(
             f"`model` lies on several devices ({', '.join(sorted(types))}); move it to"
             " one."
         )

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from autosac.errors import TraceError
+from autosac.errors import ArgumentError, TraceError
 from autosac.tracing.batches import first_batch
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -124,7 +124,7 @@ def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             a `DataLoader`, whose first batch is one of these.
 
     Raises:
-        TypeError: ``inputs`` is none of these.
+        ArgumentError: ``inputs`` is none of these.
         ValueError: As `first_batch`.
     """
     if isinstance(inputs, DataLoader):
@@ -141,7 +141,7 @@ def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ):
             return tuple(inputs[0]), dict(inputs[1])
         return tuple(inputs), {}
-    raise TypeError(
+    raise ArgumentError(
         "`inputs` must be a tensor, a tuple (args), a dict (kwargs),"
         f" (args, kwargs) or a DataLoader of these, got {type(inputs).__name__}."
     )
