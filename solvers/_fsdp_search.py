@@ -36,12 +36,11 @@ _SLACK_BYTES = 256.0  # whole rows are kept, shares only to a solver's tolerance
 _PEAK_BYTES = 4096.0  # a least peak is found to this
 _MOST_ROWS = 8  # new rows a round
 _MOST_ROUNDS = 200
-_MOST_WORK = 4_000_000  # nodes times variables of all MILPs together
+_MOST_WORK = 4_000_000  # of all MILPs together, see `_pulp.run`
 _WHOLE_WORK = 2_000_000  # of that is left for what follows the units
 _UNITS_SHARE = 0.9  # of what is left of a time limit is for the units
 _ABOVE = (0.0, 0.01, 0.1, 0.3)  # of what a peak in shares is below the best one
 _WELL = 0.2  # of the gap: what rounding may lose before a MILP is worth it
-_FEWEST_NODES = 8  # of a MILP that is begun at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,25 +435,23 @@ class Search:
         warm_start: bool = False,
     ) -> _pulp.Outcome:
         """Solve a model within what is left of work and time."""
-        size = max(1, model.model.numVariables())
-        left_s, most_nodes = None, None
+        left_s, work_left = None, None
         if self._ends is not None and not relaxed:
             left_s = max(0.0, self._ends - perf_counter())
             left_s *= _UNITS_SHARE if self._reserve else 1.0
         elif not relaxed:
-            work_left = self._work_left - self._reserve
-            most_nodes = max(_FEWEST_NODES, work_left // size)
+            work_left = max(0, self._work_left - self._reserve)
         outcome = _pulp.run(
             model.model,
             backend=self._backend,
             time_limit_s=left_s,
-            node_limit=most_nodes,
+            work_limit=work_left,
             relative_gap=relative_gap,
             relaxed=relaxed,
             warm_start=warm_start,
         )
         if not relaxed:
-            self._work_left -= max(1, outcome.nodes) * size
+            self._work_left -= max(1, outcome.work)
         return outcome
 
     def _broken(self, model: FsdpModel, *, integral: bool) -> list[tuple[int, float]]:

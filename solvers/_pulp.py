@@ -37,9 +37,8 @@ _NO_HEURISTICS = {
     "mip_allow_restart": False,
     "mip_detect_symmetry": False,
 }
-_LIMITS = (  # of time, of nodes, and of work
+_LIMITS = (  # of time, and of work
     highspy.HighsModelStatus.kTimeLimit,
-    highspy.HighsModelStatus.kSolutionLimit,
     highspy.HighsModelStatus.kInterrupt,
 )
 _CBC_BOUND = "Lower bound:"  # CBC prints it only if a gap is left
@@ -53,8 +52,7 @@ _PAIRS = {
     constants.LpSolutionNoSolutionFound: Termination.NO_INCUMBENT,
 }
 
-# How it ended, the bound, the nodes, and how often it looked at its limits.
-_Answer = tuple[Termination, float | None, int, int]
+_Answer = tuple[Termination, float | None, int]  # ended, bound, looks at its limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +63,12 @@ class Outcome:
         termination: Why the solve stopped; the variables hold the incumbent, if any.
         bound: Proven lower bound on the objective, in the unit of the model.
         solve_s: Wall-clock time.
-        nodes: Nodes of the search tree: the same in every run.
         work: Of a MILP, see `run`: the same in every run, as long as few microseconds.
     """
 
     termination: Termination
     bound: float | None
     solve_s: float
-    nodes: int = 0
     work: int = 0
 
 
@@ -81,7 +77,6 @@ def run(
     *,
     backend: Backend = "highs",
     time_limit_s: float | None = None,
-    node_limit: int | None = None,
     work_limit: int | None = None,
     relative_gap: float = 0.0,
     threads: int = 1,
@@ -95,13 +90,11 @@ def run(
         model: A minimisation; at least one of its rows or its objective has terms.
         backend: Which solver to run.
         time_limit_s: Stop after this long with the incumbent of the moment.
-        node_limit: Stop after so many nodes of the search tree: unlike a time, the
-            same in every run. None for no limit.
-        work_limit: Stop a MILP after so much work: the same in every run, and unlike a
-            node's much the same for all nodes. For HiGHS that is the number of times
-            that it looks at its limits (some ten a node, more at the root) times the
-            rows and columns; for CBC, which can only count nodes, nodes times rows and
-            columns. None for no limit.
+        work_limit: Stop a MILP after so much work: unlike a time, the same in every
+            run; unlike nodes, each unit takes much the same time. For HiGHS that is the
+            number of times that it looks at its limits (some ten a node, more at the
+            root) times the rows and columns; for CBC, which can only count nodes, nodes
+            times rows and columns. None for no limit.
         relative_gap: Stop as soon as the incumbent is proven this close to the best.
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
@@ -122,16 +115,14 @@ def run(
     if backend not in ("highs", "cbc"):
         raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
     options = {"timeLimit": time_limit_s, "gapRel": relative_gap, "threads": threads}
-    if node_limit is not None:
-        options["mip_max_nodes" if backend == "highs" else "maxNodes"] = node_limit
     started = time.perf_counter()
     size = len(model.variables()) + len(_rows(model))
     most_looks = None if work_limit is None else work_limit // size
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":
-        termination, bound, nodes, looks = _rerun_highs(model)
+        termination, bound, looks = _rerun_highs(model)
     else:
-        termination, bound, nodes, looks = runner(
+        termination, bound, looks = runner(
             model, options, most_looks, relaxed=relaxed, warm_start=warm_start
         )
     if termination.has_incumbent and not _keeps_rows(model, relaxed=relaxed):
@@ -148,7 +139,6 @@ def run(
         termination=termination,
         bound=bound,
         solve_s=solve_s,
-        nodes=max(0, nodes),
         work=max(0, looks) * size,
     )
 
@@ -245,7 +235,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
             event.interrupt()
 
     def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
-        """Status as PuLP's pair; PuLP 3.3 has none for the limit of nodes."""
+        """Status as PuLP's pair; PuLP 3.3 has none for some limits."""
         try:
             pair: tuple[int, int] = super().findSolutionValues(lp)
         except KeyError:  # values are assigned by then
@@ -324,7 +314,7 @@ def _highs_outcome(
         bound = info.mip_dual_bound
     if bound is not None:
         bound += model.objective.constant
-    return termination, bound, info.mip_node_count, looks
+    return termination, bound, looks
 
 
 def _run_cbc(
@@ -361,8 +351,7 @@ def _run_cbc(
         bound += model.objective.constant
     elif termination is Termination.OPTIMAL:
         bound = pulp.value(model.objective)
-    nodes = int(_last_number(text, _CBC_NODES) or 0)
-    return termination, bound, nodes, nodes
+    return termination, bound, int(_last_number(text, _CBC_NODES) or 0)
 
 
 def _last_number(text: str, label: str) -> float | None:

@@ -33,10 +33,10 @@ _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
-_MOST_WORK = 600_000  # of all MILPs together, see `_pulp.run`: a second or two
+_MOST_WORK = 1_200_000  # of all MILPs together, see `_pulp.run`: a second or two
 _ANY_WORK = 2**50
 _LEAST_WORK = 30_000  # no MILP is built for less
-_LATER_SHARE = 2 / 3  # of that is left for whole points, and of what is left then
+_LATER_SHARE = 1 / 2  # of that is left for whole points, and of what is left then
 _PROOF_SHARE = 1 / 2  # for the bound of finer curves
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
@@ -76,6 +76,7 @@ class Search:
         proves: Whether the bound is worth MILPs of its own.
         mixed: Units whose points stand for a finer curve: the bound must hold for
             mixtures of their points as well.
+        near: A choice that nearly keeps the budget; what it takes to keep it is tried.
         start: From a smaller budget of the same table and units; it is left with what
             the next one can use. None to begin from nothing.
 
@@ -101,10 +102,12 @@ class Search:
         most_ms: float = math.inf,
         proves: bool = True,
         mixed: Collection[int] = (),
+        near: Choice | None = None,
         start: Start | None = None,
     ) -> None:
         self._table = table
         self._start = start
+        self._near = near
         self._units = frozenset(units)
         self._mixed = frozenset(mixed) & self._units
         self._backend = backend
@@ -137,6 +140,11 @@ class Search:
             live = self._table.live(self._table.weights(self._start.choice))
             if live.max() <= budget_bytes:  # unless this budget is smaller after all
                 self._offer(self._start.choice)
+        if self._near is not None:
+            weights = self._table.weights(self._near).astype(np.float64)
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
         relaxed = self.relax(budget_bytes)
         if relaxed is not Termination.OPTIMAL:
             return relaxed
@@ -153,6 +161,7 @@ class Search:
             self._gap = gap
             self._reserve = int(_LATER_SHARE * self._left())
             self._mix(budget_bytes, coarse=True)
+            self._reserve = 0
             is_proof_due = bool(self._mixed) and self._proves
             self._reserve = int(_PROOF_SHARE * self._left()) if is_proof_due else 0
             if not self._is_done() and not (self._has_best and self._is_late()):

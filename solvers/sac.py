@@ -94,6 +94,7 @@ class Solver:
         relative_gap: float = 1e-3,
         fixed_units: Collection[int] | None = None,
         mixed_units: Collection[int] = (),
+        near: Choice | None = None,
         start: Start | None = None,
         raised_bytes: Ints | None = None,
         least_ms: float = 0.0,
@@ -105,6 +106,7 @@ class Solver:
         Budgets of a sweep, the smallest first, share a `start`: new for each sweep.
         `raised_bytes` are added to the live memory at each position; the peak of the
         solution is without them. `most_work` is for all MILPs, see `_pulp.run`.
+        A choice `near` one that keeps the budget is repaired, as a first incumbent.
         No choice takes less than `least_ms`, as is known already; only one that takes
         less than `most_ms` is of interest, and without one there is no incumbent.
         Without `proves`, a bound for mixed units costs no MILP of its own.
@@ -128,6 +130,7 @@ class Solver:
             most_ms=most_ms,
             proves=proves,
             mixed=mixed_units,
+            near=None if near is None else list(near),
             start=start,
         )
         termination = search.least_time(budget_bytes)

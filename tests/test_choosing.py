@@ -1,6 +1,7 @@
 """Plans of one step: never dearer than a rule of thumb or a smaller budget's plan."""
 
 import gc
+import math
 import subprocess
 import sys
 import weakref
@@ -11,6 +12,7 @@ import torch
 
 import autosac
 from autosac.cli.demo import GPT
+from autosac.planning.choosing import SolveOptions
 from autosac.planning.incumbents import recompute_ms
 from tests.models import CASES, SMALL_GPT, Case
 
@@ -151,3 +153,18 @@ def test_a_large_gap_is_a_warning_that_says_what_to_do():
 
     assert "warning" not in str(replace(plan, bound_ms=plan.recompute_ms))
     assert "time_limit_s" in str(replace(plan, bound_ms=plan.recompute_ms * 0.94))
+
+
+@pytest.mark.parametrize("setting", ["h100", "cpu"])
+def test_a_choice_that_breaks_the_budget_by_little_is_mended_at_little_cost(setting):
+    profile = _profile("wide gpt", setting)
+    chooser = profile.traced().chooser
+    budget = _budgets(profile)[3]
+    choice, _ = chooser.choose(budget, SolveOptions())
+    peak_bytes = chooser.true_peak_bytes(choice)
+
+    mended = chooser.mend(choice, peak_bytes - 1, math.inf)
+
+    assert chooser.true_peak_bytes(mended) < peak_bytes
+    assert recompute_ms(choice) < recompute_ms(mended) < 1.1 * recompute_ms(choice)
+    assert chooser.mend(choice, peak_bytes - 1, recompute_ms(choice)) is None

@@ -24,6 +24,7 @@ from autosac.candidates.units import Unit
 from autosac.planning.correcting import Rows
 from autosac.planning.formulating import Formulation
 from autosac.planning.incumbents import Incumbents, recompute_ms
+from autosac.planning.mending import mend
 from autosac.planning.relinking import relink
 from autosac.planning.rules import Choice
 from autosac.planning.spending import spend_slack
@@ -34,7 +35,7 @@ from solvers._pulp import Backend
 
 RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
 _ROUNDS = 6  # of moving the rows
-_MOST_WORK = 1_200_000  # of all of them: see `solvers._pulp.run`
+_MOST_WORK = 1_600_000  # of all of them: see `solvers._pulp.run`
 _FIRST_SHARE = 2 / 3  # of that for the first one, and of what is left for the next
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
@@ -141,6 +142,11 @@ class Chooser:
         """The choice, with more saved where the budget allows it."""
         return spend_slack(self._simulator, self._formulation, choice, budget_bytes)
 
+    def mend(self, choice: Choice, budget_bytes: int, most_ms: float) -> Choice | None:
+        """A choice near one that breaks the budget; it takes less than `most_ms`."""
+        room_ms = most_ms - recompute_ms(choice)
+        return mend(self._simulator, self._formulation, choice, budget_bytes, room_ms)
+
     def relink(self, fitting: Choice, cheaper: Choice, budget_bytes: int) -> Choice:
         """The fitting choice, with parts of a cheaper one that breaks the budget."""
         return relink(self._simulator, fitting, cheaper, budget_bytes)
@@ -188,6 +194,7 @@ class Chooser:
         most_ms: float,
         proves: bool,
         most_work: int | None = None,
+        near: tuple[int | None, ...] | None = None,
     ) -> sac.SacSolution:
         """Exact points of all candidates, or of those a MILP on fitted curves picks."""
         units = None
@@ -214,6 +221,7 @@ class Chooser:
             most_ms=most_ms,
             proves=proves and units is None,
             most_work=most_work,
+            near=near,
         )
         if units is not None and proves:  # it knows only the units that the fit picked
             every = self._run(
@@ -235,6 +243,7 @@ class Chooser:
         least_ms: float = 0.0,
         most_ms: float = math.inf,
         most_work: int | None = None,
+        near: tuple[int | None, ...] | None = None,
     ) -> sac.SacSolution:
         curves = self._formulation.curves
         return self._solver.solve(
@@ -250,6 +259,7 @@ class Chooser:
             most_ms=most_ms,
             proves=proves,
             most_work=most_work,
+            near=near,
         )
 
     def decode(self, solution: sac.SacSolution) -> dict[Unit, Policy]:
@@ -291,6 +301,7 @@ class _Search:
     _work_left: int = _MOST_WORK
     _breaking_ms: float = 0.0
     _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
+    _near: tuple[int | None, ...] | None = None  # the same as the MILP has it
     _rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
@@ -331,6 +342,7 @@ class _Search:
             most_ms=self.time_ms,
             proves=proves,
             most_work=int(_FIRST_SHARE * self._work_left),
+            near=self._near,
         )
         self._work_left = max(0, self._work_left - solution.work)
         return solution
@@ -356,6 +368,11 @@ class _Search:
             excess = self._excess(choice)
             if excess > 0:
                 self._breaking, self._breaking_ms = choice, recompute_ms(choice)
+                self._near = solution.chosen
+                if not self._is_settled():
+                    self.offer(
+                        self.chooser.mend(choice, self.budget_bytes, self.time_ms)
+                    )
                 higher = rows.after_breaking(raised, off)
                 if rows.enough is None:
                     return higher

@@ -1,0 +1,92 @@
+"""Make a choice fit that breaks its budget by a little: save less in some unit.
+
+What a GPU's allocator adds to a choice depends on the order and the sizes of all that
+is allocated. A neighbouring choice takes about as long, and may take a few blocks less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+from autosac.candidates import curves
+from autosac.candidates.policies import Policy
+from autosac.candidates.units import Unit
+from autosac.planning.formulating import Formulation
+from autosac.planning.rules import Choice
+from autosac.simulation.simulating import Simulator
+
+_MOST_REPLAYS = 24  # of the allocator, some 10 ms each
+_NEIGHBOURS = 8  # of a unit's point on its curve
+
+
+class _Move(NamedTuple):
+    cost_ms: float
+    order: int
+    unit: Unit
+    policy: Policy
+
+
+def mend(
+    simulator: Simulator,
+    formulation: Formulation,
+    choice: Mapping[Unit, Policy],
+    budget_bytes: int,
+    most_ms: float,
+) -> Choice | None:
+    """Move one unit after the other to a slower point, until the true peak fits.
+
+    Args:
+        simulator: Says the peak.
+        formulation: The curves of the units.
+        choice: One that breaks the budget.
+        budget_bytes: Cap on the true peak.
+        most_ms: What may be added to its time.
+
+    Returns:
+        A choice that fits; None if none was found.
+    """
+    curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
+    excess = simulator.true_peak_bytes(choice) - budget_bytes
+    left = _MOST_REPLAYS
+    while left > 0:
+        moves = sorted(
+            _Move(cost_ms, order, unit, slower)
+            for order, (unit, policy) in enumerate(choice.items())
+            for cost_ms, slower in _slower(curve_of[unit], unit, policy)
+            if cost_ms < most_ms
+        )
+        best: tuple[float, _Move, int] | None = None
+        for move in moves:
+            changed = {**choice, move.unit: move.policy}
+            if simulator.peak_bytes(changed) > budget_bytes:
+                continue
+            over = simulator.true_peak_bytes(changed) - budget_bytes
+            if over <= 0:
+                return changed
+            if over < excess:
+                price = move.cost_ms / (excess - over)
+                best = min(best or (price, move, over), (price, move, over))
+            left -= 1
+            if left <= 0:
+                break
+        if best is None:
+            return None
+        _, move, excess = best
+        choice = {**choice, move.unit: move.policy}
+        most_ms -= move.cost_ms
+    return None
+
+
+def _slower(
+    curve: curves.UnitCurve, unit: Unit, policy: Policy
+) -> Iterator[tuple[float, Policy]]:
+    """What the next points of a curve cost beyond a unit's own, and their policies."""
+    own_ms = curves.recompute_ms(unit, policy)
+    slower = (
+        (time_ms - own_ms, other)
+        for _, time_ms, other in reversed(curve.finer)  # the fastest first
+        if time_ms > own_ms
+    )
+    return islice(slower, _NEIGHBOURS)
