@@ -1,7 +1,8 @@
 """Private PyTorch APIs (checked for torch 2.10 to 2.15).
 
-No other file touches them but `_compat_gpu.py` (fake CPU tensors that dispatch as a
-GPU's) and `_compat_graphs.py` (joint graphs).
+No other file touches them but `_compat_dispatch.py` (what AC units do below autograd),
+`_compat_gpu.py` (fake CPU tensors that dispatch as a GPU's) and `_compat_graphs.py`
+(joint graphs).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def written_arguments(
     """Arguments that a call mutates, by its schema or by `_HIDDEN_WRITES`."""
     positions = _written_positions.get(func)
     if positions is None:
-        hidden = _HIDDEN_WRITES.get(str(func), ())
+        hidden = hidden_writes(func)
         schema = getattr(func, "_schema", None)
         arguments = () if schema is None else schema.arguments
         positions = tuple(
@@ -158,17 +159,17 @@ def is_view(func: Any) -> bool:
     return _views[func] or str(func) in _HIDDEN_VIEWS
 
 
+def hidden_writes(func: Any) -> tuple[int, ...]:
+    """Positions of arguments that an op updates though its schema does not say so."""
+    return _HIDDEN_WRITES.get(str(func), ())
+
+
 def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of a batch norm in training mode with no statistics to update."""
     positions = _HIDDEN_WRITES.get(str(func))
     if positions is None or not args[5]:
         return args
     return tuple(None if i in positions else arg for i, arg in enumerate(args))
-
-
-def wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """A tensor subclass instance without memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, *args, **kwargs)
 
 
 class PlainDispatchMode(TorchDispatchMode):

@@ -6,54 +6,20 @@ import torch
 from torch import nn
 
 from autosac.applying import applying
-from autosac.measuring.measuring import capture_state, differences
+from autosac.measuring.measuring import differences
 from autosac.planning.planning import spell_out
-from autosac.tracing.stepping import normalize_inputs, training_step
+from autosac.tracing.stepping import normalize_inputs
 from tests.models import (
-    BATCH,
     CASES,
     WIDTH,
     Case,
     each_case,
     random_choice,
-    random_policy,
 )
+from tests.training import Stack, assert_equal, planned, random_policies, rows, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_PLANS = 5
-
-
-def random_policies(case, seed=0, **options):
-    made = case.profile()
-    return spell_out(made, random_choice(made, seed, **options))
-
-
-def planned(case, seed=0, **options):
-    model = case.model()
-    applying.install(model, random_policies(case, seed, **options))
-    assert applying.installed(model)
-    return model
-
-
-def train(case, model, steps=2):
-    """The states after each step, random generators and gradients included."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    args, kwargs = normalize_inputs(case.inputs())
-    states = []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        for _ in range(steps):
-            model.zero_grad()
-            loss = training_step(
-                model, args, kwargs, loss_fn=case.loss_fn, optimizer=optimizer
-            )
-            states.append(capture_state(model, optimizer, loss))
-    return states
-
-
-def assert_equal(expected, actual):
-    for before, after in zip(expected, actual, strict=True):
-        assert differences(before, after) == ()
 
 
 @each_case
@@ -148,15 +114,15 @@ def test_a_plans_state_dict_loads_into_a_plain_model_and_back():
 
 
 @pytest.fixture
-def no_checkpoint(monkeypatch):
+def no_units(monkeypatch):
     def fail(*args, **kwargs):
-        raise AssertionError("a unit ran under checkpointing")
+        raise AssertionError("a unit ran under its plan")
 
-    monkeypatch.setattr(applying, "checkpoint", fail)
+    monkeypatch.setattr(applying, "Frame", fail)
 
 
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "gpt"])
-def test_eval_mode_runs_plainly(name, no_checkpoint):
+def test_eval_mode_runs_plainly(name, no_units):
     case = CASES[name]
     args, _ = normalize_inputs(case.inputs())
 
@@ -167,7 +133,7 @@ def test_eval_mode_runs_plainly(name, no_checkpoint):
 
 
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "gpt"])
-def test_no_grad_runs_plainly(name, no_checkpoint):
+def test_no_grad_runs_plainly(name, no_units):
     case = CASES[name]
     args, _ = normalize_inputs(case.inputs())
     model = planned(case)
@@ -243,139 +209,33 @@ def test_an_argument_that_changes_in_place_leaves_gradients_exact(seed, inside):
     assert_equal(train(case, case.model()), train(case, model))
 
 
-# --- departures from the trace --------------------------------------------------
-
-
-class Branching(nn.Module):
-    """Takes another branch when ``branch`` is set."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.branch = "usual"
-
-    def forward(self, x):
-        hidden = self.linear(x)
-        gate = torch.sigmoid(hidden)
-        hidden = torch.tanh(hidden)
-        if self.branch == "random":
-            gate = nn.functional.dropout(gate, 0.5)
-        elif self.branch == "longer":
-            gate = torch.sin(gate) * torch.cos(hidden)
-        elif self.branch == "wide" and x.shape[0] > BATCH:
-            gate = gate.reshape(-1).exp().view_as(gate)
-        elif self.branch == "shorter":
-            return gate
-        return torch.exp(hidden * gate)
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList([Branching(), Branching()])
-
-    def forward(self, x):
-        return self.parts[1](self.parts[0](x)).square()
-
-
-def rows():
-    return torch.randn(BATCH, WIDTH)
-
-
-def branching(branch, seed, num_rows=BATCH):
-    """A model planned for the usual branch that takes another one, and its twin."""
-    case = Case(Stack, lambda: torch.randn(num_rows, WIDTH))
-    made = Case(Stack, rows).profile()
-    chosen = {
-        unit: random_policy(unit, seed)
-        for unit in made.units.candidates
-        if unit.fqn in ("parts.0", "parts.1")
-    }
-    model, plain = case.model(), case.model()
-    applying.install(model, spell_out(made, chosen))
-    for twin in (model, plain):
-        twin.parts[0].branch = branch
-    return case, model, plain
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(
-    ("branch", "num_rows"),
-    [("random", BATCH), ("longer", BATCH), ("wide", 2 * BATCH)],
-)
-def test_another_branch_warns_once_and_keeps_gradients_exact(branch, num_rows, seed):
-    case, model, plain = branching(branch, seed, num_rows)
-    expected = train(case, plain, steps=1)
-
-    with pytest.warns(UserWarning, match=r"`parts\.0` ran aten") as caught:
-        found = train(case, model, steps=1)
-
-    assert len(caught) == 1
-    assert_equal(expected, found)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_shorter_branch_keeps_gradients_exact(seed):
-    case, model, plain = branching("shorter", seed)
-
-    assert_equal(train(case, plain, steps=1), train(case, model, steps=1))
-
-
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "noise", "gpt"])
-@pytest.mark.parametrize("seed", range(3))
-def test_another_batch_size_keeps_gradients_exact(name, seed):
-    case = CASES[name]
-    args, _ = normalize_inputs(case.inputs())
-    larger = Case(case.make_model, lambda: torch.cat([args[0], args[0]]), case.loss_fn)
-    model = planned(case, seed)
-
-    assert_equal(train(larger, larger.model()), train(larger, model))
-
-
-class Overwriting(nn.Module):
-    """In the other branch a result is changed in place after something read it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.overwrites = False
-
-    def forward(self, x):
-        hidden = self.linear(x)
-        level = hidden.floor()  # reads `hidden`, backward does not need it
-        gate = torch.sigmoid(level + x)
-        if self.overwrites:
-            hidden.add_(1)
-        return gate * hidden
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_departure_that_overwrites_a_result_keeps_gradients_exact(seed):
-    case = Case(lambda: nn.Sequential(Overwriting(), nn.Tanh()), rows)
-    made = case.profile()
-    (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
-    policies = spell_out(made, {unit: random_policy(unit, seed)})
-    plain, model = case.model(), case.model()
-    applying.install(model, policies)
-    plain[0].overwrites = model[0].overwrites = True
-    expected = train(case, plain, steps=1)
-
-    with pytest.warns(UserWarning, match="ran aten"):
-        found = train(case, model, steps=1)
-
-    assert_equal(expected, found)
-
-
 # --- misuse -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "noise", "gpt"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_second_backward_says_what_to_do(share):
+def test_a_second_backward_recomputes_again(name, share):
+    case = CASES[name]
+    args, _ = normalize_inputs(case.inputs())
+    gradients = []
+    for model in (case.model(), planned(case, save_share=share)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            loss = model(*args).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_second_backward_of_a_freed_graph_is_refused(share):
     model = planned(CASES["mlp"], save_share=share)
     loss = model(CASES["mlp"].inputs()).sum()
-    loss.backward(retain_graph=True)
+    loss.backward()
 
-    with pytest.raises(RuntimeError, match="Use one backward per forward"):
+    with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
 
@@ -395,11 +255,15 @@ def test_an_attribute_that_changes_between_forward_and_rerun_changes_nothing(sha
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_state_that_changes_between_forward_and_rerun_is_refused(share, monkeypatch):
+def test_code_that_changes_between_forward_and_rerun_changes_nothing(
+    share, monkeypatch
+):
     case = Case(Stack, rows)
-    model = planned(case, save_share=share)
+    plain, model = case.model(), planned(case, save_share=share)
+    plain(case.inputs()).sum().backward()
     loss = model(case.inputs()).sum()
     monkeypatch.setattr(torch, "tanh", torch.sin)
+    loss.backward()
 
-    with pytest.raises(RuntimeError, match="Exclude it from the plan"):
-        loss.backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)

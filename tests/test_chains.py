@@ -13,7 +13,7 @@ from autosac.planning.planning import spell_out
 from autosac.simulation.simulating import Simulator
 from autosac.tracing.tracing import dry_run
 from tests.models import Case
-from tests.test_applying import assert_equal, train
+from tests.training import assert_equal, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, ROWS, DEPTH = 16, 6, 5

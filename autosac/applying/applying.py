@@ -1,8 +1,8 @@
 """Make modules of a model AC units, and undo it.
 
-The engine is `torch.utils.checkpoint` (non-reentrant) under the dispatch modes of
-`applying/rerunning.py`. Blocks of a chain run as units too, but keep only arguments
-from outside the chain (`applying/relaying.py`).
+A unit runs as a `Frame` (`applying/frames.py`), which records what it does and makes
+again what its policy does not save. Blocks of a chain run as units too, but keep only
+arguments from outside the chain (`applying/relaying.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from autosac.applying.frames import Frame
+from autosac.applying.handing import Kept, Source, leaves
+from autosac.applying.programs import KnownMode, Program
+from autosac.applying.recording import RecordingMode
+from autosac.applying.records import Record
 from autosac.applying.relaying import Nest, NestedCall, RelayedCall
-from autosac.applying.rerunning import ForwardMode, RerunMode, Run, rerunning
+from autosac.applying.rerunning import Code
+from autosac.applying.surroundings import Present, thread
 from autosac.candidates.policies import OpPolicy
-from autosac.tracing.attributes import Attributes
+from autosac.tracing.attributes import Snapshots
+
+_MOST_LOSSES = 3  # batches that differ have lost as often: look at every op then
 
 
 class _Step:
@@ -29,6 +36,7 @@ class _Step:
         calls: How often each module was called.
         latest: Chain -> its last call, as long as backward can need it.
         nests: Nest -> the call of its module that runs forward now.
+        losses: How often a unit did not do what it had done before.
         onward: The nest that runs onward now, for the sake of a rerun.
     """
 
@@ -39,6 +47,7 @@ class _Step:
         )
         self.nests: dict[str, Nest] = {}
         self.onward: Nest | None = None
+        self.losses = 0
 
     def __reduce__(self) -> tuple[type[_Step], tuple[()]]:
         return _Step, ()  # a copy of a model has begun no step
@@ -85,76 +94,75 @@ class CheckpointedForward(_StandIn):
         self.num_calls = policies[0].num_calls
         self.policies = {policy.call_index: policy for policy in policies}
         self.step = step
+        self.snapshots = Snapshots(module)
+        self.programs: dict[int, tuple[Program, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "programs": {}}  # a copy has learned nothing yet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
         if self.step.onward is not None:
             return self.step.onward.meet(self.fqn, forward, args, kwargs)
-        policy = None if rerunning.now else self._policy()
+        policy = None if thread.is_inside else self._policy()
         if policy is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
 
-        args, kwargs = _own_containers(args), _own_containers(kwargs)
-        if policy.chain:
-            return self._run_in_chain(policy, args, kwargs)
-
-        def run(*inputs: Any) -> Any:
-            return forward(*inputs, **kwargs)
-
-        def contexts() -> tuple[ForwardMode, RerunMode]:
-            record = Run(policy, Attributes(self.module))
-            return ForwardMode(record), RerunMode(record)
-
-        return checkpoint(
-            run,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=False,  # random ops are given theirs one by one
-            context_fn=contexts,
-        )
-
-    def _run_in_chain(self, policy: OpPolicy, args: Any, kwargs: Any) -> Any:
-        """Run as a block of a chain or a nest, which keeps few arguments or none."""
-        record = Run(policy, Attributes(self.module))
-        call = self._call_in_chain(policy, record, args, kwargs)
-        is_expected = isinstance(call, NestedCall) or call.is_relayed
-        if not is_expected and (policy.around or policy.position):
-            warnings.warn(
-                f"AC unit `{self.fqn}` does not get what the block before it made, as"
-                " its plan expects; its arguments are kept, and the planned peak no"
-                " longer holds. Plan again with inputs like these.",
-                stacklevel=3,
-            )
-
-        def run() -> Any:
-            args, kwargs = call.arguments()
-            return forward(*args, **kwargs)
-
-        forward = self.__wrapped__
-        del args, kwargs
-        output = checkpoint(
-            run,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (ForwardMode(record), RerunMode(record)),
-        )
-        if isinstance(call, RelayedCall):
-            call.finish(output)
-            self.step.latest[policy.chain] = call
+        source = self._source(policy, (args, kwargs))
+        given = list(leaves((args, kwargs), torch.Tensor))
+        record = Record(policy, given, source.relayed())
+        del given
+        mode = self._mode(record, forward)
+        if isinstance(source, (RelayedCall, NestedCall)):
+            source.record = record
+        output = Frame(source, mode).run(forward, args, kwargs)
+        if isinstance(source, RelayedCall):
+            source.finish(output)
+            self.step.latest[policy.chain] = source
+        self._learn(mode)
         return output
 
-    def _call_in_chain(
-        self, policy: OpPolicy, record: Run, args: Any, kwargs: Any
-    ) -> RelayedCall | NestedCall:
+    def _mode(
+        self, record: Record, forward: Callable[..., Any]
+    ) -> RecordingMode | KnownMode:
+        """What records a call."""
+        program, losses = self.programs.get(record.policy.call_index, (None, 0))
+        if program is not None and losses == self.step.losses < _MOST_LOSSES:
+            return KnownMode(record, program)
+        mode = RecordingMode(record)
+        attributes = self.snapshots.take()
+        record.code = Code(forward, mode.history, attributes, Present())
+        return mode
+
+    def _learn(self, mode: RecordingMode | KnownMode) -> None:
+        """Remember what a call did, or that it was not what was remembered."""
+        if isinstance(mode, KnownMode):
+            self.step.losses += mode.lost
+        elif mode.record.code is None:
+            entry = (Program(mode), self.step.losses)
+            self.programs[mode.record.policy.call_index] = entry
+
+    def _source(self, policy: OpPolicy, arguments: Any) -> Source:
+        """What knows the arguments of a call; blocks keep few of them or none."""
+        if not policy.chain:
+            return Kept(arguments)
         nest = self.step.nests.get(policy.chain)
         if nest is not None and len(nest.calls) == policy.position:
-            return NestedCall(nest, record, self.step, args, kwargs)
+            return NestedCall(nest, self.step, arguments)
         before = None
         if policy.position and not policy.around:
             before = self.step.latest.get(policy.chain)
         if before is not None and before.position != policy.position - 1:
             before = None
-        return RelayedCall(self.__wrapped__, record, before, args, kwargs)
+        call = RelayedCall(before, arguments)
+        if not call.relayed() and (policy.around or policy.position):
+            warnings.warn(
+                f"AC unit `{self.fqn}` does not get what the block before it made, as"
+                " its plan expects; its arguments are kept, and the planned peak no"
+                " longer holds. Plan again with inputs like these.",
+                stacklevel=4,
+            )
+        return call
 
     def _policy(self) -> OpPolicy | None:
         """The policy of this call."""
@@ -192,15 +200,15 @@ class _NestForward(_StandIn):
         self.training = parts[0].training
         self.fqns = tuple(part.fqn for part in parts)
         self.step = step
+        self.snapshots = Snapshots(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
         is_planned = torch.is_grad_enabled() and self.module.training == self.training
-        if rerunning.now or not is_planned:
+        if thread.is_inside or not is_planned:
             return forward(*args, **kwargs)
-        args, kwargs = _own_containers(args), _own_containers(kwargs)
-        attributes = Attributes(self.module)
-        nest = Nest(self.fqn, forward, attributes, self.fqns, args, kwargs)
+        attributes = self.snapshots.take()
+        nest = Nest(self.fqn, forward, attributes, self.fqns, (args, kwargs))
         self.step.nests[self.chain] = nest
         try:
             return forward(*args, **kwargs)
@@ -258,18 +266,9 @@ class _CountedForward(_StandIn):
         self.step = step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not rerunning.now:
+        if not thread.is_inside:
             self.step.calls.clear()
         return self.__wrapped__(*args, **kwargs)
-
-
-def _own_containers(value: Any) -> Any:
-    """Copy lists and dicts, which the caller may change before the rerun."""
-    if type(value) in (list, tuple):
-        return type(value)(_own_containers(item) for item in value)
-    if type(value) is dict:
-        return {key: _own_containers(item) for key, item in value.items()}
-    return value
 
 
 def install(model: torch.nn.Module, policies: tuple[OpPolicy, ...]) -> None:

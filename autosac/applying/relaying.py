@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from autosac import _compat
-from autosac.applying.rerunning import OnwardMode, Run
+from autosac import _compat, _compat_dispatch
+from autosac.applying.handing import (
+    Handed,
+    leaves,
+    map_nested,
+    put_together,
+    take_apart,
+)
+from autosac.applying.parts import key_of, version_of
+from autosac.applying.records import ONWARD, Outward, Record
+from autosac.applying.surroundings import Present
 from autosac.pytrees import tensors_in
 from autosac.tracing.attributes import Attributes
 
@@ -34,14 +43,6 @@ class _Relayed:
     leaf: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """An argument from outside the chain, and how often it had been changed."""
-
-    tensor: torch.Tensor
-    version: int
-
-
 class RelayedCall:
     """One forward call of a block; it knows its arguments, but does not keep all.
 
@@ -50,57 +51,57 @@ class RelayedCall:
     live as long as backward can need them.
 
     Args:
-        forward: The block's forward function.
-        run: Its forward pass.
         before: The call of the block before it, None for the first.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        arguments: Its positional and keyword arguments.
+
+    Attributes:
+        record: Its forward pass.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        run: Run,
-        before: RelayedCall | None,
-        args: Any,
-        kwargs: Any,
-    ) -> None:
-        self.forward = forward
-        self.run = run
+    record: Record
+
+    def __init__(self, before: RelayedCall | None, arguments: Any) -> None:
         self.before = before
         self.position: int = 0 if before is None else before.position + 1
-        self.made: list[tuple[weakref.ref[torch.Tensor], _Relayed]] = []
-        self.given: dict[_Relayed, torch.Tensor] | None = None
-        known = {} if before is None else _by_identity(before.made)
-        self.template = _map((args, kwargs), lambda tensor: _slot(tensor, known))
-        self.now: Any = (args, kwargs)
+        self.handed_on: list[tuple[weakref.ref[torch.Tensor], _Relayed]] = []
+        self.given: dict[_Relayed, Handed] | None = None
+        relayed = {} if before is None else before._by_identity()
 
-    @property
-    def is_relayed(self) -> bool:
-        """Whether it has an argument that it does not keep."""
-        return next(_leaves(self.template, _Relayed), None) is not None
+        def slot(handed: Handed) -> _Relayed | Handed:
+            return relayed.get(id(handed.tensor), handed)
+
+        self.template = map_nested(take_apart(arguments), Handed, slot)
+
+    def relayed(self) -> Collection[int]:
+        """As `Source.relayed`."""
+        slots = leaves(self.template, (Handed, _Relayed))
+        return tuple(i for i, slot in enumerate(slots) if isinstance(slot, _Relayed))
 
     def finish(self, output: Any) -> None:
         """Note what the forward call returned, without keeping it."""
-        held = {id(slot.tensor) for slot in _leaves(self.template, _Held)}
-        earlier = [] if self.before is None else self.before.made
-        self.made = [entry for entry in earlier if entry[0]() is not None]
-        for leaf, tensor in enumerate(tensors_in(output)):
+        held = {id(handed.tensor) for handed in leaves(self.template, Handed)}
+        earlier = [] if self.before is None else self.before.handed_on
+        self.handed_on = [entry for entry in earlier if entry[0]() is not None]
+        for leaf, tensor in enumerate(leaves(output, torch.Tensor)):
             if id(tensor) not in held:
                 place = _Relayed(self.position, leaf)
-                self.made.append((weakref.ref(tensor), place))
+                self.handed_on.append((weakref.ref(tensor), place))
 
-    def arguments(self) -> tuple[Any, Any]:
-        """Arguments of the call in forward, and again in its rerun."""
-        now, self.now = self.now, None
-        if now is not None:
-            args, kwargs = now
-            return args, kwargs
-        if self.given is None and self.is_relayed:
+    def _by_identity(self) -> dict[int, _Relayed]:
+        """Tensors of the chain that are alive; the first block to return one counts."""
+        places: dict[int, _Relayed] = {}
+        for ref, place in self.handed_on:
+            tensor = ref()
+            if tensor is not None:
+                places.setdefault(id(tensor), place)
+        return places
+
+    def again(self) -> Any:
+        """As `Source.again`."""
+        if self.given is None and self.relayed():
             self._relay()
         given, self.given = self.given or {}, None
-        args, kwargs = _filled(self.template, given, self.run.policy.fqn)
-        return args, kwargs
+        return map_nested(self.template, _Relayed, given.__getitem__)
 
     def _relay(self) -> None:
         """Run the chain onward up to this call; every call gets what it needs."""
@@ -108,29 +109,50 @@ class RelayedCall:
         while calls[-1].before is not None:
             calls.append(calls[-1].before)
         calls.reverse()
-        needed = [list(_leaves(call.template, _Relayed)) for call in calls]
-        made: dict[_Relayed, torch.Tensor] = {}
-        self.run.paused = True
-        try:
-            for call in calls[:-1]:
-                wanted = {r for rs in needed for r in rs if r.position == call.position}
-                made.update(call._onward(made, wanted))
-        finally:
-            self.run.paused = False
+        needed = [list(leaves(call.template, _Relayed)) for call in calls]
+        ready: dict[_Relayed, Handed] = {}
+        for call in calls[:-1]:
+            wanted = {r for rs in needed for r in rs if r.position == call.position}
+            ready.update(call._onward(ready, wanted))
         for call, places in zip(calls, needed, strict=True):
-            call.given = {place: made[place] for place in places}
+            call.given = {place: ready[place] for place in places}
 
     def _onward(
-        self, made: dict[_Relayed, torch.Tensor], wanted: set[_Relayed]
-    ) -> dict[_Relayed, torch.Tensor]:
+        self, ready: dict[_Relayed, Handed], wanted: set[_Relayed]
+    ) -> dict[_Relayed, Handed]:
         """What this call returned, made again; autograd keeps nothing of it."""
-        args, kwargs = _filled(self.template, made, self.run.policy.fqn)
-        with (
-            torch.autograd.graph.saved_tensors_hooks(_drop, _refuse),
-            OnwardMode(self.run),
-        ):
-            leaves = list(tensors_in(self.forward(*args, **kwargs)))
-        return {place: _cut_off(leaves[place.leaf]) for place in wanted}
+        template = map_nested(self.template, _Relayed, ready.__getitem__)
+        record = self.record
+        if record.is_exact:
+            handed = list(leaves(run_onward(record, template), Handed))
+        else:
+            assert record.code is not None
+            output = record.code.run(record, template, _drop)
+            handed = [_cut_off(tensor) for tensor in leaves(output, torch.Tensor)]
+        return {place: handed[place.leaf] for place in wanted}
+
+
+def run_onward(record: Record, template: Any) -> Any:
+    """What a block returned, made again op by op, with `Handed` in place of tensors."""
+    given = [handed.tensor for handed in leaves(template, Handed)]
+    fqn = record.policy.fqn
+    if record.outward is None:
+        raise RuntimeError(
+            f"AC unit `{fqn}` is needed to make arguments of later blocks again, but"
+            " has gone backward for good. Pass `retain_graph=True` to all but the last"
+            " backward pass."
+        )
+
+    def hand_on(outward: Outward) -> Handed:
+        tensor = outward.tensor_of(given, fqn)
+        return Handed(tensor, is_result=outward.is_result)
+
+    try:
+        with torch.enable_grad(), _compat_dispatch.below_autograd():
+            record.run_again(given, ONWARD)
+            return map_nested(record.outward, Outward, hand_on)
+    finally:
+        record.lose()
 
 
 class _Reached(BaseException):
@@ -147,7 +169,8 @@ class _GlueMode(_compat.TorchDispatchMode):
     def __init__(self, nest: Nest) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nest = nest
-        self.made: set[int] = set()
+        self.changed = nest.changed()
+        self.own: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -155,17 +178,28 @@ class _GlueMode(_compat.TorchDispatchMode):
         kwargs = kwargs or {}
         written = list(tensors_in(_compat.written_arguments(func, args, kwargs)))
         if not self.nest.in_part:
-            outer = any(t.untyped_storage()._cdata not in self.made for t in written)
+            outer = any(key_of(t) not in self.own for t in written)
             if outer or _compat.is_random(func):
                 raise RuntimeError(
                     f"`{self.nest.fqn}` runs {func} between its parts, which its plan"
                     " does not expect and a rerun must not repeat. Plan again, or"
                     " exclude it from the plan with `exclude`."
                 )
+            if self.changed:
+                self._refuse_changed(func, (args, kwargs))
         out = func(*args, **kwargs)
         if not written and not _compat.is_view(func):
-            self.made |= {t.untyped_storage()._cdata for t in tensors_in((out,))}
+            self.own |= {key_of(t) for t in tensors_in((out,))}
         return out
+
+    def _refuse_changed(self, func: Any, arguments: Any) -> None:
+        read = {key_of(tensor) for tensor in tensors_in(arguments)}
+        if not _compat.is_view(func) and not read.isdisjoint(self.changed - self.own):
+            raise RuntimeError(
+                f"`{self.nest.fqn}` runs {func} between its parts on a tensor that has"
+                " been changed in place since its forward pass. Change it after"
+                " backward, or exclude the module from the plan with `exclude`."
+            )
 
 
 class Nest:
@@ -176,8 +210,7 @@ class Nest:
         forward: Its forward function.
         attributes: Those of the module before the call.
         fqns: Names of the parts in the order of their calls.
-        args: Positional arguments of the call.
-        kwargs: Its keyword arguments.
+        arguments: Positional and keyword arguments of the call.
     """
 
     def __init__(
@@ -186,37 +219,40 @@ class Nest:
         forward: Callable[..., Any],
         attributes: Attributes,
         fqns: tuple[str, ...],
-        args: Any,
-        kwargs: Any,
+        arguments: Any,
     ) -> None:
         self.fqn = fqn
         self.forward = forward
         self.attributes = attributes
         self.fqns = fqns
-        self.template = _map((args, kwargs), lambda tensor: _slot(tensor, {}))
+        self.template = take_apart(arguments)
+        self.surroundings = Present()
+        tensors = [*attributes.tensors(), *leaves(arguments, torch.Tensor)]
+        self.versions = [(weakref.ref(t), version_of(t)) for t in tensors]
         self.calls: list[weakref.ref[NestedCall]] = []
         self.reached = 0
         self.in_part = False
         self.asking: NestedCall | None = None
 
+    def changed(self) -> set[int]:
+        """Storages of arguments, parameters and buffers that were changed since."""
+        pairs = ((ref(), version) for ref, version in self.versions)
+        return {key_of(t) for t, v in pairs if t is not None and version_of(t) != v}
+
     def relay(self, asking: NestedCall) -> None:
         """Run onward up to a part; all parts on the way get their arguments."""
-        args, kwargs = _filled(self.template, {}, self.fqn)
+        args, kwargs = put_together(self.template)
         self.reached, self.asking = 0, asking
-        asking.run.paused = True
+        hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
         present = self.attributes.resume()
         try:
-            with (
-                torch.autograd.graph.saved_tensors_hooks(_drop, _refuse),
-                _GlueMode(self),
-            ):
+            with torch.enable_grad(), self.surroundings.again(), hooks, _GlueMode(self):
                 self.forward(*args, **kwargs)
         except _Reached:
             pass
         finally:
             present.restore()
             self.asking = None
-            asking.run.paused = False
 
     def meet(
         self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -231,22 +267,21 @@ class Nest:
                 f"Parts of `{self.fqn}` do not go backward in the reverse order of"
                 " their calls. Exclude it from the plan with `exclude`."
             )
-        given: dict[int, torch.Tensor] = {}  # one for each: modules ask `key is value`
-
-        def give(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in given:
-                given[id(tensor)] = _cut_off(tensor)
-            return given[id(tensor)]
-
-        call.given = _map((args, kwargs), give)
+        call.given = _cut_off_all((args, kwargs))
         if call is self.asking:
             raise _Reached
         self.in_part = True
         try:
-            with OnwardMode(call.run):
-                return forward(*args, **kwargs)
+            return self._onward(call)
         finally:
             self.in_part = False
+
+    def _onward(self, call: NestedCall) -> Any:
+        record = call.record
+        if record.is_exact:
+            return put_together(run_onward(record, call.given))
+        assert record.code is not None
+        return record.code.run(record, call.given, _drop)
 
 
 class NestedCall:
@@ -254,42 +289,53 @@ class NestedCall:
 
     Args:
         nest: The call of the module around it.
-        run: Its forward pass.
         step: What is told which nest runs onward.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        arguments: Its positional and keyword arguments.
+
+    Attributes:
+        record: Its forward pass.
     """
 
-    def __init__(
-        self, nest: Nest, run: Run, step: RunsOnward, args: Any, kwargs: Any
-    ) -> None:
+    record: Record
+
+    def __init__(self, nest: Nest, step: RunsOnward, arguments: Any) -> None:
+        self._number = sum(1 for _ in leaves(arguments, torch.Tensor))
         self.nest = nest
-        self.run = run
         self.step = step
-        self.given: Any = (args, kwargs)
+        self.given: Any = None
         nest.calls.append(weakref.ref(self))
 
-    def arguments(self) -> tuple[Any, Any]:
-        """Arguments of the call in forward, and again in its rerun."""
+    def again(self) -> Any:
+        """As `Source.again`."""
         if self.given is None:
             self.step.onward = self.nest
             try:
                 self.nest.relay(self)
             finally:
                 self.step.onward = None
-        (args, kwargs), self.given = self.given, None
-        return args, kwargs
+        template, self.given = self.given, None
+        return template
+
+    def relayed(self) -> Collection[int]:
+        """As `Source.relayed`."""
+        return range(self._number)
 
 
-def _cut_off(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without the graph behind it, which autocast still takes for a result.
+def _cut_off(tensor: torch.Tensor) -> Handed:
+    is_result = tensor.requires_grad and not tensor.is_leaf
+    return Handed(tensor.detach() if is_result else tensor, is_result=is_result)
 
-    Autocast caches what it casts of leaves, but not what it casts of results.
-    """
-    if tensor.is_leaf:
-        return tensor
-    leaf = tensor.detach().requires_grad_()
-    return leaf.view_as(leaf)
+
+def _cut_off_all(arguments: Any) -> Any:
+    """Arguments with `Handed` in place of tensors, without the graphs behind these."""
+    cut: dict[int, Handed] = {}
+
+    def give(handed: Handed) -> Handed:
+        if id(handed) not in cut:
+            cut[id(handed)] = _cut_off(handed.tensor)
+        return cut[id(handed)]
+
+    return map_nested(take_apart(arguments), Handed, give)
 
 
 def _drop(tensor: torch.Tensor) -> None:
@@ -298,68 +344,3 @@ def _drop(tensor: torch.Tensor) -> None:
 
 def _refuse(nothing: None) -> torch.Tensor:
     raise RuntimeError("A block of a chain goes backward while it runs onward.")
-
-
-def _by_identity(
-    made: list[tuple[weakref.ref[torch.Tensor], _Relayed]],
-) -> dict[int, _Relayed]:
-    """Tensors that a chain made and that are alive; the first to make one counts."""
-    known: dict[int, _Relayed] = {}
-    for made_ref, place in made:
-        tensor = made_ref()
-        if tensor is not None:
-            known.setdefault(id(tensor), place)
-    return known
-
-
-def _slot(tensor: torch.Tensor, known: dict[int, _Relayed]) -> _Relayed | _Held:
-    place = known.get(id(tensor))
-    if place is not None:
-        return place
-    return _Held(tensor, 0 if tensor.is_inference() else tensor._version)
-
-
-def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Nested arguments with their tensors changed; containers are copied."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) in (list, tuple):
-        return type(value)(_map(item, change) for item in value)
-    if isinstance(value, tuple):  # a named one
-        return type(value)(*(_map(item, change) for item in value))
-    if type(value) is dict:
-        return {key: _map(item, change) for key, item in value.items()}
-    return value
-
-
-def _leaves(value: Any, kind: type) -> Iterator[Any]:
-    """Items of a kind in nested arguments."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item, kind)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item, kind)
-
-
-def _filled(template: Any, given: dict[_Relayed, torch.Tensor], fqn: str) -> Any:
-    """A template with tensors in all places."""
-    if isinstance(template, _Relayed):
-        return given[template]
-    if isinstance(template, _Held):
-        tensor = template.tensor
-        if not tensor.is_inference() and tensor._version != template.version:
-            raise RuntimeError(
-                f"An argument of AC unit `{fqn}` was changed in place after its"
-                " forward pass. Exclude the unit from the plan with `exclude`."
-            )
-        return tensor
-    if type(template) in (list, tuple):
-        return type(template)(_filled(item, given, fqn) for item in template)
-    if isinstance(template, tuple):
-        return type(template)(*(_filled(item, given, fqn) for item in template))
-    if type(template) is dict:
-        return {key: _filled(item, given, fqn) for key, item in template.items()}
-    return template

@@ -1,218 +1,362 @@
-"""Dispatch modes under which an AC unit runs forward, is rerun, or runs onward.
+"""AC units that run again as Python code, as they departed from their plan.
 
-Those of `torch.utils.checkpoint` know an op by its kind and a count; these know it by
-its place in the unit and check the name. What they do beyond
-`create_selective_checkpoint_contexts` of torch 2.15:
-    - an op whose result nobody needs is not rerun: a shell without memory stands in;
-    - in-place ops on a saved result are not repeated, on a rerun one they are;
-    - every random op that is rerun gets its own random state back;
-    - a rerun never touches what lies outside the unit, such as running statistics, and
-      finds and leaves the attributes of its modules as forward did;
-    - a forward pass that departs from the trace saves everything from there on.
+A unit that does what its plan expects runs again op by op, from its record. One that
+departs from it runs again as under plain checkpointing, but under a mode that keeps it
+from doing harm: random ops draw what they drew, memory from outside is not changed
+twice, and it must run the same ops on the same tensors as in forward.
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from autosac import _compat
-from autosac.applying.random_states import RandomState, random_state
-from autosac.candidates.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
+from autosac import _compat, _compat_dispatch
+from autosac._compat_dispatch import Traits
+from autosac.applying.handing import Handed, leaves, put_together
+from autosac.applying.parts import (
+    Layout,
+    Part,
+    Result,
+    alias_of,
+    changed,
+    copy_of,
+    equal_bytes,
+    key_of,
+    layout_of,
+    version_of,
+)
+from autosac.applying.random_states import RandomState
+from autosac.applying.recording import History
+from autosac.applying.records import Call, Record
+from autosac.applying.surroundings import Present, thread
+from autosac.candidates.policies import DETACHED, SAVE, VIEW
 from autosac.pytrees import mapped, tensors_in
 from autosac.tracing.attributes import Attributes
-from autosac.tracing.shells import is_shell, layout_of, shell_of, view_of_shell
+
+_CAST = torch.ops.aten._to_copy.default
 
 
-class _Rerunning(threading.local):
-    """Whether this thread reruns a unit: modules in it run plainly then."""
+class Code:
+    """One call of a unit that departed from its plan, as Python code to be run again.
 
-    now = False
-
-
-rerunning = _Rerunning()
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One op of a unit's forward pass, as its rerun must treat it."""
-
-    func: Any
-    action: str
-    outputs: Any = None  # saved tensors, or layouts of shells
-    random_state: bytes | None = None
-    used: bool = False
-
-
-@dataclass(slots=True)
-class Run:
-    """One forward pass of a unit.
-
-    Attributes:
-        policy: What to do with its ops.
+    Args:
+        forward: Its forward function.
+        history: What it did.
         attributes: Those of its modules before it began.
-        entries: Its ops so far.
-        departed: It did something else than the plan expects.
-        paused: What runs now does not belong to it.
+        surroundings: What was around it.
     """
 
-    policy: OpPolicy
-    attributes: Attributes
-    entries: list[_Entry] = field(default_factory=list)
-    departed: bool = False
-    paused: bool = False
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        history: History,
+        attributes: Attributes,
+        surroundings: Present,
+    ) -> None:
+        self.forward = forward
+        self.history = history
+        self.attributes = attributes
+        self.surroundings = surroundings
 
-    def action(self, func: Any) -> str:
-        """What to do with the next op; saves it where the trace knows no answer."""
-        place = len(self.entries)
-        names, name = self.policy.names, _compat.op_name(func)
-        if not self.departed and (place >= len(names) or names[place] != name):
-            self.departed = True
-            expected = names[place] if place < len(names) else "its end"
-            warnings.warn(
-                f"AC unit `{self.policy.fqn}` ran {func} where its plan expects"
-                f" {expected}; what follows is saved, not recomputed, and the planned"
-                " peak no longer holds. Plan again with inputs like these.",
-                stacklevel=2,
-            )
-        return SAVE if self.departed else self.policy.actions[place]
+    def keep(self) -> None:
+        """Keep the parameters that it runs with, which may be the caller's own."""
+        self.attributes.keep()
 
-
-class ForwardMode(_compat.PlainDispatchMode):
-    """Keeps what the policy saves while a unit's forward runs."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.run = run
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    def run(
+        self, record: Record, template: Any, pack: Callable[[torch.Tensor], Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is _compat.DEVICE:
-            return args[0].device
-        if id(func) in _compat.IGNORED_IDS:
-            return func(*args, **kwargs)
-        entry = _Entry(func, self.run.action(func))
-        if entry.action != SAVE and _compat.is_random(func):
-            entry.random_state = random_state(args, kwargs)
-        out = func(*args, **kwargs)
-        if entry.action == SAVE:
-            if self.run.departed and _compat.is_view(func):
-                entry.action = VIEW
-            elif not _compat.returned_arguments(func):
-                entry.outputs = mapped(_detached, out)
-        elif entry.action == SKIP:
-            entry.outputs = mapped(layout_of, out)
-        self.run.entries.append(entry)
-        return out
+        """Run it again.
+
+        Args:
+            record: Its forward pass.
+            template: Its arguments, with `Handed` in place of tensors.
+            pack: Gets the tensors that autograd saves.
+
+        Returns:
+            What the unit returns.
+        """
+        given = [handed.tensor for handed in leaves(template, Handed)]
+        args, kwargs = put_together(template)
+        rerun = RerunMode(record, self, given)
+
+        def check_and_pack(tensor: torch.Tensor) -> Any:
+            rerun.check_packed(tensor)
+            return pack(tensor)
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(check_and_pack, _same)
+        with torch.enable_grad(), self.surroundings.again(), hooks, rerun:
+            output = self.forward(*args, **kwargs)
+            for tensor in leaves(output, torch.Tensor):
+                rerun.refuse_stale(tensor)
+            return output
 
 
-class _ReplayMode(_compat.PlainDispatchMode):
-    """Replays a unit's forward: loads what was saved, skips what nobody needs."""
+def _same(packed: Any) -> Any:
+    return packed
 
-    def __init__(self, run: Run) -> None:
+
+class RerunMode(_compat.PlainDispatchMode):
+    """Keeps a unit that runs again as Python code to what it did in forward.
+
+    Args:
+        record: Its forward pass,
+        code: and what else is known of it.
+        given: The tensors among its arguments, as they are now.
+    """
+
+    def __init__(
+        self, record: Record, code: Code, given: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.run = run
-        self.place = 0
+        self.record = record
+        self.history = code.history
+        self.attributes = code.attributes
+        self.given = given
+        self.place = self.num_packed = 0
+        self.calls = {call.place: call for call in self.record.calls}
+        self.versions: dict[int, tuple[torch.Tensor, int]] = {}
+        self.copies: dict[int, torch.Tensor] = {}
+        self.results: dict[int, tuple[int, Layout]] = {}
+        self.own: set[int] = set()
+        copied: dict[int, int] = {}
+        for source, copy, version in self.history.copies:
+            key = key_of(given[source] if isinstance(source, int) else source)
+            self.copies[key], copied[key] = copy_of(copy), version
+        parts = leaves([[c.args, c.kwargs] for c in self.record.calls], Part)
+        self.changed = {id(part) for part in parts if self._is_changed(part, copied)}
+        self.stale: dict[int, Part] = {}
 
-    def __enter__(self) -> _ReplayMode:
-        self.place = 0
-        self.rerunning = rerunning.now
-        rerunning.now = True
-        self.present = self.run.attributes.resume()
+    def _is_changed(self, part: Part, copied: dict[int, int]) -> bool:
+        """Whether what an op read is not there any more."""
+        source = part.source
+        if part.version is None:
+            return False
+        if isinstance(source, Result):
+            assert source.tensor is not None
+            now = source.copied
+            return part.version != (version_of(source.tensor) if now is None else now)
+        whole = self._whole(part)
+        first = copied.get(key_of(whole))
+        now = version_of(whole)
+        return part.version != now if first is None else part.version < first
+
+    def __enter__(self) -> RerunMode:
+        self.was_inside = thread.is_inside
+        thread.is_inside = True
+        self.present = self.attributes.resume()
         # If backward runs under autocast, casts of the forward pass are still cached.
         torch.clear_autocast_cache()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        rerunning.now = self.rerunning
+        thread.is_inside = self.was_inside
         self.present.restore()
         torch.clear_autocast_cache()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for tensor, version in self.versions.values():
+            _compat_dispatch.set_version(tensor, version)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _compat.DEVICE:
-            return args[0].device
-        if self.run.paused:
-            return func(*args, **kwargs)
         if id(func) in _compat.IGNORED_IDS:
-            if args and is_shell(args[0]) and _compat.is_view(func):
-                return view_of_shell(func, args, kwargs)
+            if func is _compat.DEVICE:
+                return args[0].device
             return func(*args, **kwargs)
-        entry = self._next(func)
-        action = self._action(entry)
-        if action == SKIP and self.run.departed:
-            action = RERUN
-        if action in (SAVE, SKIP, DETACHED):
-            changed = _compat.returned_arguments(func)
-            if changed or action == DETACHED:
-                return _compat.pick_arguments(func, changed, args, kwargs)
-            if action == SKIP:
-                return mapped(shell_of, entry.outputs)
-            return self._saved(entry)
-        if any(is_shell(t) for t in tensors_in((args, kwargs))):
-            return view_of_shell(func, args, kwargs, known=action == VIEW)
+        traits = _compat_dispatch.traits(func)
+        if self._is_another_cast(func, args, kwargs):
+            return func(*args, **kwargs)
+        place = self._next(func)
+        action = self.history.actions[place]
+        if action == VIEW:
+            return func(*args, **kwargs)
+        if action in (SAVE, DETACHED):
+            if place in self.record.saved:
+                return mapped(self._handed_out, self.record.saved[place])
+            self._note_versions(traits, args, kwargs)
+            return _compat.pick_arguments(func, traits.returned, args, kwargs)
+        call = self.calls[place]
         args = _compat.without_running_statistics(func, args)
-        if entry.random_state is None:
-            return func(*args, **kwargs)
-        with RandomState(entry.random_state, args, kwargs):
-            return func(*args, **kwargs)
+        if traits.is_literal:
+            out = call.args[0].tensor()  # of the numbers that it was made of
+        else:
+            if not self._reads_the_same(
+                call, args, kwargs, may_copy=not traits.written
+            ):
+                raise self._error(f"runs {func} on other values", "did not in forward")
+            out = self._run(call, traits, args, kwargs)
+        for result, tensor in zip(call.results, tensors_in((out,)), strict=True):
+            self._note_result(result, tensor)
+        if (part := self._stale_part(call, args, kwargs)) is not None:
+            targets = tensors_in((out, traits.targets(args, kwargs)))
+            self.stale.update((key_of(tensor), part) for tensor in targets)
+        return out
 
-    def _next(self, func: Any) -> _Entry:
-        entries = self.run.entries
-        if self.place >= len(entries) or entries[self.place].func is not func:
-            raise RuntimeError(
-                f"AC unit `{self.run.policy.fqn}` runs {func} when it is rerun in"
-                " backward, but did not in forward at that place: it depends on state"
-                " that changed in between. Exclude it from the plan with `exclude`."
-            )
+    def _stale_part(self, call: Call, args: Any, kwargs: Any) -> Part | None:
+        """What makes the results of an op other ones than in forward."""
+        if self.changed:
+            for part in leaves([call.args, call.kwargs], Part):
+                if id(part) in self.changed:
+                    return part  # type: ignore[no-any-return]
+        if self.stale:
+            for tensor in tensors_in((args, kwargs)):
+                if key_of(tensor) in self.stale:
+                    return self.stale[key_of(tensor)]
+        return None
+
+    def check_packed(self, tensor: torch.Tensor) -> None:
+        """Refuse that autograd saves another tensor than in forward."""
+        expected = self.history.packed[self.num_packed : self.num_packed + 1]
+        self.num_packed += 1
+        if not expected or expected[0][:2] != (tensor.shape, tensor.dtype):
+            raise self._error("lets autograd save another tensor", "did not in forward")
+        self.refuse_stale(tensor, expected[0][2])
+
+    def refuse_stale(self, tensor: torch.Tensor, version: int | None = None) -> None:
+        """Refuse a tensor that depends on what is not there any more.
+
+        Args:
+            tensor: What the unit hands out.
+            version: How often it had been changed in forward, if it is known.
+        """
+        if not _compat_dispatch.is_plain(type(tensor)):
+            return
+        key, fqn = key_of(tensor), self.record.policy.fqn
+        if (part := self.stale.get(key)) is not None:
+            raise changed(tensor, part.version, fqn)
+        if version is not None and key not in self.own:
+            noted = self.versions.get(key)
+            if version != (version_of(tensor) if noted is None else noted[1]):
+                raise changed(tensor, version, fqn)
+
+    def _run(self, call: Call, traits: Traits, args: Any, kwargs: Any) -> Any:
+        """Run an op, on copies of what the forward pass has changed."""
+        func = call.func
+        own_args, own_kwargs = args, kwargs
+        if self.copies:
+            if traits.written:
+                self._note_versions(traits, args, kwargs)
+            args, kwargs = mapped(self._copied, args), mapped(self._copied, kwargs)
+        if call.state is None:
+            out = func(*args, **kwargs)
+        else:
+            with RandomState(call.state, args, kwargs):
+                out = func(*args, **kwargs)
+        if self.copies and traits.returned:
+            return _compat.pick_arguments(func, traits.returned, own_args, own_kwargs)
+        return out
+
+    def _next(self, func: Any) -> int:
+        funcs, place = self.history.funcs, self.place
+        if place >= len(funcs) or funcs[place] is not func:
+            raise self._error(f"runs {func}", "did not in forward at that place")
         self.place += 1
-        return entries[self.place - 1]
+        return place
 
-    def _action(self, entry: _Entry) -> str:
-        raise NotImplementedError
+    def _is_another_cast(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether autocast had a tensor at hand in forward that it casts again now."""
+        if func is not _CAST:
+            return False
+        funcs, place = self.history.funcs, self.place
+        if place >= len(funcs) or funcs[place] is not func:
+            return True
+        if (call := self.calls.get(place)) is not None:
+            return not self._reads_the_same(call, args, kwargs)
+        kept = self.record.saved.get(place)
+        if not isinstance(kept, Result) or kept.tensor is None:
+            return False
+        return bool(kept.tensor.shape != args[0].shape)
 
-    def _saved(self, entry: _Entry) -> Any:
-        raise NotImplementedError
+    def _error(self, does: str, but: str) -> RuntimeError:
+        return RuntimeError(
+            f"AC unit `{self.record.policy.fqn}` {does} when it is rerun in"
+            f" backward, but {but}: it depends on state that changed in between."
+            " Exclude it from the plan with `exclude`."
+        )
 
+    def _whole(self, part: Part) -> torch.Tensor:
+        """A tensor that does not come from the unit, or one in the same storage."""
+        source = part.source
+        if isinstance(source, int):
+            return self.given[source]
+        assert isinstance(source, torch.Tensor)
+        return source
 
-class RerunMode(_ReplayMode):
-    """Makes again what backward reads; each result that was saved is handed out."""
+    def _handed_out(self, result: Any) -> Any:
+        """What the forward pass kept, in place of what an op would make."""
+        if not isinstance(result, Result):
+            return result
+        kept = result.tensor
+        assert kept is not None
+        tensor = kept.detach() if result.copied is None else copy_of(kept)
+        self._note_result(result, tensor)
+        return tensor
 
-    def _action(self, entry: _Entry) -> str:
-        if entry.used:
-            raise RuntimeError(
-                f"AC unit `{self.run.policy.fqn}` goes backward a second time; what it"
-                " saved is gone after the first. Use one backward per forward."
+    def _note_result(self, result: Result | None, tensor: torch.Tensor) -> None:
+        """Remember where a result lies this time."""
+        if result is not None:
+            key = key_of(tensor)
+            self.results[id(result)] = (key, layout_of(tensor))
+            self.own.add(key)
+            self.stale.pop(key, None)
+
+    def _reads_the_same(
+        self, call: Call, args: Any, kwargs: Any, *, may_copy: bool = True
+    ) -> bool:
+        """Whether an op reads the tensors and values that it read in forward."""
+        now = [*args, *map(kwargs.get, call.kwargs)]
+        before = [*call.args, *call.kwargs.values()]
+        return self._are_same(before, now, may_copy=may_copy)
+
+    def _are_same(self, before: Any, now: Any, *, may_copy: bool) -> bool:
+        if isinstance(before, Part):
+            return self._is_same_tensor(before, now, may_copy)
+        if isinstance(before, list):
+            is_list = isinstance(now, (list, tuple)) and len(now) == len(before)
+            return is_list and all(
+                self._are_same(*pair, may_copy=may_copy)
+                for pair in zip(before, now, strict=True)
             )
-        entry.used = True
-        return entry.action
+        is_nan = before != before and now != now
+        return before is now or bool(before == now) or bool(is_nan)
 
-    def _saved(self, entry: _Entry) -> Any:
-        outputs, entry.outputs = entry.outputs, None
-        return outputs
+    def _is_same_tensor(self, part: Part, tensor: Any, may_copy: bool) -> bool:
+        """Whether an op reads what it read, or a copy of that."""
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        if not _compat_dispatch.is_plain(type(tensor)):
+            return True
+        if isinstance(part.source, Result):
+            key, layout = self.results.get(id(part.source), (0, ()))
+        else:
+            whole = self._whole(part)
+            key, layout = key_of(whole), layout_of(whole)
+        layout = layout if part.layout is None else part.layout
+        is_there = key == key_of(tensor)
+        if is_there and layout_of(tensor)[: len(layout)] == layout:
+            return True
+        if is_there or not may_copy or isinstance(part.source, Result):
+            return False
+        whole = self._whole(part)
+        before = whole if part.layout is None else alias_of(whole, part.layout)
+        return equal_bytes(before, tensor)
 
+    def _copied(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not _compat_dispatch.is_plain(type(value)):
+            return value
+        copy = self.copies.get(key_of(value))
+        return value if copy is None else alias_of(copy, layout_of(value))
 
-class OnwardMode(_ReplayMode):
-    """Makes a block's output again before its rerun, which needs the rest later."""
-
-    def _action(self, entry: _Entry) -> str:
-        place = self.place - 1
-        is_planned = not self.run.departed and place < len(self.run.policy.onward)
-        return self.run.policy.onward[place] if is_planned else entry.action
-
-    def _saved(self, entry: _Entry) -> Any:
-        return mapped(_detached, entry.outputs)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    def _note_versions(self, traits: Traits, args: Any, kwargs: Any) -> None:
+        """Remember how often tensors were changed that are only said to change now."""
+        for tensor in tensors_in(traits.targets(args, kwargs)):
+            if not tensor.is_inference():
+                entry = (_compat_dispatch.detached(tensor), version_of(tensor))
+                self.versions.setdefault(key_of(tensor), entry)

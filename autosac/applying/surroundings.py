@@ -7,11 +7,26 @@ them as the first one did, and leaves them as they are by then.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import torch
 
-from autosac.tracing.attributes import Attributes
+from autosac.tracing.attributes import Snapshots
+
+
+class _Thread(threading.local):
+    """What a thread does.
+
+    Attributes:
+        is_inside: It runs a unit: what is called in there is a part of that.
+    """
+
+    is_inside = False
+
+
+thread = _Thread()
 
 
 class Surroundings:
@@ -31,11 +46,9 @@ class Surroundings:
         preserve_rng: bool,
     ) -> None:
         self.devices = [d for d in devices if d.type not in ("cpu", "meta")]
-        self.autocast = [
-            _autocast(kind) for kind in {"cpu", *(d.type for d in self.devices)}
-        ]
+        self.present = Present()
         self.modules = list(modules)
-        self.attributes = [Attributes(module) for module in self.modules]
+        self.attributes = [Snapshots(module).take() for module in self.modules]
         buffers = (buffer for module in self.modules for buffer in module.buffers())
         # Copies: a kernel may change a buffer without raising its version, as that of
         # batch norm does.
@@ -72,24 +85,22 @@ class Surroundings:
         Raises:
             RuntimeError: It drew other random numbers than before.
         """
-        present = [attributes.resume() for attributes in self.attributes]
+        attributes = [earlier.resume() for earlier in self.attributes]
         random = self._random() if self.random is not None else []
         torch.clear_autocast_cache()
         try:
             self._replace_buffers()
             if self.random is not None:
                 self._set_random(self.random)
-            with contextlib.ExitStack() as stack:
-                for autocast in self.autocast:
-                    stack.enter_context(torch.autocast(*autocast[:3], autocast[3]))
+            with self.present.again():
                 yield
             self._check_random()
         finally:
             if self.random is not None:
                 self._set_random(random)
             torch.clear_autocast_cache()
-            for one in present:
-                one.restore()
+            for present in attributes:
+                present.restore()
 
     def _replace_buffers(self) -> None:
         """Put copies in place; restoring attributes puts the buffers back."""
@@ -125,3 +136,31 @@ def _autocast(device_type: str) -> _Autocast:
         torch.is_autocast_enabled(device_type),
         torch.is_autocast_cache_enabled(),
     )
+
+
+@cache
+def _device_types() -> tuple[str, ...]:
+    """Types of devices that autocast may be on for."""
+    present = torch.accelerator.current_accelerator()
+    return ("cpu", "cuda" if present is None else present.type)
+
+
+class Present:
+    """Autocast and the default device as they are now."""
+
+    __slots__ = ("autocast", "device")
+
+    def __init__(self) -> None:
+        self.autocast = [_autocast(kind) for kind in _device_types()]
+        self.device = torch.get_default_device()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Have them as they were."""
+        with contextlib.ExitStack() as stack:
+            for autocast in self.autocast:
+                if autocast != _autocast(autocast[0]):
+                    stack.enter_context(torch.autocast(*autocast))
+            if self.device != torch.get_default_device():
+                stack.enter_context(self.device)
+            yield

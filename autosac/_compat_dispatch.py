@@ -1,0 +1,125 @@
+"""Private PyTorch APIs that AC units need below autograd (torch 2.10 to 2.15)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autosac import _compat
+
+
+class Traits:
+    """What an operator does, looked up by its address, as ops are slow to hash.
+
+    Attributes:
+        func: The operator.
+        name: Such as ``aten.mul.Tensor``.
+        is_view: All its results alias its arguments without writing.
+        is_random: It draws from a random generator.
+        statistics: Positions of running statistics, which it may update as well.
+        written: Positions and names of the arguments that it mutates, by its schema.
+        returned: Positions of the mutated arguments that it returns.
+        only_makes: It returns new tensors only.
+        is_literal: It takes a tensor that Python made of numbers.
+    """
+
+    __slots__ = (
+        *("func", "is_literal", "is_random", "is_view", "name", "only_makes"),
+        *("returned", "statistics", "written"),
+    )
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # kept, so that no address is used twice
+        self.name = _compat.op_name(func)
+        self.is_view = _compat.is_view(func)
+        self.is_random = _compat.is_random(func)
+        self.statistics = _compat.hidden_writes(func)
+        schema = getattr(func, "_schema", None)
+        self.written = tuple(
+            (i, argument.name)
+            for i, argument in enumerate(() if schema is None else schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        self.returned = _compat.returned_arguments(func)
+        self.only_makes = _compat.makes_all_results(func)
+        self.is_literal = func is torch.ops.aten.lift_fresh.default
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments of a call that it mutates."""
+        return [
+            args[i] if i < len(args) else kwargs.get(name) for i, name in self.written
+        ]
+
+
+_traits: dict[int, Traits] = {}
+
+
+def traits(func: Any) -> Traits:
+    """What an operator does."""
+    known = _traits.get(id(func))
+    if known is None:
+        known = _traits[id(func)] = Traits(func)
+    return known
+
+
+def _keys_above_kernels() -> Any:
+    names = ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradNestedTensor)
+    for name in dir(torch._C.DispatchKey):
+        if name in names or name.startswith("Autocast"):
+            keys = keys.add(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+_ABOVE_KERNELS = _keys_above_kernels()
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Run ops as a dispatch mode runs them: no graph, no versions, no autocast."""
+    return torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()`, which counts changes together with it below autograd too."""
+    with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False):
+        return tensor.detach()
+
+
+def is_sole(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor lies in a tensor's storage."""
+    # Counted are this tensor and Python's object for the storage.
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count == 2
+
+
+def keeps_graph() -> bool:
+    """Whether the present backward pass, or a look at the graph, leaves it usable."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Take back that a tensor was changed."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+plain_types: set[Any] = {torch.Tensor, torch.nn.Parameter, FakeTensor}  # known so far
+
+
+def is_plain(kind: type) -> bool:
+    """Whether tensors of a type do nothing of their own when an op is dispatched."""
+    if kind in plain_types:
+        return True
+    own = getattr(kind, "__torch_dispatch__", None)
+    if own is not torch._C._disabled_torch_dispatch_impl:
+        return False
+    plain_types.add(kind)
+    return True
+
+
+def num_modes() -> int:
+    """How many dispatch modes are active."""
+    return int(torch._C._len_torch_dispatch_stack())

@@ -1,0 +1,184 @@
+"""AC units at work: what autograd gets in place of the tensors that a unit saves.
+
+Non-reentrant checkpointing, as `torch.utils.checkpoint` does it (torch 2.15):
+    - in forward autograd keeps a `Holder` for each tensor that it would save;
+    - at the first of them that backward reads, the unit runs again up to its last saved
+      tensor, and all holders that are alive get theirs;
+    - each gives it away when it is read; the next backward makes all of them again.
+It differs in how the unit runs again: op by op from its record, if it did what its plan
+expects (`applying/records.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autosac import _compat_dispatch
+from autosac.applying.handing import Handed, Source, leaves
+from autosac.applying.parts import Part
+from autosac.applying.programs import KnownMode
+from autosac.applying.recording import RecordingMode
+from autosac.applying.records import BACKWARD, Record
+from autosac.applying.surroundings import thread
+
+
+class Holder(Part):
+    """Stands in for a tensor that autograd saved in a unit.
+
+    Attributes:
+        frame: The call of the unit.
+        tensor: The tensor, while backward has not read it.
+    """
+
+    __slots__ = ("__weakref__", "frame", "tensor")
+
+    frame: Frame
+    tensor: torch.Tensor | None
+
+
+class Frame:
+    """One call of a unit.
+
+    Args:
+        source: Knows its arguments.
+        mode: Records its forward pass.
+    """
+
+    def __init__(self, source: Source, mode: RecordingMode | KnownMode) -> None:
+        self.source = source
+        self.mode = mode
+        self.record: Record = mode.record
+        self.holders: list[weakref.ref[Holder]] = []
+        self.is_over = False
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run forward."""
+        mode, record = self.mode, self.record
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                mode.begin()
+                thread.is_inside = True
+                try:
+                    output = forward(*args, **kwargs)
+                finally:
+                    thread.is_inside = False
+                    mode.end()
+            mode.finish(output)
+            if record.is_exact:
+                record.drop_calls()
+                record.code = None
+            elif record.code is not None:
+                record.code.keep()
+        finally:
+            record.close()
+        self.is_over = True
+        return output
+
+    def _pack(self, tensor: torch.Tensor) -> Holder:
+        holder = Holder()
+        holder.frame, holder.source, holder.tensor = self, None, None
+        record = self.record
+        if record.is_exact:  # else what would be kept is made again
+            record.locate(holder, tensor, BACKWARD, BACKWARD)
+        record.stop = len(record.calls)
+        self.holders.append(weakref.ref(holder))
+        self.mode.packed(tensor)
+        return holder
+
+    def run_again(self) -> None:
+        """Give all holders that are alive their tensors."""
+        template = self.source.again()
+        is_last = self.is_over and not _compat_dispatch.keeps_graph()
+        self.mode.paused = True
+        try:
+            if self.record.is_exact:
+                given = [handed.tensor for handed in leaves(template, Handed)]
+                self._repeat(given, is_last=is_last)
+            else:
+                self._run_code(template)
+        finally:
+            self.mode.paused = False
+            if is_last:
+                self._forget()
+
+    def _forget(self) -> None:
+        """Let go of everything but what the holders have: it will not run again."""
+        self.record.clear()
+        for ref in self.holders:
+            if (holder := ref()) is not None:
+                holder.source = None
+
+    def _repeat(self, given: Sequence[torch.Tensor], *, is_last: bool) -> None:
+        """Run again op by op."""
+        record, fqn = self.record, self.record.policy.fqn
+        try:
+            with torch.enable_grad(), _compat_dispatch.below_autograd():
+                record.run_again(given, BACKWARD, is_last=is_last)
+                for ref in self.holders:
+                    holder = ref()
+                    if holder is not None and holder.tensor is None:
+                        if holder.source is None:
+                            raise _gone(fqn)
+                        holder.tensor = holder.tensor_of(given, fqn)
+        finally:
+            record.lose()
+
+    def _run_code(self, template: Any) -> None:
+        """Run again as Python code."""
+        packed = _Packed(self.holders)
+        assert self.record.code is not None
+        try:
+            self.record.code.run(self.record, template, packed.pack)
+        except _Done:
+            return
+        if packed.number < len(self.holders):
+            raise RuntimeError(
+                f"AC unit `{self.record.policy.fqn}` saved {len(self.holders)} tensors"
+                f" in forward and {packed.number} when it was rerun in backward: it"
+                " depends on state that changed in between. Exclude it from the plan"
+                " with `exclude`."
+            )
+
+
+def _gone(fqn: str) -> RuntimeError:
+    return RuntimeError(
+        f"AC unit `{fqn}` goes backward a second time, or a function in it reads"
+        " `ctx.saved_tensors` twice; what it saved is gone after the first. Pass"
+        " `retain_graph=True` to the first backward, and read saved tensors once."
+    )
+
+
+def _unpack(holder: Holder) -> torch.Tensor:
+    if holder.tensor is None:
+        holder.frame.run_again()
+    tensor, holder.tensor = holder.tensor, None
+    assert tensor is not None
+    return tensor
+
+
+class _Done(Exception):
+    """Every tensor that autograd saved was made again."""
+
+
+class _Packed:
+    """Hands tensors that a rerun saves to the holders of its forward pass."""
+
+    def __init__(self, holders: Sequence[weakref.ref[Holder]]) -> None:
+        self.holders = holders
+        self.number = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd saves a tensor."""
+        # Without its graph: a result that its own function saves would never go.
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        holder = self.holders[self.number]()
+        if holder is not None and holder.tensor is None:
+            holder.tensor = tensor
+        self.number += 1
+        if self.number == len(self.holders):
+            raise _Done
+        return tensor  # for a backward pass inside the unit's forward

@@ -1,0 +1,333 @@
+"""Units that do something else than their plan expects."""
+
+import functools
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autosac.applying import applying
+from autosac.measuring.measuring import measure_peak
+from autosac.planning.planning import spell_out
+from autosac.tracing.stepping import normalize_inputs
+from tests.models import BATCH, CASES, WIDTH, Case, random_policy
+from tests.training import Branching, Stack, assert_equal, planned, rows, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def branching(branch, seed, num_rows=BATCH):
+    """A model planned for the usual branch that takes another one, and its twin."""
+    case = Case(Stack, lambda: torch.randn(num_rows, WIDTH))
+    made = Case(Stack, rows).profile()
+    chosen = {
+        unit: random_policy(unit, seed)
+        for unit in made.units.candidates
+        if unit.fqn in ("parts.0", "parts.1")
+    }
+    model, plain = case.model(), case.model()
+    applying.install(model, spell_out(made, chosen))
+    for twin in (model, plain):
+        twin.parts[0].branch = branch
+    return case, model, plain
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("branch", "num_rows"),
+    [("random", BATCH), ("longer", BATCH), ("wide", 2 * BATCH)],
+)
+def test_another_branch_warns_once_and_keeps_gradients_exact(branch, num_rows, seed):
+    case, model, plain = branching(branch, seed, num_rows)
+    expected = train(case, plain, steps=1)
+
+    with pytest.warns(UserWarning, match=r"`parts\.0` ran aten") as caught:
+        found = train(case, model, steps=1)
+
+    assert len(caught) == 1
+    assert_equal(expected, found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_shorter_branch_keeps_gradients_exact(seed):
+    case, model, plain = branching("shorter", seed)
+
+    assert_equal(train(case, plain, steps=1), train(case, model, steps=1))
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "noise", "gpt"])
+@pytest.mark.parametrize("seed", range(3))
+def test_another_batch_size_keeps_gradients_exact(name, seed):
+    case = CASES[name]
+    args, _ = normalize_inputs(case.inputs())
+    larger = Case(case.make_model, lambda: torch.cat([args[0], args[0]]), case.loss_fn)
+    model = planned(case, seed)
+
+    assert_equal(train(larger, larger.model()), train(larger, model))
+
+
+class Overwriting(nn.Module):
+    """In the other branch a result is changed in place after something read it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.overwrites = False
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        level = hidden.floor()  # reads `hidden`, backward does not need it
+        gate = torch.sigmoid(level + x)
+        if self.overwrites:
+            hidden.add_(1)
+        return gate * hidden
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_departure_that_overwrites_a_result_keeps_gradients_exact(seed):
+    case = Case(lambda: nn.Sequential(Overwriting(), nn.Tanh()), rows)
+    made = case.profile()
+    (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
+    policies = spell_out(made, {unit: random_policy(unit, seed)})
+    plain, model = case.model(), case.model()
+    applying.install(model, policies)
+    plain[0].overwrites = model[0].overwrites = True
+    expected = train(case, plain, steps=1)
+
+    with pytest.warns(UserWarning, match="ran aten"):
+        found = train(case, model, steps=1)
+
+    assert_equal(expected, found)
+
+
+class Reuses(nn.Module):
+    """Calls a module that is a unit elsewhere, on the other branch."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.linear, self.shared = nn.Linear(WIDTH, WIDTH), shared
+        self.departs = False
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x))
+        if self.departs:
+            x = self.shared(x)
+        return torch.exp(x).sin()
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.last = Reuses(self.shared)
+
+    def forward(self, x):
+        return self.last(self.shared(x))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_unit_called_inside_a_departed_one_is_a_part_of_it(seed):
+    case = Case(Shares, rows)
+    profile = case.profile()
+    chosen = {
+        unit: random_policy(unit, seed)
+        for unit in profile.units.candidates
+        if unit.fqn in ("shared", "last")
+    }
+    model, plain = case.model(), case.model()
+    applying.install(model, spell_out(profile, chosen))
+    assert applying.installed(model) == ("shared", "last")
+    plain.last.departs = model.last.departs = True
+    expected = train(case, plain, steps=1)
+
+    with pytest.warns(UserWarning, match="`last` ran aten"):
+        states = train(case, model, steps=1)
+
+    assert_equal(expected, states)
+
+
+class Updates(nn.Module):
+    """Reads a buffer that nobody keeps, changes it, and departs behind that."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.ones(()))
+        self.departs, self.reads = False, reads
+
+    def forward(self, x):
+        level = 1 + self.count
+        step = level.floor()
+        x = self.linear(x) + step
+        self.count.add_(1)
+        x = torch.tanh(x)
+        if self.departs:
+            x = x * level if self.reads else x.cos()
+        return torch.exp(x).sin()
+
+
+def updating(reads):
+    case = Case(lambda: nn.Sequential(Updates(reads), nn.Tanh()), rows)
+    profile = case.profile()
+    (unit,) = (unit for unit in profile.units.candidates if unit.fqn == "0")
+    (policy,) = spell_out(profile, {unit: random_policy(unit, 0, save_share=0.0)})
+    assert policy.names[:2] == ("aten.add.Tensor", "aten.floor.default")
+    policy = replace(policy, actions="-S" + policy.actions[2:])  # `level` is dropped
+    model, plain = case.model(), case.model()
+    applying.install(model, (policy,))
+    plain[0].departs = model[0].departs = True
+    return case, plain, model
+
+
+def test_what_changed_before_a_departure_may_be_read_where_backward_does_not_need_it():
+    case, plain, model = updating(reads=False)
+
+    with pytest.warns(UserWarning, match="ran aten"):
+        states = train(case, model)
+
+    assert_equal(train(case, plain), states)
+
+
+def test_what_changed_before_a_departure_is_refused_where_backward_needs_it():
+    case, _, model = updating(reads=True)
+
+    with (
+        pytest.warns(UserWarning, match="ran aten"),
+        pytest.raises(RuntimeError, match="changed in place"),
+    ):
+        train(case, model)
+
+
+@pytest.mark.parametrize("branch", ["usual", "longer"])
+@pytest.mark.parametrize("seed", range(4))
+def test_parameters_of_the_callers_are_those_of_the_rerun(branch, seed):
+    case, model, plain = branching(branch, seed)
+    gradients = []
+    for twin in (plain, model):
+        twin.parts[1].branch = branch
+        scaled = {k: 1.5 * v for k, v in twin.named_parameters()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = torch.func.functional_call(twin, scaled, case.inputs()).sum()
+        del scaled
+        loss.backward()
+        gradients.append([parameter.grad for parameter in twin.parameters()])
+
+    assert all(map(torch.equal, *gradients))
+
+
+def test_departed_units_take_no_more_memory_than_checkpointed_ones():
+    case = Case(Wide, lambda: torch.randn(64, WIDTH))
+    peaks = []
+    for model in (case.model(), planned(case, save_share=0.0)):
+        is_plain = not applying.installed(model)
+        for part in model.parts:
+            part.branch = "longer"
+            if is_plain:
+                part.forward = functools.partial(
+                    checkpoint, part.forward, use_reentrant=False
+                )
+        inputs = case.inputs()
+
+        def step(model=model, inputs=inputs):
+            model(inputs).sum().backward()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(3):  # what an earlier step left behind would count
+                _, peak = measure_peak(step, device="cpu", persistent_bytes=0)
+        peaks.append(peak)
+
+    expected, peak = peaks
+    assert peak <= 1.05 * expected
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Branching() for _ in range(8))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_other_code_in_the_rerun_of_a_departed_unit_is_refused(seed, monkeypatch):
+    case, model, _ = branching("longer", seed)
+    with pytest.warns(UserWarning, match="ran aten"):
+        loss = model(case.inputs()).sum()
+    monkeypatch.setattr(torch, "tanh", torch.sin)
+
+    with pytest.raises(RuntimeError, match="Exclude it from the plan"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("branch", ["usual", "longer"])
+@pytest.mark.parametrize("seed", range(4))
+def test_parameters_that_change_before_backward_are_refused(branch, seed):
+    case, model, plain = branching(branch, seed)
+    for twin in (plain, model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = twin(case.inputs().requires_grad_()).sum()
+        with torch.no_grad():
+            twin.parts[0].linear.weight.mul_(2)
+
+        with pytest.raises(RuntimeError, match=r"in[- ]?place"):
+            loss.backward()
+
+
+class Draws(nn.Module):
+    """Multiplies by a number that no module knows, on the other branch."""
+
+    level = 2.0
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how = how
+        self.departs = False
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x))
+        if self.departs and self.how == "literal":
+            x = x * torch.tensor(Draws.level)
+        elif self.departs:
+            x = x * Draws.level
+        return torch.exp(x).sin()
+
+
+def departed(how):
+    case = Case(lambda: nn.Sequential(Draws(how), nn.Tanh()), rows)
+    model, plain = planned(case, save_share=0.0), case.model()
+    model[0].departs = plain[0].departs = True
+    expected = plain(case.inputs()).sum()
+    with pytest.warns(UserWarning, match="ran aten"):
+        loss = model(case.inputs()).sum()
+    return plain, expected, model, loss
+
+
+def test_a_tensor_made_of_numbers_is_the_same_when_a_departed_unit_is_rerun(
+    monkeypatch,
+):
+    plain, expected, model, loss = departed("literal")
+    monkeypatch.setattr(Draws, "level", 3.0)
+
+    expected.backward()
+    loss.backward()
+
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_another_number_in_the_rerun_of_a_departed_unit_is_refused(monkeypatch):
+    *_, loss = departed("number")
+    monkeypatch.setattr(Draws, "level", 3.0)
+
+    with pytest.raises(RuntimeError, match="Exclude it from the plan"):
+        loss.backward()

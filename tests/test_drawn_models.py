@@ -1,0 +1,99 @@
+"""Models drawn at random train as they do without a plan, bit for bit."""
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import autosac
+from autosac.applying import applying
+from autosac.measuring.measuring import capture_state, differences
+from autosac.planning.planning import spell_out
+from tests.drawn_models import LENGTH, ROWS, WIDTH, Drawn, models
+from tests.models import random_choice
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+sizes = st.lists(
+    st.tuples(st.sampled_from([ROWS, ROWS + 2]), st.booleans()), min_size=2, max_size=4
+)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a model is trained.
+
+    Attributes:
+        sizes: Of each step: rows, and whether it takes another branch.
+        autocast: Whether it computes in half precision.
+        twice: Whether each loss goes backward twice.
+        touches: Whether attributes change between forward and backward.
+    """
+
+    sizes: list[tuple[int, bool]]
+    autocast: bool
+    twice: bool
+    touches: bool
+
+
+def make(specs):
+    torch.manual_seed(0)
+    return Drawn(specs).train()
+
+
+def forward(model, habits, *args):
+    with torch.autocast("cpu", torch.bfloat16, enabled=habits.autocast):
+        return model(*args).square().mean()
+
+
+def train(model, habits):
+    """The state after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    states = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for num_rows, is_other in habits.sizes:
+            optimizer.zero_grad()
+            loss = forward(
+                model, habits, torch.randn(num_rows, LENGTH, WIDTH), is_other
+            )
+            if habits.touches:
+                model.touch()
+            if habits.twice:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            states.append(capture_state(model, optimizer, loss))
+    return states
+
+
+def planned(specs, habits, seed):
+    inputs = torch.randn(ROWS, LENGTH, WIDTH)
+    autocast = torch.bfloat16 if habits.autocast else None
+    traced = autosac.profile(make(specs), inputs, autocast=autocast)
+    share = {0: 0.0, 1: 1.0}.get(seed)
+    model = make(specs)
+    chosen = random_choice(traced, seed, save_share=share)
+    applying.install(model, spell_out(traced, chosen))
+    return model
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    specs=models,
+    habits=st.builds(Habits, sizes, st.booleans(), st.booleans(), st.booleans()),
+    seed=st.integers(0, 5),
+)
+def test_gradients_buffers_and_random_numbers_are_those_without_a_plan(
+    specs, habits, seed
+):
+    expected = train(make(specs), habits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # units that depart say so
+        states = train(planned(specs, habits, seed), habits)
+
+    for before, after in zip(expected, states, strict=True):
+        assert differences(before, after) == ()

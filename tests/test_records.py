@@ -1,0 +1,92 @@
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autosac.applying import applying
+from autosac.candidates.policies import RERUN, SAVE, Policy
+from autosac.planning.planning import spell_out
+from tests.models import WIDTH, Case
+from tests.training import rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Shifted(nn.Module):
+    """Only the rerun reads what `linear` makes: backward of a sum reads nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.holds = False
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        shifted = hidden + 1
+        if not self.holds:
+            del hidden
+        return torch.sigmoid(torch.exp(shifted))
+
+
+class Lifetimes(TorchDispatchMode):
+    """Whether what `addmm` made is alive whenever `exp` runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.storage = lambda: None
+        self.alive = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.exp.default:
+            self.alive.append(self.storage() is not None)
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.addmm.default:
+            self.storage = weakref.ref(out.untyped_storage())
+        return out
+
+
+def _planned(holds):
+    """`linear` is saved, what follows is made again."""
+
+    def make_model():
+        model = nn.Sequential(Shifted())
+        model[0].holds = holds
+        return model
+
+    case = Case(make_model, rows)
+    profile, model = case.profile(), case.model()
+    unit = profile.candidates[0]
+    (policy,) = spell_out(profile, {unit: Policy(RERUN * len(unit.groups))})
+    saved = {"aten.addmm.default": SAVE, "aten.add.Tensor": RERUN}
+    saved["aten.exp.default"] = RERUN
+    actions = "".join(map(saved.get, policy.names, policy.actions))
+    applying.install(model, (replace(policy, actions=actions),))
+    return model
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_saved_result_goes_in_the_rerun_where_it_went_in_forward(holds):
+    model = _planned(holds)
+    for _ in range(3):  # the first step is recorded, later ones go by a program
+        with Lifetimes() as lifetimes:
+            model(rows()).sum().backward()
+
+        assert lifetimes.alive == [True, holds]  # forward, rerun
+
+
+def test_a_saved_result_stays_while_the_graph_is_retained():
+    model, inputs = _planned(holds=False), rows()
+    for _ in range(3):
+        gradients = []
+        with Lifetimes() as lifetimes:
+            loss = model(inputs).sum()
+            for retain in (True, True, False):
+                model.zero_grad()
+                loss.backward(retain_graph=retain)
+                gradients.append(model[0].linear.weight.grad)
+
+        assert lifetimes.alive == [True, True, True, False]  # one forward
+        assert all(torch.equal(gradients[0], gradient) for gradient in gradients)

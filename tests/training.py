@@ -1,0 +1,79 @@
+"""Planned models in training, and what is left of it."""
+
+import torch
+from torch import nn
+
+from autosac.applying import applying
+from autosac.measuring.measuring import capture_state, differences
+from autosac.planning.planning import spell_out
+from autosac.tracing.stepping import normalize_inputs, training_step
+from tests.models import BATCH, WIDTH, random_choice
+
+
+def random_policies(case, seed=0, **options):
+    made = case.profile()
+    return spell_out(made, random_choice(made, seed, **options))
+
+
+def planned(case, seed=0, **options):
+    model = case.model()
+    applying.install(model, random_policies(case, seed, **options))
+    assert applying.installed(model)
+    return model
+
+
+def train(case, model, steps=2):
+    """The states after each step, random generators and gradients included."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    args, kwargs = normalize_inputs(case.inputs())
+    states = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        for _ in range(steps):
+            model.zero_grad()
+            loss = training_step(
+                model, args, kwargs, loss_fn=case.loss_fn, optimizer=optimizer
+            )
+            states.append(capture_state(model, optimizer, loss))
+    return states
+
+
+def assert_equal(expected, actual):
+    for before, after in zip(expected, actual, strict=True):
+        assert differences(before, after) == ()
+
+
+class Branching(nn.Module):
+    """Takes another branch when ``branch`` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.branch = "usual"
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        gate = torch.sigmoid(hidden)
+        hidden = torch.tanh(hidden)
+        if self.branch == "random":
+            gate = nn.functional.dropout(gate, 0.5)
+        elif self.branch == "longer":
+            gate = torch.sin(gate) * torch.cos(hidden)
+        elif self.branch == "wide" and x.shape[0] > BATCH:
+            gate = gate.reshape(-1).exp().view_as(gate)
+        elif self.branch == "shorter":
+            return gate
+        return torch.exp(hidden * gate)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Branching(), Branching()])
+
+    def forward(self, x):
+        return self.parts[1](self.parts[0](x)).square()
+
+
+def rows():
+    return torch.randn(BATCH, WIDTH)
