@@ -8,6 +8,7 @@ from autosac.applying.preceding import (
 )
 from autosac.costs.devices import DeviceSpec
 from autosac.errors import (
+    ArgumentError,
     AutosacError,
     InfeasibleBudgetError,
     PlanMismatchError,
@@ -36,6 +37,7 @@ from autosac.sweeps.results import GridRow, GridSweep
 from autosac.tracing.stepping import OptimizerInBackward
 
 __all__ = [
+    "ArgumentError",
     "AutosacError",
     "BatchSize",
     "Checkpointed",

@@ -9,6 +9,13 @@ class AutosacError(Exception):
     """Base of every error that is autosac's own."""
 
 
+class ArgumentError(AutosacError, ValueError, TypeError):
+    """What was passed cannot be meant; says what can.
+
+    Whether a value or a type is wrong is a fine point: it is caught as either.
+    """
+
+
 class InfeasibleBudgetError(AutosacError):
     """No plan fits the budget.
 

@@ -6,6 +6,8 @@ import re
 from fractions import Fraction
 from numbers import Integral
 
+from autosac.errors import ArgumentError
+
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt]?)(i?)b|(%))\s*", re.I)
 
@@ -24,7 +26,7 @@ def parse_bytes(
         name: The argument's name, for the error message.
 
     Raises:
-        ValueError: ``value`` is no such amount, or is less than one byte.
+        ArgumentError: ``value`` is no such amount, or is less than one byte.
     """
     if isinstance(value, str):
         num_bytes = _parse_text(value, total_bytes, name)
@@ -46,17 +48,17 @@ def _parse_text(text: str, total_bytes: int | None, name: str) -> int:
         base = 1024 if match[3] else 1000
         return int(amount * base ** _POWERS[match[2].lower()])
     if amount > 100:
-        raise ValueError(f"`{name}`={text!r} must be at most '100%'.")
+        raise ArgumentError(f"`{name}`={text!r} must be at most '100%'.")
     if total_bytes is None:
-        raise ValueError(
+        raise ArgumentError(
             f"`{name}`={text!r} needs a device whose memory is known;"
             " give bytes or name the device."
         )
     return int(amount * total_bytes / 100)
 
 
-def _unreadable(value: object, name: str) -> ValueError:
-    return ValueError(
+def _unreadable(value: object, name: str) -> ArgumentError:
+    return ArgumentError(
         f"`{name}`={value!r} must be a positive int of bytes or text such as"
         " '24GiB', '24GB', '512MiB' or '80%'."
     )

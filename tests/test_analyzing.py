@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autosac
 from autosac.cli.demo import GPT
+from autosac.errors import TraceError
 from autosac.graphs.analyzing import ModuleInfo
 from autosac.measuring.measuring import recorded_events
 from autosac.pytrees import tensors_in
@@ -416,7 +417,7 @@ def test_nothing_of_the_module_changes(one_thread):
 
 
 def test_a_module_without_a_backward_pass_is_refused():
-    with pytest.raises(TypeError, match="no tensor that requires a gradient"):
+    with pytest.raises(TraceError, match="no tensor that requires a gradient"):
         autosac.graph_info(nn.ReLU(), torch.randn(4))
 
 

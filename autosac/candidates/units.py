@@ -126,7 +126,11 @@ def find_units(
         if fqn in excluded:
             refused[fqn] = "it was excluded"
         elif call.module in in_backward:
-            refused[fqn] = "it runs in backward as well: it has its own checkpointing"
+            refused[fqn] = (
+                "it runs in backward as well: it has its own checkpointing (switch that"
+                " off, in Transformers by `model.gradient_checkpointing_disable()`, and"
+                " the plan decides)"
+            )
         elif fqn and call.phase == "forward":
             unit = make_unit(index, call, place, op_ms)
             if isinstance(unit, Unit):

@@ -51,8 +51,8 @@ _GRID = (
 )
 
 app = typer.Typer(
-    help="Fit a PyTorch training step into a memory budget. Planning runs nothing of"
-    " the model and needs no GPU.\n\n"
+    help="Fit a PyTorch training step into a memory budget. Planning"
+    " needs no GPU.\n\n"
     "Try it:  autosac demo\n\n"
     "A plan:  autosac plan mine.models:gpt --set layers=12 --budget 6GiB -o plan.json",
     epilog=_EPILOG,

@@ -18,6 +18,7 @@ import torch
 from autosac.costs.devices import device_spec
 from autosac.planning.planning import calibrated_if_present
 from autosac.planning.profiling import Profile, profile
+from autosac.tracing.arguments import optimizer_class, read_dtype
 
 _KEYS = ("model", "inputs", "loss_fn", "optimizer")
 _HF = "hf:"
@@ -47,7 +48,7 @@ class Target:
             torch.manual_seed(0)
             made = self.make()
         if self.optimizer:
-            made = {**made, "optimizer": _optimizer(self.optimizer)}
+            made = {**made, "optimizer": optimizer_class(self.optimizer)}
         return made
 
     def profile(self) -> Profile:
@@ -91,7 +92,8 @@ def target(
     """
     arguments = dict(map(_setting, settings))
     if optimizer:
-        _optimizer(optimizer)  # complain before anything is built
+        with usage():
+            optimizer_class(optimizer)  # complain before anything is built
     path = hf_path(name)
     if path is not None:
 
@@ -135,10 +137,8 @@ def asked(
     if device:
         options["device"] = device
     if autocast:
-        dtype = getattr(torch, autocast, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UsageError(f"--autocast {autocast!r} is no type, such as bfloat16.")
-        options["autocast"] = dtype
+        with usage():
+            options["autocast"] = read_dtype(autocast)
     found = target(
         model,
         settings=settings or (),
@@ -238,19 +238,6 @@ def _described(made: Any) -> str:
     if isinstance(made, Mapping):
         return f"a dict with {sorted(map(str, made))}"
     return type(made).__name__
-
-
-def _optimizer(name: str) -> Callable[..., Any]:
-    known = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-    }
-    if name.lower() not in known:
-        raise UsageError(
-            f"--optimizer {name!r} must be one of {', '.join(sorted(known))}."
-        )
-    return known[name.lower()]
 
 
 def _from_config(

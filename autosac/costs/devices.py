@@ -9,12 +9,15 @@ give bytes.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+
+from autosac.errors import ArgumentError
 
 _GB = 10**9
 _TFLOPS = 1e12
@@ -253,15 +256,23 @@ def device_spec(name: str) -> DeviceSpec:
     """Look up a known device; case does not matter.
 
     Raises:
-        ValueError: No device of that name is known.
+        ArgumentError: No device of that name is known; suggests one.
     """
     spec = KNOWN_DEVICES.get(name.lower())
     if spec is None:
-        raise ValueError(
-            f"`device`={name!r} is not a known device; name one of"
+        raise ArgumentError(
+            f"`device`={name!r} is not a known device{_likely(name)}; name one of"
             f" {', '.join(KNOWN_DEVICES)}, or pass a `DeviceSpec`."
         )
     return spec
+
+
+def _likely(name: str) -> str:
+    """What a name that is not known probably means."""
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    parts = (known for known in KNOWN_DEVICES if letters and letters in known)
+    close = [*parts, *difflib.get_close_matches(letters, KNOWN_DEVICES, n=1)]
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def device_of_product(product: str) -> DeviceSpec:

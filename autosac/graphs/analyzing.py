@@ -202,7 +202,6 @@ def graph_info(
 
     Raises:
         TraceError: The module cannot be traced, or has no backward pass.
-        TypeError: No output requires a gradient.
         ValueError: As in `autosac.profile`.
         NotImplementedError: As in `autosac.profile`.
     """

@@ -20,6 +20,7 @@ from autosac.errors import AutosacError, InfeasibleBudgetError
 from autosac.graphs import compiled_runs
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy
+from autosac.planning.mistakes import check_unplanned
 from autosac.quantities import format_bytes, parse_bytes
 
 CompilerBackend = Literal["aot_eager", "inductor"]
@@ -84,10 +85,11 @@ def compile(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: An argument is none of the above.
+        ValueError: An argument is none of the above, or the model has a plan already.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"`model` must be a module, got {type(model).__name__}.")
+    check_unplanned(model)
     for fqn, module in model.named_modules():
         if _compat_graphs.is_compiled(module):
             raise ValueError(

@@ -22,6 +22,7 @@ from autosac.measuring.measuring import (
     storage_bytes,
 )
 from autosac.quantities import format_bytes, format_ms
+from autosac.tracing.arguments import check_loss_fn, optimizer_for, read_dtype
 from autosac.tracing.stepping import (
     AnyOptimizer,
     LossFn,
@@ -29,7 +30,7 @@ from autosac.tracing.stepping import (
     training_step,
 )
 
-MakeOptimizer = Callable[[torch.nn.Module], AnyOptimizer | None]
+MakeOptimizer = Callable[[Any], AnyOptimizer | None]
 
 
 class AppliesToModel(Protocol):
@@ -106,13 +107,13 @@ def verify(
     make_model: Callable[[], torch.nn.Module],
     make_inputs: Callable[[], Any],
     *,
-    make_optimizer: MakeOptimizer | None = None,
+    make_optimizer: MakeOptimizer | str | None = None,
     loss_fn: LossFn | None = None,
     steps: int = 2,
     seed: int = 0,
     timing_rounds: int = 3,
     extra_bytes: int = 0,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | str | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     gradients_in_forward: bool = False,
@@ -126,7 +127,8 @@ def verify(
         plan: The plan to check.
         make_model: Builds the model on its device, in the mode it trains in.
         make_inputs: Makes the batch, in any form that `autosac.plan` takes.
-        make_optimizer: Builds the optimizer of a model; None means no optimizer.
+        make_optimizer: Builds the optimizer of a model; None means no optimizer. A
+            class of ``torch.optim``, or its name, builds it of the parameters.
         loss_fn: Maps the output to a scalar; None means `default_loss`.
         steps: Steps before the states are compared; the last one's peak counts.
             Optimizer state exists from the second on.
@@ -140,8 +142,10 @@ def verify(
         gradients_in_forward: As in `profile`.
 
     Raises:
+        ArgumentError: ``loss_fn``, ``make_optimizer`` or ``autocast`` cannot be meant.
         ValueError: ``steps`` or ``timing_rounds`` is less than one.
     """
+    check_loss_fn(loss_fn)
     recipe = Recipe(
         make_model=make_model,
         make_inputs=make_inputs,
@@ -151,7 +155,7 @@ def verify(
         seed=seed,
         timing_rounds=timing_rounds,
         extra_bytes=extra_bytes,
-        autocast=autocast,
+        autocast=read_dtype(autocast),
         accumulate=accumulate,
         clip_grad_norm=clip_grad_norm,
         gradients_in_forward=gradients_in_forward,
@@ -165,7 +169,7 @@ class Recipe:
 
     make_model: Callable[[], torch.nn.Module]
     make_inputs: Callable[[], Any]
-    make_optimizer: MakeOptimizer | None = None
+    make_optimizer: MakeOptimizer | str | None = None
     loss_fn: LossFn | None = None
     steps: int = 2
     seed: int = 0
@@ -225,9 +229,7 @@ class _Run:
         self.model = recipe.make_model()
         if plan is not None:
             plan.apply(self.model)
-        self.optimizer = (
-            recipe.make_optimizer(self.model) if recipe.make_optimizer else None
-        )
+        self.optimizer = optimizer_for(recipe.make_optimizer, self.model)
         torch.manual_seed(recipe.seed)
         self.args, self.kwargs = normalize_inputs(recipe.make_inputs())
         self.recipe = recipe

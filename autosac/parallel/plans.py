@@ -16,8 +16,10 @@ from autosac.candidates.policies import OpPolicy
 from autosac.parallel import fsdp_applying
 from autosac.parallel.sharding import FsdpUnit, Sharding
 from autosac.planning.fingerprints import Fingerprint
-from autosac.planning.plans import LARGE_GAP, check_model, check_unplanned
+from autosac.planning.mistakes import check_unplanned
+from autosac.planning.plans import LARGE_GAP, check_model
 from autosac.quantities import format_bytes, format_ms
+from autosac.tracing import arguments
 
 _FORMAT_VERSION = 1
 
@@ -156,8 +158,9 @@ class ParallelPlan:
                     f"`model` is sharded already (`{fqn}` is an FSDP unit); apply the"
                     " plan to a model without."
                 )
-        check_model(self.model, model)
+        arguments.check_kind(model)
         check_unplanned(model)
+        check_model(self.model, model)
         fsdp_applying.check_mesh(self.sharding, mesh)
         applying.install(model, self.op_policies)
         fsdp_applying.shard(model, self.sharding, mesh)

@@ -97,7 +97,9 @@ class Estimate:
         if device is None:
             return self.device.memory_bytes
         if isinstance(device, int) or (
-            isinstance(device, str) and device[:1].isdigit()
+            isinstance(device, str)
+            and device[:1].isdigit()
+            and not device.isdigit()  # "4090" is meant for a name
         ):
             return parse_bytes(device, name="device")
         spec = device if isinstance(device, DeviceSpec) else device_spec(device)
@@ -160,7 +162,7 @@ class Estimate:
 def estimate(
     model: torch.nn.Module | TracedStep, inputs: Any = None, **options: Any
 ) -> Estimate:
-    """Say what a training step takes without recomputation; nothing is run.
+    """Say what a training step takes without recomputation.
 
     Args:
         model: The model, or a `Profile` of it (then no other option is taken).

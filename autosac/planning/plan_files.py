@@ -72,7 +72,7 @@ def read(text: str) -> dict[str, Any]:
     """
     try:
         whole = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # or JSON of some thousand levels
         raise ValueError("is not a plan saved by autosac: it is no JSON") from error
     if not isinstance(whole, dict) or "format" not in whole:
         raise ValueError("is not a plan saved by autosac: it names no format")

@@ -10,7 +10,7 @@ import torch
 from autosac.applying import applying
 from autosac.candidates import curves
 from autosac.candidates.policies import OpPolicy, block_policies, op_policies
-from autosac.errors import InfeasibleBudgetError, SolverError
+from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
 from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
 from autosac.planning.incumbents import recompute_ms
 from autosac.planning.plans import Plan
@@ -108,13 +108,13 @@ def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
     """The profile that was passed, or a new one, calibrated where the model lies."""
     if isinstance(model, TracedStep):
         if inputs is not None or options:
-            raise TypeError(
+            raise ArgumentError(
                 "A profile knows its inputs and options already; pass only"
                 " `memory_budget`."
             )
         return model
     if inputs is None:
-        raise TypeError("`inputs` is missing: pass what the model is called with.")
+        raise ArgumentError("`inputs` is missing: pass what the model is called with.")
     return calibrated_if_present(profile(model, inputs, **options))
 
 

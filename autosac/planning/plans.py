@@ -15,8 +15,10 @@ from autosac.candidates.policies import OpPolicy
 from autosac.errors import PlanMismatchError
 from autosac.planning import plan_files
 from autosac.planning.fingerprints import Fingerprint, fingerprint, first_difference
+from autosac.planning.mistakes import check_unplanned, hints
 from autosac.planning.profiling import TracedStep
 from autosac.quantities import format_bytes, format_ms
+from autosac.tracing import arguments
 
 if TYPE_CHECKING:
     from autosac.showing.reporting import Report
@@ -96,10 +98,12 @@ class Plan:
         Raises:
             PlanMismatchError: The plan was made for another model; names the first
                 difference.
-            ValueError: A plan is applied already.
+            ArgumentError: A plan is applied already, or the model is compiled, scripted
+                or wrapped.
         """
-        check_model(self.model, model)
+        arguments.check_kind(model)
         check_unplanned(model)
+        check_model(self.model, model)
         applying.install(model, self.op_policies)
         return model
 
@@ -202,6 +206,8 @@ class Plan:
                 f"warning   up to {gap} of the recomputation may be avoidable; plan"
                 " with `time_limit_s`=60 to search longer, or with a little more memory"
             )
+        if self.traced is not None:
+            lines += [f"hint      {line}" for line in hints(self.traced.units.refused)]
         width = max(map(len, self.policy), default=0)
         notes = self.notes()
         lines += [
@@ -235,20 +241,6 @@ def check_model(expected: Fingerprint, model: torch.nn.Module) -> None:
     if difference is not None:
         raise PlanMismatchError(
             f"The plan was made for another model: {difference}. Plan again."
-        )
-
-
-def check_unplanned(model: torch.nn.Module) -> None:
-    """Refuse a model that has AC units already.
-
-    Raises:
-        ValueError: Names one.
-    """
-    units = applying.installed(model)
-    if units:
-        raise ValueError(
-            f"`model` has a plan already (`{units[0]}` is an AC unit); call"
-            " `plan.unapply(model)` first."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,15 +19,18 @@ from autosac.candidates.units import Unit, Units, find_units
 from autosac.costs import roofline
 from autosac.costs.devices import DeviceSpec, device_of_product, device_spec
 from autosac.costs.sources import Calibration, Source, calibration, modelled
-from autosac.errors import TraceError
+from autosac.errors import ArgumentError
 from autosac.planning.choosing import Chooser
 from autosac.planning.fingerprints import Fingerprint, fingerprint
 from autosac.planning.formulating import Formulation, formulate
 from autosac.planning.incumbents import Incumbents, most_rules
+from autosac.planning.mistakes import check_unplanned, warn_of_summed_outputs
 from autosac.planning.rules import Rules
 from autosac.simulation.simulating import Simulator
 from autosac.statistics.by_module import Statistics, module_statistics
+from autosac.tracing import arguments
 from autosac.tracing.collecting import no_collections
+from autosac.tracing.real_steps import check_real_step
 from autosac.tracing.step import Step
 from autosac.tracing.stepping import LossFn, normalize_inputs
 from autosac.tracing.tape import Tape
@@ -221,7 +223,7 @@ def profile(
     optimizer: Any = None,
     loss_fn: LossFn | None = None,
     device: str | DeviceSpec | None = None,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | str | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     gradients_in_forward: bool = False,
@@ -235,13 +237,16 @@ def profile(
             `torch.utils.data.DataLoader` of these: its first batch stands for all, and
             neither its order nor any random stream is disturbed.
         optimizer: A ``torch.optim`` instance, an `OptimizerInBackward`, a callable on
-            the parameters that returns one of these, or None.
-        loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
-            sum of all outputs that require gradients.
+            the parameters that returns one of these, such as a class; its name, such as
+            ``"adamw"``; or None.
+        loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or else
+            the sum of all outputs that require gradients, with a warning unless these
+            are single numbers.
         device: ``"cpu"``, ``"cuda"``, a known GPU such as ``"h100"``, or a
             `DeviceSpec`; None for the device of the model (the CPU if that is the meta
             device). A GPU need not be present: see `autosac.lens.mode`.
-        autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``.
+        autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``,
+            or its name.
         accumulate: Micro-steps (forward, loss, backward) per optimizer step.
         clip_grad_norm: Largest norm of all gradients together
             (``torch.nn.utils.clip_grad_norm_`` before the optimizer steps), or None.
@@ -250,34 +255,40 @@ def profile(
         exclude: FQNs of modules that must not be AC units.
 
     Raises:
-        TraceError: The step cannot be traced; names the module and the line.
-        TypeError: `inputs` are not what the model can be called with.
-        ValueError: `exclude` or `device` names something unknown, or `accumulate` is
+        TraceError: The step cannot be traced; names the module and the line. Or it has
+            no loss that backward can begin at.
+        ArgumentError: The model is planned, compiled, scripted or wrapped already; the
+            model cannot be called with `inputs`, or `loss_fn` with its output; the
+            optimizer trains other parameters; a name means nothing; or `accumulate` is
             less than 1.
         NotImplementedError: The model is on a GPU and the device is the CPU; or the
             device is a GPU that is not present, and its kernels cannot be known.
     """
+    arguments.check_kind(model)
+    check_unplanned(model)
     _check(model, accumulate, clip_grad_norm, exclude)
     args, kwargs = normalize_inputs(inputs)
-    _check_inputs(model, args, kwargs)
+    arguments.check_tensors(model, (args, kwargs))
+    arguments.check_inputs(model, args, kwargs)
+    arguments.check_loss_fn(loss_fn)
     spec, lens = _device(model, device)
     step = Step(
         model=model,
         args=args,
         kwargs=kwargs,
         loss_fn=loss_fn,
-        optimizer=optimizer,
+        optimizer=arguments.read_optimizer(optimizer, model),
         device_type=spec.type,
         granularity_bytes=spec.allocation_granularity_bytes,
-        autocast=autocast,
+        autocast=arguments.read_dtype(autocast),
         accumulate=accumulate,
         clip_grad_norm=clip_grad_norm,
         gradients_in_forward=gradients_in_forward,
         lens=lens,
     )
     tape = trace(step)
-    if not any(op.phase == "backward" for op in tape.ops):
-        raise TraceError("The step has no backward pass: nothing requires a gradient.")
+    if loss_fn is None:
+        warn_of_summed_outputs(model, tape)
     return Profile(
         step=step,
         tape=tape,
@@ -322,6 +333,10 @@ def calibrate(
 ) -> Profile:
     """Measure time and workspace of every distinct op on the present device.
 
+    Where model and inputs are there as well, forward and loss run once for real, on
+    copies of all that they may change: ops that refuse real data fail here, and one
+    that the trace does not have is warned of.
+
     Each is measured once on a device, PyTorch version and number of threads: the
     user's cache directory keeps the figures (``$AUTOSAC_CACHE_DIR``, or ``autosac``
     in ``$XDG_CACHE_HOME`` or ``~/.cache``).
@@ -337,11 +352,12 @@ def calibrate(
         their modelled ones. Its `calibration` says which.
 
     Raises:
+        TraceError: The real step fails; names op and module.
         ValueError: The profile is for a device that is not present.
     """
-    from autosac.costs.calibrating import (
-        calibrated,  # runs kernels: only when asked for
-    )
+    # These run kernels: only when asked for.
+    from autosac.costs.calibrating import calibrated
+    from autosac.costs.timing import available_bytes
 
     if profile.step.lens is not None and torch.cuda.is_available():
         raise ValueError(
@@ -353,10 +369,14 @@ def calibrate(
             f"The profile is for {profile.device.name}, and this machine has no GPU;"
             " calibrate where the device is."
         )
+    device = torch.device(profile.step.device_type)
+    free_bytes = available_bytes(device)
+    if free_bytes is None or profile.baseline_peak_bytes < free_bytes:
+        check_real_step(profile.step, profile.tape)
     found = calibrated(
         profile.tape,
         profile.op_ms,
-        device=torch.device(profile.step.device_type),
+        device=device,
         cache=cache,
         refresh=refresh,
         progress=progress,
@@ -377,48 +397,23 @@ def _check(
     clip_grad_norm: float | None,
     exclude: tuple[str, ...],
 ) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"`model` must be a torch.nn.Module, got {type(model).__name__}."
-        )
     if accumulate < 1:
-        raise ValueError(f"`accumulate` must be at least 1, got {accumulate}.")
+        raise ArgumentError(f"`accumulate` must be at least 1, got {accumulate}.")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ValueError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
+        raise ArgumentError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
     names = {name for name, _ in model.named_modules()}
     for fqn in exclude:
         if fqn not in names:
-            raise ValueError(
+            raise ArgumentError(
                 f"`exclude` names `{fqn}`, which is no module of the model; use names"
                 " from `model.named_modules()`."
             )
 
 
-def _check_inputs(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuse inputs that the model's ``forward`` cannot take."""
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # a forward of no Python function
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        given = [f"a {type(arg).__name__}" for arg in args]
-        given += [f"`{name}`" for name in kwargs]
-        raise TypeError(
-            f"`inputs` do not fit {type(model).__name__}.forward{signature}: {error}."
-            f" They are {', '.join(given) or 'empty'}. Pass only what the model is"
-            " called with, and targets through `loss_fn`, as in `loss_fn=lambda output:"
-            " criterion(output, targets)`."
-        ) from None
-
-
 def _present_gpu() -> DeviceSpec:
     """The GPU that is present, with the memory that it really has."""
     if not torch.cuda.is_available():
-        raise ValueError("`device`='cuda', but no GPU is present; name a device.")
+        raise ArgumentError("`device`='cuda', but no GPU is present; name a device.")
     spec = device_of_product(torch.cuda.get_device_name())
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     return replace(spec, memory_bytes=found.total_memory)
@@ -431,7 +426,7 @@ def _device(
     tensors = [*model.parameters(), *model.buffers()]
     types = {tensor.device.type for tensor in tensors} - {"meta"}
     if len(types) > 1:
-        raise ValueError(
+        raise ArgumentError(
             f"`model` lies on several devices ({', '.join(sorted(types))}); move it to"
             " one."
         )

@@ -12,10 +12,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autosac import _compat, _compat_plain
-from autosac.errors import TraceError
+from autosac.errors import ArgumentError, TraceError
 from autosac.tracing.step import Step
 from autosac.tracing.stepping import OptimizerInBackward
 from autosac.tracing.values import keeps_values
+
+_OPTIMIZERS = (torch.optim.Optimizer, OptimizerInBackward)
 
 
 class _FakeCopies(TorchFunctionMode):
@@ -64,15 +66,32 @@ def fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
             "The model, optimizer or inputs cannot be copied for tracing:"
             f" copy.deepcopy says {error}. Make them copyable."
         ) from error
-    kinds = (torch.optim.Optimizer, OptimizerInBackward)
-    if optimizer is not None and not isinstance(optimizer, kinds):
+    if optimizer is not None and not isinstance(optimizer, _OPTIMIZERS):
         with _compat_plain.fakes_of(mode):
-            optimizer = optimizer(model.parameters())
+            optimizer = _built(optimizer, model)
     if step.compute_dtype is not None:
         model.register_forward_pre_hook(
             partial(_cast_inputs, step.compute_dtype), prepend=True, with_kwargs=True
         )
     return model, optimizer, args, kwargs
+
+
+def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:
+    """An optimizer of a function of the parameters."""
+    try:
+        optimizer = make_optimizer(model.parameters())
+    except (TypeError, AttributeError) as error:
+        raise ArgumentError(
+            "`optimizer` is called with the model's parameters, and says"
+            f" {type(error).__name__}: {error}. Pass an optimizer, its class or name,"
+            " or `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`."
+        ) from error
+    if not isinstance(optimizer, _OPTIMIZERS):
+        raise ArgumentError(
+            "`optimizer` must return an optimizer when it is called with parameters; it"
+            f" returned {optimizer!r}."
+        )
+    return optimizer
 
 
 def _in_dtype(dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:

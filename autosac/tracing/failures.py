@@ -11,8 +11,9 @@ from autosac.tracing import source_lines
 _MOST_CHARACTERS = 500  # of a message that is quoted; some of PyTorch's are pages long
 _VALUES = (
     " Autosac plans steps whose shapes do not depend on values; avoid `.item()`,"
-    " boolean indexing and the like there."
+    " `.numpy()`, boolean indexing and the like there."
 )
+_READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
 
 
@@ -23,7 +24,7 @@ def explanation(error: BaseException, place: str) -> str:
         error: What it raised.
         place: Where, such as "module `blocks.0`" or "the loss".
     """
-    depends = isinstance(error, _compat.TRACE_ERRORS)
+    depends = isinstance(error, _compat.TRACE_ERRORS) or _READS in str(error)
     what = "cannot be traced without data" if depends else "fails"
     line = _users_line(error.__traceback__)
     where = f" at {line}" if line else ""

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from autosac import _compat
-from autosac.errors import TraceError
+from autosac.errors import AutosacError, TraceError
 from autosac.pytrees import tensors_in
 from autosac.tracing import source_lines
+from autosac.tracing.arguments import warn
 from autosac.tracing.failures import explanation, place_of
 from autosac.tracing.probing import Probe
 from autosac.tracing.random_streams import seeded_streams
@@ -55,6 +57,35 @@ class Departure:
         return f"in {where}{line} it {ran} where the trace {expected}"
 
 
+def check_real_step(step: Step, tape: Tape) -> None:
+    """Run forward and loss of a step for real if it can run here, as `first_departure`.
+
+    Warns where it does something else than its trace.
+
+    Args:
+        step: A step, on a device that is present.
+        tape: Its trace.
+
+    Raises:
+        TraceError: The real step fails, though its trace did not.
+    """
+    tensors = [*step.model.parameters(), *step.model.buffers()]
+    tensors += tensors_in((step.args, step.kwargs))
+    is_real = not any(tensor.is_meta or _compat.is_fake(tensor) for tensor in tensors)
+    if not is_real or step.lens is not None or step.compute_dtype is not None:
+        return
+    try:
+        departure = first_departure(step, tape)
+    except torch.OutOfMemoryError:  # that a plan may mend
+        return
+    if departure is not None:
+        warn(
+            f"The real step is not what was traced: {departure}. A plan keeps neither"
+            " its peak nor its time there; let the model do the same whether it is"
+            " traced or not."
+        )
+
+
 def first_departure(step: Step, tape: Tape) -> Departure | None:
     """Run forward and loss of a step for real, and compare their ops with a tape's.
 
@@ -85,7 +116,8 @@ def first_departure(step: Step, tape: Tape) -> Departure | None:
 def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | None:
     memo = {id(p): p for p in step.model.parameters()} if frugal else {}
     originals = (step.model, step.args, step.kwargs)
-    model, args, kwargs = copy.deepcopy(originals, memo)
+    with _AnyCopies():
+        model, args, kwargs = copy.deepcopy(originals, memo)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if frugal:
         follower.shared = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -105,12 +137,34 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
         follower.end()
     except _Departed:
         pass
+    except AutosacError:
+        raise
     except Exception as error:  # whatever a forward pass raises
         place = place_of(follower.fqns[follower.failed_in], follower.phase)
+        if follower.running:
+            place = f"{follower.running} of {place}"
         raise TraceError(
-            f"{explanation(error, place)} Its trace does not: no data was looked at."
+            f"{explanation(error, place)} Its trace does not fail: that looks at no"
+            " data, and takes some types and devices that the real op refuses."
         ) from error
     return follower.departure
+
+
+class _AnyCopies(TorchFunctionMode):
+    """Lets ``copy.deepcopy`` copy tensors that were computed, which it refuses.
+
+    Modules keep such tensors: the weight of ``torch.nn.utils.weight_norm`` is one.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.Tensor.__deepcopy__ or args[0].is_leaf:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_()
+        return memo[id(tensor)]
 
 
 class _Departed(BaseException):
@@ -141,6 +195,7 @@ class _Follower(_compat.PlainDispatchMode):
         phase: Of the step.
         fqns: FQN of every module.
         failed_in: Index of the innermost module that raised an exception.
+        running: Name of the op that runs; of the last one if that failed.
     """
 
     def __init__(self, expected: list[str]) -> None:
@@ -153,6 +208,7 @@ class _Follower(_compat.PlainDispatchMode):
         self.fqns: list[str] = []
         self.stack = [0]
         self.failed_in = 0
+        self.running = ""
 
     def probe(self, model: torch.nn.Module) -> None:
         """Learn from a model which of its modules runs."""
@@ -191,7 +247,10 @@ class _Follower(_compat.PlainDispatchMode):
         for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):
             if tensor.untyped_storage()._cdata in self.shared:
                 raise _NeedsMore
-        return func(*args, **kwargs)
+        self.running = name
+        out = func(*args, **kwargs)
+        self.running = ""
+        return out
 
     def _depart(self, name: str | None) -> None:
         self.departure = self.departure or Departure(

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from autosac.errors import ArgumentError, TraceError
 from autosac.tracing.batches import first_batch
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -123,7 +124,7 @@ def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             a `DataLoader`, whose first batch is one of these.
 
     Raises:
-        TypeError: ``inputs`` is none of these.
+        ArgumentError: ``inputs`` is none of these.
         ValueError: As `first_batch`.
     """
     if isinstance(inputs, DataLoader):
@@ -140,17 +141,17 @@ def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ):
             return tuple(inputs[0]), dict(inputs[1])
         return tuple(inputs), {}
-    raise TypeError(
+    raise ArgumentError(
         "`inputs` must be a tensor, a tuple (args), a dict (kwargs),"
         f" (args, kwargs) or a DataLoader of these, got {type(inputs).__name__}."
     )
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Take ``output.loss`` if there is one, else sum all floating-point outputs.
+    """Take ``output.loss`` if there is one, else sum all outputs with a gradient.
 
     Raises:
-        TypeError: The output holds neither a loss nor a floating-point tensor.
+        TraceError: The output holds neither a loss nor a tensor with a gradient.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is None:
@@ -163,11 +164,46 @@ def default_loss(output: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
     if not leaves:
-        raise TypeError(
-            "The model's output has no `.loss` and no tensor that requires a"
-            " gradient; pass `loss_fn`."
+        raise TraceError(
+            "The model's output has no `.loss` and no tensor that requires a gradient;"
+            " train some parameters, or pass `loss_fn`."
         )
-    return torch.stack([leaf.sum() for leaf in leaves]).sum()
+    numbers = [leaf.sum() if leaf.ndim else leaf for leaf in leaves]
+    return numbers[0] if len(numbers) == 1 else torch.stack(numbers).sum()
+
+
+def check_loss(loss: Any, model: torch.nn.Module) -> None:
+    """Refuse what backward cannot begin at.
+
+    Args:
+        loss: What the loss function returned.
+        model: The model.
+
+    Raises:
+        TraceError: Says what a loss must be.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise TraceError(
+            f"The loss is {loss!r}: `loss_fn` must return a tensor that backward can"
+            " begin at, not a number or None."
+        )
+    if loss.shape.numel() != 1:
+        raise TraceError(
+            f"The loss has shape {tuple(loss.shape)} and must be one number: let"
+            " `loss_fn` reduce it, as in `loss.mean()`."
+        )
+    if loss.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TraceError(
+            "The step has no backward pass: no parameter requires a gradient. Call"
+            " `requires_grad_()` on what shall be trained."
+        )
+    raise TraceError(
+        "The step has no backward pass: the loss does not depend on any parameter that"
+        " requires a gradient. Leave out `detach()`, `torch.no_grad()`, `.item()` and"
+        " quantised layers between them."
+    )
 
 
 def _ignore(phase: str, loss: torch.Tensor | None = None) -> None:
@@ -297,6 +333,7 @@ def output_and_loss(
         output = model(*args, **kwargs)
         mark("loss")
         loss = (loss_fn or default_loss)(output)
+        check_loss(loss, model)
         if accumulate > 1:
             loss = loss / accumulate
     return output, loss
