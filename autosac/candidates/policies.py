@@ -99,10 +99,10 @@ def op_policies(
 ) -> tuple[OpPolicy, ...]:
     """Spell a policy out for every op of a unit, block by block if it is a chain."""
     if not unit.blocks:
-        return (_op_policy(tape, unit, policy, training),)
+        return (_op_policy(tape, unit, policy, training, after=DETACHED),)
     found = []
     for position, (block, part) in enumerate(block_policies(unit, policy)):
-        spelled = _op_policy(tape, block.unit, part, training)
+        spelled = _op_policy(tape, block.unit, part, training, after=RERUN)
         ops = [tape.ops[i] for i in block.unit.ops]
         actions = [VIEW if op.is_view else DETACHED for op in ops]
         groups = (*block.unit.groups, *block.tail)
@@ -122,10 +122,13 @@ def op_policies(
     return tuple(found)
 
 
-def _op_policy(tape: Tape, unit: Unit, policy: Policy, training: bool) -> OpPolicy:
+def _op_policy(
+    tape: Tape, unit: Unit, policy: Policy, training: bool, *, after: str
+) -> OpPolicy:
+    """Spelled out; `after` its last saved tensor only a chain needs what ops make."""
     ops = [tape.ops[i] for i in unit.ops]
     actions = [
-        VIEW if op.is_view else RERUN if op.start >= unit.last_pack else DETACHED
+        VIEW if op.is_view else after if op.start >= unit.last_pack else DETACHED
         for op in ops
     ]
     for group, choice in zip(unit.groups, policy.choices, strict=True):

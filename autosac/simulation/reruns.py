@@ -105,13 +105,24 @@ class Reruns:
         self._places = [
             i for i, op in enumerate(tape.ops) if op.random or op.workspace_bytes
         ]
-        self._known: dict[tuple[Unit, int, tuple[int, ...]], _Rerun] = {}
+        self._known: dict[tuple[Unit, int, tuple[int, ...] | None], _Rerun] = {}
         self._until: dict[Unit, dict[int, int]] = {}
 
     def lifetimes(
-        self, unit: Unit, policy: Policy, begin: int, relayed: tuple[int, ...] = ()
+        self,
+        unit: Unit,
+        policy: Policy,
+        begin: int,
+        relayed: tuple[int, ...] | None = None,
     ) -> Lifetimes:
-        """One module call, rerun at `begin` plus its ticks; some arguments relayed."""
+        """One module call, rerun at `begin` plus its ticks.
+
+        Args:
+            unit: The call.
+            policy: What it saves.
+            begin: Key at which the rerun begins, less that of the call.
+            relayed: Of a block of a chain: its arguments that earlier blocks make.
+        """
         key = (unit, begin, relayed)
         if key not in self._known:
             self._known[key] = self._rerun(unit, begin, relayed)
@@ -137,8 +148,10 @@ class Reruns:
                 held.append((begin + op.made, begin + op.end, _RANDOM_STATE_BYTES))
         return held
 
-    def _rerun(self, unit: Unit, begin: int, relayed: tuple[int, ...]) -> _Rerun:
+    def _rerun(self, unit: Unit, begin: int, relayed: tuple[int, ...] | None) -> _Rerun:
         tape, span = self._tape, self._span
+        # Only a chain runs again what comes after the last saved tensor.
+        tail = [] if relayed is None else self._tail(unit)
         until = self.saved_until(unit)
         made = [s for group in unit.groups for s in group.storages]
         storages = np.array(made, dtype=np.int64)
@@ -149,11 +162,14 @@ class Reruns:
         is_early = (kept_until < 0) & (died <= unit.last_pack)
         end = np.where(is_early, begin + died, np.maximum(stop, kept_until * span))
         return _Rerun(
-            kept={s: until[s] * span for s in until.keys() - set(made) - set(relayed)},
+            kept={
+                s: until[s] * span
+                for s in until.keys() - set(made) - set(relayed or ())
+            },
             storages=storages,
             made_by=np.repeat(np.arange(len(counts)), counts),
             pieces=np.array([begin + born, end, tape.nbytes[storages]]).T,
-            states=rows(self._states(self._tail(unit)), 3),
+            states=rows(self._states(tail), 3),
             works=rows(self._works(unit, begin), 5),
         )
 
@@ -175,7 +191,7 @@ class Reruns:
             yield from ((g, 1, *piece) for piece in self.workspaces(own, begin))
 
     def _tail(self, unit: Unit) -> list[Op]:
-        """Ops of a unit after its last saved tensor, which no group has."""
+        """Ops of a chain's block after its last saved tensor, which no group has."""
         found = []
         for i in reversed(unit.ops):
             op = self._tape.ops[i]
