@@ -239,7 +239,7 @@ class Search:
                 continue
             live = self._table.live(weights.astype(np.int64))
             if live.max() <= budget_bytes:
-                self._offer(_choice(self._table, weights))
+                self._offer(self._table.choice(weights))
                 if self._is_done(whole_bound) or self._is_late():
                     return outcome.termination
                 if limit_ms >= self._best:
@@ -266,21 +266,21 @@ class Search:
             coarse: All points of all units may be mixed, at a tenth of the work.
         """
         while not self._is_done() and not self._is_late():
-            limit_ms = self._best
+            best = self._best
             model, outcome, weights = self._solve(
-                budget_bytes, limit_ms=limit_ms, coarse=coarse
+                budget_bytes, limit_ms=best, coarse=coarse
             )
-            if outcome.bound is not None:
-                self._prove(min(outcome.bound / model.scale, limit_ms))
             if outcome.termination is Termination.INFEASIBLE:
-                self._prove(limit_ms)  # nothing is faster
+                self._prove(best)  # nothing is faster
+            elif outcome.bound is not None:
+                self._prove(min(outcome.bound / model.scale, best))
             if not outcome.termination.has_incumbent:
                 break
             self._offer(
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
-            live = self._table.live(weights)
-            if not self._refine(model, weights, live, budget_bytes + _TOLERANCE_BYTES):
+            live, cap = self._table.live(weights), budget_bytes + _TOLERANCE_BYTES
+            if not self._refine(model, weights, live, cap):
                 break
 
     # --- least peak ---------------------------------------------------------------
@@ -302,7 +302,7 @@ class Search:
                     break
                 dealt = weights.astype(np.int64) if whole else weights
                 if whole:
-                    self._offer_peak(_choice(self._table, weights))
+                    self._offer_peak(self._table.choice(weights))
                 else:
                     self._repair_peak(weights)
                 live = self._table.live(dealt)
@@ -493,11 +493,3 @@ class Search:
         if self._left() <= _LEAST_WORK:
             return True
         return self._ends is not None and perf_counter() >= self._ends
-
-
-def _choice(table: Table, weights: Floats) -> Choice:
-    choice: list[int | None] = [None] * len(table.parents)
-    for column in np.flatnonzero(weights > 0.5).tolist():
-        u = int(table.owner[column])
-        choice[u] = column - table.first[u]
-    return choice

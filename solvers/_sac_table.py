@@ -111,6 +111,14 @@ class Table:
                 found[self.first[u] + k] = 1
         return found
 
+    def choice(self, weights: Floats) -> Choice:
+        """The choice that has whole weights."""
+        choice: list[int | None] = [None] * len(self.parents)
+        for column in np.flatnonzero(weights > 0.5).tolist():
+            u = int(self.owner[column])
+            choice[u] = column - self.first[u]
+        return choice
+
     def relatives(self, u: int) -> list[int]:
         """Units around and inside a unit: not to be chosen together with it."""
         if self._relatives is None:

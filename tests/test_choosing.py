@@ -2,8 +2,6 @@
 
 import gc
 import math
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
 
@@ -14,6 +12,7 @@ import autosac
 from autosac.cli.demo import GPT
 from autosac.planning.choosing import SolveOptions
 from autosac.planning.incumbents import recompute_ms
+from tests.busy import alone_and_beside_loops
 from tests.models import CASES, SMALL_GPT, Case
 
 _FRACTIONS = (0.02, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.97)
@@ -127,20 +126,7 @@ for budget in _budgets(profile):
 
 @pytest.mark.slow
 def test_a_busy_machine_gets_the_plans_of_an_idle_one():
-    def planned():
-        command = [sys.executable, "-c", _PLAN]
-        return subprocess.run(command, capture_output=True, text=True, check=True)
-
-    alone = planned().stdout
-    spinning = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)
-    ]
-    try:
-        beside = planned().stdout
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
+    alone, beside = alone_and_beside_loops(_PLAN)
 
     assert alone.count("\n") == len(_FRACTIONS) + 2
     assert beside == alone

@@ -1,7 +1,5 @@
 """Parallel plans of one step: never slower than a rule or a smaller budget's plan."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +12,7 @@ from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.solving import Degree, ParallelChooser
 from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
 from solvers import fsdp
+from tests.busy import alone_and_beside_loops
 
 NUM_GPUS = 4
 _FRACTIONS = (0.02, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 0.97)
@@ -187,20 +186,7 @@ for budget in _budgets(profile):
 
 @pytest.mark.slow
 def test_a_busy_machine_gets_the_plans_of_an_idle_one():
-    def planned():
-        command = [sys.executable, "-c", _PLANS]
-        return subprocess.run(command, capture_output=True, text=True, check=True)
-
-    alone = planned().stdout
-    spinning = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)
-    ]
-    try:
-        beside = planned().stdout
-    finally:
-        for process in spinning:
-            process.kill()
-            process.wait()
+    alone, beside = alone_and_beside_loops(_PLANS)
 
     assert alone.count("budget") == len(_FRACTIONS) + 2
     assert beside == alone

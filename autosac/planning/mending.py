@@ -23,7 +23,6 @@ _NEIGHBOURS = 8  # of a unit's point on its curve
 
 class _Move(NamedTuple):
     cost_ms: float
-    order: int
     unit: Unit
     policy: Policy
 
@@ -51,12 +50,13 @@ def mend(
     excess = simulator.true_peak_bytes(choice) - budget_bytes
     left = _MOST_REPLAYS
     while left > 0:
-        moves = sorted(
-            _Move(cost_ms, order, unit, slower)
-            for order, (unit, policy) in enumerate(choice.items())
+        moves = [
+            _Move(cost_ms, unit, slower)
+            for unit, policy in choice.items()
             for cost_ms, slower in _slower(curve_of[unit], unit, policy)
             if cost_ms < most_ms
-        )
+        ]
+        moves.sort(key=lambda move: move.cost_ms)
         best: tuple[float, _Move, int] | None = None
         for move in moves:
             changed = {**choice, move.unit: move.policy}
@@ -67,7 +67,8 @@ def mend(
                 return changed
             if over < excess:
                 price = move.cost_ms / (excess - over)
-                best = min(best or (price, move, over), (price, move, over))
+                if best is None or price < best[0]:
+                    best = price, move, over
             left -= 1
             if left <= 0:
                 break
