@@ -357,10 +357,11 @@ class _Search:
         """
         rows = self._rows
         if solution.chosen is None:
-            least_bytes = self.chooser.predicted_floor(self.options.backend)[0]
-            if not raised.any() and least_bytes > self.budget_bytes:
-                # The MILP sees more memory than there is: a budget that it can meet.
-                return raised + (self.budget_bytes - least_bytes)
+            if not raised.any():
+                least_bytes = self.chooser.predicted_floor(self.options.backend)[0]
+                if least_bytes > self.budget_bytes:
+                    # The MILP sees more memory than there is: a budget that it can meet.
+                    return raised + (self.budget_bytes - least_bytes)
             rows.enough = raised
         else:
             choice = self.chooser.decode(solution)
