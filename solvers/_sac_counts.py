@@ -36,6 +36,7 @@ from solvers._sac_holds import Held, Numbers
 from solvers._sac_table import Floats, Table
 
 MIB = 2**20  # coefficients of (3) in MiB stay within row tolerances
+_WHOLE = 1e-6  # what an integer may be off
 _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
 
 
@@ -118,6 +119,24 @@ class CountModel:
             if share:
                 found[column + 1] += share * value
         return found
+
+    def is_fine(self, mixed: Collection[int]) -> bool:
+        """Whether points are mixed only where these mixtures stand for finer ones.
+
+        Args:
+            mixed: As for a model that is not `coarse`.
+        """
+        for c, y in self._y.items():
+            unit = self.classes.members[c][0]
+            columns = range(*self._table.first[unit : unit + 2])
+            shares = [(j, self._z[j].varValue or 0.0) for j in columns if j in self._z]
+            if all(abs(share - round(share)) <= _WHOLE for _, share in shares):
+                continue
+            time_ms = sum(share * float(self._table.times[j]) for j, share in shares)
+            least_ms = self._table.problem.units[unit].mixed_from_ms
+            if unit not in mixed or time_ms < least_ms * round(y.varValue or 0.0):
+                return False
+        return True
 
     def price(self) -> float:
         """What a byte of the budget saves, in the objective's unit.

@@ -39,18 +39,23 @@ def round_and_repair(
 
 def rounded(table: Table, weights: Floats) -> list[int | None]:
     """The likeliest units, each at the first point that frees what it frees now."""
-    totals = np.bincount(table.owner, weights, len(table.parents))
     choice: list[int | None] = [None] * len(table.parents)
-    likely = np.flatnonzero(totals >= 0.5)
-    for u in sorted(likely.tolist(), key=lambda u: (-totals[u], u)):
-        if any(choice[v] is not None for v in table.relatives(u)):
-            continue
-        own = slice(table.first[u], table.first[u + 1])
-        freed = table.freed[own]
-        wanted = float(freed @ weights[own]) / totals[u]
-        near = np.flatnonzero(freed >= wanted - 1.0)
+    for u, shares in likely(table, weights).items():
+        freed = table.freed[table.first[u] : table.first[u + 1]]
+        near = np.flatnonzero(freed >= float(freed @ shares) - 1.0)
         choice[u] = int(near[0]) if len(near) else len(freed) - 1
     return choice
+
+
+def likely(table: Table, weights: Floats) -> dict[int, Floats]:
+    """The likeliest units, none inside another, and shares of their points."""
+    totals = np.bincount(table.owner, weights, len(table.parents))
+    found: dict[int, Floats] = {}
+    for u in sorted(np.flatnonzero(totals >= 0.5).tolist(), key=lambda u: -totals[u]):
+        if found.keys().isdisjoint(table.relatives(u)):
+            own = slice(table.first[u], table.first[u + 1])
+            found[u] = weights[own] / totals[u]
+    return found
 
 
 class _Search:
@@ -128,13 +133,16 @@ class _Search:
         """Column that lowers a position at the least time per byte."""
         table = self._table
         row = table.row(position)
-        now = np.zeros(len(self.choice), dtype=np.int64)
-        now_ms = np.zeros(len(self.choice))
-        for u, k in enumerate(self.choice):
-            if k is not None:
-                family = [u, *table.relatives(u)]
-                now[family] += row[table.first[u] + k]
-                now_ms[family] += table.times[table.first[u] + k]
+        used = np.array([u for u, k in enumerate(self.choice) if k is not None], int)
+        columns = [table.first[u] + (self.choice[u] or 0) for u in used.tolist()]
+        of_unit = np.zeros(len(self.choice), dtype=np.int64)
+        of_unit[used] = row[columns]
+        of_unit_ms = np.zeros(len(self.choice))
+        of_unit_ms[used] = table.times[columns]
+        units, relatives = table.families
+        now = np.zeros_like(of_unit)
+        np.add.at(now, units, of_unit[relatives])
+        now_ms = np.bincount(units, of_unit_ms[relatives], len(now))
         relief = now[table.owner] - row
         possible = np.flatnonzero((relief > 0) & ~banned)
         if not len(possible):

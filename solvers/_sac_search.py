@@ -9,7 +9,7 @@ integers; the positions that are broken become rows of the next model.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -19,7 +19,7 @@ from solvers import _pulp
 from solvers._pulp import Backend
 from solvers._sac_classes import classify, spread
 from solvers._sac_counts import CountModel
-from solvers._sac_greedy import round_and_repair
+from solvers._sac_greedy import likely, round_and_repair
 from solvers._sac_holds import Numbers
 from solvers._sac_table import Choice, Floats, Table
 from solvers.solution import Termination
@@ -36,9 +36,12 @@ _FAR_BELOW = -(2.0**60)  # any peak in bytes
 _MOST_WORK = 1_200_000  # of all MILPs together, see `_pulp.run`: a second or two
 _ANY_WORK = 2**50
 _LEAST_WORK = 30_000  # no MILP is built for less
-_LATER_SHARE = 1 / 2  # of that is left for whole points, and of what is left then
+_LATER_SHARE = 1 / 4  # of that is left for whole points, and of what is left then
 _PROOF_SHARE = 1 / 2  # for the bound of finer curves
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
+
+# Shares of the points of units; the time of a choice in ms.
+Finer = Callable[[Mapping[int, Floats]], float]
 
 
 @dataclass(slots=True)
@@ -77,11 +80,15 @@ class Search:
         mixed: Units whose points stand for a finer curve: the bound must hold for
             mixtures of their points as well.
         near: A choice that nearly keeps the budget; what it takes to keep it is tried.
+        rows: Positions that bound a problem like this one.
+        finer: Is told units of a solution in which points are mixed, and their shares;
+            says the time of a choice that the caller knows by now, in finer points.
         start: From a smaller budget of the same table and units; it is left with what
             the next one can use. None to begin from nothing.
 
     Attributes:
         rows: Positions that turned out to bind.
+        binding: Those that bound the last relaxation.
         bound: Proven lower bound, in ms, or bytes for the least peak.
         choice: Best choice so far that keeps the budget.
         work: Of its MILPs so far, see `_pulp.run`.
@@ -103,11 +110,14 @@ class Search:
         proves: bool = True,
         mixed: Collection[int] = (),
         near: Choice | None = None,
+        rows: Collection[int] = (),
+        finer: Finer | None = None,
         start: Start | None = None,
     ) -> None:
         self._table = table
         self._start = start
         self._near = near
+        self._finer = finer
         self._units = frozenset(units)
         self._mixed = frozenset(mixed) & self._units
         self._backend = backend
@@ -122,13 +132,15 @@ class Search:
         self._reserve = 0
         self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
         self._apart: set[int] = set() if start is None else start.apart
-        self.rows = [int(table.base.argmax())]
+        self.rows = list(rows) or [int(table.base.argmax())]
         if start is not None and start.rows:
             self.rows = list(start.rows)
+        self.binding: list[int] = []
         self.bound = least_ms
         self.choice: Choice | None = None
         self.price = 0.0
         self._best = most_ms
+        self._is_met = False  # the bound: finer curves may have the mixtures of it
         self._relaxed = 0.0  # optimum of the last LP relaxation, and what a column
         self._surcharges = np.zeros(len(table.times))  # costs beyond it at least
 
@@ -162,7 +174,7 @@ class Search:
             self._reserve = int(_LATER_SHARE * self._left())
             self._mix(budget_bytes, coarse=True)
             self._reserve = 0
-            is_proof_due = bool(self._mixed) and self._proves
+            is_proof_due = bool(self._mixed) and self._proves and not self._is_met
             self._reserve = int(_PROOF_SHARE * self._left()) if is_proof_due else 0
             if not self._is_done() and not (self._has_best and self._is_late()):
                 ended = self._branch(budget_bytes)
@@ -192,9 +204,10 @@ class Search:
             self.price = model.price() / model.scale
             weights = found
             live = self._table.live(weights)
-            if self._start is not None:  # rows that bind at the next budget too
-                near = budget_bytes - _TOLERANCE_BYTES
-                self._start.rows = [q for q in self.rows if live[q] >= near]
+            near = budget_bytes - _TOLERANCE_BYTES
+            self.binding = [q for q in self.rows if live[q] >= near]
+            if self._start is not None:  # they bind at the next budget too
+                self._start.rows = self.binding
             cap = budget_bytes + _TOLERANCE_BYTES
             if not self._refine(model, weights, live, cap):
                 break
@@ -276,11 +289,15 @@ class Search:
                 self._prove(min(outcome.bound / model.scale, best))
             if not outcome.termination.has_incumbent:
                 break
+            if self._finer is not None:
+                best = self._finer(likely(self._table, weights))
+                self._best = min(self._best, best)
             self._offer(
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
             live, cap = self._table.live(weights), budget_bytes + _TOLERANCE_BYTES
             if not self._refine(model, weights, live, cap):
+                self._is_met = model.is_fine(self._mixed)
                 break
 
     # --- least peak ---------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -90,16 +91,15 @@ class Table:
         """What each column adds to the live memory at a position."""
         covers = (self.froms <= position) & (position < self.untils)
         added = np.where(covers[self.owner], -self.freed, 0)
-        for u, _ in self._workers.get(position, ()):
-            extras = self._extras[u][position]
-            added[self.first[u] : self.first[u + 1]] += np.array(extras)
+        for u, _, extras in self._workers.get(position, ()):
+            added[self.first[u] : self.first[u + 1]] += extras
         return added
 
     def role(self, position: int) -> Ints:
         """Equal numbers for units of one shape that have equal entries in a row."""
         covers = (self.froms <= position) & (position < self.untils)
         found = covers.astype(np.int64)
-        for u, number in self._workers.get(position, ()):
+        for u, number, _ in self._workers.get(position, ()):
             found[u] += 2 + 2 * number
         return found
 
@@ -134,6 +134,14 @@ class Table:
             self._relatives = found
         return self._relatives[u]
 
+    @cached_property
+    def families(self) -> tuple[Ints, Ints]:
+        """Every unit with itself and each of its relatives: the pairs in two arrays."""
+        families = [[u, *self.relatives(u)] for u in range(len(self.parents))]
+        sizes = [len(family) for family in families]
+        members = [v for family in families for v in family]
+        return np.repeat(np.arange(len(families)), sizes), np.array(members, np.int64)
+
     def working(self, column: int) -> tuple[Ints, Ints]:
         """Positions of a column's working set, and its bytes there."""
         low, high = self._work_first[column : column + 2]
@@ -160,15 +168,14 @@ class Table:
 
     def _by_position(self, units: Sequence[Unit]) -> None:
         """Units that work at each position, with a number of what they add there."""
-        self._extras = [_added_up(unit) for unit in units]
-        self._workers: dict[int, list[tuple[int, int]]] = {}
-        numbers: dict[int, int] = {}  # by address: hashing takes long, and many are one
-        for u, extras in enumerate(self._extras):
-            for position, added in extras.items():
-                number = numbers.get(id(added))
-                if number is None:
-                    number = numbers[id(added)] = self._numbered(added)
-                self._workers.setdefault(position, []).append((u, number))
+        self._workers: dict[int, list[tuple[int, int, Ints]]] = {}
+        known: dict[int, tuple[int, Ints]] = {}  # by address: many are one
+        extras = [_added_up(unit) for unit in units]
+        for u, by_position in enumerate(extras):
+            for position, added in by_position.items():
+                if id(added) not in known:
+                    known[id(added)] = self._numbered(added), np.array(added, np.int64)
+                self._workers.setdefault(position, []).append((u, *known[id(added)]))
 
 
 _NONE = np.zeros(0, dtype=np.int64)

@@ -16,7 +16,7 @@ from solvers import _pulp
 from solvers._pulp import Backend
 from solvers._sac_holds import Ints
 from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
-from solvers._sac_search import Search, Start
+from solvers._sac_search import Finer, Search, Start
 from solvers._sac_table import Choice, Table
 from solvers.sac_problem import (
     Between,
@@ -32,6 +32,7 @@ from solvers.solution import Solution, Termination
 __all__ = [
     "Between",
     "Breakpoint",
+    "Finer",
     "Hold",
     "SacProblem",
     "SacSolution",
@@ -59,6 +60,7 @@ class SacSolution(Solution):
         recompute_ms: Time of all reruns.
         predicted_peak_bytes: Most live memory at any position.
         work: Of the MILPs, see `_pulp.run`: the same in every run.
+        rows: Positions that bind its relaxation, for `Solver.solve`.
     """
 
     weights: tuple[tuple[float, ...], ...] | None = None
@@ -67,6 +69,7 @@ class SacSolution(Solution):
     recompute_ms: float | None = None
     predicted_peak_bytes: int | None = None
     work: int = 0
+    rows: tuple[int, ...] = ()
 
 
 class Solver:
@@ -95,6 +98,8 @@ class Solver:
         fixed_units: Collection[int] | None = None,
         mixed_units: Collection[int] = (),
         near: Choice | None = None,
+        rows: Collection[int] = (),
+        finer: Finer | None = None,
         start: Start | None = None,
         raised_bytes: Ints | None = None,
         least_ms: float = 0.0,
@@ -106,7 +111,10 @@ class Solver:
         Budgets of a sweep, the smallest first, share a `start`: new for each sweep.
         `raised_bytes` are added to the live memory at each position; the peak of the
         solution is without them. `most_work` is for all MILPs, see `_pulp.run`.
-        A choice `near` one that keeps the budget is repaired, as a first incumbent.
+        A choice `near` one that keeps the budget is repaired, as a first incumbent;
+        `rows` are those of a solution with nearly the same budget. `finer` is told
+        units and shares of their points near the bound; choices that it makes of them
+        count as `most_ms` does.
         No choice takes less than `least_ms`, as is known already; only one that takes
         less than `most_ms` is of interest, and without one there is no incumbent.
         Without `proves`, a bound for mixed units costs no MILP of its own.
@@ -131,6 +139,8 @@ class Solver:
             proves=proves,
             mixed=mixed_units,
             near=None if near is None else list(near),
+            rows=rows,
+            finer=finer,
             start=start,
         )
         termination = search.least_time(budget_bytes)
@@ -142,7 +152,7 @@ class Solver:
         else:
             found = self._record(search.choice)
             found = _finished(found, search.bound, relative_gap, started)
-        return replace(found, work=search.work)
+        return replace(found, work=search.work, rows=tuple(search.binding))
 
     def lowest_peak(
         self,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import autosac
+from autosac.candidates.curves import kept, trade_off
 from autosac.cli.demo import GPT
 from autosac.planning.choosing import SolveOptions
 from autosac.planning.incumbents import recompute_ms
@@ -154,3 +155,28 @@ def test_a_choice_that_breaks_the_budget_by_little_is_mended_at_little_cost(sett
     assert chooser.true_peak_bytes(mended) < peak_bytes
     assert recompute_ms(choice) < recompute_ms(mended) < 1.1 * recompute_ms(choice)
     assert chooser.mend(choice, peak_bytes - 1, recompute_ms(choice)) is None
+
+
+def test_a_mixture_becomes_the_fastest_known_point_that_frees_as_much():
+    step = _profile("wide gpt", "h100 bf16").traced()
+    finer_than_the_milp = 0
+    for unit in step.units.candidates:
+        curve = trade_off(unit, step.fronts[unit.key], num_points=3)
+        freed = () if curve is None else curve.points.freed_bytes
+        for first in range(len(freed) - 1):
+            shares = [0.0] * len(freed)
+            shares[first : first + 2] = [0.75, 0.25]
+            wanted = 0.75 * freed[first] + 0.25 * freed[first + 1]
+
+            policy = curve.between(shares)
+
+            # What a point frees is what it keeps less than the last one.
+            most = freed[-1] + kept(unit, curve.policies[-1])
+            enough = [
+                time_ms
+                for nbytes, time_ms, _ in curve.finer
+                if most - nbytes >= wanted - 1.0
+            ]
+            assert recompute_ms({unit: policy}) == pytest.approx(min(enough))
+            finer_than_the_milp += policy not in curve.policies
+    assert finer_than_the_milp > 3

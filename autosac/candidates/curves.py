@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -53,6 +55,20 @@ class UnitCurve:
     finer: tuple[tuple[int, float, Policy], ...] = ()
     is_selection: bool = False
     complete_below_ms: float = math.inf
+
+    def between(self, shares: Sequence[float]) -> Policy:
+        """The fastest known point that frees what a mixture of points frees.
+
+        Args:
+            shares: Of each point; they add up to 1.
+        """
+        freed = self.points.freed_bytes
+        wanted = sum(map(operator.mul, shares, freed)) - 1.0  # rounding
+        if self.finer:
+            most = freed[-1] + self.finer[0][0]
+            at = bisect_right(self.finer, most - wanted, key=lambda point: point[0])
+            return self.finer[max(at, 1) - 1][2]
+        return self.policies[min(bisect_left(freed, wanted), len(freed) - 1)]
 
 
 def save_problem(

@@ -15,6 +15,7 @@ as a choice between may be worth it. The cheapest choice that fits is kept throu
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from autosac.planning.formulating import Formulation
 from autosac.planning.incumbents import Incumbents, recompute_ms
 from autosac.planning.mending import mend
 from autosac.planning.relinking import relink
-from autosac.planning.rules import Choice
+from autosac.planning.rules import Choice, FloatArray
 from autosac.planning.spending import spend_slack
 from autosac.simulation.simulating import Simulator
 from autosac.tracing.tape import IntArray
@@ -35,7 +36,7 @@ from solvers._pulp import Backend
 
 RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
 _ROUNDS = 6  # of moving the rows
-_MOST_WORK = 1_600_000  # of all of them: see `solvers._pulp.run`
+_MOST_WORK = 1_200_000  # of all of them: see `solvers._pulp.run`
 _FIRST_SHARE = 2 / 3  # of that for the first one, and of what is left for the next
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
@@ -195,6 +196,8 @@ class Chooser:
         proves: bool,
         most_work: int | None = None,
         near: tuple[int | None, ...] | None = None,
+        rows: tuple[int, ...] = (),
+        finer: sac.Finer | None = None,
     ) -> sac.SacSolution:
         """Exact points of all candidates, or of those a MILP on fitted curves picks."""
         units = None
@@ -222,6 +225,8 @@ class Chooser:
             proves=proves and units is None,
             most_work=most_work,
             near=near,
+            rows=rows,
+            finer=finer,
         )
         if units is not None and proves:  # it knows only the units that the fit picked
             every = self._run(
@@ -244,6 +249,8 @@ class Chooser:
         most_ms: float = math.inf,
         most_work: int | None = None,
         near: tuple[int | None, ...] | None = None,
+        rows: tuple[int, ...] = (),
+        finer: sac.Finer | None = None,
     ) -> sac.SacSolution:
         curves = self._formulation.curves
         return self._solver.solve(
@@ -260,6 +267,8 @@ class Chooser:
             proves=proves,
             most_work=most_work,
             near=near,
+            rows=rows,
+            finer=finer,
         )
 
     def decode(self, solution: sac.SacSolution) -> dict[Unit, Policy]:
@@ -276,6 +285,11 @@ class Chooser:
             for unit, curve, point in parts
             if point is not None
         }
+
+    def finer(self, shares: Mapping[int, FloatArray]) -> dict[Unit, Policy]:
+        """The known points that are closest to mixtures of those of the MILP."""
+        units, curves = self._formulation.units, self._formulation.curves
+        return {units[u]: curves[u].between(of.tolist()) for u, of in shares.items()}
 
 
 @dataclass(slots=True)
@@ -302,6 +316,8 @@ class _Search:
     _breaking_ms: float = 0.0
     _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
     _near: tuple[int | None, ...] | None = None  # the same as the MILP has it
+    _is_feasible: bool = False  # as far as the MILP's relaxation can tell
+    _binding: tuple[int, ...] = ()  # positions in the last solve
     _rows: Rows = field(init=False)
 
     def __post_init__(self) -> None:
@@ -314,6 +330,19 @@ class _Search:
         time_ms = recompute_ms(choice)
         if time_ms < self.time_ms:
             self.choice, self.time_ms = choice, time_ms
+
+    def _offer_mended(self, choice: Choice) -> None:
+        """Keep a choice, or one near it that fits and uses what it leaves."""
+        if not choice or recompute_ms(choice) >= self.time_ms:
+            return
+        mended = self.chooser.mend(choice, self.budget_bytes, self.time_ms)
+        if mended is not None:
+            self.offer(self.chooser.spend(mended, self.budget_bytes))
+
+    def _try_finer(self, shares: Mapping[int, FloatArray]) -> float:
+        self._is_feasible = True
+        self._offer_mended(self.chooser.finer(shares))
+        return self.time_ms
 
     def run(self) -> None:
         """Move the rows until nothing is left to gain."""
@@ -343,8 +372,11 @@ class _Search:
             proves=proves,
             most_work=int(_FIRST_SHARE * self._work_left),
             near=self._near,
+            rows=self._binding,
+            finer=self._try_finer,
         )
         self._work_left = max(0, self._work_left - solution.work)
+        self._binding = solution.rows
         return solution
 
     def _next_rows(
@@ -357,10 +389,10 @@ class _Search:
         """
         rows = self._rows
         if solution.chosen is None:
-            if not raised.any():
+            if not raised.any() and not self._is_feasible:
                 least_bytes = self.chooser.predicted_floor(self.options.backend)[0]
                 if least_bytes > self.budget_bytes:
-                    # The MILP sees more memory than there is: a budget that it can meet.
+                    # The MILP sees more memory than there is: what it can meet.
                     return raised + (self.budget_bytes - least_bytes)
             rows.enough = raised
         else:
@@ -371,9 +403,7 @@ class _Search:
                 self._breaking, self._breaking_ms = choice, recompute_ms(choice)
                 self._near = solution.chosen
                 if not self._is_settled():
-                    self.offer(
-                        self.chooser.mend(choice, self.budget_bytes, self.time_ms)
-                    )
+                    self._offer_mended(choice)
                 higher = rows.after_breaking(raised, off)
                 if rows.enough is None:
                     return higher
