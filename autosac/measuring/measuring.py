@@ -85,8 +85,8 @@ def _measure_cpu(
 ) -> tuple[T, int]:
     # Kineto logs to stderr otherwise; it reads this when the first profile starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # Without `acc_events`: it makes an object of each event, which takes longer than all
-    # the rest and is not read here.
+    # Without `acc_events`: it makes an object of each event, which takes longer than
+    # all the rest and is not read here.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         if warm_up is not None:
             warm_up()

@@ -295,9 +295,7 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
 
-def _measure(
-    recipe: Recipe, plan: AppliesToModel | None
-) -> tuple[_Measured, State]:
+def _measure(recipe: Recipe, plan: AppliesToModel | None) -> tuple[_Measured, State]:
     run = _Run(recipe, plan)
 
     def earlier_steps() -> None:
