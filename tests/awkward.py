@@ -359,6 +359,44 @@ class GatedCells(nn.GRU):
         return super().forward(x)[0]
 
 
+class FillsWhatItRead(nn.Module):
+    """Ops read of a buffer before it is filled, with what others read of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, filled = self.linear(x), torch.ones_like(x)
+        first = torch.sin(filled[0] + hidden[0])
+        side = torch.exp(filled[1] + hidden[1])
+        filled[0] = torch.tanh(first)  # made of what `filled` was
+        filled[1] = hidden[2]  # `side` is made between the two
+        return torch.sigmoid(filled * side) * hidden
+
+
+class Windows(nn.Module):
+    """Is called with tuples that cannot be built like any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Window() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, x.shape, x.max(dim=0))
+        return x
+
+
+class Window(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, shape: torch.Size, most: Any) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * most.values).view(shape)
+
+
 def twice(kind: Any) -> nn.Sequential:
     return nn.Sequential(kind(), kind())
 
@@ -382,5 +420,7 @@ AWKWARD = {
     "layer drop": Case(_opt, _labelled),
     "CTC loss": Case(Transcribes, _transcribed, lambda loss: loss),
     "gated cells": Case(lambda: twice(GatedCells), rows),
+    "fills what it read": Case(lambda: twice(FillsWhatItRead), rows),
+    "odd tuples": Case(Windows, rows),
     "own checkpointing": Case(Checkpointed, rows),
 }
