@@ -25,7 +25,7 @@ from benchmarks.models.drawn.running import copied, first_that_runs, optimizer_b
 from benchmarks.models.workload import Workload, integers, normal
 
 _BATCH, _CLASSES = 2, 10
-_PIXELS = (96, 224)  # those that are tried before a model's own
+_PIXELS = (64, 96, 224)  # those that are tried before a model's own
 _MOST_VARIANTS = 12  # of a family, of which the smallest is taken
 _MOST_BYTES = 300 * 2**20  # of parameters; a model with more is cut
 _DETECTION = {"min_size": 160, "max_size": 224}
