@@ -424,6 +424,18 @@ class Positions(nn.Module):
         return angles(len(x), x.shape[1])
 
 
+class ConvertsItself(nn.Module):
+    """Makes sure in forward that its gate computes in float32, as routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gate = self.gate.to(torch.float32)
+        return torch.tanh(self.gate(x.float())) * x
+
+
 def twice(kind: Any) -> nn.Sequential:
     return nn.Sequential(kind(), kind())
 
@@ -450,5 +462,6 @@ AWKWARD = {
     "fills what it read": Case(lambda: twice(FillsWhatItRead), rows),
     "odd tuples": Case(Windows, rows),
     "remembers": Case(lambda: twice(Remembers), rows),
+    "converts itself": Case(lambda: twice(ConvertsItself), rows),
     "own checkpointing": Case(Checkpointed, rows),
 }

@@ -24,6 +24,7 @@ from autosac.lens.mode import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.tracing import memoized
 from autosac.tracing.collecting import no_collections
+from autosac.tracing.conversions import idle_conversions
 from autosac.tracing.copying import fake_copy
 from autosac.tracing.equal_states import EqualStates
 from autosac.tracing.failures import explanation
@@ -201,6 +202,7 @@ def _run_on(
         try:
             with (
                 real_one_hot(recorder),
+                idle_conversions(),
                 modes,
                 torch.enable_grad(),
                 one_thread,
