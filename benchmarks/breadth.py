@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     names = options.models or _drawn(options.sources)
     left = [name for name in names if _is_left(_path(options, name), options.again)]
+    if options.render:
+        left = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for name, record in pool.map(lambda name: _judged(name, options), left):
             text = f"{name}: {verdicts.verdict(record)}"
@@ -63,6 +65,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=work, help="files of models, kept")
     parser.add_argument("--memory-gib", type=float, default=8.0, help="of a process")
     parser.add_argument("--cpu-s", type=int, default=600, help="of a process")
+    parser.add_argument("--render", action="store_true", help="only write the page")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     options.given = sys.argv[1:] if arguments is None else arguments
@@ -125,7 +128,12 @@ def _write(options: argparse.Namespace) -> list[tuple[str, str, bool]]:
     records = [json.loads(path.read_text()) for path in paths]
     records = [record for record in records if record["status"] != "unfinished"]
     where = {**environment(), "timm": package_version("timm")}
-    whole = {"records": records, "where": where, "command": _command(options.given)}
+    whole = {
+        "records": records,
+        "num_names": sum(len(every(source)) for source in options.sources),
+        "where": where,
+        "command": _command(options.given),
+    }
     options.output.mkdir(parents=True, exist_ok=True)
     page = "\n".join(verdicts.page(whole))
     (options.output / "breadth.md").write_text(page)
@@ -138,7 +146,7 @@ def _command(given: list[str]) -> str:
     kept = [
         word
         for before, word in zip(["", *given], given, strict=False)
-        if not {before, word} & skipped
+        if not {before, word} & skipped and word != "--render"
     ]
     return shlex.join(["python", "-m", "benchmarks.breadth", *kept])
 

@@ -113,7 +113,8 @@ def page(whole: Record) -> Iterator[str]:
         " plan really trains for two steps: loss, gradients, parameters, buffers,"
         " optimizer and random state are compared with the plain step's bit by bit, and"
         " the allocator's peak with the budget. A model is judged where it can be"
-        " built, fits the machine and two plain runs agree. A model a process.\n"
+        " built, fits the machine and two plain runs agree. A model a process."
+        f" {len(records)} of {whole['num_names']} names have been drawn so far.\n"
     )
     yield f"    {whole['command']}\n"
     yield "| asked for | result | |\n| --- | --- | --- |"

@@ -6,6 +6,7 @@ A model has a name such as ``transformers/opt``, ``timm/regnetx_002`` or
 
 from __future__ import annotations
 
+import functools
 import random
 
 from benchmarks.models.drawn.errors import NotBuiltError
@@ -91,7 +92,8 @@ def build(name: str, *, num_images: int = 8) -> Workload:
         raise NotBuiltError(f"{type(error).__name__}: {error}") from error
 
 
-def every(source: str) -> list[str]:
+@functools.cache
+def every(source: str) -> tuple[str, ...]:
     """All names of a source: a family of timm is one, named after its file.
 
     Args:
@@ -114,7 +116,7 @@ def every(source: str) -> list[str]:
             if is_timm
             else of_vision.names_of_torchvision()
         )
-    return [f"{source}/{name}" for name in names]
+    return tuple(f"{source}/{name}" for name in names)
 
 
 def build_small(name: str) -> Workload:
