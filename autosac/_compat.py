@@ -75,8 +75,13 @@ FSDP_FREES_BEFORE_COPY_OUT = TORCH_VERSION >= (2, 15)
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 
-# Views whose schema does not say so.
-_HIDDEN_VIEWS = frozenset({"aten._unsafe_view.default", "aten._reshape_alias.default"})
+# Views whose schema does not say so; each result counts its changes by itself.
+HIDDEN_VIEWS = frozenset(
+    (
+        *("aten._unsafe_view.default", "aten._reshape_alias.default"),
+        *("aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.default"),
+    )
+)
 
 _written_positions: dict[Any, tuple[tuple[int, str], ...]] = {}
 
@@ -156,7 +161,7 @@ def is_view(func: Any) -> bool:
             result.alias_info is not None and not result.alias_info.is_write
             for result in returns
         )
-    return _views[func] or str(func) in _HIDDEN_VIEWS
+    return _views[func] or str(func) in HIDDEN_VIEWS
 
 
 def hidden_writes(func: Any) -> tuple[int, ...]:
@@ -490,10 +495,3 @@ def fake_like(
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """ATen's `suggest_memory_format`: channels last if the strides say so."""
     return torch._prims_common.suggest_memory_format(tensor)
-
-
-def makes_all_results(func: Any) -> bool:
-    """Whether an op returns new tensors only, by its schema."""
-    schema = getattr(func, "_schema", None)
-    returns = () if schema is None else schema.returns
-    return bool(returns) and all(result.alias_info is None for result in returns)

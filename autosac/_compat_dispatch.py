@@ -17,7 +17,8 @@ class Traits:
     Attributes:
         func: The operator.
         name: Such as ``aten.mul.Tensor``.
-        is_view: All its results alias its arguments without writing.
+        is_view: All its results alias its arguments without writing,
+        is_hidden: and its schema does not say so.
         is_random: It draws from a random generator.
         statistics: Positions of running statistics, which it may update as well.
         written: Positions and names of the arguments that it mutates, by its schema.
@@ -27,14 +28,15 @@ class Traits:
     """
 
     __slots__ = (
-        *("func", "is_literal", "is_random", "is_view", "name", "only_makes"),
-        *("returned", "statistics", "written"),
+        *("func", "is_hidden", "is_literal", "is_random", "is_view", "name"),
+        *("only_makes", "returned", "statistics", "written"),
     )
 
     def __init__(self, func: Any) -> None:
         self.func = func  # kept, so that no address is used twice
         self.name = _compat.op_name(func)
         self.is_view = _compat.is_view(func)
+        self.is_hidden = str(func) in _compat.HIDDEN_VIEWS
         self.is_random = _compat.is_random(func)
         self.statistics = _compat.hidden_writes(func)
         schema = getattr(func, "_schema", None)
@@ -44,7 +46,7 @@ class Traits:
             if argument.alias_info is not None and argument.alias_info.is_write
         )
         self.returned = _compat.returned_arguments(func)
-        self.only_makes = _compat.makes_all_results(func)
+        self.only_makes = makes_all_results(func)
         self.is_literal = func is torch.ops.aten.lift_fresh.default
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -52,6 +54,13 @@ class Traits:
         return [
             args[i] if i < len(args) else kwargs.get(name) for i, name in self.written
         ]
+
+
+def makes_all_results(func: Any) -> bool:
+    """Whether an op returns new tensors only, by its schema."""
+    schema = getattr(func, "_schema", None)
+    returns = () if schema is None else schema.returns
+    return bool(returns) and all(result.alias_info is None for result in returns)
 
 
 _traits: dict[int, Traits] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import Counter
 from typing import Any, NamedTuple
@@ -349,6 +350,92 @@ class Checkpointed(nn.Sequential):
         return functional.relu(self[2](x))
 
 
+class GatedCells(nn.GRU):
+    """PyTorch splits the gates of a cell such that each counts its own changes."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
+
+
+class FillsWhatItRead(nn.Module):
+    """Ops read of a buffer before it is filled, with what others read of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, filled = self.linear(x), torch.ones_like(x)
+        first = torch.sin(filled[0] + hidden[0])
+        side = torch.exp(filled[1] + hidden[1])
+        filled[0] = torch.tanh(first)  # made of what `filled` was
+        filled[1] = hidden[2]  # `side` is made between the two
+        return torch.sigmoid(filled * side) * hidden
+
+
+class Windows(nn.Module):
+    """Is called with tuples that cannot be built like any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Window() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, x.shape, x.max(dim=0))
+        return x
+
+
+class Window(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, shape: torch.Size, most: Any) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * most.values).view(shape)
+
+
+@functools.lru_cache(maxsize=2)
+def angles(length: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tables, of which the model reads one."""
+    places = torch.arange(length, dtype=torch.float32)[:, None]
+    turns = torch.sin(places / torch.arange(1, width + 1))
+    return turns, turns.repeat(1, 2)
+
+
+class Remembers(nn.Module):
+    """Its first call makes a table that a function keeps for later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.positions = Positions()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turns, _ = self.positions(x)
+        return torch.tanh(self.linear(x) * torch.exp(turns))
+
+
+class Positions(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return angles(len(x), x.shape[1])
+
+
+class ConvertsItself(nn.Module):
+    """Makes sure in forward that its gate computes in float32, as routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gate = self.gate.to(torch.float32)
+        return torch.tanh(self.gate(x.float())) * x
+
+
 def twice(kind: Any) -> nn.Sequential:
     return nn.Sequential(kind(), kind())
 
@@ -371,5 +458,10 @@ AWKWARD = {
     "embedding bag": Case(SparseEmbedding, _tokens),
     "layer drop": Case(_opt, _labelled),
     "CTC loss": Case(Transcribes, _transcribed, lambda loss: loss),
+    "gated cells": Case(lambda: twice(GatedCells), rows),
+    "fills what it read": Case(lambda: twice(FillsWhatItRead), rows),
+    "odd tuples": Case(Windows, rows),
+    "remembers": Case(lambda: twice(Remembers), rows),
+    "converts itself": Case(lambda: twice(ConvertsItself), rows),
     "own checkpointing": Case(Checkpointed, rows),
 }

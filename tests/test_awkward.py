@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import autosac
 from autosac.applying import applying
@@ -17,7 +18,7 @@ from autosac.simulation.simulating import Simulator
 from autosac.tracing import tracing
 from autosac.tracing.stepping import normalize_inputs, training_step
 from autosac.tracing.tracing import dry_run
-from tests.awkward import AWKWARD
+from tests.awkward import AWKWARD, angles
 from tests.models import random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -152,3 +153,15 @@ def test_traces_that_other_threads_may_disturb_must_agree(disturbed, monkeypatch
     else:
         agreed = autosac.profile(case.model(), case.inputs()).tape
         assert agreed.ops == alone.ops[disturbed[-1] :]
+
+
+def test_what_functions_remember_is_no_fake_and_no_op_of_later_steps():
+    angles.cache_clear()
+    case = AWKWARD["remembers"]
+
+    ops = [op.name for op in case.profile().tape.ops]
+    turns, _ = angles(*case.inputs().shape)
+
+    assert "aten.exp.default" in ops and "aten.sin.default" not in ops
+    assert not isinstance(turns, FakeTensor)
+    assert torch.equal(turns[0], torch.zeros(case.inputs().shape[1]))

@@ -1,3 +1,4 @@
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -163,10 +164,18 @@ def test_only_one_model_is_alive_at_a_time():
     assert len(alive) == 4
 
 
-@pytest.mark.parametrize("option", ["steps", "timing_rounds"])
-def test_refuses_to_run_nothing(option):
-    with pytest.raises(ValueError, match=f"`{option}` must be at least 1, got 0"):
-        check(Checkpointed(), **{option: 0})
+def test_no_step_is_timed_if_none_is_asked_for():
+    found = check(Checkpointed(), timing_rounds=0)
+
+    assert math.isnan(found.step_ms) and math.isnan(found.baseline_step_ms)
+    assert found.identical and "step   " not in str(found)
+
+
+@pytest.mark.parametrize(("option", "least"), [("steps", 1), ("timing_rounds", 0)])
+def test_refuses_to_run_nothing(option, least):
+    message = f"`{option}` must be at least {least}, got {least - 1}"
+    with pytest.raises(ValueError, match=message):
+        check(Checkpointed(), **{option: least - 1})
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

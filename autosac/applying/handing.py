@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -108,8 +109,11 @@ def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return change(value)
     if type(value) in (list, tuple):
         return type(value)([map_nested(item, kind, change) for item in value])
-    if isinstance(value, tuple):  # a named one
-        return type(value)(*(map_nested(item, kind, change) for item in value))
+    if isinstance(value, tuple):  # a named one, a `torch.Size`, a `torch.return_types`
+        items = [map_nested(item, kind, change) for item in value]
+        if all(map(operator.is_, items, value)):
+            return value
+        return getattr(value, "_make", type(value))(items)
     if type(value) is dict:
         return {k: map_nested(item, kind, change) for k, item in value.items()}
     return value

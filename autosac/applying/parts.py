@@ -94,7 +94,8 @@ class Result:
         action: What becomes of it.
         available: For which reruns it is there again.
         kept: For which of these it stays until their end, as somebody reads it then.
-        version: How often ops that are known changed it in place.
+        version: How often ops that are known changed it in place,
+        apart: and how often each tensor in it that is counted by itself.
         dtype: Of the tensor that an op returned,
         whole: which can be told from its views while it lives.
         tensor: That tensor; None while it is lost.
@@ -103,8 +104,8 @@ class Result:
     """
 
     __slots__ = (
-        *("action", "available", "copied", "dtype", "kept", "tensor", "version"),
-        "whole",
+        *("action", "apart", "available", "copied", "dtype", "kept", "tensor"),
+        *("version", "whole"),
     )
 
     def __init__(self, action: str, available: int, tensor: torch.Tensor) -> None:
@@ -112,10 +113,37 @@ class Result:
         self.available = available
         self.kept = 0
         self.version = 0
+        self.apart: dict[int, int] | None = None
         self.dtype = tensor.dtype
         self.whole = weakref.ref(tensor)
         self.tensor: torch.Tensor | None = None
         self.copied: int | None = None
+
+    def count_apart(self, tensor: torch.Tensor) -> None:
+        """A tensor in it, and its views, count their changes by themselves."""
+        self.apart = self.apart or {}
+        self.apart[tensor._cdata] = 0
+
+    def count_change(self, tensor: torch.Tensor) -> None:
+        """A tensor in it is about to be changed."""
+        address = _address_of_base(tensor)
+        if self.apart is not None and address in self.apart:
+            self.apart[address] += 1
+        else:
+            self.version += 1
+
+    def counted(self, tensor: torch.Tensor) -> int:
+        """How often ops that are known changed a tensor in it."""
+        if self.apart is None:
+            return self.version
+        return self.apart.get(_address_of_base(tensor), self.version)
+
+
+def _address_of_base(tensor: torch.Tensor) -> int:
+    """What tells a tensor and its views from others in the same storage."""
+    base = tensor._base
+    address: int = (tensor if base is None else base)._cdata
+    return address
 
 
 class Part:

@@ -21,7 +21,8 @@ from autosac.applying.records import BACKWARD, Call, Record
 from autosac.candidates.policies import RERUN, SAVE
 from autosac.pytrees import tensors_in
 
-_PASS, _KEEP = 0, -1  # an op to be left alone; one whose result is kept
+# An op to be left alone; one whose result is kept; a view that is noted.
+_PASS, _KEEP, _NOTE = 0, -1, -2
 
 
 class Program:
@@ -32,7 +33,7 @@ class Program:
 
     Attributes:
         funcs: All ops, and None at the end.
-        kinds: For each: `_PASS`, `_KEEP`, or for which reruns it runs.
+        kinds: For each: `_PASS`, `_KEEP`, `_NOTE`, or for which reruns it runs.
         first: Place of the first op that has to be seen, -1 if none has to be,
         last: and of the last one.
         start: How many tensors autograd saves before a mode must begin,
@@ -53,6 +54,9 @@ class Program:
             self.kinds[call.place] = call.runs
         seen = [place for place, kind in enumerate(self.kinds) if kind != _PASS]
         self.first, self.last = (seen[0], seen[-1]) if seen else (-1, -1)
+        for place, func in enumerate(mode.history.funcs):
+            if self.kinds[place] == _PASS and _compat_dispatch.traits(func).is_hidden:
+                self.kinds[place] = _NOTE
         self.start = self.place = 0
         for number, place in enumerate(mode.packs, start=1):
             if 0 <= place <= self.first:
@@ -147,9 +151,12 @@ class KnownMode(_compat.PlainDispatchMode):
         kind = self._kinds[place]
         if kind == _PASS:
             return func(*args, **kwargs)
-        if kind == _KEEP:
+        if kind < _PASS:
             out = func(*args, **kwargs)
-            self.record.save(place, out)
+            if kind == _KEEP:
+                self.record.save(place, out)
+            else:
+                self.record.note_views(out)
             return out
         return self._record(place, kind, func, args, kwargs)
 

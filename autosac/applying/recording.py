@@ -80,7 +80,10 @@ class RecordingMode(_compat.PlainDispatchMode):
         self._next_node = _compat.next_sequence_nr()
         record = self.record
         if action in (VIEW, DETACHED):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if traits.is_hidden:
+                record.note_views(out)
+            return out
         if action == SAVE:
             out = func(*args, **kwargs)
             if not traits.returned:

@@ -210,7 +210,7 @@ class Record:
         if traits.written:
             for tensor in tensors_in(traits.targets(args, kwargs)):
                 if (result := self.result_of(tensor)) is not None:
-                    result.version += 1
+                    result.count_change(tensor)
         self.calls.append(call)
 
     def _reference(self, value: Any, runs: int) -> Any:
@@ -243,7 +243,7 @@ class Record:
         result = self.results.get(key)
         if result is not None:
             saved = result.tensor
-            if saved is not None or result.version == tensor._version:
+            if saved is not None or result.counted(tensor) == tensor._version:
                 if missing := (runs | kept) & ~result.available:
                     self.missed.append((-1 if kept else len(self.calls), missing))
                 result.kept |= kept
@@ -278,6 +278,12 @@ class Record:
         """The result in whose memory a tensor lies."""
         plain = _is_plain(type(tensor))
         return self.results.get(key_of(tensor)) if plain else None
+
+    def note_views(self, out: Any) -> None:
+        """Note views that count their changes by themselves."""
+        for tensor in tensors_in(out):
+            if (result := self.result_of(tensor)) is not None:
+                result.count_apart(tensor)
 
     def add_results(self, call: Call, traits: Traits, action: str, out: Any) -> None:
         """Note what an op made that may run again."""

@@ -6,6 +6,7 @@ in place.
 
 from __future__ import annotations
 
+import graphlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
@@ -135,22 +136,18 @@ def make_groups(
     if foreign is not None:
         return f"its op {foreign.name} changes a tensor from outside the module"
     members = _partition(index, rerun, own, last_pack)
-    ops_of: dict[int, list[int]] = defaultdict(list)
+    ops_of = _in_order(tape, rerun, own, members)
     storages: dict[int, list[int]] = defaultdict(list)
     for i in rerun:
-        for s in _makes(tape.ops[i], own)[:1]:
-            ops_of[members.find(s)].append(i)
         for s in tape.ops[i].creates:
             storages[members.find(s)].append(s)
-    order = sorted(ops_of, key=lambda root: ops_of[root][-1])
-    place = {root: g for g, root in enumerate(order)}
+    place = {root: g for g, root in enumerate(ops_of)}
     needed = _needed(tape, rerun, saved)
     changed = _reads_changing(index, call, rerun, own, trigger)
     groups = []
-    for root in order:
-        made, its_ops = storages[root], ops_of[root]
-        reads = {s for i in its_ops for s in tape.ops[i].reads if s in own}
-        inputs = {place[members.find(s)] for s in reads} - {place[root]}
+    for root, its_ops in ops_of.items():
+        made = storages[root]
+        inputs = {place[r] for r in _read_by(tape, root, its_ops, own, members)}
         kept = [s for s in made if index.held_elsewhere_until(s, saved) < trigger]
         groups.append(
             Group(
@@ -289,6 +286,40 @@ def _partition(
             ]
             members.join(made + stale)
     return members
+
+
+def _in_order(
+    tape: Tape, rerun: list[int], own: set[int], members: _Partition
+) -> dict[int, list[int]]:
+    """Ops of each group, by one of its storages; groups that others read come first.
+
+    What reads each other is joined: an op reads of a group that goes on behind it, and
+    what goes on reads the op.
+    """
+    while True:
+        ops_of: dict[int, list[int]] = defaultdict(list)
+        for i in rerun:
+            for s in _makes(tape.ops[i], own)[:1]:
+                ops_of[members.find(s)].append(i)
+        by_end = sorted(ops_of.items(), key=lambda item: item[1][-1])
+        reads = {r: _read_by(tape, r, its_ops, own, members) for r, its_ops in by_end}
+        place = {root: g for g, root in enumerate(reads)}
+        if all(place[read] < place[r] for r, its in reads.items() for read in its):
+            return dict(by_end)
+        try:
+            order = list(graphlib.TopologicalSorter(reads).static_order())
+        except graphlib.CycleError as error:
+            members.join(error.args[1])
+        else:
+            return {root: ops_of[root] for root in order}
+
+
+def _read_by(
+    tape: Tape, root: int, its_ops: list[int], own: set[int], members: _Partition
+) -> set[int]:
+    """Groups that the ops of another one read, by one of their storages."""
+    reads = {s for i in its_ops for s in tape.ops[i].reads if s in own}
+    return {members.find(s) for s in reads} - {root}
 
 
 def _needed(tape: Tape, rerun: list[int], saved: range) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -52,8 +53,8 @@ class Verification:
         measured_peak_bytes: Measured peak of a step with it.
         predicted_peak_bytes: What the plan said.
         budget_bytes: The plan's budget.
-        baseline_step_ms: Median time of a step without the plan.
-        step_ms: Median time of a step with it.
+        baseline_step_ms: Median time of a step without the plan; NaN without any.
+        step_ms: Median time of a step with it, likewise.
         differences: The first entries of the training state after the last step
             that are not bit-identical; empty when all are.
     """
@@ -92,9 +93,12 @@ class Verification:
             f"{'peak':7}{baseline:>12}{measured:>12}"
             f"  predicted {predicted} ({self.prediction_error:+.2%}),"
             f" budget {format_bytes(self.budget_bytes)} {verdict}",
-            f"{'step':7}{format_ms(self.baseline_step_ms):>12}"
-            f"{format_ms(self.step_ms):>12}  {slowdown:+.1%}",
         ]
+        if not math.isnan(slowdown):
+            lines.append(
+                f"{'step':7}{format_ms(self.baseline_step_ms):>12}"
+                f"{format_ms(self.step_ms):>12}  {slowdown:+.1%}"
+            )
         if self.identical:
             lines.append("state  bit-identical after the last step")
         else:
@@ -133,7 +137,7 @@ def verify(
         steps: Steps before the states are compared; the last one's peak counts.
             Optimizer state exists from the second on.
         seed: Seeds model, inputs and steps.
-        timing_rounds: Timed steps of each kind, taken in turn.
+        timing_rounds: Timed steps of each kind, taken in turn; 0 for no times (NaN).
         extra_bytes: Device memory held by ``loss_fn`` alone, such as targets.
             Not needed on a GPU, where the measured peak holds everything.
         autocast: As in `profile`.
@@ -143,7 +147,7 @@ def verify(
 
     Raises:
         ArgumentError: ``loss_fn``, ``make_optimizer`` or ``autocast`` cannot be meant.
-        ValueError: ``steps`` or ``timing_rounds`` is less than one.
+        ValueError: ``steps`` is less than one, or ``timing_rounds`` less than none.
     """
     check_loss_fn(loss_fn)
     recipe = Recipe(
@@ -181,10 +185,10 @@ class Recipe:
     gradients_in_forward: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "timing_rounds"):
-            if getattr(self, name) < 1:
+        for name, least in (("steps", 1), ("timing_rounds", 0)):
+            if getattr(self, name) < least:
                 raise ValueError(
-                    f"`{name}` must be at least 1, got {getattr(self, name)}."
+                    f"`{name}` must be at least {least}, got {getattr(self, name)}."
                 )
 
 
@@ -193,8 +197,13 @@ def verify_each(
 ) -> tuple[Verification, ...]:
     """Train a model without any plan and with each of several, and compare."""
     with _random_state_kept():
-        baseline = _measure(recipe, None)
-        found = [_measure(recipe, plan) for plan in plans]
+        baseline, state = _measure(recipe, None)
+        found, differing = [], []
+        for plan in plans:  # one state beside the baseline's at a time
+            planned, state_of_plan = _measure(recipe, plan)
+            found.append(planned)
+            differing.append(differences(state, state_of_plan))
+            del state_of_plan
         for _ in range(recipe.timing_rounds - 1):
             baseline.times_ms.append(_time(recipe, None))
             for plan, planned in zip(plans, found, strict=True):
@@ -205,18 +214,19 @@ def verify_each(
             measured_peak_bytes=planned.peak_bytes,
             predicted_peak_bytes=plan.peak_bytes,
             budget_bytes=plan.budget_bytes,
-            baseline_step_ms=statistics.median(baseline.times_ms),
-            step_ms=statistics.median(planned.times_ms),
-            differences=differences(baseline.state, planned.state),
+            baseline_step_ms=_median_ms(baseline),
+            step_ms=_median_ms(planned),
+            differences=differing_entries,
         )
-        for plan, planned in zip(plans, found, strict=True)
+        for plan, planned, differing_entries in zip(
+            plans, found, differing, strict=True
+        )
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
     peak_bytes: int
-    state: State
     times_ms: list[float]
 
 
@@ -289,7 +299,7 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
 
-def _measure(recipe: Recipe, plan: AppliesToModel | None) -> _Measured:
+def _measure(recipe: Recipe, plan: AppliesToModel | None) -> tuple[_Measured, State]:
     run = _Run(recipe, plan)
 
     def earlier_steps() -> None:
@@ -306,7 +316,12 @@ def _measure(recipe: Recipe, plan: AppliesToModel | None) -> _Measured:
         warm_up=earlier_steps,
     )
     state = capture_state(run.model, run.optimizer, loss)
-    return _Measured(peak_bytes, state, [run.timed_step_ms()])
+    times_ms = [run.timed_step_ms()] if recipe.timing_rounds else []
+    return _Measured(peak_bytes, times_ms), state
+
+
+def _median_ms(measured: _Measured) -> float:
+    return statistics.median(measured.times_ms) if measured.times_ms else math.nan
 
 
 def _time(recipe: Recipe, plan: AppliesToModel | None) -> float:

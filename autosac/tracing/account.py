@@ -81,6 +81,14 @@ class Account:
         """Indices of the storages of those tensors that count."""
         return self._indices([t for t in tensors if t is not None], 0, "temporary")
 
+    def left_alive(self) -> set[int]:
+        """Addresses of the storages that forward made and somebody still holds."""
+        return {
+            address
+            for address, index in self.ids.items()
+            if self.born[index] and self.categories[index] == "activation"
+        }
+
     def _counts(self, tensor: torch.Tensor) -> bool:
         return (
             tensor.layout is torch.strided

@@ -76,6 +76,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.saved: list[Saved] = []
         self.calls: list[Call] = []
         self.stack: list[int] = [0]
+        self.met: set[int] = set()  # storages from elsewhere that modules handed on
         self.module_of_node: dict[int, int] = {}
         self.module_of_parameter: dict[int, int] = {}
         self.last_backward_module = 0
@@ -118,6 +119,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
     def tape(self) -> Tape:
         """What was recorded, as plain data."""
         end = self.clock
+        self._leave_out_unread()
         storages = tuple(
             Storage(
                 nbytes=nbytes,
@@ -139,6 +141,14 @@ class Recorder(_compat.PlainDispatchMode, Account):
             num_ticks=end,
             device_type=self.target.type if self.target else self.device_type,
         )
+
+    def _leave_out_unread(self) -> None:
+        """Do not count what modules handed on and no op read: it is not of the step."""
+        read = (
+            {i for op in self.ops for i in (*op.reads, *op.writes)} if self.met else ()
+        )
+        for index in self.met.difference(read):
+            self.nbytes[index] = 0
 
     def _blas_storages(self, end: int) -> tuple[Storage, ...]:
         """What the threads that run matrix products hold all the time."""
@@ -439,7 +449,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if self.finds_draws or len(self.stack) == 1:
             call.random = random_numbers()
         tensors = list(tensors_in((args, kwargs)))
-        call.inputs = self._indices(tensors, 0, "input")
+        call.inputs = self._handed_on(tensors)
         call.look_at_arguments((args, kwargs), tensors)
         self.calls.append(call)
         self.stack.append(module)
@@ -448,11 +458,18 @@ class Recorder(_compat.PlainDispatchMode, Account):
     def leave(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
         """A module's ``forward`` ends."""
         self.stack.pop()
-        if self._indices(list(tensors_in((args, kwargs))), 0, "input") != call.inputs:
+        if self._handed_on(list(tensors_in((args, kwargs)))) != call.inputs:
             call.once = call.once or "it changes a container that it is given"
         if call.random is not None and call.random != random_numbers():
             call.once = call.once or DRAWS
         outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
         call.gives_gradients = any(t.requires_grad for t in tensors_in((output,)))
-        call.outputs = self._indices(list(tensors_in(outputs)), 0, "input")
+        call.outputs = self._handed_on(list(tensors_in(outputs)))
         call.exit = self.tick()
+
+    def _handed_on(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+        """Indices of the storages of tensors that a module gets or returns."""
+        first_new = len(self.nbytes)
+        indices = self._indices(tensors, 0, "input")
+        self.met.update(range(first_new, len(self.nbytes)))
+        return indices

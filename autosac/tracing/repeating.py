@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_dispatch
 from autosac.pytrees import tensors_in
 from autosac.tracing.op_facts import Facts
 
@@ -317,7 +317,7 @@ def is_real(tensor: torch.Tensor) -> bool:
 def _is_mixed(func: Any) -> bool:
     """Whether an op gives fakes and real tensors new results that layouts decide."""
     is_known = _compat.is_elementwise(func) or func in _MIXED
-    return is_known and _compat.makes_all_results(func)
+    return is_known and _compat_dispatch.makes_all_results(func)
 
 
 class _Templates:

@@ -22,7 +22,9 @@ from autosac import _compat, _compat_plain
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import host_state, lens
 from autosac.pytrees import tensors_in
+from autosac.tracing import memoized
 from autosac.tracing.collecting import no_collections
+from autosac.tracing.conversions import idle_conversions
 from autosac.tracing.copying import fake_copy
 from autosac.tracing.equal_states import EqualStates
 from autosac.tracing.failures import explanation
@@ -143,21 +145,28 @@ def _run(
     optimizes: bool = True,
     finds_draws: bool = False,
 ) -> Tape:
-    """Run the step on fakes, anew until nothing is left to learn of it."""
+    """Run the step on fakes, anew until nothing is left to learn of it.
+
+    Once more if functions remember what it made: later steps find it there.
+    """
+    options: Any = {
+        "only_storages": only_storages,
+        "optimizes": optimizes,
+        "finds_draws": finds_draws,
+    }
     while True:
         mode = _compat.fake_mode(plain=step.learned.plain)
+        left: set[int] | None = None  # unknown: it failed
         try:
-            return _run_on(
-                mode,
-                step,
-                prepare,
-                only_storages=only_storages,
-                optimizes=optimizes,
-                finds_draws=finds_draws,
-            )
+            tape, left = _run_on(mode, step, prepare, **options)
+            if left and memoized.remember(left):
+                tape, _ = _run_on(mode, step, prepare, **options)
+            return tape
         except Retrace:
             pass
         finally:
+            if left is None or left:
+                memoized.forget_fakes()
             _compat_plain.restore_keys(mode)
 
 
@@ -169,8 +178,8 @@ def _run_on(
     only_storages: bool,
     optimizes: bool,
     finds_draws: bool,
-) -> Tape:
-    """Run the step on fakes of a mode."""
+) -> tuple[Tape, set[int]]:
+    """Run the step on fakes of a mode; the storages that its forward leaves alive."""
     with seeded_streams(), no_collections(), lens(mode, step.lens):
         model, optimizer, args, kwargs = fake_copy(step, mode)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
@@ -193,6 +202,7 @@ def _run_on(
         try:
             with (
                 real_one_hot(recorder),
+                idle_conversions(),
                 modes,
                 torch.enable_grad(),
                 one_thread,
@@ -218,10 +228,11 @@ def _run_on(
             raise
         except Exception as error:  # whatever the user's code raises
             raise TraceError(explanation(error, recorder.place())) from error
+        left = recorder.left_alive()
         if only_storages:
-            return recorder.tape()
+            return recorder.tape(), left
         parameters = find_parameters(recorder, step.model, model, optimizer)
-        return replace(recorder.tape(), parameters=parameters)
+        return replace(recorder.tape(), parameters=parameters), left
 
 
 def _register(

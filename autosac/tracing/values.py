@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from autosac import _compat
+from autosac import _compat, _compat_dispatch
 from autosac.errors import TraceError
 from autosac.lens.on_gpu import on_fake_gpu
 from autosac.pytrees import tensors_in
@@ -181,7 +181,7 @@ def _is_plain(func: Any, kwargs: Any) -> bool:
         return True
     if not _compat.is_elementwise(func):
         return False
-    makes_or_returns = _compat.makes_all_results(func)
+    makes_or_returns = _compat_dispatch.makes_all_results(func)
     return makes_or_returns or bool(_compat.returned_arguments(func))
 
 
@@ -202,7 +202,7 @@ _gpu_layouts: dict[Signature, _Layouts | None] = {}
 
 def _as_on_gpu(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """A result of fake CPU tensors with the layouts and types of a GPU's."""
-    if not _compat.makes_all_results(func) or _compat.is_view(func):
+    if not _compat_dispatch.makes_all_results(func) or _compat.is_view(func):
         return out
     key = signature(func, args, kwargs)
     if key not in _gpu_layouts:

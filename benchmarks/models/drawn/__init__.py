@@ -6,14 +6,24 @@ A model has a name such as ``transformers/opt``, ``timm/regnetx_002`` or
 
 from __future__ import annotations
 
+import functools
 import random
 
 from benchmarks.models.drawn.errors import NotBuiltError
 from benchmarks.models.workload import Workload
 
-__all__ = ["LIBRARIES", "NotBuiltError", "build", "drawn"]
+__all__ = [
+    "LIBRARIES",
+    "SOURCES",
+    "NotBuiltError",
+    "build",
+    "build_small",
+    "drawn",
+    "every",
+]
 
 LIBRARIES = ("transformers", "timm", "torchvision")
+SOURCES = (*LIBRARIES, "modules")
 SEED = 16
 # Architectures of `benchmarks.models.zoo`, as the libraries call them.
 _OF_ZOO = {
@@ -80,3 +90,55 @@ def build(name: str, *, num_images: int = 8) -> Workload:
         return builders[library](own, num_images)
     except Exception as error:  # whatever a library raises, it is not built
         raise NotBuiltError(f"{type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def every(source: str) -> tuple[str, ...]:
+    """All names of a source: a family of timm is one, named after its file.
+
+    Args:
+        source: One of `SOURCES`.
+    """
+    if source == "transformers":
+        from benchmarks.models.drawn import of_transformers  # as in `drawn`
+
+        names = of_transformers.names()
+    elif source == "modules":
+        from benchmarks.models.drawn import of_modules  # as in `drawn`
+
+        names = of_modules.names()
+    else:
+        from benchmarks.models.drawn import of_vision  # as in `drawn`
+
+        is_timm = source == "timm"
+        names = (
+            of_vision.families_of_timm()
+            if is_timm
+            else of_vision.names_of_torchvision()
+        )
+    return tuple(f"{source}/{name}" for name in names)
+
+
+def build_small(name: str) -> Workload:
+    """A training step that a CPU really runs in seconds.
+
+    Args:
+        name: Of `every`.
+
+    Raises:
+        NotBuiltError: It cannot be built here; says why.
+    """
+    source, _, own = name.partition("/")
+    if source == "transformers":
+        from benchmarks.models.drawn import of_transformers  # as in `drawn`
+
+        return of_transformers.build(own)
+    if source == "modules":
+        from benchmarks.models.drawn import of_modules  # as in `drawn`
+
+        return of_modules.build(own)
+    from benchmarks.models.drawn import small_vision  # as in `drawn`
+
+    if source == "timm":
+        return small_vision.build_of_timm(own)
+    return small_vision.build_of_torchvision(own)

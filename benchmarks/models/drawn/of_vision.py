@@ -73,12 +73,12 @@ def _batch_of_torchvision(family: str, batch: int) -> Any:
         return (pair[0], pair[1])
     if family.startswith("detection"):
         images = list(normal(batch, 3, _PIXELS, _PIXELS))
-        return (images, [_target() for _ in images])
+        return (images, [target() for _ in images])
     pixels = _INCEPTION_PIXELS if "inception" in family else _PIXELS
     return normal(batch, 3, pixels, pixels)
 
 
-def _target() -> dict[str, torch.Tensor]:
+def target() -> dict[str, torch.Tensor]:
     """Boxes, classes, masks and key points of an image."""
     box = torch.tensor([20.0, 30.0, 120.0, 150.0])
     keypoints = torch.tensor([60.0, 90.0, 1.0]).expand(_BOXES, 17, 3)

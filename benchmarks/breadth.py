@@ -1,0 +1,155 @@
+"""Models that nobody chose by hand, planned and really trained.
+
+    python -m benchmarks.breadth [--sources torchvision,modules] [--jobs 2]
+    python -m benchmarks.breadth --models timm/dla,transformers/bart --work FOLDER
+
+What is done is not done again: every model leaves a file in the folder of work, and the
+page is of all files that are there. Remove a file, or name the verdicts to `--again`,
+to judge a model anew. The exit code tells whether the page shows what is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shlex
+import signal
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import environment, package_version
+from benchmarks.judging import job, verdicts
+from benchmarks.models.drawn import SEED, SOURCES, every
+
+RESULTS = Path(__file__).parent / "results"
+GIB = 2**30
+_WALL_OF_CPU = 4  # a process may wait this many times as long as it may work
+Record = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Judge what is not judged yet, and write the page."""
+    options = _options(arguments)
+    options.work.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("AUTOSAC_CACHE_DIR", str(options.work / "cache"))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    names = options.models or _drawn(options.sources)
+    left = [name for name in names if _is_left(_path(options, name), options.again)]
+    if options.render:
+        left = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for name, record in pool.map(lambda name: _judged(name, options), left):
+            text = f"{name}: {verdicts.verdict(record)}"
+            print(text, verdicts.why(record)[:200], flush=True)
+            _write(options)
+    return 0 if all(kept for *_, kept in _write(options)) else 1
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.breadth")
+
+    def words(text: str) -> list[str]:
+        return text.split(",")
+
+    work = Path(tempfile.gettempdir()) / "autosac-breadth"
+    parser.add_argument("--sources", type=words, default=list(SOURCES))
+    parser.add_argument("--models", type=words, help="such as timm/dla; default: all")
+    parser.add_argument("--again", type=words, default=[], help="verdicts to redo")
+    parser.add_argument("--jobs", type=int, default=1, help="models side by side")
+    parser.add_argument("--work", type=Path, default=work, help="files of models, kept")
+    parser.add_argument("--memory-gib", type=float, default=8.0, help="of a process")
+    parser.add_argument("--cpu-s", type=int, default=600, help="of a process")
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    options.given = sys.argv[1:] if arguments is None else arguments
+    if unknown := sorted(set(options.sources) - set(SOURCES)):
+        parser.error(f"unknown {unknown}; known are {list(SOURCES)}")
+    return options
+
+
+def _drawn(sources: list[str]) -> list[str]:
+    """All names of some sources in an order that is drawn by number."""
+    names = [name for source in sources for name in every(source)]
+    return random.Random(SEED).sample(names, len(names))
+
+
+def _path(options: argparse.Namespace, name: str) -> Path:
+    folder: Path = options.work
+    return folder / f"{name.replace('/', '-')}.json"
+
+
+def _is_left(path: Path, again: list[str]) -> bool:
+    if not path.exists():
+        return True
+    record = json.loads(path.read_text())
+    return record["status"] == "unfinished" or verdicts.verdict(record) in again
+
+
+def _judged(name: str, options: argparse.Namespace) -> tuple[str, Record]:
+    """The record of a model that a process of its own judges, limited in its work."""
+    path = _path(options, name)
+    limits = job.Limits(memory_bytes=int(options.memory_gib * GIB), cpu_s=options.cpu_s)
+    # A server that has imported what all models need forks a process for each.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.judging.job", "timm", "transformers"])
+    process = context.Process(target=job.run, args=(name, path, limits))
+    process.start()
+    process.join(options.cpu_s * _WALL_OF_CPU)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    record: Record = {"model": name, "status": "unfinished"}
+    if path.exists():
+        record = json.loads(path.read_text())
+    if record["status"] == "unfinished":
+        record |= _ending(process.exitcode, options)
+        path.write_text(json.dumps(record) + "\n")
+    return name, record
+
+
+def _ending(code: int | None, options: argparse.Namespace) -> Record:
+    """Why a process that was ended left its record unfinished."""
+    late = {-signal.SIGXCPU, -signal.SIGKILL}
+    if code in late:
+        return {"status": "ended", "reason": f"not done in {options.cpu_s} s of work"}
+    return {"status": "raw error", "reason": f"the process died with code {code}"}
+
+
+def _write(options: argparse.Namespace) -> list[tuple[str, str, bool]]:
+    """The page of all models that are judged so far."""
+    paths = sorted(options.work.glob("*.json"))
+    records = [json.loads(path.read_text()) for path in paths]
+    records = [record for record in records if record["status"] != "unfinished"]
+    where = {**environment(), "timm": package_version("timm")}
+    whole = {
+        "records": records,
+        "num_names": sum(len(every(source)) for source in options.sources),
+        "where": where,
+        "command": _command(options.given),
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    page = "\n".join(verdicts.page(whole))
+    (options.output / "breadth.md").write_text(page)
+    return verdicts.summary(records)
+
+
+def _command(given: list[str]) -> str:
+    """The command as it would be given elsewhere: without folders of this machine."""
+    skipped = {"--work", "--output"}
+    kept = [
+        word
+        for before, word in zip(["", *given], given, strict=False)
+        if not {before, word} & skipped and word != "--render"
+    ]
+    return shlex.join(["python", "-m", "benchmarks.breadth", *kept])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
