@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from autosac import _compat
 from autosac.errors import AutosacError, TraceError
 from autosac.pytrees import tensors_in
 from autosac.tracing import source_lines
 from autosac.tracing.arguments import warn
+from autosac.tracing.copying import AnyCopies
 from autosac.tracing.failures import explanation, place_of
 from autosac.tracing.probing import Probe
 from autosac.tracing.random_streams import seeded_streams
@@ -69,10 +69,7 @@ def check_real_step(step: Step, tape: Tape) -> None:
     Raises:
         TraceError: The real step fails, though its trace did not.
     """
-    tensors = [*step.model.parameters(), *step.model.buffers()]
-    tensors += tensors_in((step.args, step.kwargs))
-    is_real = not any(tensor.is_meta or _compat.is_fake(tensor) for tensor in tensors)
-    if not is_real or step.lens is not None or step.compute_dtype is not None:
+    if step.learned.real or not step.is_present:
         return
     try:
         departure = first_departure(step, tape)
@@ -116,7 +113,7 @@ def first_departure(step: Step, tape: Tape) -> Departure | None:
 def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | None:
     memo = {id(p): p for p in step.model.parameters()} if frugal else {}
     originals = (step.model, step.args, step.kwargs)
-    with _AnyCopies():
+    with AnyCopies():
         model, args, kwargs = copy.deepcopy(originals, memo)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if frugal:
@@ -148,23 +145,6 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
             " data, and takes some types and devices that the real op refuses."
         ) from error
     return follower.departure
-
-
-class _AnyCopies(TorchFunctionMode):
-    """Lets ``copy.deepcopy`` copy tensors that were computed, which it refuses.
-
-    Modules keep such tensors: the weight of ``torch.nn.utils.weight_norm`` is one.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.Tensor.__deepcopy__ or args[0].is_leaf:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.detach().clone().requires_grad_()
-        return memo[id(tensor)]
 
 
 class _Departed(BaseException):

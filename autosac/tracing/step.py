@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from autosac import _compat
 from autosac.costs.devices import DeviceSpec
+from autosac.pytrees import tensors_in
 from autosac.tracing.learned import Learned
 from autosac.tracing.stepping import LossFn
 
@@ -55,3 +57,14 @@ class Step:
     def traced_type(self) -> str:
         """Type of device that the traced tensors say they are on."""
         return self.device_type if self.lens is None else "cpu"
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it can really run: model and batch are here, on its device."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors += tensors_in((self.args, self.kwargs))
+        return (
+            self.lens is None
+            and self.compute_dtype is None
+            and not any(tensor.is_meta or _compat.is_fake(tensor) for tensor in tensors)
+        )

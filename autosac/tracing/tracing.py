@@ -1,4 +1,4 @@
-"""Trace one training step under fake tensors into a `Tape`.
+"""Trace one training step into a `Tape`: under fake tensors, or for real.
 
 Tensors that autograd wants to save are taken away from it (a saved-tensors hook
 keeps only their shape) and handed back as fresh fake tensors in backward. So the
@@ -9,6 +9,7 @@ second; that is what makes simulating a plan on the tape exact.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Hashable
@@ -19,13 +20,14 @@ import numpy as np
 import torch
 
 from autosac import _compat, _compat_plain
+from autosac.costs.timing import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import host_state, lens
 from autosac.pytrees import tensors_in
 from autosac.tracing.collecting import no_collections
-from autosac.tracing.copying import fake_copy
+from autosac.tracing.copying import copied
 from autosac.tracing.equal_states import EqualStates
-from autosac.tracing.failures import explanation
+from autosac.tracing.failures import WHY_REAL, explanation
 from autosac.tracing.learned import Retrace
 from autosac.tracing.one_hot import real_one_hot
 from autosac.tracing.parameters import find_parameters
@@ -75,7 +77,7 @@ def trace(step: Step) -> Tape:
 
 def _plain(step: Step) -> Tape:
     tape = _run(step, lambda model: None, only_storages=False)
-    if _drawn(tape):
+    if _drawn(tape) and not step.learned.real:
         tape = _run(step, lambda model: None, only_storages=False, finds_draws=True)
     return tape
 
@@ -143,9 +145,11 @@ def _run(
     optimizes: bool = True,
     finds_draws: bool = False,
 ) -> Tape:
-    """Run the step on fakes, anew until nothing is left to learn of it."""
+    """Run the step, anew until nothing is left to learn of it."""
     while True:
-        mode = _compat.fake_mode(plain=step.learned.plain)
+        is_real, mode = step.learned.real, None
+        if not is_real:
+            mode = _compat.fake_mode(plain=step.learned.plain)
         try:
             return _run_on(
                 mode,
@@ -157,12 +161,19 @@ def _run(
             )
         except Retrace:
             pass
+        except torch.OutOfMemoryError as error:
+            raise TraceError(
+                f"{WHY_REAL} It takes more memory than is free: plan with a smaller"
+                " batch, or for the model on the CPU."
+            ) from error
         finally:
             _compat_plain.restore_keys(mode)
+            if is_real:
+                gc.collect()  # the copy hangs in cycles
 
 
 def _run_on(
-    mode: _compat.FakeTensorMode,
+    mode: _compat.FakeTensorMode | None,
     step: Step,
     prepare: Callable[[torch.nn.Module], Any],
     *,
@@ -170,9 +181,9 @@ def _run_on(
     optimizes: bool,
     finds_draws: bool,
 ) -> Tape:
-    """Run the step on fakes of a mode."""
+    """Run the step on fakes of a mode, or on real tensors if there is none."""
     with seeded_streams(), no_collections(), lens(mode, step.lens):
-        model, optimizer, args, kwargs = fake_copy(step, mode)
+        model, optimizer, args, kwargs = copied(step, mode)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
         prepare(model)
         recorder = Recorder(
@@ -183,7 +194,8 @@ def _run_on(
             only_storages=only_storages,
             target=step.lens,
             learned=step.learned,
-            finds_draws=finds_draws,
+            finds_draws=finds_draws or mode is None,
+            most_bytes=_most_bytes(step) if mode is None else None,
         )
         _register(recorder, step, model, (args, kwargs))
         # On a GPU backward would run on a thread of its own, whose last references
@@ -214,14 +226,24 @@ def _run_on(
                 if optimizes:
                     finish_step(model, optimizer, step.clip_grad_norm)
                 del loss  # alive until here, as in `training_step`
-        except (AutosacError, NotImplementedError):
+        except (AutosacError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever the user's code raises
+            if step.lens is not None and isinstance(error, NotImplementedError):
+                raise
+            if mode is not None and step.is_present:
+                step.learned.real = True  # values decide, or a fake kernel refuses
+                raise Retrace from error
             raise TraceError(explanation(error, recorder.place())) from error
         if only_storages:
             return recorder.tape()
         parameters = find_parameters(recorder, step.model, model, optimizer)
         return replace(recorder.tape(), parameters=parameters)
+
+
+def _most_bytes(step: Step) -> int | None:
+    """Memory that a real step may take."""
+    return available_bytes(torch.device(step.device_type))
 
 
 def _register(
@@ -265,7 +287,7 @@ def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
     with torch.no_grad(), _compat_plain.fakes_of(recorder.repeated.mode):
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.zeros_like(parameter)
     recorder.register(
         (p.grad for p in model.parameters() if p.grad is not None), "gradient"
     )
