@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -108,10 +109,21 @@ def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return change(value)
     if type(value) in (list, tuple):
         return type(value)([map_nested(item, kind, change) for item in value])
-    if isinstance(value, tuple):  # a named one
-        return type(value)(*(map_nested(item, kind, change) for item in value))
     if type(value) is dict:
         return {k: map_nested(item, kind, change) for k, item in value.items()}
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, tuple):  # a named one
+        return type(value)(*(map_nested(item, kind, change) for item in value))
+    if isinstance(value, dict):  # an ordered one, or an output of Transformers
+        changed = copy.copy(value)
+        for name, item in value.items():
+            changed[name] = map_nested(item, kind, change)
+        return changed
+    if isinstance(value, list):
+        changed = copy.copy(value)
+        changed[:] = [map_nested(item, kind, change) for item in value]
+        return changed
     return value
 
 

@@ -6,10 +6,12 @@ in place.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from autosac.tracing.tape import ModuleCall, Op, Tape
 
@@ -135,14 +137,11 @@ def make_groups(
     if foreign is not None:
         return f"its op {foreign.name} changes a tensor from outside the module"
     members = _partition(index, rerun, own, last_pack)
-    ops_of: dict[int, list[int]] = defaultdict(list)
+    order, ops_of = _in_order(tape, rerun, own, members)
     storages: dict[int, list[int]] = defaultdict(list)
     for i in rerun:
-        for s in _makes(tape.ops[i], own)[:1]:
-            ops_of[members.find(s)].append(i)
         for s in tape.ops[i].creates:
             storages[members.find(s)].append(s)
-    order = sorted(ops_of, key=lambda root: ops_of[root][-1])
     place = {root: g for g, root in enumerate(order)}
     needed = _needed(tape, rerun, saved)
     changed = _reads_changing(index, call, rerun, own, trigger)
@@ -289,6 +288,38 @@ def _partition(
             ]
             members.join(made + stale)
     return members
+
+
+def _in_order(
+    tape: Tape, rerun: list[int], own: set[int], members: _Partition
+) -> tuple[list[int], dict[int, list[int]]]:
+    """Sets of storages, each behind those that its ops read, and the ops of each.
+
+    Sets that read each other, as may be where one is overwritten late, become one.
+    """
+    while True:
+        ops_of: dict[int, list[int]] = defaultdict(list)
+        reads: dict[int, set[int]] = defaultdict(set)
+        for i in rerun:
+            for s in _makes(tape.ops[i], own)[:1]:
+                root = members.find(s)
+                ops_of[root].append(i)
+                reads[root] |= {members.find(r) for r in tape.ops[i].reads if r in own}
+        graph = {root: reads[root] & ops_of.keys() - {root} for root in ops_of}
+        sorter = TopologicalSorter(graph)
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            members.join(error.args[1])
+            continue
+        order: list[int] = []
+        ready: list[tuple[int, int]] = []
+        while sorter.is_active():
+            for root in sorter.get_ready():
+                heapq.heappush(ready, (ops_of[root][-1], root))
+            order.append(heapq.heappop(ready)[1])
+            sorter.done(order[-1])
+        return order, ops_of
 
 
 def _needed(tape: Tape, rerun: list[int], saved: range) -> set[int]:
