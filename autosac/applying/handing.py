@@ -116,14 +116,14 @@ def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple):  # a named one
         return type(value)(*(map_nested(item, kind, change) for item in value))
     if isinstance(value, dict):  # an ordered one, or an output of Transformers
-        changed = copy.copy(value)
+        mapping = copy.copy(value)
         for name, item in value.items():
-            changed[name] = map_nested(item, kind, change)
-        return changed
+            mapping[name] = map_nested(item, kind, change)
+        return mapping
     if isinstance(value, list):
-        changed = copy.copy(value)
-        changed[:] = [map_nested(item, kind, change) for item in value]
-        return changed
+        items = copy.copy(value)
+        items[:] = [map_nested(item, kind, change) for item in value]
+        return items
     return value
 
 

@@ -29,6 +29,8 @@ class History:
         copies: Arguments (by number) and tensors from elsewhere that it changed after
             it departed, each with a copy of what it was before, and its version then.
         packed: Shape, type and version of each tensor that autograd saved.
+        numbers: What its ops returned that return numbers, by their places: a branch
+            that depends on one is not decided twice.
         departed: It did something else than its plan expects.
     """
 
@@ -37,6 +39,7 @@ class History:
         self.actions: list[str] = []
         self.copies: list[tuple[int | torch.Tensor, torch.Tensor, int]] = []
         self.packed: list[tuple[torch.Size, torch.dtype, int]] = []
+        self.numbers: dict[int, complex] = {}
         self.departed = False
 
 
@@ -77,10 +80,13 @@ class RecordingMode(_compat.PlainDispatchMode):
         action = self._action(place, traits, args, kwargs)
         self.history.funcs.append(func)
         self.history.actions.append(action)
-        self._next_node = _compat.next_sequence_nr()
+        self._next_node = _compat_dispatch.next_node_behind(func)
         record = self.record
         if action in (VIEW, DETACHED):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if isinstance(out, (bool, int, float, complex)):
+                self.history.numbers[place] = out
+            return out
         if action == SAVE:
             out = func(*args, **kwargs)
             if not traits.returned:

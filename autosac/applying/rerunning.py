@@ -173,6 +173,8 @@ class RerunMode(_compat.PlainDispatchMode):
             return func(*args, **kwargs)
         place = self._next(func)
         action = self.history.actions[place]
+        if place in self.history.numbers:
+            return self.history.numbers[place]
         if action == VIEW:
             return func(*args, **kwargs)
         if action in (SAVE, DETACHED):

@@ -25,8 +25,8 @@ BATCH_NORM_OPS = frozenset(
     }
 )
 
-# Ops that choose among near-equal values or decide a shape: never made twice. Names of
-# the overload packets.
+# Ops that choose among near-equal values: never made twice, nor are those that decide a
+# shape (`Op.decides`). Names of the overload packets.
 NEVER_RERUN = frozenset(
     {
         "aten.topk",
@@ -46,6 +46,7 @@ NEVER_RERUN = frozenset(
         "aten.unique_dim_consecutive",
         "aten.masked_select",
         "aten.bincount",
+        "torchvision.nms",
     }
 )
 
@@ -76,7 +77,12 @@ class Group:
 
 
 class TapeIndex:
-    """Look-ups on a tape by tick and by storage."""
+    """Look-ups on a tape by tick and by storage.
+
+    Attributes:
+        opaque: Modules that must not be run again, with all inside them.
+        fixed: Ops that must not be run again.
+    """
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -91,6 +97,25 @@ class TapeIndex:
                 self.writes[storage].append(op.start)
         for i, saved in enumerate(tape.saved):
             self.saves[saved.storage].append(i)
+        self.opaque: set[int] = set()
+        for i, node in enumerate(tape.modules.nodes):
+            if node.fqn in tape.opaque or node.parent in self.opaque:
+                self.opaque.add(i)
+        self.fixed = self._fixed()
+
+    def _fixed(self) -> set[int]:
+        tape = self.tape
+        decisions = {s for op in tape.ops for s in op.decides}
+        fixed = {
+            i
+            for i, op in enumerate(tape.ops)
+            if op.name.rpartition(".")[0] in NEVER_RERUN
+            or not decisions.isdisjoint((*op.creates, *op.writes))
+        }
+        for call in tape.calls if self.opaque else ():
+            if call.module in self.opaque:
+                fixed.update(self.ops_in(call.enter, call.exit))
+        return fixed
 
     def ops_in(self, enter: int, leave: int) -> range:
         return range(bisect_left(self.starts, enter), bisect_left(self.starts, leave))
@@ -159,7 +184,7 @@ def make_groups(
                 saved_bytes=sum(tape.storages[s].nbytes for s in kept),
                 runtime_ms=sum(op_ms[i] for i in its_ops),
                 needed=not needed.isdisjoint(made),
-                pinned=any(i in changed or _never_rerun(tape.ops[i]) for i in its_ops),
+                pinned=any(i in changed or i in index.fixed for i in its_ops),
                 unsavable=any(
                     index.written_between(s, last_pack, tape.num_ticks) for s in made
                 ),
@@ -220,7 +245,7 @@ def make_tail(
         op = tape.ops[i]
         if _changes_foreign(op, own):
             return f"its op {op.name} changes a tensor from outside the module"
-        if i in changing or _never_rerun(op):
+        if i in changing or i in index.fixed:
             return f"its op {op.name} must not run twice"
         read = {g for s in (*op.reads, *op.writes) for g in makers[s]}
         for storage in _makes(op, own):
@@ -251,14 +276,10 @@ def may_run_again(
     inside = index.ops_in(call.enter, call.exit)
     own = {s for i in inside for s in tape.ops[i].creates}
     pure = all(
-        own.issuperset(op.writes) and not op.random and not _never_rerun(op)
-        for op in (tape.ops[i] for i in ops)
+        own.issuperset(op.writes) and not op.random for op in (tape.ops[i] for i in ops)
     )
+    pure = pure and index.fixed.isdisjoint(ops)
     return pure and not _reads_changing(index, call, list(ops), own, trigger)
-
-
-def _never_rerun(op: Op) -> bool:
-    return op.name.rpartition(".")[0] in NEVER_RERUN
 
 
 def _makes(op: Op, own: set[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -228,6 +228,7 @@ def profile(
     clip_grad_norm: float | None = None,
     gradients_in_forward: bool = False,
     exclude: tuple[str, ...] = (),
+    opaque: Iterable[str | type] = (),
 ) -> Profile:
     """Trace one training step of a model; nothing is run, nothing is changed.
 
@@ -253,6 +254,8 @@ def profile(
         gradients_in_forward: Whether ``zero_grad`` is called between forward and
             backward, so that the gradients of the step before are alive in forward.
         exclude: FQNs of modules that must not be AC units.
+        opaque: Modules that are never run again, nor cut inside, such as routers: FQNs,
+            patterns of them (``"*.gate"``), or classes.
 
     Raises:
         TraceError: The step cannot be traced; names the module and the line. Or it has
@@ -285,6 +288,7 @@ def profile(
         clip_grad_norm=clip_grad_norm,
         gradients_in_forward=gradients_in_forward,
         lens=lens,
+        opaque=arguments.read_opaque(opaque, model),
     )
     tape = trace(step)
     if loss_fn is None:

@@ -228,7 +228,12 @@ class Recorder(_compat.PlainDispatchMode, Account):
                     target=self.target,
                 )
                 call.facts.costs = spent
-            self._write(call.facts, spent, (start, made), reads, writes, creates)
+            decides = creates if call.facts.finds else ()
+            if call.facts.masks:
+                masks = [inputs[i] for i in call.facts.masks]
+                decides = self._indices(masks, 0, "input", strided=strided)
+            ticks = (start, made)
+            self._write(call.facts, spent, ticks, reads, writes, creates, decides)
         return out
 
     def _write(
@@ -239,6 +244,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         reads: tuple[int, ...],
         writes: tuple[int, ...],
         creates: tuple[int, ...],
+        decides: tuple[int, ...],
     ) -> None:
         """Write an op down that has just run."""
         self.ops.append(
@@ -260,6 +266,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
                 dtype=facts.dtype,
                 shapes=facts.shapes,
                 signature=spent.signature,
+                decides=decides,
                 source=source_lines.running(self.phase),
             )
         )

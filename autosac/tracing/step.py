@@ -35,6 +35,7 @@ class Step:
         lens: The GPU whose kernels are traced though the model is not there.
         compute_dtype: Type that floating-point parameters and inputs of the model are
             traced in, as under a mixed-precision policy of FSDP2; None for their own.
+        opaque: FQNs of modules that must not be run again, nor cut inside.
         learned: What its runs have taught so far.
     """
 
@@ -51,6 +52,7 @@ class Step:
     gradients_in_forward: bool = False
     lens: DeviceSpec | None = None
     compute_dtype: torch.dtype | None = None
+    opaque: frozenset[str] = frozenset()
     learned: Learned = field(default_factory=Learned, repr=False, compare=False)
 
     @property

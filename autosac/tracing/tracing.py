@@ -72,7 +72,7 @@ def trace(step: Step) -> Tape:
         replace(call, once=None) if call.once == DRAWS and i not in drawn else call
         for i, call in enumerate(tape.calls)
     )
-    return replace(tape, calls=calls)
+    return replace(tape, calls=calls, opaque=step.opaque)
 
 
 def _plain(step: Step) -> Tape:
