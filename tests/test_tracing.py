@@ -257,9 +257,10 @@ def test_a_step_that_reads_a_number_names_module_and_line():
     line = first + next(i for i, text in enumerate(source) if ".item()" in text)
 
     with pytest.raises(TraceError) as caught:
-        profile(model, torch.randn(2, WIDTH))
+        profile(model.to("meta"), torch.randn(2, WIDTH, device="meta"))
 
     assert "`1.0`" in str(caught.value)
+    assert "pass a real model and a real batch" in str(caught.value)
     assert f"{__file__}:{line}" in str(caught.value)
 
 

@@ -141,8 +141,8 @@ def leaves(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
 
 def is_simple(value: Any) -> bool:
     """Whether nested values are tensors and plain values in what is copied here."""
-    if isinstance(value, tuple) or type(value) is list:
+    if isinstance(value, (list, tuple)):
         return all(map(is_simple, value))
-    if type(value) is dict:
+    if isinstance(value, dict):
         return all(map(is_simple, value.values()))
-    return opaque_type((value,)) is None and not isinstance(value, (list, Mapping))
+    return opaque_type((value,)) is None and not isinstance(value, Mapping)

@@ -92,7 +92,7 @@ class RecordingMode(_compat.PlainDispatchMode):
             if not traits.returned:
                 record.save(place, out)
             return out
-        call = Call(place, func, self._runs(place, action))
+        call = Call(place, func, self._runs(place, action, traits, args, kwargs))
         record.write_down(call, traits, args, kwargs)
         out = func(*args, **kwargs)
         record.add_results(call, traits, action, out)
@@ -128,8 +128,15 @@ class RecordingMode(_compat.PlainDispatchMode):
         if lacks and record.is_exact:
             self._depart("reads a result that its plan does not make again")
 
-    def _runs(self, place: int, action: str) -> int:
+    def _runs(
+        self, place: int, action: str, traits: Traits, args: Any, kwargs: Any
+    ) -> int:
         """For which reruns an op runs again."""
+        if traits.written and not self.history.departed:
+            targets = tensors_in(traits.targets(args, kwargs))
+            made = [r for t in targets if (r := self.record.result_of(t)) is not None]
+            if made:  # it is made again whenever the memory is that it changes
+                return min(result.available for result in made)
         runs = BACKWARD if action == RERUN else 0
         policy = self.record.policy
         if policy.onward and not self.history.departed:
