@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosac import _compat, floor, plan
@@ -16,6 +17,7 @@ from autosac.measuring.measuring import capture_state, differences
 from autosac.planning.planning import spell_out
 from autosac.planning.profiling import profile
 from autosac.tracing import tracing
+from autosac.tracing.draws import may_decide, plain_peak_bytes
 from autosac.tracing.learned import Learned
 from autosac.tracing.tracing import trace
 from tests.models import BATCH, WIDTH, Case, each_case, random_policy
@@ -138,6 +140,42 @@ def test_the_copy_is_gone_when_the_trace_is_done():
     now = sum(type(o) is nn.Parameter for o in gc.get_objects())
     assert traced.step.learned.real
     assert now == before
+
+
+# --- draws that decide ------------------------------------------------------------
+
+
+def test_of_steps_that_draws_decide_the_largest_is_planned():
+    case = VALUE_CASES["Drops"]
+    traced = case.profile()
+
+    peaks = [
+        plain_peak_bytes(tracing._with_seed(case.profile().step, seed))
+        for seed in range(8)
+    ]
+
+    assert plain_peak_bytes(traced.tape) == max(peaks) > min(peaks)
+    assert traced.step.learned.seed == peaks.index(max(peaks))
+
+
+class Noisy(Step):
+    """Draws, but nothing depends on it."""
+
+    def between(self, hidden):
+        return functional.dropout(hidden, 0.3) + torch.rand_like(hidden)
+
+
+@pytest.mark.parametrize(("kind", "decides"), [(Noisy, False), (Peeks, False)])
+def test_draws_that_decide_nothing_are_not_tried(kind, decides):
+    traced = profile(kind(), rows(), loss_fn=_mean_square)
+
+    assert may_decide(traced.tape) == decides
+
+
+def test_a_number_that_comes_from_a_draw_may_decide():
+    model = nn.Sequential(Noisy(), Peeks())
+
+    assert may_decide(profile(model, rows(), loss_fn=_mean_square).tape)
 
 
 # --- another batch takes another branch -------------------------------------------

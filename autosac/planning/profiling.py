@@ -30,7 +30,7 @@ from autosac.simulation.simulating import Simulator
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.tracing import arguments
 from autosac.tracing.collecting import no_collections
-from autosac.tracing.real_steps import check_real_step
+from autosac.tracing.real_steps import corrected
 from autosac.tracing.step import Step
 from autosac.tracing.stepping import LossFn, normalize_inputs
 from autosac.tracing.tape import Tape
@@ -338,8 +338,8 @@ def calibrate(
     """Measure time and workspace of every distinct op on the present device.
 
     Where model and inputs are there as well, forward and loss run once for real, on
-    copies of all that they may change: ops that refuse real data fail here, and one
-    that the trace does not have is warned of.
+    copies of all that they may change: ops that refuse real data fail here. A step that
+    does something else than its trace is traced once more on real tensors.
 
     Each is measured once on a device, PyTorch version and number of threads: the
     user's cache directory keeps the figures (``$AUTOSAC_CACHE_DIR``, or ``autosac``
@@ -376,7 +376,10 @@ def calibrate(
     device = torch.device(profile.step.device_type)
     free_bytes = available_bytes(device)
     if free_bytes is None or profile.baseline_peak_bytes < free_bytes:
-        check_real_step(profile.step, profile.tape)
+        step, tape = corrected(profile.step, profile.tape)
+        if tape is not profile.tape:
+            op_ms = roofline.tape_ms(tape, profile.device)
+            profile = replace(profile, step=step, tape=tape, op_ms=op_ms)
     found = calibrated(
         profile.tape,
         profile.op_ms,

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from autosac.costs.timing import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import host_state, lens
 from autosac.pytrees import tensors_in
+from autosac.tracing import draws
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.copying import copied
 from autosac.tracing.equal_states import EqualStates
@@ -50,15 +52,32 @@ _LEAST_RUNS, _MOST_RUNS = 3, 9
 
 
 def trace(step: Step) -> Tape:
-    """Run the step once under fake tensors and write down what it does.
+    """Run the step under fake tensors and write down what it does.
+
+    Where values decide what it does, it runs on real tensors; where random draws do, a
+    few times with other ones, and the one that takes most memory counts.
+
+    Raises:
+        TraceError: The step cannot run, or not without data; names the module and line.
+    """
+    tape = _trace(step)
+    if draws.may_decide(tape):
+        step.learned.seed, tape = draws.largest(tape, partial(_with_seed, step))
+    return tape
+
+
+def _with_seed(step: Step, seed: int) -> Tape:
+    step.learned.seed = seed
+    return _trace(step)
+
+
+def _trace(step: Step) -> Tape:
+    """Run the step once, or as often as it takes to know what it does.
 
     Other threads disturb it, such as those of a Dask worker. They draw from the same
     global generators: only a module that draws random numbers in several runs really
     does. And profilers among them look at this thread's frames, which keeps tensors
     alive for a moment: then two runs must agree.
-
-    Raises:
-        TraceError: The step cannot run without data; names the module and line.
     """
     tape = _agreed(step) if is_watched() else _plain(step)
     drawn, runs = _drawn(tape), 1
@@ -182,7 +201,8 @@ def _run_on(
     finds_draws: bool,
 ) -> Tape:
     """Run the step on fakes of a mode, or on real tensors if there is none."""
-    with seeded_streams(), no_collections(), lens(mode, step.lens):
+    seed = step.learned.seed
+    with seeded_streams(seed), no_collections(), lens(mode, step.lens):
         model, optimizer, args, kwargs = copied(step, mode)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
         prepare(model)
