@@ -15,6 +15,7 @@ import torch
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
 from autosac.applying.parts import copy_of, key_of, version_of
+from autosac.applying.passing import Passed
 from autosac.applying.records import BACKWARD, ONWARD, Call, Record
 from autosac.candidates.policies import DETACHED, RERUN, SAVE, VIEW
 from autosac.pytrees import tensors_in
@@ -31,6 +32,7 @@ class History:
         packed: Shape, type and version of each tensor that autograd saved.
         numbers: What its ops returned that return numbers, by their places: a branch
             that depends on one is not decided twice.
+        passed: Those that nobody was expected to need, likewise.
         departed: It did something else than its plan expects.
     """
 
@@ -40,6 +42,7 @@ class History:
         self.copies: list[tuple[int | torch.Tensor, torch.Tensor, int]] = []
         self.packed: list[tuple[torch.Size, torch.dtype, int]] = []
         self.numbers: dict[int, complex] = {}
+        self.passed: dict[int, Passed] = {}
         self.departed = False
 
 
@@ -83,8 +86,12 @@ class RecordingMode(_compat.PlainDispatchMode):
         self._next_node = _compat_dispatch.next_node_behind(func)
         record = self.record
         if action in (VIEW, DETACHED):
+            passed = Passed(args, kwargs) if action == DETACHED else None
             out = func(*args, **kwargs)
-            if isinstance(out, (bool, int, float, complex)):
+            if passed is not None:
+                self.history.passed[place] = passed
+                passed.note(traits, out)
+            elif isinstance(out, (bool, int, float, complex)):
                 self.history.numbers[place] = out
             return out
         if action == SAVE:
