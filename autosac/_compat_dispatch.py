@@ -63,6 +63,17 @@ def makes_all_results(func: Any) -> bool:
     return bool(returns) and all(result.alias_info is None for result in returns)
 
 
+def next_node_behind(func: Any) -> int:
+    """Number of the next autograd node while an op runs: that of the op is there.
+
+    -1 for a copy: autograd makes one to save what an op is about to change, behind the
+    node of that op and before its kernel (`clone` itself saves nothing).
+    """
+    if func is torch.ops.aten.clone.default:
+        return -1
+    return _compat.next_sequence_nr()
+
+
 _traits: dict[int, Traits] = {}
 
 

@@ -29,8 +29,11 @@ from autosac.pytrees import mapped
 
 
 @contextlib.contextmanager
-def fakes_of(mode: FakeTensorMode) -> Iterator[None]:
-    """Run ops on the fakes of a mode, plain or not."""
+def fakes_of(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Run ops on the fakes of a mode, plain or not; without one, on real tensors."""
+    if mode is None:
+        yield
+        return
     log = logging.getLogger(FakeTensorMode.__module__)
     was_disabled, log.disabled = log.disabled, True  # it prints what is raised anyway
     between = _Between(mode) if is_plain(mode) else contextlib.nullcontext()
@@ -41,9 +44,9 @@ def fakes_of(mode: FakeTensorMode) -> Iterator[None]:
         log.disabled = was_disabled
 
 
-def is_plain(mode: FakeTensorMode) -> bool:
+def is_plain(mode: FakeTensorMode | None) -> bool:
     """Whether autograd takes the fakes of a mode for plain tensors."""
-    return bool(vars(mode).get("autosac_plain"))
+    return mode is not None and bool(vars(mode).get("autosac_plain"))
 
 
 class _Between(_compat.PlainDispatchMode):
@@ -87,7 +90,7 @@ def _take_layout(fake: Any, twin: torch.Tensor) -> None:
         fake.set_(twin.untyped_storage(), *layout)
 
 
-def restore_keys(mode: FakeTensorMode) -> None:
+def restore_keys(mode: FakeTensorMode | None) -> None:
     """End the use of a mode: whoever still holds a plain fake of it, gets another."""
     if not is_plain(mode):
         return

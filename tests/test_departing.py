@@ -69,6 +69,43 @@ def test_another_batch_size_keeps_gradients_exact(name, seed):
     assert_equal(train(larger, larger.model()), train(larger, model))
 
 
+class Longer(nn.Module):
+    """Does something behind all that autograd saves; goes on if it is told to."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind, self.goes_on = nn.Linear(WIDTH, WIDTH), kind, False
+
+    def forward(self, x):
+        hidden = torch.tanh(self.linear(x))
+        if self.kind == "draws":
+            rest = torch.rand(WIDTH)
+        elif self.kind == "draws in place":
+            rest = torch.empty(2, WIDTH)[:1].uniform_(0, 1)
+        else:
+            rest = torch.zeros(WIDTH).add_(hidden.detach()[0]) + 1
+        out = hidden + rest
+        return (out.sin() * rest).exp() if self.goes_on else out
+
+
+@pytest.mark.parametrize("kind", ["draws", "draws in place", "adds"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_nobody_was_expected_to_need_is_there_for_a_longer_branch(kind, seed):
+    case = Case(lambda: nn.Sequential(Longer(kind), nn.Linear(WIDTH, WIDTH)), rows)
+    made = case.profile()
+    (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
+    policies = spell_out(made, {unit: random_policy(unit, seed)})
+    plain, model = case.model(), case.model()
+    applying.install(model, policies)
+    plain[0].goes_on = model[0].goes_on = True
+    expected = train(case, plain, steps=2)
+
+    with pytest.warns(UserWarning, match="its plan expects its end"):
+        found = train(case, model, steps=2)
+
+    assert_equal(expected, found)
+
+
 class Overwriting(nn.Module):
     """In the other branch a result is changed in place after something read it."""
 

@@ -358,6 +358,18 @@ def test_the_first_op_that_differs_is_named_with_its_module():
     assert departure.source.startswith(f"{__file__}:")
 
 
+def test_a_step_that_does_something_else_is_traced_for_real():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Sighted()))
+    found = profile(model, torch.randn(2, WIDTH), loss_fn=mean_square)
+    assert not found.step.learned.real
+
+    corrected = calibrate(found, cache=False)
+
+    assert corrected.step.learned.real
+    assert traced_ops(corrected.tape) == real_ops(corrected.step)
+    assert plan(corrected, memory_budget=floor(corrected)).dry_run
+
+
 def test_a_step_that_ends_early_or_late_departs():
     class Longer(nn.Linear):
         def forward(self, x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
@@ -116,6 +117,15 @@ def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return getattr(value, "_make", type(value))(items)
     if type(value) is dict:
         return {k: map_nested(item, kind, change) for k, item in value.items()}
+    if isinstance(value, dict):  # an ordered one, or an output of Transformers
+        mapping = copy.copy(value)
+        for name, item in value.items():
+            mapping[name] = map_nested(item, kind, change)
+        return mapping
+    if isinstance(value, list):
+        items = copy.copy(value)
+        items[:] = [map_nested(item, kind, change) for item in value]
+        return items
     return value
 
 
@@ -133,8 +143,8 @@ def leaves(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
 
 def is_simple(value: Any) -> bool:
     """Whether nested values are tensors and plain values in what is copied here."""
-    if isinstance(value, tuple) or type(value) is list:
+    if isinstance(value, (list, tuple)):
         return all(map(is_simple, value))
-    if type(value) is dict:
+    if isinstance(value, dict):
         return all(map(is_simple, value.values()))
-    return opaque_type((value,)) is None and not isinstance(value, (list, Mapping))
+    return opaque_type((value,)) is None and not isinstance(value, Mapping)

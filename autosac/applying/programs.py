@@ -147,7 +147,7 @@ class KnownMode(_compat.PlainDispatchMode):
             return self._other(func, args, kwargs)
         self._place = place + 1
         if place >= self.program.last:
-            self._next_node = _compat.next_sequence_nr()
+            self._next_node = _compat_dispatch.next_node_behind(func)
         kind = self._kinds[place]
         if kind == _PASS:
             return func(*args, **kwargs)

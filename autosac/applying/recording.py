@@ -15,6 +15,7 @@ import torch
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
 from autosac.applying.parts import copy_of, key_of, version_of
+from autosac.applying.passing import Passed
 from autosac.applying.records import BACKWARD, ONWARD, Call, Record
 from autosac.candidates.policies import DETACHED, RERUN, SAVE, VIEW
 from autosac.pytrees import tensors_in
@@ -29,6 +30,9 @@ class History:
         copies: Arguments (by number) and tensors from elsewhere that it changed after
             it departed, each with a copy of what it was before, and its version then.
         packed: Shape, type and version of each tensor that autograd saved.
+        numbers: What its ops returned that return numbers, by their places: a branch
+            that depends on one is not decided twice.
+        passed: Those that nobody was expected to need, likewise.
         departed: It did something else than its plan expects.
     """
 
@@ -37,6 +41,8 @@ class History:
         self.actions: list[str] = []
         self.copies: list[tuple[int | torch.Tensor, torch.Tensor, int]] = []
         self.packed: list[tuple[torch.Size, torch.dtype, int]] = []
+        self.numbers: dict[int, complex] = {}
+        self.passed: dict[int, Passed] = {}
         self.departed = False
 
 
@@ -77,19 +83,25 @@ class RecordingMode(_compat.PlainDispatchMode):
         action = self._action(place, traits, args, kwargs)
         self.history.funcs.append(func)
         self.history.actions.append(action)
-        self._next_node = _compat.next_sequence_nr()
+        self._next_node = _compat_dispatch.next_node_behind(func)
         record = self.record
         if action in (VIEW, DETACHED):
+            passed = Passed(args, kwargs) if action == DETACHED else None
             out = func(*args, **kwargs)
             if traits.is_hidden:
                 record.note_views(out)
+            if passed is not None:
+                self.history.passed[place] = passed
+                passed.note(traits, out)
+            elif isinstance(out, (bool, int, float, complex)):
+                self.history.numbers[place] = out
             return out
         if action == SAVE:
             out = func(*args, **kwargs)
             if not traits.returned:
                 record.save(place, out)
             return out
-        call = Call(place, func, self._runs(place, action))
+        call = Call(place, func, self._runs(place, action, traits, args, kwargs))
         record.write_down(call, traits, args, kwargs)
         out = func(*args, **kwargs)
         record.add_results(call, traits, action, out)
@@ -125,8 +137,15 @@ class RecordingMode(_compat.PlainDispatchMode):
         if lacks and record.is_exact:
             self._depart("reads a result that its plan does not make again")
 
-    def _runs(self, place: int, action: str) -> int:
+    def _runs(
+        self, place: int, action: str, traits: Traits, args: Any, kwargs: Any
+    ) -> int:
         """For which reruns an op runs again."""
+        if traits.written and not self.history.departed:
+            targets = tensors_in(traits.targets(args, kwargs))
+            made = [r for t in targets if (r := self.record.result_of(t)) is not None]
+            if made:  # it is made again whenever the memory is that it changes
+                return min(result.available for result in made)
         runs = BACKWARD if action == RERUN else 0
         policy = self.record.policy
         if policy.onward and not self.history.departed:

@@ -6,11 +6,12 @@ in place.
 
 from __future__ import annotations
 
-import graphlib
+import heapq
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from autosac.tracing.tape import ModuleCall, Op, Tape
 
@@ -24,8 +25,8 @@ BATCH_NORM_OPS = frozenset(
     }
 )
 
-# Ops that choose among near-equal values or decide a shape: never made twice. Names of
-# the overload packets.
+# Ops that choose among near-equal values: never made twice, nor are those that decide a
+# shape (`Op.decides`). Names of the overload packets.
 NEVER_RERUN = frozenset(
     {
         "aten.topk",
@@ -45,6 +46,7 @@ NEVER_RERUN = frozenset(
         "aten.unique_dim_consecutive",
         "aten.masked_select",
         "aten.bincount",
+        "torchvision.nms",
     }
 )
 
@@ -75,7 +77,12 @@ class Group:
 
 
 class TapeIndex:
-    """Look-ups on a tape by tick and by storage."""
+    """Look-ups on a tape by tick and by storage.
+
+    Attributes:
+        opaque: Modules that must not be run again, with all inside them.
+        fixed: Ops that must not be run again.
+    """
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -90,6 +97,25 @@ class TapeIndex:
                 self.writes[storage].append(op.start)
         for i, saved in enumerate(tape.saved):
             self.saves[saved.storage].append(i)
+        self.opaque: set[int] = set()
+        for i, node in enumerate(tape.modules.nodes):
+            if node.fqn in tape.opaque or node.parent in self.opaque:
+                self.opaque.add(i)
+        self.fixed = self._fixed()
+
+    def _fixed(self) -> set[int]:
+        tape = self.tape
+        decisions = {s for op in tape.ops for s in op.decides}
+        fixed = {
+            i
+            for i, op in enumerate(tape.ops)
+            if op.name.rpartition(".")[0] in NEVER_RERUN
+            or not decisions.isdisjoint((*op.creates, *op.writes))
+        }
+        for call in tape.calls if self.opaque else ():
+            if call.module in self.opaque:
+                fixed.update(self.ops_in(call.enter, call.exit))
+        return fixed
 
     def ops_in(self, enter: int, leave: int) -> range:
         return range(bisect_left(self.starts, enter), bisect_left(self.starts, leave))
@@ -157,7 +183,7 @@ def make_groups(
                 saved_bytes=sum(tape.storages[s].nbytes for s in kept),
                 runtime_ms=sum(op_ms[i] for i in its_ops),
                 needed=not needed.isdisjoint(made),
-                pinned=any(i in changed or _never_rerun(tape.ops[i]) for i in its_ops),
+                pinned=any(i in changed or i in index.fixed for i in its_ops),
                 unsavable=any(
                     index.written_between(s, last_pack, tape.num_ticks) for s in made
                 ),
@@ -218,7 +244,7 @@ def make_tail(
         op = tape.ops[i]
         if _changes_foreign(op, own):
             return f"its op {op.name} changes a tensor from outside the module"
-        if i in changing or _never_rerun(op):
+        if i in changing or i in index.fixed:
             return f"its op {op.name} must not run twice"
         read = {g for s in (*op.reads, *op.writes) for g in makers[s]}
         for storage in _makes(op, own):
@@ -249,14 +275,10 @@ def may_run_again(
     inside = index.ops_in(call.enter, call.exit)
     own = {s for i in inside for s in tape.ops[i].creates}
     pure = all(
-        own.issuperset(op.writes) and not op.random and not _never_rerun(op)
-        for op in (tape.ops[i] for i in ops)
+        own.issuperset(op.writes) and not op.random for op in (tape.ops[i] for i in ops)
     )
+    pure = pure and index.fixed.isdisjoint(ops)
     return pure and not _reads_changing(index, call, list(ops), own, trigger)
-
-
-def _never_rerun(op: Op) -> bool:
-    return op.name.rpartition(".")[0] in NEVER_RERUN
 
 
 def _makes(op: Op, own: set[int]) -> list[int]:
@@ -293,25 +315,32 @@ def _in_order(
 ) -> dict[int, list[int]]:
     """Ops of each group, by one of its storages; groups that others read come first.
 
-    What reads each other is joined: an op reads of a group that goes on behind it, and
-    what goes on reads the op.
+    Groups that read each other, as may be where one is overwritten late, become one.
     """
     while True:
         ops_of: dict[int, list[int]] = defaultdict(list)
         for i in rerun:
             for s in _makes(tape.ops[i], own)[:1]:
                 ops_of[members.find(s)].append(i)
-        by_end = sorted(ops_of.items(), key=lambda item: item[1][-1])
-        reads = {r: _read_by(tape, r, its_ops, own, members) for r, its_ops in by_end}
-        place = {root: g for g, root in enumerate(reads)}
-        if all(place[read] < place[r] for r, its in reads.items() for read in its):
-            return dict(by_end)
+        sorter = TopologicalSorter(
+            {
+                root: _read_by(tape, root, its_ops, own, members) & ops_of.keys()
+                for root, its_ops in ops_of.items()
+            }
+        )
         try:
-            order = list(graphlib.TopologicalSorter(reads).static_order())
-        except graphlib.CycleError as error:
+            sorter.prepare()
+        except CycleError as error:
             members.join(error.args[1])
-        else:
-            return {root: ops_of[root] for root in order}
+            continue
+        order: list[int] = []
+        ready: list[tuple[int, int]] = []
+        while sorter.is_active():
+            for root in sorter.get_ready():
+                heapq.heappush(ready, (ops_of[root][-1], root))
+            order.append(heapq.heappop(ready)[1])
+            sorter.done(order[-1])
+        return {root: ops_of[root] for root in order}
 
 
 def _read_by(

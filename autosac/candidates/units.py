@@ -173,6 +173,8 @@ def make_unit(
         return ""
     if call.once is not None:
         return call.once
+    if call.module in index.opaque:
+        return "it is opaque"
     if any(index.written_between(s, call.enter, trigger) for s in call.inputs):
         return "one of its arguments is changed in place before backward"
     outside = _unreachable_reads(tape, call, ops, own, trigger)

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from autosac import _compat
 from autosac.costs import inventing
 from autosac.measuring.measuring import recorded_events
+from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.tracing.signatures import Signature
 
@@ -124,7 +125,7 @@ def _first_runs_on_cpu(
     sizes: Mapping[Signature, OpSizes], device: torch.device, progress: bool | None
 ) -> _FirstRuns:
     """Workspaces and times, rough ones of short ops; why other ops do not run."""
-    ran: dict[str, float] = {}
+    ran: dict[str, tuple[float, int]] = {}
     failures = {}
     names = {f"{_MARK}{i}": signature for i, signature in enumerate(sizes)}
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as in `measuring`
@@ -140,15 +141,23 @@ def _first_runs_on_cpu(
     for event in recorded_events(recording):
         if event.name in ran:
             signature = names[event.name]
-            beyond_bytes = _peak_bytes(event) - sizes[signature].made_bytes
+            runtime_ms, found_bytes = ran[event.name]
+            made_bytes = max(sizes[signature].made_bytes, found_bytes)
             costs[signature] = OpMeasurement(
-                runtime_ms=ran[event.name], workspace_bytes=max(0, beyond_bytes)
+                runtime_ms=runtime_ms,
+                workspace_bytes=max(0, _peak_bytes(event) - made_bytes),
             )
     return costs, failures
 
 
-def _first_run_on_cpu(name: str, signature: Signature, device: torch.device) -> float:
-    """Time in ms of an op that is recorded under a name."""
+def _first_run_on_cpu(
+    name: str, signature: Signature, device: torch.device
+) -> tuple[float, int]:
+    """Time in ms of an op that is recorded under a name.
+
+    And the bytes of its results if their shapes depend on values: with made-up ones
+    they may be larger than in the step.
+    """
     args, kwargs = inventing.arguments(signature, device)
     call = partial(signature.func, *args, **kwargs)
     begin = time.perf_counter()
@@ -157,10 +166,13 @@ def _first_run_on_cpu(name: str, signature: Signature, device: torch.device) -> 
     with torch.set_grad_enabled(is_forward), record_function(name):
         out = call()
     elapsed_ms = (time.perf_counter() - begin) * 1e3
+    found_bytes = 0
+    if torch.Tag.dynamic_output_shape in signature.func.tags:
+        found_bytes = sum(t.untyped_storage().nbytes() for t in tensors_in((out,)))
     del out  # before it runs again
     if elapsed_ms >= _SHORT_MS:
         elapsed_ms = _least_ms(call, device, elapsed_ms)
-    return elapsed_ms
+    return elapsed_ms, found_bytes
 
 
 def _first_runs_on_gpu(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,7 @@ from autosac.simulation.simulating import Simulator
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.tracing import arguments
 from autosac.tracing.collecting import no_collections
-from autosac.tracing.real_steps import check_real_step
+from autosac.tracing.real_steps import corrected
 from autosac.tracing.step import Step
 from autosac.tracing.stepping import LossFn, normalize_inputs
 from autosac.tracing.tape import Tape
@@ -228,6 +228,7 @@ def profile(
     clip_grad_norm: float | None = None,
     gradients_in_forward: bool = False,
     exclude: tuple[str, ...] = (),
+    opaque: Iterable[str | type] = (),
 ) -> Profile:
     """Trace one training step of a model; nothing is run, nothing is changed.
 
@@ -253,6 +254,8 @@ def profile(
         gradients_in_forward: Whether ``zero_grad`` is called between forward and
             backward, so that the gradients of the step before are alive in forward.
         exclude: FQNs of modules that must not be AC units.
+        opaque: Modules that are never run again, nor cut inside, such as routers: FQNs,
+            patterns of them (``"*.gate"``), or classes.
 
     Raises:
         TraceError: The step cannot be traced; names the module and the line. Or it has
@@ -285,6 +288,7 @@ def profile(
         clip_grad_norm=clip_grad_norm,
         gradients_in_forward=gradients_in_forward,
         lens=lens,
+        opaque=arguments.read_opaque(opaque, model),
     )
     tape = trace(step)
     if loss_fn is None:
@@ -334,8 +338,8 @@ def calibrate(
     """Measure time and workspace of every distinct op on the present device.
 
     Where model and inputs are there as well, forward and loss run once for real, on
-    copies of all that they may change: ops that refuse real data fail here, and one
-    that the trace does not have is warned of.
+    copies of all that they may change: ops that refuse real data fail here. A step that
+    does something else than its trace is traced once more on real tensors.
 
     Each is measured once on a device, PyTorch version and number of threads: the
     user's cache directory keeps the figures (``$AUTOSAC_CACHE_DIR``, or ``autosac``
@@ -372,7 +376,10 @@ def calibrate(
     device = torch.device(profile.step.device_type)
     free_bytes = available_bytes(device)
     if free_bytes is None or profile.baseline_peak_bytes < free_bytes:
-        check_real_step(profile.step, profile.tape)
+        step, tape = corrected(profile.step, profile.tape)
+        if tape is not profile.tape:
+            op_ms = roofline.tape_ms(tape, profile.device)
+            profile = replace(profile, step=step, tape=tape, op_ms=op_ms)
     found = calibrated(
         profile.tape,
         profile.op_ms,

@@ -21,6 +21,7 @@ class Account:
         self.device_type = device_type
         self.granularity_bytes = granularity_bytes
         self.clock = 0
+        self.live_bytes = 0  # of what the step has made
         self.nbytes: list[int] = []
         self.categories: list[str] = []
         self.born: list[int] = []
@@ -104,6 +105,7 @@ class Account:
         if index is None:
             index = self.ids[key] = len(self.nbytes)
             self.nbytes.append(self._rounded(storage.nbytes()))
+            self.live_bytes += self.nbytes[index] if born else 0
             self.categories.append(category)
             self.born.append(born)
             self.died.append(None)
@@ -123,6 +125,7 @@ class Account:
         self.watchers[key] = weakref.ref(storage, forget)
 
     def _on_death(self, index: int) -> None:
+        self.live_bytes -= self.nbytes[index] if self.born[index] else 0
         self.died[index] = self.tick()
 
     def _indices(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -259,6 +260,40 @@ def _check_trained(optimizer: AnyOptimizer, model: torch.nn.Module) -> None:
         " it anew for this model, as in `torch.optim.AdamW(model.parameters())`, or"
         " plan one module that holds all that it trains."
     )
+
+
+# --- modules ------------------------------------------------------------------------
+
+
+def read_opaque(marks: Iterable[str | type], model: torch.nn.Module) -> frozenset[str]:
+    """FQNs of the modules that names, patterns of names or classes stand for.
+
+    Raises:
+        ArgumentError: One of them stands for none.
+    """
+    if isinstance(marks, (str, type)):
+        marks = (marks,)
+    fqns: set[str] = set()
+    for mark in marks:
+        matches = {
+            fqn
+            for fqn, module in model.named_modules()
+            if fqn
+            and (
+                isinstance(module, mark)
+                if isinstance(mark, type)
+                else fnmatch.fnmatchcase(fqn, mark)
+            )
+        }
+        if not matches:
+            name = mark.__name__ if isinstance(mark, type) else mark
+            raise ArgumentError(
+                f"`opaque` has {name!r}, which stands for no module inside the model:"
+                " use names from `model.named_modules()`, patterns such as '*.gate', or"
+                " classes."
+            )
+        fqns |= matches
+    return frozenset(fqns)
 
 
 # --- types ------------------------------------------------------------------------

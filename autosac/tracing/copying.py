@@ -1,4 +1,4 @@
-"""Fake copies of the user's model, optimizer and inputs: these are never changed."""
+"""Copies of the user's model, optimizer and inputs: these are never changed."""
 
 from __future__ import annotations
 
@@ -38,29 +38,45 @@ class _FakeCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
-    """Copies of model, optimizer, args and kwargs that hold fake tensors."""
-    device = torch.device(step.traced_type)
+class AnyCopies(TorchFunctionMode):
+    """Lets ``copy.deepcopy`` copy tensors that were computed, which it refuses.
 
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if keeps_values(tensor):
-            return tensor.detach().clone()
-        return _compat.fake_like(mode, tensor, device)
+    Modules keep such tensors: the weight of ``torch.nn.utils.weight_norm`` is one.
+    """
 
-    # Parameters are not copied through `Tensor.__deepcopy__`.
-    parameters = list(step.model.parameters())
-    memo: dict[int, Any] = {id(p): convert(p) for p in parameters}
-    if step.compute_dtype is not None:
-        with _compat_plain.fakes_of(mode):
-            for parameter in parameters:
-                fake = memo[id(parameter)]
-                memo[id(parameter)] = _in_dtype(step.compute_dtype, fake)
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.Tensor.__deepcopy__ or args[0].is_leaf:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_()
+        return memo[id(tensor)]
+
+
+def copied(step: Step, mode: _compat.FakeTensorMode | None) -> tuple[Any, ...]:
+    """Copies of model, optimizer, args and kwargs.
+
+    Args:
+        step: The step.
+        mode: Of the fake tensors that they hold; None for real ones.
+    """
+    memo: dict[int, Any] = {}
+    copies: TorchFunctionMode = AnyCopies()
+    if mode is not None:
+        convert = _conversion(step, mode)
+        # Parameters are not copied through `Tensor.__deepcopy__`.
+        memo = _fake_parameters(step, mode, convert)
+        copies = _FakeCopies(convert)
     if not isinstance(step.optimizer, OptimizerInBackward):
         _check_hooks(step.model)
     originals = (step.model, step.optimizer, step.args, step.kwargs)
     try:
-        with _FakeCopies(convert):
+        with copies:
             model, optimizer, args, kwargs = copy.deepcopy(originals, memo)
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, RuntimeError, AttributeError) as error:
         raise TraceError(
             "The model, optimizer or inputs cannot be copied for tracing:"
@@ -74,6 +90,36 @@ def fake_copy(step: Step, mode: _compat.FakeTensorMode) -> tuple[Any, ...]:
             partial(_cast_inputs, step.compute_dtype), prepend=True, with_kwargs=True
         )
     return model, optimizer, args, kwargs
+
+
+def _conversion(
+    step: Step, mode: _compat.FakeTensorMode
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes fake tensors of real ones."""
+    device = torch.device(step.traced_type)
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if keeps_values(tensor):
+            return tensor.detach().clone()
+        return _compat.fake_like(mode, tensor, device)
+
+    return convert
+
+
+def _fake_parameters(
+    step: Step,
+    mode: _compat.FakeTensorMode,
+    convert: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[int, Any]:
+    """Fake parameters by the addresses of the user's."""
+    parameters = list(step.model.parameters())
+    memo: dict[int, Any] = {id(p): convert(p) for p in parameters}
+    if step.compute_dtype is not None:
+        with _compat_plain.fakes_of(mode):
+            for parameter in parameters:
+                fake = memo[id(parameter)]
+                memo[id(parameter)] = _in_dtype(step.compute_dtype, fake)
+    return memo
 
 
 def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:

@@ -10,9 +10,10 @@ from autosac.tracing import source_lines
 
 _MOST_CHARACTERS = 500  # of a message that is quoted; some of PyTorch's are pages long
 _VALUES = (
-    " Autosac plans steps whose shapes do not depend on values; avoid `.item()`,"
-    " `.numpy()`, boolean indexing and the like there."
+    " What the step does there depends on values: pass a real model and a real batch,"
+    " on the device that is planned for, and autosac traces a step that really runs."
 )
+WHY_REAL = "This step depends on values, so that it really runs once to be traced."
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
 

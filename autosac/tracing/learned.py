@@ -30,11 +30,16 @@ class Learned:
         plain: Autograd must take the fakes for plain tensors (`_compat_plain`).
         overwritten: Ops, by name and line, whose results look as if their values were
             known, until a value that is not is written to them.
+        real: It must run on real tensors, as its values decide what it does; or why
+            fakes cannot do it.
+        seed: Where its random streams begin.
     """
 
     calls: KnownCalls = field(default_factory=dict)
     plain: bool = False
     overwritten: set[tuple[str, str]] = field(default_factory=set)
+    real: bool = False
+    seed: int = 0
 
 
 class LiveViews:

@@ -9,6 +9,7 @@ a GPU is only scattered. So plain fakes are asked for, and told that all is in r
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -23,16 +24,19 @@ _OP = torch.ops.aten.one_hot.default
 @contextlib.contextmanager
 def real_one_hot(recorder: Recorder) -> Iterator[None]:
     """Let `one_hot` run the ops of a real step on the fakes of a recorder."""
+    of_recorder = weakref.ref(recorder)  # PyTorch keeps kernels that are gone
     with contextlib.ExitStack() as stack:
         for key in ("AutogradCPU", "AutogradCUDA"):
-            kernel = partial(_one_hot, recorder)
+            kernel = partial(_one_hot, of_recorder)
             stack.enter_context(_compat_gpu.gpu_kernel("one_hot", key, kernel))
         yield
 
 
 def _one_hot(
-    recorder: Recorder, indices: torch.Tensor, num_classes: int = -1
+    of_recorder: weakref.ref[Recorder], indices: torch.Tensor, num_classes: int = -1
 ) -> torch.Tensor:
+    recorder = of_recorder()
+    assert recorder is not None
     if recorder.target is not None and num_classes > 0:
         size = (*indices.shape, num_classes)
         zeros = torch.zeros(size, dtype=indices.dtype, device=indices.device)

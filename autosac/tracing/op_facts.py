@@ -33,6 +33,21 @@ class Costs:
 
 
 VIEW = Costs(0, 0, 0, None)
+_aten = torch.ops.aten
+# Ops that select by boolean indices.
+_BY_MASKS = frozenset(
+    {
+        _aten.index.Tensor,
+        _aten._unsafe_index.Tensor,
+        _aten.index_put.default,
+        _aten.index_put_.default,
+        _aten._index_put_impl_.default,
+    }
+)
+
+
+def _is_mask(func: Any, tensor: torch.Tensor) -> bool:
+    return func in _BY_MASKS and tensor.dtype in (torch.bool, torch.uint8)
 
 
 class Facts:
@@ -46,7 +61,10 @@ class Facts:
         outputs: The tensors that it returned.
     """
 
-    __slots__ = ("costs", "dtype", "name", "random", "shapes", "wrapped", "written")
+    __slots__ = (
+        *("costs", "dtype", "finds", "masks", "name", "random"),
+        *("shapes", "wrapped", "written"),
+    )
 
     def __init__(
         self,
@@ -66,6 +84,9 @@ class Facts:
             id(t) for t in tensors_in(_compat.written_arguments(func, args, kwargs))
         }
         self.written = tuple(i for i, t in enumerate(inputs) if id(t) in written)
+        self.masks = tuple(i for i, t in enumerate(inputs) if _is_mask(func, t))
+        tags = getattr(func, "tags", ())
+        self.finds = torch.Tag.dynamic_output_shape in tags and func not in _BY_MASKS
         self.costs: Costs | None = None
 
 

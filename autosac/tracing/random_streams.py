@@ -28,10 +28,12 @@ def random_streams_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded_streams() -> Iterator[None]:
+def seeded_streams(seed: int = 0) -> Iterator[None]:
     """Restore these streams; inside, they begin where those of every trace do."""
     with random_streams_kept():
-        torch.default_generator.manual_seed(0)  # the CPU's: no GPU needs to be there
-        random.seed(0)
-        np.random.seed(0)
+        torch.default_generator.manual_seed(seed)  # the CPU's: no GPU needs to be there
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        random.seed(seed)
+        np.random.seed(seed)
         yield

@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from autosac import _compat
 from autosac.errors import AutosacError, TraceError
 from autosac.pytrees import tensors_in
 from autosac.tracing import source_lines
 from autosac.tracing.arguments import warn
+from autosac.tracing.copying import AnyCopies
 from autosac.tracing.failures import explanation, place_of
+from autosac.tracing.learned import Learned
 from autosac.tracing.probing import Probe
 from autosac.tracing.random_streams import seeded_streams
 from autosac.tracing.step import Step
 from autosac.tracing.stepping import output_and_loss
 from autosac.tracing.tape import Tape
+from autosac.tracing.tracing import trace
 
 _FORWARD = ("forward", "loss")
 _IGNORED = frozenset(map(_compat.op_name, _compat.IGNORED_OPS))
@@ -57,33 +59,38 @@ class Departure:
         return f"in {where}{line} it {ran} where the trace {expected}"
 
 
-def check_real_step(step: Step, tape: Tape) -> None:
+def corrected(step: Step, tape: Tape) -> tuple[Step, Tape]:
     """Run forward and loss of a step for real if it can run here, as `first_departure`.
-
-    Warns where it does something else than its trace.
 
     Args:
         step: A step, on a device that is present.
         tape: Its trace.
 
+    Returns:
+        Both; or, where the real step does something else, one that is traced for real,
+        and its trace. Warns if there is not the memory for that.
+
     Raises:
         TraceError: The real step fails, though its trace did not.
     """
-    tensors = [*step.model.parameters(), *step.model.buffers()]
-    tensors += tensors_in((step.args, step.kwargs))
-    is_real = not any(tensor.is_meta or _compat.is_fake(tensor) for tensor in tensors)
-    if not is_real or step.lens is not None or step.compute_dtype is not None:
-        return
+    if step.learned.real or not step.is_present:
+        return step, tape
     try:
         departure = first_departure(step, tape)
     except torch.OutOfMemoryError:  # that a plan may mend
-        return
-    if departure is not None:
+        return step, tape
+    if departure is None:
+        return step, tape
+    real = replace(step, learned=Learned(real=True))
+    try:
+        return real, trace(real)
+    except TraceError as error:
         warn(
             f"The real step is not what was traced: {departure}. A plan keeps neither"
             " its peak nor its time there; let the model do the same whether it is"
-            " traced or not."
+            f" traced or not, for it cannot be traced for real: {error}"
         )
+    return step, tape
 
 
 def first_departure(step: Step, tape: Tape) -> Departure | None:
@@ -116,7 +123,7 @@ def first_departure(step: Step, tape: Tape) -> Departure | None:
 def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | None:
     memo = {id(p): p for p in step.model.parameters()} if frugal else {}
     originals = (step.model, step.args, step.kwargs)
-    with _AnyCopies():
+    with AnyCopies():
         model, args, kwargs = copy.deepcopy(originals, memo)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if frugal:
@@ -124,7 +131,8 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
         hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _miss)
     follower.probe(model)
     try:
-        with seeded_streams(), torch.enable_grad(), hooks, follower:
+        streams = seeded_streams(step.learned.seed)
+        with streams, torch.enable_grad(), hooks, follower:
             output_and_loss(
                 model,
                 args,
@@ -148,23 +156,6 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
             " data, and takes some types and devices that the real op refuses."
         ) from error
     return follower.departure
-
-
-class _AnyCopies(TorchFunctionMode):
-    """Lets ``copy.deepcopy`` copy tensors that were computed, which it refuses.
-
-    Modules keep such tensors: the weight of ``torch.nn.utils.weight_norm`` is one.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.Tensor.__deepcopy__ or args[0].is_leaf:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.detach().clone().requires_grad_()
-        return memo[id(tensor)]
 
 
 class _Departed(BaseException):

@@ -1,9 +1,14 @@
-"""A dispatch mode that writes down a training step while it runs on fakes."""
+"""A dispatch mode that writes down a training step while it runs.
+
+On fakes, where nothing is computed; or on real tensors, whose values decide what the
+step does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +18,16 @@ from autosac.costs import cuda_workspaces
 from autosac.costs.devices import DeviceSpec
 from autosac.errors import TraceError
 from autosac.pytrees import tensors_in
+from autosac.quantities import format_bytes
 from autosac.tracing import source_lines
 from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
-from autosac.tracing.failures import place_of
+from autosac.tracing.failures import WHY_REAL, place_of
 from autosac.tracing.foreach import run_distinct
 from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.op_facts import VIEW, Costs, Facts, costs
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
+from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
 from autosac.tracing.repeating import RepeatedCalls
 from autosac.tracing.saving import Holder, Saved
 from autosac.tracing.tape import Op, Storage, Tape
@@ -35,8 +42,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
     """Records storages, and on request ops, saved tensors and module calls.
 
     Args:
-        model: The fake model that will run.
-        mode: The mode of its fake tensors.
+        model: The copy of the model that will run.
+        mode: The mode of its fake tensors; None if they are real.
         device_type: Only storages on this type of device count.
         granularity_bytes: Allocations are rounded up to a multiple of this.
         only_storages: Track memory as a real run holds it and nothing else.
@@ -44,6 +51,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         learned: What earlier runs of the step have taught.
         finds_draws: Tell which calls of modules draw random numbers in Python, not
             only whether an outermost one does: asking takes a while.
+        most_bytes: What real tensors may take.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         target: DeviceSpec | None = None,
         learned: Learned | None = None,
         finds_draws: bool = False,
+        most_bytes: int | None = None,
     ) -> None:
         _compat.PlainDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Account.__init__(self, device_type, granularity_bytes)
@@ -64,7 +73,12 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.finds_draws = finds_draws
         self.learned = learned or Learned()
         self.retraces = False
-        self.repeated = RepeatedCalls(mode, self.learned.calls)
+        self.is_real = mode is None
+        self.most_bytes = most_bytes
+        self.copies = SavedCopies()
+        self.repeated = (
+            RealCalls() if mode is None else RepeatedCalls(mode, self.learned.calls)
+        )
         self.only_storages = only_storages
         self.target = target
         self.blas_phases: set[str] = set()
@@ -204,13 +218,14 @@ class Recorder(_compat.PlainDispatchMode, Account):
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
         made_ids = self._indices(outputs, made, category, strided=True)
-        if made_ids and made_ids[0] < first_new:
+        if made_ids and made_ids[0] < first_new and not self.is_real:
             self._look_for_written_views(func, inputs, outputs, made_ids)
         if not self.only_storages:
             call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
             creates = tuple(i for i in made_ids if i >= first_new)
             written = [inputs[i] for i in call.facts.written]
             writes = self._indices(written, 0, "input", strided=strided)
+            self.copies.forget(writes)
             spent = VIEW
             if creates or writes:
                 spent = call.facts.costs or costs(
@@ -223,7 +238,12 @@ class Recorder(_compat.PlainDispatchMode, Account):
                     target=self.target,
                 )
                 call.facts.costs = spent
-            self._write(call.facts, spent, (start, made), reads, writes, creates)
+            decides = creates if call.facts.finds else ()
+            if call.facts.masks:
+                masks = [inputs[i] for i in call.facts.masks]
+                decides = self._indices(masks, 0, "input", strided=strided)
+            ticks = (start, made)
+            self._write(call.facts, spent, ticks, reads, writes, creates, decides)
         return out
 
     def _write(
@@ -234,6 +254,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         reads: tuple[int, ...],
         writes: tuple[int, ...],
         creates: tuple[int, ...],
+        decides: tuple[int, ...],
     ) -> None:
         """Write an op down that has just run."""
         self.ops.append(
@@ -255,6 +276,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
                 dtype=facts.dtype,
                 shapes=facts.shapes,
                 signature=spent.signature,
+                decides=decides,
                 source=source_lines.running(self.phase),
             )
         )
@@ -288,7 +310,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if call is not None:
             return self.repeated.repeat(call, func, args, kwargs, tensors)
         is_marginal = self._is_count(func, args) or _compat.is_profiling(func)
-        if key is not None or is_marginal:
+        if not self.is_real and (key is not None or is_marginal):
             out = self._call(key, func, args, kwargs, tensors)
             self.repeated.learn(key, func, args, kwargs, out)
             return out
@@ -307,6 +329,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
         inputs: list[torch.Tensor],
     ) -> Any:
         """Run an op that no equal one is known of."""
+        if self.is_real:
+            self._refuse_too_much()
+            return func(*args, **kwargs)
         mode, on_gpu = self.repeated.mode, self.target is not None
         if self._is_count(func, args):
             return _compat.new_fake(mode, (), (), args[0].dtype, args[0].device)
@@ -324,6 +349,16 @@ class Recorder(_compat.PlainDispatchMode, Account):
             return run_op(func, args, kwargs, inputs, on_gpu=on_gpu, floats=floats)
 
         return run(args) if key is None else run_distinct(mode, func, args, kwargs, run)
+
+    def _refuse_too_much(self) -> None:
+        """Stop a step that would take more memory than there is."""
+        taken_bytes = self.live_bytes + self.copies.nbytes
+        if self.most_bytes is not None and taken_bytes > self.most_bytes:
+            raise TraceError(
+                f"{WHY_REAL} It takes more than the {format_bytes(self.most_bytes)} of"
+                " memory that are free: plan with a smaller batch, or for the model on"
+                " the CPU."
+            )
 
     def _is_overwritten(self, func: Any, inputs: list[torch.Tensor]) -> bool:
         """Whether the values of a result must not be known: see `Learned`."""
@@ -410,11 +445,14 @@ class Recorder(_compat.PlainDispatchMode, Account):
         storage = self._index(tensor, 0, "input")
         holder = Holder(self, len(self.saved))
         self.saved.append(Saved(storage, self.tick()))
+        mode = self.repeated.mode
         if self.born[storage] == 0:
-            holder.tensor = _compat.detached(self.repeated.mode, tensor)
+            holder.tensor = _compat.detached(mode, tensor)
+        elif self.is_real:
+            holder.twin = partial(twin, self.copies.keep(tensor, storage))
         else:
             layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
-            holder.layout = layout
+            holder.twin = partial(_compat.new_fake, mode, *layout)
         return holder
 
     def _unpack(self, holder: Holder | torch.Tensor) -> torch.Tensor:
@@ -425,11 +463,12 @@ class Recorder(_compat.PlainDispatchMode, Account):
             saved.unpacked = self.tick()
         if holder.tensor is not None:
             return holder.tensor
-        twin = _compat.new_fake(self.repeated.mode, *holder.layout)
-        storage = twin.untyped_storage()
+        assert holder.twin is not None
+        tensor = holder.twin()
+        storage = tensor.untyped_storage()
         self.ids[storage._cdata] = saved.storage
         self._watch(storage, self._on_used, holder.index)
-        return twin
+        return tensor
 
     def _on_used(self, index: int) -> None:
         self.saved[index].used_until = self.tick()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,15 +14,21 @@ if TYPE_CHECKING:
 
 
 class Holder:
-    """Stands in for a tensor that autograd saved; reports when it is dropped."""
+    """Stands in for a tensor that autograd saved; reports when it is dropped.
 
-    __slots__ = ("__weakref__", "index", "layout", "recorder", "tensor")
+    Attributes:
+        index: Number of what was saved.
+        tensor: The tensor, if it was there before the step;
+        twin: else makes one like it.
+    """
+
+    __slots__ = ("__weakref__", "index", "recorder", "tensor", "twin")
 
     def __init__(self, recorder: Recorder, index: int) -> None:
         self.recorder = recorder
         self.index = index
         self.tensor: torch.Tensor | None = None
-        self.layout: tuple[Any, ...] = ()
+        self.twin: Callable[[], torch.Tensor] | None = None
 
     def __del__(self) -> None:
         self.recorder.saved[self.index].released = self.recorder.tick()

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from autosac import _compat
 from autosac.costs.devices import DeviceSpec
+from autosac.pytrees import tensors_in
 from autosac.tracing.learned import Learned
 from autosac.tracing.stepping import LossFn
 
@@ -33,6 +35,7 @@ class Step:
         lens: The GPU whose kernels are traced though the model is not there.
         compute_dtype: Type that floating-point parameters and inputs of the model are
             traced in, as under a mixed-precision policy of FSDP2; None for their own.
+        opaque: FQNs of modules that must not be run again, nor cut inside.
         learned: What its runs have taught so far.
     """
 
@@ -49,9 +52,21 @@ class Step:
     gradients_in_forward: bool = False
     lens: DeviceSpec | None = None
     compute_dtype: torch.dtype | None = None
+    opaque: frozenset[str] = frozenset()
     learned: Learned = field(default_factory=Learned, repr=False, compare=False)
 
     @property
     def traced_type(self) -> str:
         """Type of device that the traced tensors say they are on."""
         return self.device_type if self.lens is None else "cpu"
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it can really run: model and batch are here, on its device."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors += tensors_in((self.args, self.kwargs))
+        return (
+            self.lens is None
+            and self.compute_dtype is None
+            and not any(tensor.is_meta or _compat.is_fake(tensor) for tensor in tensors)
+        )

@@ -67,6 +67,8 @@ class Op:
         flops: Floating point operations (PyTorch's flop_counter formulas).
         moved_bytes: Bytes of its tensor arguments and outputs, 0 for a view.
         workspace_bytes: Bytes its kernel allocates and frees inside itself.
+        decides: Storages that it reads or makes whose values decide a shape: masks
+            that it selects by, or what it finds.
         wrapped_numbers: Arguments that are Python numbers where a tensor is meant;
             each becomes a tensor of 8 bytes on the CPU, which autograd may save.
         dtype: Of its first floating-point output, such as ``float32``.
@@ -93,6 +95,7 @@ class Op:
     shapes: tuple[tuple[int, ...], ...]
     signature: Hashable
     source: str = ""
+    decides: tuple[int, ...] = ()
 
     @property
     def is_view(self) -> bool:
@@ -202,6 +205,7 @@ class Tape:
         library_bytes: Blocks that libraries hold all the time, such as the
             workspaces of cuBLAS; known from `calibrate` on.
         parameters: The model's parameters, in the order of ``parameters()``.
+        opaque: FQNs of modules that must not be run again, nor cut inside.
     """
 
     modules: ModuleTree
@@ -214,6 +218,7 @@ class Tape:
     device_type: str
     library_bytes: tuple[int, ...] = ()
     parameters: tuple[Parameter, ...] = ()
+    opaque: frozenset[str] = frozenset()
 
     @cached_property
     def born(self) -> IntArray:

@@ -1,4 +1,4 @@
-"""Trace one training step under fake tensors into a `Tape`.
+"""Trace one training step into a `Tape`: under fake tensors, or for real.
 
 Tensors that autograd wants to save are taken away from it (a saved-tensors hook
 keeps only their shape) and handed back as fresh fake tensors in backward. So the
@@ -9,25 +9,28 @@ second; that is what makes simulating a plan on the tape exact.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from autosac import _compat, _compat_plain
+from autosac.costs.timing import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import host_state, lens
 from autosac.pytrees import tensors_in
-from autosac.tracing import memoized
+from autosac.tracing import draws, memoized
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.conversions import idle_conversions
-from autosac.tracing.copying import fake_copy
+from autosac.tracing.copying import copied
 from autosac.tracing.equal_states import EqualStates
-from autosac.tracing.failures import explanation
+from autosac.tracing.failures import WHY_REAL, explanation
 from autosac.tracing.learned import Retrace
 from autosac.tracing.one_hot import real_one_hot
 from autosac.tracing.parameters import find_parameters
@@ -50,15 +53,32 @@ _LEAST_RUNS, _MOST_RUNS = 3, 9
 
 
 def trace(step: Step) -> Tape:
-    """Run the step once under fake tensors and write down what it does.
+    """Run the step under fake tensors and write down what it does.
+
+    Where values decide what it does, it runs on real tensors; where random draws do, a
+    few times with other ones, and the one that takes most memory counts.
+
+    Raises:
+        TraceError: The step cannot run, or not without data; names the module and line.
+    """
+    tape = _trace(step)
+    if draws.may_decide(tape):
+        step.learned.seed, tape = draws.largest(tape, partial(_with_seed, step))
+    return tape
+
+
+def _with_seed(step: Step, seed: int) -> Tape:
+    step.learned.seed = seed
+    return _trace(step)
+
+
+def _trace(step: Step) -> Tape:
+    """Run the step once, or as often as it takes to know what it does.
 
     Other threads disturb it, such as those of a Dask worker. They draw from the same
     global generators: only a module that draws random numbers in several runs really
     does. And profilers among them look at this thread's frames, which keeps tensors
     alive for a moment: then two runs must agree.
-
-    Raises:
-        TraceError: The step cannot run without data; names the module and line.
     """
     tape = _agreed(step) if is_watched() else _plain(step)
     drawn, runs = _drawn(tape), 1
@@ -72,12 +92,12 @@ def trace(step: Step) -> Tape:
         replace(call, once=None) if call.once == DRAWS and i not in drawn else call
         for i, call in enumerate(tape.calls)
     )
-    return replace(tape, calls=calls)
+    return replace(tape, calls=calls, opaque=step.opaque)
 
 
 def _plain(step: Step) -> Tape:
     tape = _run(step, lambda model: None, only_storages=False)
-    if _drawn(tape):
+    if _drawn(tape) and not step.learned.real:
         tape = _run(step, lambda model: None, only_storages=False, finds_draws=True)
     return tape
 
@@ -145,7 +165,7 @@ def _run(
     optimizes: bool = True,
     finds_draws: bool = False,
 ) -> Tape:
-    """Run the step on fakes, anew until nothing is left to learn of it.
+    """Run the step, anew until nothing is left to learn of it.
 
     Once more if functions remember what it made: later steps find it there.
     """
@@ -155,7 +175,9 @@ def _run(
         "finds_draws": finds_draws,
     }
     while True:
-        mode = _compat.fake_mode(plain=step.learned.plain)
+        is_real, mode = step.learned.real, None
+        if not is_real:
+            mode = _compat.fake_mode(plain=step.learned.plain)
         left: set[int] | None = None  # unknown: it failed
         try:
             tape, left = _run_on(mode, step, prepare, **options)
@@ -164,14 +186,21 @@ def _run(
             return tape
         except Retrace:
             pass
+        except torch.OutOfMemoryError as error:
+            raise TraceError(
+                f"{WHY_REAL} It takes more memory than is free: plan with a smaller"
+                " batch, or for the model on the CPU."
+            ) from error
         finally:
             if left is None or left:
                 memoized.forget_fakes()
             _compat_plain.restore_keys(mode)
+            if is_real:
+                gc.collect()  # the copy hangs in cycles
 
 
 def _run_on(
-    mode: _compat.FakeTensorMode,
+    mode: _compat.FakeTensorMode | None,
     step: Step,
     prepare: Callable[[torch.nn.Module], Any],
     *,
@@ -179,9 +208,14 @@ def _run_on(
     optimizes: bool,
     finds_draws: bool,
 ) -> tuple[Tape, set[int]]:
-    """Run the step on fakes of a mode; the storages that its forward leaves alive."""
-    with seeded_streams(), no_collections(), lens(mode, step.lens):
-        model, optimizer, args, kwargs = fake_copy(step, mode)
+    """Run the step on fakes of a mode, or on real tensors if there is none.
+
+    Returns:
+        The tape; addresses of the storages that forward leaves alive.
+    """
+    seed = step.learned.seed
+    with seeded_streams(seed), no_collections(), lens(mode, step.lens):
+        model, optimizer, args, kwargs = copied(step, mode)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
         prepare(model)
         recorder = Recorder(
@@ -192,7 +226,8 @@ def _run_on(
             only_storages=only_storages,
             target=step.lens,
             learned=step.learned,
-            finds_draws=finds_draws,
+            finds_draws=finds_draws or mode is None,
+            most_bytes=_most_bytes(step) if mode is None else None,
         )
         _register(recorder, step, model, (args, kwargs))
         # On a GPU backward would run on a thread of its own, whose last references
@@ -224,15 +259,25 @@ def _run_on(
                 if optimizes:
                     finish_step(model, optimizer, step.clip_grad_norm)
                 del loss  # alive until here, as in `training_step`
-        except (AutosacError, NotImplementedError):
+        except (AutosacError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever the user's code raises
+            if step.lens is not None and isinstance(error, NotImplementedError):
+                raise
+            if mode is not None and step.is_present:
+                step.learned.real = True  # values decide, or a fake kernel refuses
+                raise Retrace from error
             raise TraceError(explanation(error, recorder.place())) from error
         left = recorder.left_alive()
         if only_storages:
             return recorder.tape(), left
         parameters = find_parameters(recorder, step.model, model, optimizer)
         return replace(recorder.tape(), parameters=parameters), left
+
+
+def _most_bytes(step: Step) -> int | None:
+    """Memory that a real step may take."""
+    return available_bytes(torch.device(step.device_type))
 
 
 def _register(
@@ -276,7 +321,7 @@ def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
     with torch.no_grad(), _compat_plain.fakes_of(recorder.repeated.mode):
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.zeros_like(parameter)
     recorder.register(
         (p.grad for p in model.parameters() if p.grad is not None), "gradient"
     )

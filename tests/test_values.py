@@ -1,0 +1,362 @@
+"""Steps whose values decide what they do: traced for real, planned, trained."""
+
+import gc
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autosac import _compat, floor, plan
+from autosac.applying import applying
+from autosac.errors import ArgumentError, TraceError
+from autosac.measuring.measuring import capture_state, differences
+from autosac.planning.planning import spell_out
+from autosac.planning.profiling import profile
+from autosac.tracing import tracing
+from autosac.tracing.draws import may_decide, plain_peak_bytes
+from autosac.tracing.learned import Learned
+from autosac.tracing.tracing import trace
+from tests.models import BATCH, WIDTH, Case, each_case, random_policy
+from tests.training import assert_equal, planned, random_policies, train
+from tests.value_models import (
+    VALUE_CASES,
+    Peeks,
+    Routes,
+    Step,
+    drawn_case,
+    rows,
+    stack,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+each_value_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name) for name, case in VALUE_CASES.items()]
+)
+
+
+def events(tape):
+    """All that a tape says, but for the order of deaths that follow each other."""
+    return *tracing._events(tape), tape.calls, tape.parameters
+
+
+@each_case
+def test_a_real_trace_is_the_trace_of_fakes(case):
+    on_fakes = case.profile(torch.optim.AdamW)
+
+    on_real = trace(replace(on_fakes.step, learned=Learned(real=True)))
+
+    for expected, found in zip(events(on_fakes.tape), events(on_real), strict=True):
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2, "clip_grad_norm": 1.0},
+        {"autocast": torch.bfloat16},
+        {"gradients_in_forward": True},
+    ],
+    ids=str,
+)
+def test_a_real_trace_is_that_of_fakes_whatever_the_step(options):
+    model = nn.Sequential(Step(), nn.Dropout(0.1), nn.LayerNorm(WIDTH), Step())
+    traced = profile(model, rows(), optimizer="adamw", loss_fn=_mean_square, **options)
+
+    found = trace(replace(traced.step, learned=Learned(real=True)))
+
+    assert events(found) == events(traced.tape)
+
+
+def _mean_square(output):
+    return output.square().mean()
+
+
+@each_value_case
+def test_values_decide_and_gradients_are_equal(case):
+    for seed in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # another draw or batch: departures
+            found = train(case, planned(case, seed))
+        assert_equal(train(case, case.model()), found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_models_are_trained_bit_by_bit(seed):
+    case = drawn_case(seed)
+    expected = train(case, case.model(), steps=3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for save_share in (0.0, None):
+            model = planned(case, seed, save_share=save_share)
+            assert_equal(expected, train(case, model, steps=3))
+
+
+@each_value_case
+def test_a_dry_run_confirms_what_was_simulated(case):
+    traced = case.profile()
+    lowest = floor(traced)
+    between = (lowest + traced.baseline_peak_bytes) // 2
+
+    for budget_bytes in (lowest, between):
+        found = plan(traced, memory_budget=budget_bytes, dry_run=True)
+        assert found.peak_bytes <= budget_bytes
+
+
+def test_what_values_decide_is_traced_for_real():
+    real = {n for n, case in VALUE_CASES.items() if case.profile().step.learned.real}
+
+    assert real == VALUE_CASES.keys() - {"Drops"}  # draws are known to fakes, too
+
+
+@each_value_case
+def test_nothing_of_the_user_changes(case):
+    model, inputs = case.model(), case.inputs()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(inputs).sum().backward()
+    optimizer.step()
+    before = capture_state(model, optimizer, torch.zeros(()))
+    given, generator = inputs.clone(), torch.get_rng_state()
+
+    profile(model, inputs, optimizer=optimizer, loss_fn=lambda y: y.sum())
+
+    assert differences(before, capture_state(model, optimizer, torch.zeros(()))) == ()
+    assert torch.equal(given, inputs)
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_the_copy_is_gone_when_the_trace_is_done():
+    model = stack(Peeks)()
+    gc.collect()
+    before = sum(type(o) is nn.Parameter for o in gc.get_objects())
+
+    traced = profile(model, rows(), loss_fn=_mean_square)
+
+    now = sum(type(o) is nn.Parameter for o in gc.get_objects())
+    assert traced.step.learned.real
+    assert now == before
+
+
+# --- draws that decide ------------------------------------------------------------
+
+
+def test_of_steps_that_draws_decide_the_largest_is_planned():
+    case = VALUE_CASES["Drops"]
+    traced = case.profile()
+
+    peaks = [
+        plain_peak_bytes(tracing._with_seed(case.profile().step, seed))
+        for seed in range(8)
+    ]
+
+    assert plain_peak_bytes(traced.tape) == max(peaks) > min(peaks)
+    assert traced.step.learned.seed == peaks.index(max(peaks))
+
+
+class Noisy(Step):
+    """Draws, but nothing depends on it."""
+
+    def between(self, hidden):
+        return functional.dropout(hidden, 0.3) + torch.rand_like(hidden)
+
+
+@pytest.mark.parametrize(("kind", "decides"), [(Noisy, False), (Peeks, False)])
+def test_draws_that_decide_nothing_are_not_tried(kind, decides):
+    traced = profile(kind(), rows(), loss_fn=_mean_square)
+
+    assert may_decide(traced.tape) == decides
+
+
+def test_a_number_that_comes_from_a_draw_may_decide():
+    model = nn.Sequential(Noisy(), Peeks())
+
+    assert may_decide(profile(model, rows(), loss_fn=_mean_square).tape)
+
+
+# --- another batch takes another branch -------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_another_branch_than_planned_keeps_gradients_exact(seed):
+    case = Case(stack(Peeks), rows)
+    policies = random_policies(case, seed, save_share=0.3)
+    plain, model = case.model(), case.model()
+    applying.install(model, policies)
+    for twin in (plain, model):
+        twin[0].threshold = 1e9
+    expected = train(case, plain)
+
+    with pytest.warns(UserWarning, match="ran aten") as caught:
+        found = train(case, model)
+
+    assert len(caught) <= 4  # once a step and unit
+    assert_equal(expected, found)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_expert_without_rows_keeps_gradients_exact(seed):
+    case = Case(stack(Routes), rows)
+    few = Case(stack(Routes), lambda: torch.randn(1, WIDTH))
+    policies = random_policies(case, seed, save_share=0.3)
+    model = case.model()
+    applying.install(model, policies)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for other in (few, case, few):
+            expected = train(other, case.model(), steps=1)
+            twin = case.model()
+            applying.install(twin, policies)
+            assert_equal(expected, train(other, twin, steps=1))
+
+
+class Looks(Step):
+    """Looks at a value, and does more than planned if it is told to."""
+
+    departs = False
+
+    def between(self, hidden):
+        if hidden.sum().item() != 0.0 and self.departs:
+            hidden = hidden.sin()
+        return hidden.exp()
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a number is read."""
+
+    num_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_reads += func is _compat.ITEM
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_number_that_decided_in_forward_is_not_read_again():
+    case = Case(lambda: nn.Sequential(Looks(), Step()), rows)
+    traced = case.profile()
+    (unit,) = (unit for unit in traced.units.candidates if unit.fqn == "0")
+    policy = random_policy(unit, 0, save_share=0.0)
+    model, plain = case.model(), case.model()
+    applying.install(model, spell_out(traced, {unit: policy}))
+    for twin in (model, plain):
+        twin[0].departs = True
+    plain(case.inputs()).sum().backward()
+
+    with pytest.warns(UserWarning, match="ran aten"), Reads() as reads:
+        model(case.inputs()).sum().backward()
+
+    assert reads.num_reads == 1
+    for fqn, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, model.get_parameter(fqn).grad)
+
+
+# --- refused ----------------------------------------------------------------------
+
+
+def test_on_the_meta_device_a_real_model_is_asked_for():
+    model = stack(Peeks)().to("meta")
+
+    with pytest.raises(TraceError, match="pass a real model and a real batch"):
+        profile(model, torch.empty(4, WIDTH, device="meta"), loss_fn=_mean_square)
+
+
+def test_for_a_gpu_that_is_not_present_it_is_refused():
+    with pytest.raises(TraceError, match="on the device that is planned for"):
+        profile(stack(Peeks)(), rows(), loss_fn=_mean_square, device="h100")
+
+
+def test_a_step_larger_than_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(tracing, "_most_bytes", lambda step: 2000)
+
+    with pytest.raises(TraceError, match=r"2\.0 KiB of memory that are free"):
+        profile(stack(Peeks)(), rows(), loss_fn=_mean_square)
+
+
+def test_what_fails_for_real_too_is_the_users_own_mistake():
+    model = nn.Sequential(Step(), nn.Linear(WIDTH + 1, WIDTH))
+
+    with pytest.raises(TraceError, match="The step fails: in module `1`"):
+        profile(model, rows(), loss_fn=_mean_square)
+
+
+# --- opaque -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("marks", [["0.gate", "2.gate"], ["*.gate"], [nn.Linear]])
+def test_an_opaque_module_is_never_run_again(marks):
+    case = Case(stack(Routes), rows)
+    traced = profile(case.model(), case.inputs(), opaque=marks, loss_fn=_mean_square)
+    gate = traced.tape.modules.index["0.gate"]
+
+    assert traced.units.refused.get("0.gate", "it is opaque") == "it is opaque"
+    assert not any(unit.fqn.endswith("gate") for unit in traced.units.candidates)
+    for unit in traced.units.candidates:
+        for group in unit.groups:
+            ops = [traced.tape.ops[unit.ops[place]] for place in group.ops]
+            if any(op.module == gate for op in ops):
+                assert group.pinned
+
+
+def test_an_opaque_container_is_not_cut_inside():
+    traced = profile(stack(Routes)(), rows(), opaque="0", loss_fn=_mean_square)
+
+    assert not any(unit.fqn.startswith("0") for unit in traced.units.candidates)
+    assert any(unit.fqn.startswith("2") for unit in traced.units.candidates)
+
+
+def test_a_mark_for_no_module_is_an_argument_error():
+    with pytest.raises(ArgumentError, match=r"`opaque` has 'moe\.gate', which stands"):
+        profile(stack(Routes)(), rows(), opaque=["moe.gate"], loss_fn=_mean_square)
+
+
+# --- what reruns rest on ----------------------------------------------------------
+
+
+class Late(nn.Module):
+    """Adds to a result, late, what was made from a reader of it."""
+
+    def forward(self, x):
+        first = x * 2
+        second = first + 1
+        third = second.sigmoid()
+        first.add_(third)
+        return first.exp() * second.tanh()
+
+
+def test_groups_that_read_each_other_are_one():
+    case = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Late(), Step()), rows)
+    for unit in case.profile().units.candidates:
+        for place, group in enumerate(unit.groups):
+            assert all(other < place for other in group.inputs)
+
+    for seed in range(4):
+        expected = train(case, case.model())
+        assert_equal(expected, train(case, planned(case, seed)))
+
+
+class Clips(nn.Sequential):
+    """Changes in place what autograd keeps a copy of."""
+
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 4, 1), nn.ReLU6(inplace=True), nn.Conv2d(4, 3, 1), nn.Tanh()
+        )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_copy_that_autograd_keeps_of_what_changes_is_no_departure(seed):
+    case = Case(
+        lambda: nn.Sequential(Clips(), Clips()),
+        lambda: torch.randn(BATCH, 3, 4, 4),
+        _mean_square,
+    )
+    expected = train(case, case.model(), steps=3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal(expected, train(case, planned(case, seed), steps=3))
