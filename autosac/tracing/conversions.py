@@ -19,7 +19,7 @@ _Convert = Callable[[torch.Tensor], torch.Tensor]
 @contextmanager
 def idle_conversions() -> Iterator[None]:
     """Leave modules alone that a conversion does not change."""
-    apply = torch.nn.Module._apply
+    apply: Callable[..., Any] = torch.nn.Module._apply
 
     def apply_if_needed(
         module: torch.nn.Module, convert: _Convert, recurse: bool = True
