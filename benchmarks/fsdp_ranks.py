@@ -25,7 +25,7 @@ from autosac.candidates.units import Unit
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.planning import profiling
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from autosac.planning.profiling import Profile
 from benchmarks.environment import MIB, environment
 from benchmarks.ranks import RankResult, Recipe, reference, run_gloo_ranks

@@ -12,7 +12,7 @@ from torch import nn
 import autosac
 from autosac.applying import applying
 from autosac.measuring.measuring import capture_state, differences
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from autosac.simulation.simulating import Simulator
 from autosac.tracing import tracing
 from autosac.tracing.stepping import normalize_inputs, training_step

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autosac.applying import applying
+from autosac.applying import applying, varying
 from autosac.candidates.policies import OpPolicy
 from autosac.errors import PlanMismatchError
 from autosac.planning import plan_files
 from autosac.planning.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.planning.mistakes import check_unplanned, hints
 from autosac.planning.profiling import TracedStep
+from autosac.planning.unseen import OnMismatch, Replan, UnseenBatches
 from autosac.quantities import format_bytes, format_ms
 from autosac.tracing import arguments
+from autosac.tracing.batch_signatures import BatchSignature
 
 if TYPE_CHECKING:
     from autosac.showing.reporting import Report
@@ -54,8 +56,17 @@ class Plan:
             with the plan; None on the CPU, where it reserves nothing.
         dry_run: A dry run of the applied model, up to the optimizer, confirmed the
             memory of this very plan, not only its simulation.
-        traced: The step it was made for, as plain data, for reports. It is not part of
-            a plan file, nor of a copy: there it is None.
+        signatures: Of the batches that it is for, that of the traced one first.
+        num_batches: How many of them were looked at.
+        opening: Names of the first ops of forward, up to the one that tells these
+            batches from others of their signature; empty if there are none.
+        on_mismatch: What becomes of a batch of another signature: see `autosac.plan`.
+        variants: The plans for several kinds of batches, that of the highest peak
+            first. Times of the whole are then means over all batches, all else is that
+            of the first. Empty if there is one kind.
+        traced: The step it was made for, as plain data, for reports.
+        replan: Plans for a batch that comes later; it holds loss and optimizer. Like
+            `traced` it is not part of a plan file, nor of a copy: there it is None.
     """
 
     policy: dict[str, float]
@@ -74,10 +85,25 @@ class Plan:
     measured_fraction: float
     reserved_bytes: int | None
     dry_run: bool
+    signatures: tuple[BatchSignature, ...]
+    num_batches: int = 1
+    opening: tuple[str, ...] = ()
+    on_mismatch: OnMismatch = "recompute"
+    variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
+    replan: Replan | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "traced": None}
+        return {**vars(self), "traced": None, "replan": None}
+
+    @property
+    def each(self) -> tuple[Plan, ...]:
+        """The plan for every kind of batches."""
+        return self.variants or (self,)
+
+    def of(self, signature: BatchSignature) -> Plan:
+        """The plan that batches of a signature follow, or the first one."""
+        return next((p for p in self.each if signature in p.signatures), self.each[0])
 
     @property
     def optimality_gap(self) -> float:
@@ -90,7 +116,9 @@ class Plan:
         """Make the model train under the budget, in place.
 
         Parameter and module names stay as they are. The plan is in force while the
-        model is in the mode (train or eval) that it was traced in.
+        model is in the mode (train or eval) that it was traced in. Every call of it
+        follows the plan for the signature of its arguments; other ones are treated as
+        `on_mismatch` says.
 
         Returns:
             The model.
@@ -104,7 +132,14 @@ class Plan:
         arguments.check_kind(model)
         check_unplanned(model)
         check_model(self.model, model)
-        applying.install(model, self.op_policies)
+        if self.on_mismatch == "replan" and self.replan is None:
+            arguments.warn(
+                "A plan from a file knows neither loss nor optimizer, which"
+                " `on_mismatch`='replan' takes: batches that it is not for are"
+                " recomputed. Plan again to plan for these as they come."
+            )
+        unseen = UnseenBatches(self.on_mismatch, self.budget_bytes, self.replan)
+        varying.install_plans(model, self.each, unseen)
         return model
 
     def unapply(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -118,12 +153,22 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; a file that is there is replaced in one step."""
-        record = {name: value for name, value in vars(self).items() if name != "traced"}
-        text = plan_files.write(record, summary=str(self).splitlines())
+        text = plan_files.write(self._record(), summary=str(self).splitlines())
         target = Path(path)
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         part.write_text(text, encoding="utf-8")
         part.replace(target)
+
+    def _record(self) -> dict[str, Any]:
+        """All that a plan file holds."""
+        record = {**vars(self), "variants": [one._record() for one in self.variants]}
+        del record["traced"], record["replan"]
+        return record
+
+    @classmethod
+    def _of_record(cls, record: dict[str, Any]) -> Plan:
+        variants = tuple(map(cls._of_record, record["variants"]))
+        return cls(**{**record, "variants": variants})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -140,7 +185,7 @@ class Plan:
         except ValueError as error:  # of text that is not UTF-8, too
             raise ValueError(f"{path} {error}.") from error
         try:
-            plan, wrong = cls(**record), plan_files.problem(record)
+            plan, wrong = cls._of_record(record), plan_files.problem(record)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error}. Plan again.") from error
         if wrong:
@@ -196,6 +241,7 @@ class Plan:
             f"measured  {self.measured_fraction:.1%} of the step's time, the rest is"
             " modelled",
         ]
+        lines += [f"batches   {one._of_batches()}" for one in self.variants]
         if self.reserved_bytes is not None:
             reserved = f"reserved  {format_bytes(self.reserved_bytes)} predicted"
             lines.insert(2, reserved)
@@ -215,6 +261,13 @@ class Plan:
             for fqn, ratio in self.policy.items()
         ]
         return "\n".join(lines)
+
+    def _of_batches(self) -> str:
+        return (
+            f"{self.signatures[0]} ({self.num_batches}):"
+            f" {format_bytes(self.peak_bytes)}, {format_ms(self.step_ms)} a step,"
+            f" {format_ms(self.recompute_ms)} of it recomputation"
+        )
 
     def notes(self) -> dict[str, str]:
         """Which chain or nest an AC unit belongs to, if it does."""
