@@ -73,9 +73,9 @@ class UnseenBatches:
         plans: list[Any] = variants.plans
         if self.on_mismatch == "raise":
             raise PlanMismatchError(
-                f"A batch with {signature} was not planned for, but {_planned(plans)}. Plan"
-                " with it among `inputs`, or with `on_mismatch`='recompute' or"
-                " 'replan'."
+                f"A batch with {signature} was not planned for, only"
+                f" {_planned(plans)}. Plan with it among `inputs`, or with"
+                " `on_mismatch`='recompute' or 'replan'."
             )
         covering = [
             (known.num_elements, number)
@@ -148,7 +148,7 @@ class UnseenBatches:
 
 
 def _most_frugal(plan: Plan) -> Plan:
-    """The plan of least memory for a step; the plan itself, if nothing else is known."""
+    """The plan of least memory for a step; itself, if nothing else is known."""
     if plan.traced is None:
         return plan
     choice = plan.traced.chooser.lowest()
