@@ -7,7 +7,7 @@ first unit tell which: a dispatch mode looks at them until they differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from autosac.tracing.batch_signatures import (
     positional_names,
     signature_of,
 )
+from autosac.tracing.real_steps import is_mark
 
 _StandIns = dict[torch.nn.Module, StandIn]
 
@@ -39,7 +40,8 @@ class Planned(Protocol):
         op_policies: What its units do.
         signatures: Of the batches that it is for.
         opening: Names of the first ops of forward, up to the one that tells it from
-            the other plans for such batches; empty if there are none.
+            the other plans for such batches, or '' where one of their units begins;
+            empty if nothing tells.
     """
 
     @property
@@ -113,10 +115,11 @@ class Variants:
             self._opening = _Opening(openings)
             self._opening.__enter__()  # type: ignore[no-untyped-call]
 
-    def settle(self) -> int:
-        """The plan to follow from here on."""
+    def settle(self, numbers: Container[int]) -> int:
+        """The plan to follow where a module begins that is a unit under some plans."""
         opening = self._opening
-        if opening is not None:
+        if opening is not None and any(n in numbers for n in opening.openings):
+            opening.see("")
             self.current = opening.left[0]
             if _compat_dispatch.num_modes() == opening.depth + 1:  # ours is the last
                 self.close()
@@ -151,10 +154,15 @@ class _Opening(_compat.PlainDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if len(self.left) > 1 and id(func) not in _compat.IGNORED_IDS:
-            self._see(_compat.op_name(func))
+            name = _compat.op_name(func)
+            if not is_mark(name):
+                self.see(name)
         return func(*args, **(kwargs or {}))
 
-    def _see(self, name: str) -> None:
+    def see(self, name: str) -> None:
+        """An op runs, or a unit begins: ''."""
+        if len(self.left) == 1:
+            return
         here = slice(self._place, self._place + 1)
         left = [n for n in self.left if self.openings[n][here] == (name,)]
         self._place += 1
@@ -183,7 +191,7 @@ class VariedForward(StandIn):
         self.is_unit = any(one.is_unit for one in stand_ins.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stand_in = self.stand_ins.get(self.variants.settle())
+        stand_in = self.stand_ins.get(self.variants.settle(self.stand_ins))
         forward = self.__wrapped__ if stand_in is None else stand_in
         return forward(*args, **kwargs)
 
@@ -247,7 +255,7 @@ class BatchForward(StandIn):
         stand_in = self.stand_ins[self.variants.current].get(self.module)
         if stand_in is None:
             return self.__wrapped__
-        self.variants.settle()
+        self.variants.settle((self.variants.current,))
         return stand_in
 
     def _meet(

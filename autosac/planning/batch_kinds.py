@@ -7,10 +7,12 @@ some: a batch takes no more memory than one that is as large or larger everywher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
@@ -40,12 +42,6 @@ class Kind:
 
     signature: BatchSignature
     constant: tuple[int, ...]
-
-    def covers(self, other: Kind) -> bool:
-        """Whether a plan for this kind keeps its budget for another one."""
-        return self.constant == other.constant and self.signature.covers(
-            other.signature
-        )
 
 
 @dataclass(slots=True)
@@ -119,39 +115,44 @@ def assign(counts: dict[Kind, int], most: int) -> dict[Kind, list[Kind]]:
         Chosen kind -> kinds that it serves, itself first. What nothing covers is left
         out: such a batch is an unseen one.
     """
-    by_size = sorted(counts, key=lambda kind: -kind.signature.num_elements)
-    if len(by_size) <= most:
-        return {kind: [kind] for kind in by_size}
-    tops = [
-        kind
-        for kind in by_size
-        if not any(other is not kind and other.covers(kind) for other in by_size)
-    ]
-    chosen = tops[:most]
+    kinds = sorted(counts, key=lambda kind: -kind.signature.num_elements)
+    if len(kinds) <= most:
+        return {kind: [kind] for kind in kinds}
+    elements = np.array([float(kind.signature.num_elements) for kind in kinds])
+    weights = np.array([counts[kind] for kind in kinds])
+    covers = _covers(kinds)
+    # Of kinds that are equal in size one is enough; none of these is equal otherwise.
+    tops = np.flatnonzero(covers.sum(axis=0) == 1)
+    chosen = [int(top) for top in tops[:most]]
+    # Elements of the smallest chosen kind that covers each.
+    follows = np.where(covers[chosen], elements[chosen, None], np.inf).min(axis=0)
     while len(chosen) < most:
-        rest = [kind for kind in by_size if kind not in chosen]
-        chosen.append(max(rest, key=lambda kind: _spared(kind, chosen, counts)))
-    served: dict[Kind, list[Kind]] = {kind: [kind] for kind in chosen}
-    for kind in by_size:
-        if kind not in served and (best := _smallest(kind, chosen)) is not None:
-            served[best].append(kind)
+        too_many = np.where(np.isfinite(follows), follows - elements[:, None], 0.0)
+        spared = (weights * np.where(covers, too_many, 0.0).clip(min=0.0)).sum(axis=1)
+        spared[chosen] = -1.0
+        best = int(spared.argmax())
+        chosen.append(best)
+        own = np.where(covers[best], elements[best], np.inf)
+        follows = np.minimum(follows, own)
+    served: dict[Kind, list[Kind]] = {kinds[i]: [kinds[i]] for i in chosen}
+    for place, kind in enumerate(kinds):
+        covering = [i for i in chosen if covers[i, place]]
+        if kind not in served and covering:
+            served[kinds[min(covering, key=lambda i: elements[i])]].append(kind)
     return served
 
 
-def _smallest(kind: Kind, chosen: Sequence[Kind]) -> Kind | None:
-    covering = [one for one in chosen if one.covers(kind)]
-    return min(covering, key=lambda one: one.signature.num_elements, default=None)
-
-
-def _spared(kind: Kind, chosen: Sequence[Kind], counts: dict[Kind, int]) -> int:
-    """Elements that batches would be planned for in vain without a kind."""
-    spared = 0
-    for other, count in counts.items():
-        present = _smallest(other, chosen)
-        if present is not None and kind.covers(other):
-            sizes = present.signature.num_elements, kind.signature.num_elements
-            spared += count * max(0, sizes[0] - sizes[1])
-    return spared
+def _covers(kinds: Sequence[Kind]) -> npt.NDArray[np.bool_]:
+    """Whether the kind of a row covers that of a column."""
+    found = np.zeros((len(kinds), len(kinds)), dtype=bool)
+    alike: dict[Hashable, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        alike.setdefault((kind.constant, kind.signature.form), []).append(place)
+    for places in alike.values():
+        sizes = np.array([kinds[place].signature.sizes for place in places])
+        sizes = sizes.reshape(len(places), -1)
+        found[np.ix_(places, places)] = (sizes[:, None] >= sizes).all(axis=2)
+    return found
 
 
 def _bucket(batch: Any, kinds: Sequence[Kind], counts: dict[Kind, int]) -> Bucket:

@@ -188,21 +188,18 @@ def _alike(one: TracedStep, other: TracedStep) -> bool:
 
 def _over_batches(steps: _Planned, budget_bytes: int, solving: dict[str, Any]) -> Plan:
     """The plan for several batches."""
-    openings = _openings(steps)
     plans = []
-    for (bucket, made), opening in zip(steps, openings, strict=True):
+    for bucket, made in steps:
         try:
             found = make_plan(made, budget_bytes, **solving)
         except InfeasibleBudgetError as error:
             raise _infeasible(steps, budget_bytes, error) from None
+        signatures = tuple(bucket.signatures)
         plans.append(
-            replace(
-                found,
-                signatures=tuple(bucket.signatures),
-                num_batches=bucket.num_batches,
-                opening=opening,
-            )
+            replace(found, signatures=signatures, num_batches=bucket.num_batches)
         )
+    openings = _openings([made for _, made in steps], plans)
+    plans = [replace(p, opening=o) for p, o in zip(plans, openings, strict=True)]
     return plans[0] if len(plans) == 1 else together(plans)
 
 
@@ -232,19 +229,38 @@ def together(plans: Sequence[Plan]) -> Plan:
     )
 
 
-def _openings(steps: _Planned) -> list[tuple[str, ...]]:
+def _openings(
+    steps: Sequence[TracedStep], plans: Sequence[Plan]
+) -> list[tuple[str, ...]]:
     """Of each step the first ops that tell it from others of a shared signature."""
-    names = [names_of_forward(made.tape) for _, made in steps]
-    signatures = [set(bucket.signatures) for bucket, _ in steps]
     found = []
-    for i, own in enumerate(names):
+    for step, plan in zip(steps, plans, strict=True):
+        own = set(plan.signatures)
+        siblings = [i for i, p in enumerate(plans) if not own.isdisjoint(p.signatures)]
+        ends = {fqn for i in siblings for fqn in _unit_modules(plans[i])}
+        names = _before(step, ends)
         length = 0
-        for j, other in enumerate(names):
-            if other != own and not signatures[i].isdisjoint(signatures[j]):
-                pairs = enumerate(zip_longest(own, other))
-                length = max(length, next(n for n, (a, b) in pairs if a != b) + 1)
-        found.append(tuple(own[:length]))
+        for other in (_before(steps[i], ends) for i in siblings):
+            pairs = enumerate(zip_longest(names, other))
+            length = max(length, next((n + 1 for n, (a, b) in pairs if a != b), 0))
+        found.append(tuple(names[:length]))
     return found
+
+
+def _unit_modules(plan: Plan) -> set[str]:
+    """FQNs of the modules whose ``forward`` a plan replaces."""
+    policies = plan.op_policies
+    replaced = {p.fqn.rpartition(".")[0] if p.until else p.fqn for p in policies}
+    return replaced | {p.around for p in policies if p.around}
+
+
+def _before(step: TracedStep, fqns: set[str]) -> list[str]:
+    """Names of the ops of forward before one of some modules begins, and '' there."""
+    nodes, calls = step.tape.modules.nodes, step.tape.calls
+    begins = [call.enter for call in calls if nodes[call.module].fqn in fqns]
+    if not begins:
+        return names_of_forward(step.tape)
+    return [*names_of_forward(step.tape, before=min(begins)), ""]
 
 
 def _infeasible(

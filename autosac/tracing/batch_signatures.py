@@ -36,21 +36,24 @@ class BatchSignature:
         """Of all tensors together."""
         return sum(math.prod(shape) for _, kind, shape in self.leaves if _is(kind))
 
-    def covers(self, other: BatchSignature) -> bool:
-        """Whether a batch is no larger in any dimension, and the same otherwise."""
-        return self.is_like(other) and all(
-            size <= most
-            for (_, _, sizes), (_, _, largest) in zip(
-                other.leaves, self.leaves, strict=True
-            )
-            for size, most in zip(sizes, largest, strict=True)
-        )
+    @property
+    def form(self) -> tuple[tuple[str, str, int], ...]:
+        """All but the sizes."""
+        return tuple((place, kind, len(shape)) for place, kind, shape in self.leaves)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes, in the order of places."""
+        return tuple(size for _, _, shape in self.leaves for size in shape)
 
     def is_like(self, other: BatchSignature) -> bool:
         """Whether a batch differs in nothing but sizes."""
-        return [(place, kind, len(shape)) for place, kind, shape in self.leaves] == [
-            (place, kind, len(shape)) for place, kind, shape in other.leaves
-        ]
+        return self.form == other.form
+
+    def covers(self, other: BatchSignature) -> bool:
+        """Whether a batch is no larger in any dimension, and the same otherwise."""
+        pairs = zip(other.sizes, self.sizes, strict=False)
+        return self.is_like(other) and all(size <= most for size, most in pairs)
 
     def __str__(self) -> str:
         return (

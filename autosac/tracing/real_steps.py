@@ -109,12 +109,21 @@ def first_departure(step: Step, tape: Tape) -> Departure | None:
     return _follow(_Follower(expected), step, frugal=False)
 
 
-def names_of_forward(tape: Tape) -> list[str]:
-    """Names of the ops of forward and loss, as a real step shows them."""
+def names_of_forward(tape: Tape, before: int | None = None) -> list[str]:
+    """Names of the ops of forward and loss, as a real step shows them.
+
+    Args:
+        tape: A step.
+        before: Only of ops that begin before this tick.
+    """
+    end = tape.num_ticks if before is None else before
     return [
         op.name
         for op in tape.ops
-        if op.phase in _FORWARD and op.name not in _IGNORED and not is_mark(op.name)
+        if op.phase in _FORWARD
+        and op.name not in _IGNORED
+        and not is_mark(op.name)
+        and op.start < end
     ]
 
 
