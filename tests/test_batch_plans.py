@@ -357,6 +357,17 @@ def test_a_larger_batch_is_said_once_with_its_peak(plan):
     assert len([one for one in caught if "AC unit" in str(one.message)]) == 0
 
 
+def test_a_larger_batch_is_not_recomputed_where_the_budget_is_ample():
+    found = autosac.plan(
+        make_model(), BATCHES[1:3], memory_budget="1GiB", optimizer="adamw"
+    )
+    training = Training(found)
+    with pytest.warns(UserWarning, match="follows the plan of the largest; its peak"):
+        training.run(step(batch_of(32)))
+
+    assert training.model.forward.variants.plans == list(found.each)
+
+
 def test_replanning_keeps_the_budget_and_disturbs_nothing():
     found = autosac.plan(
         make_model(),

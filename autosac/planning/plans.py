@@ -101,9 +101,13 @@ class Plan:
         """The plan for every kind of batches."""
         return self.variants or (self,)
 
-    def of(self, signature: BatchSignature) -> Plan:
-        """The plan that batches of a signature follow, or the first one."""
-        return next((p for p in self.each if signature in p.signatures), self.each[0])
+    def of(self, signature: BatchSignature) -> tuple[Plan, ...]:
+        """The plans that batches of a signature follow, or that of the highest peak."""
+        found = tuple(plan for plan in self.each if signature in plan.signatures)
+        return found or self.each[:1]
+
+    def _shown(self, profile: TracedStep | None) -> Plan:
+        return self.each[0] if profile is None else self.of(profile.signature)[0]
 
     @property
     def optimality_gap(self) -> float:
@@ -202,6 +206,8 @@ class Plan:
     def report(self, profile: TracedStep | None = None) -> Report:
         """The plan explained: print it, or its ``str()``.
 
+        Of a plan for several batches it is that of the highest peak, or of the profile.
+
         Args:
             profile: The step that the plan is for. Needed only for a plan from a file,
                 which knows no ops: without it the report says what is missing.
@@ -213,7 +219,7 @@ class Plan:
             report,  # which plans itself: a cycle otherwise
         )
 
-        return report(self, profile)
+        return report(self._shown(profile), profile)
 
     def to_html(self, path: str | Path, profile: TracedStep | None = None) -> None:
         """Write the report with its pictures as one HTML file that needs no other.
@@ -228,7 +234,8 @@ class Plan:
         """
         from autosac.showing.html_report import page  # like `report`
 
-        Path(path).write_text(page(self, profile), encoding="utf-8")
+        text = page(self._shown(profile), profile)
+        Path(path).write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
         gap = f"{100 * self.optimality_gap:.1f} %"

@@ -97,24 +97,27 @@ class UnseenBatches:
     def _recomputed(
         self, can_add: bool, signature: BatchSignature, variants: Variants
     ) -> int | list[Plan]:
-        """Plans of least memory for a batch that is larger than all others."""
-        plans = [plan for plan in variants.plans if plan.num_batches]
+        """Plans for a batch that is larger than all others.
+
+        The plan of the largest of these if the budget is ample: nothing of a step grows
+        faster than by the square of its batch's elements. Else that of least memory.
+        """
+        known: list[Any] = variants.plans
+        plans = [plan for plan in known if plan.num_batches]
         largest = max(plans, key=lambda p: (p.signatures[0].num_elements, p.peak_bytes))
         branches = [p for p in plans if p.signatures[0] == largest.signatures[0]]
-        if can_add:
+        most = [_likely_peak(plan, signature, power=2.0) for plan in branches]
+        is_ample = all(m is not None and m <= self.budget_bytes for m in most)
+        what = "It follows the plan of the largest"
+        if not is_ample and can_add:
             branches = list(map(_most_frugal, branches))
-        likely = [_likely_peak(plan, plans, signature) for plan in branches]
+            what = "All that saves memory is recomputed"
+        power = _power(plans, largest)
+        likely = [_likely_peak(plan, signature, power) for plan in branches]
         peak_bytes = max((peak for peak in likely if peak is not None), default=None)
-        what = (
-            "All that saves memory is recomputed"
-            if can_add
-            else (
-                "It follows the plan of the largest, as somebody replaced a `forward`"
-            )
-        )
         self._say(what, peak_bytes, signature, variants)
-        if not can_add:
-            return variants.plans.index(largest)
+        if not can_add or is_ample:
+            return int(variants.plans.index(largest))
         return [replace(p, signatures=(signature,), num_batches=0) for p in branches]
 
     def _say(
@@ -166,26 +169,33 @@ def _planned(plans: Sequence[Plan]) -> str:
     return "; ".join(texts[:3]) + rest
 
 
-def _likely_peak(
-    plan: Plan, plans: Sequence[Plan], signature: BatchSignature
-) -> int | None:
-    """What a larger batch takes under a plan, without a trace.
+def _power(plans: Sequence[Plan], largest: Plan) -> float:
+    """By which power of a batch's elements what does not last grows, 1 at least.
 
-    All but what lasts grows with a power of the batch's elements: that by which the
-    peaks of two plain steps differ, 1 if only one was planned for.
+    That by which the peaks of the two largest plain steps differ.
     """
-    alike = [p for p in plans if p.signatures[0].is_like(signature)]
-    if not plan.signatures[0].is_like(signature) or not signature.num_elements:
-        return None
-    lasting = sum(plan.composition.get(category, 0) for category in _LASTING)
-    sizes = {
-        p.signatures[0].num_elements: p.baseline_peak_bytes - lasting for p in alike
+    known = {
+        plan.signatures[0].num_elements: plan.baseline_peak_bytes - _lasting(plan)
+        for plan in plans
+        if plan.signatures[0].is_like(largest.signatures[0])
     }
-    power = 1.0
-    if len(sizes) > 1:
-        (less, lower), (more, upper) = sorted(sizes.items())[-2:]
-        if 0 < lower < upper:
-            power = max(1.0, math.log(upper / lower) / math.log(more / less))
-    growth = signature.num_elements / plan.signatures[0].num_elements
-    growth = math.pow(max(growth, 1.0), power)
-    return lasting + round((plan.peak_bytes - lasting) * growth)
+    if len(known) == 1:
+        return 1.0
+    (less, lower), (more, upper) = sorted(known.items())[-2:]
+    if not 0 < lower < upper:
+        return 1.0
+    return max(1.0, math.log(upper / lower) / math.log(more / less))
+
+
+def _lasting(plan: Plan) -> int:
+    return sum(plan.composition.get(category, 0) for category in _LASTING)
+
+
+def _likely_peak(plan: Plan, signature: BatchSignature, power: float) -> int | None:
+    """What a larger batch takes under a plan, without a trace; None for another one."""
+    known = plan.signatures[0]
+    if not known.is_like(signature) or not known.num_elements:
+        return None
+    growth = max(signature.num_elements / known.num_elements, 1.0)
+    changing_bytes = plan.peak_bytes - _lasting(plan)
+    return _lasting(plan) + round(changing_bytes * math.pow(growth, power))
