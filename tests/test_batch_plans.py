@@ -303,6 +303,15 @@ def test_a_branch_is_seen_before_the_first_unit(plan):
     assert followed[0] == followed[2] != followed[1] == followed[3]
 
 
+def test_each_branch_is_checked_and_reported(plan):
+    for batch in BATCHES:
+        made = autosac.profile(make_model(), batch, optimizer="adamw")
+        assert autosac.check(plan, made) <= plan.budget_bytes
+    assert str(plan.report()) == str(plan.variants[0].report())
+    short = autosac.profile(make_model(), BATCHES[3], optimizer="adamw")
+    assert "AC unit" in str(plan.report(short))
+
+
 def test_a_plan_file_holds_all_kinds(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     loaded = autosac.Plan.load(tmp_path / "plan.json")
