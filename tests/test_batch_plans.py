@@ -87,8 +87,8 @@ def batch_of(length, padded=True, rows=ROWS):
 BATCHES = [batch_of(*kind) for kind in PLANNED]
 
 
-def budget_of(share, batch=BATCHES[0]):
-    made = autosac.profile(make_model(), batch, optimizer="adamw")
+def budget_of(share, batch=BATCHES[0], **options):
+    made = autosac.profile(make_model(), batch, optimizer="adamw", **options)
     lowest = autosac.floor(made)
     return int(lowest + share * (made.baseline_peak_bytes - lowest))
 
@@ -375,6 +375,7 @@ def test_a_larger_batch_is_not_recomputed_where_the_budget_is_ample():
         training.run(step(batch_of(32)))
 
     assert training.model.forward.variants.plans == list(found.each)
+    assert all(one.traced is not None for one in found.each)
 
 
 def test_replanning_keeps_the_budget_and_disturbs_nothing():
@@ -396,6 +397,36 @@ def test_replanning_keeps_the_budget_and_disturbs_nothing():
     assert len(variants.plans) == 4
     for batch in order:
         assert planned.peak_bytes(batch) <= found.budget_bytes
+
+
+def test_replanning_in_the_middle_of_autocast_plans_the_same_step():
+    options = {"optimizer": "adamw", "autocast": "bf16"}
+    budget_bytes = budget_of(0.2, autocast="bf16")
+    found = autosac.plan(
+        make_model(),
+        BATCHES[3],
+        memory_budget=budget_bytes,
+        on_mismatch="replan",
+        **options,
+    )
+
+    def under_autocast(model, optimizer):
+        return training_step(
+            model,
+            (),
+            BATCHES[0],
+            loss_fn=None,
+            optimizer=optimizer,
+            autocast=torch.bfloat16,
+        )
+
+    plain, planned = Training(), Training(found)
+    with pytest.warns(UserWarning, match="planned for anew"):
+        assert differences(plain.run(under_autocast), planned.run(under_autocast)) == ()
+    alone = autosac.profile(make_model(), BATCHES[0], **options)
+    replanned = planned.model.forward.variants.plans[1]
+    assert replanned.baseline_peak_bytes == alone.baseline_peak_bytes
+    assert replanned.peak_bytes <= budget_bytes
 
 
 def test_what_cannot_fit_runs_with_the_least_peak_and_says_so():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from autosac.planning import plan_files
 from autosac.planning.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.planning.mistakes import check_unplanned, hints
 from autosac.planning.profiling import TracedStep
-from autosac.planning.unseen import OnMismatch, Replan, UnseenBatches
+from autosac.planning.unseen import OnMismatch, Replan, UnseenBatches, largest
 from autosac.quantities import format_bytes, format_ms
 from autosac.tracing import arguments
 from autosac.tracing.batch_signatures import BatchSignature
@@ -143,7 +143,10 @@ class Plan:
                 " recomputed. Plan again to plan for these as they come."
             )
         unseen = UnseenBatches(self.on_mismatch, self.budget_bytes, self.replan)
-        varying.install_plans(model, self.each, unseen)
+        # What a larger batch may need is kept with the model.
+        kept = largest(self.each) if self.on_mismatch == "recompute" else ()
+        each = [p if p in kept else replace(p, traced=None) for p in self.each]
+        varying.install_plans(model, each, unseen)
         return model
 
     def unapply(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -84,7 +84,8 @@ class UnseenBatches:
             if known.covers(signature)
         ]
         if self.on_mismatch == "replan" and self.replan is not None and model:
-            plan = replace(self.replan(model, *arguments), signatures=(signature,))
+            plan = self.replan(model, *arguments)
+            plan = replace(plan, signatures=(signature,), traced=None)
             if not covering or plan.peak_bytes > self.budget_bytes:
                 self._say(
                     "It was planned for anew", plan.peak_bytes, signature, variants
@@ -104,20 +105,19 @@ class UnseenBatches:
         """
         known: list[Any] = variants.plans
         plans = [plan for plan in known if plan.num_batches]
-        largest = max(plans, key=lambda p: (p.signatures[0].num_elements, p.peak_bytes))
-        branches = [p for p in plans if p.signatures[0] == largest.signatures[0]]
+        branches = largest(plans)
         most = [_likely_peak(plan, signature, power=2.0) for plan in branches]
         is_ample = all(m is not None and m <= self.budget_bytes for m in most)
         what = "It follows the plan of the largest"
         if not is_ample and can_add:
-            branches = list(map(_most_frugal, branches))
+            branches = tuple(map(_most_frugal, branches))
             what = "All that saves memory is recomputed"
-        power = _power(plans, largest)
+        power = _power(plans, branches[0].signatures[0])
         likely = [_likely_peak(plan, signature, power) for plan in branches]
         peak_bytes = max((peak for peak in likely if peak is not None), default=None)
         self._say(what, peak_bytes, signature, variants)
         if not can_add or is_ample:
-            return int(variants.plans.index(largest))
+            return int(variants.plans.index(branches[0]))
         return [replace(p, signatures=(signature,), num_batches=0) for p in branches]
 
     def _say(
@@ -132,8 +132,11 @@ class UnseenBatches:
             return
         variants.said.add("larger")
         plans: list[Any] = variants.plans
-        is_like = any(s.is_like(signature) for p in plans for s in p.signatures)
-        which = "larger than all" if is_like else "unlike all"
+        known: list[BatchSignature] = [s for p in plans for s in p.signatures]
+        which = "not one of those"
+        if not any(one.covers(signature) for one in known):
+            is_like = any(one.is_like(signature) for one in known)
+            which = "larger than all" if is_like else "unlike all"
         peak = "is not known"
         if peak_bytes is not None:
             about = "" if self.on_mismatch == "replan" else "about "
@@ -148,6 +151,13 @@ class UnseenBatches:
             f" ({_planned(plans)}). {what}; its peak {peak}. Plan with it among"
             " `inputs`."
         )
+
+
+def largest(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """The plans for the largest batch, one for each branch, highest peak first."""
+    by_peak = sorted(plans, key=lambda plan: -plan.peak_bytes)
+    most = max(by_peak, key=lambda plan: plan.signatures[0].num_elements)
+    return tuple(p for p in by_peak if p.signatures[0] == most.signatures[0])
 
 
 def _most_frugal(plan: Plan) -> Plan:
@@ -169,7 +179,7 @@ def _planned(plans: Sequence[Plan]) -> str:
     return "; ".join(texts[:3]) + rest
 
 
-def _power(plans: Sequence[Plan], largest: Plan) -> float:
+def _power(plans: Sequence[Plan], signature: BatchSignature) -> float:
     """By which power of a batch's elements what does not last grows, 1 at least.
 
     That by which the peaks of the two largest plain steps differ.
@@ -177,7 +187,7 @@ def _power(plans: Sequence[Plan], largest: Plan) -> float:
     known = {
         plan.signatures[0].num_elements: plan.baseline_peak_bytes - _lasting(plan)
         for plan in plans
-        if plan.signatures[0].is_like(largest.signatures[0])
+        if plan.signatures[0].is_like(signature)
     }
     if len(known) == 1:
         return 1.0
