@@ -423,7 +423,7 @@ def test_replanning_in_the_middle_of_autocast_plans_the_same_step():
     plain, planned = Training(), Training(found)
     with pytest.warns(UserWarning, match="planned for anew"):
         assert differences(plain.run(under_autocast), planned.run(under_autocast)) == ()
-    alone = autosac.profile(make_model(), BATCHES[0], **options)
+    alone = autosac.calibrate(autosac.profile(make_model(), BATCHES[0], **options))
     replanned = planned.model.forward.variants.plans[1]
     assert replanned.baseline_peak_bytes == alone.baseline_peak_bytes
     assert replanned.peak_bytes <= budget_bytes
