@@ -27,7 +27,8 @@ from autosac.parallel.sweeping import sweep_parallel
 from autosac.planning.batching import BatchSize, best_batch_size, max_batch_size
 from autosac.planning.checking import check
 from autosac.planning.estimating import Estimate, estimate
-from autosac.planning.planning import floor, plan, policy
+from autosac.planning.plan_batches import plan, policy
+from autosac.planning.planning import floor
 from autosac.planning.plans import Plan
 from autosac.planning.profiling import Profile, calibrate, profile
 from autosac.planning.sweeping import Sweep, sweep

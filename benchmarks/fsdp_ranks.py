@@ -25,8 +25,8 @@ from autosac.candidates.units import Unit
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.planning import profiling
-from autosac.planning.planning import spell_out
 from autosac.planning.profiling import Profile
+from autosac.planning.spelling import spell_out
 from benchmarks.environment import MIB, environment
 from benchmarks.ranks import RankResult, Recipe, reference, run_gloo_ranks
 from benchmarks.sharded_models import RECIPES

@@ -22,6 +22,11 @@ def named(word="adam"):
     }
 
 
+def rows():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    return {"model": model, "inputs": [torch.randn(n, 4) for n in (8, 2, 8)]}
+
+
 def alone():
     return nn.Linear(2, 2)
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from autosac.applying import applying
 from autosac.measuring.measuring import differences
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from autosac.tracing.stepping import normalize_inputs
 from tests.models import (
     CASES,

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import autosac
 from autosac.applying import applying
 from autosac.measuring.measuring import capture_state, differences
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from autosac.simulation.simulating import Simulator
 from autosac.tracing import tracing
 from autosac.tracing.stepping import normalize_inputs, training_step

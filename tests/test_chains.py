@@ -9,7 +9,7 @@ from autosac.applying import applying
 from autosac.candidates import curves
 from autosac.cli.demo import GPT
 from autosac.measuring.verifying import Recipe, verify_each
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from autosac.simulation.simulating import Simulator
 from autosac.tracing.tracing import dry_run
 from tests.models import Case

@@ -370,3 +370,13 @@ def test_values_of_a_grid_are_read_as_settings_are():
     read = {text: grids._axis(text)[1] for text in ("a=1,2", "a=x,1", "a=(1,2),(3,4)")}
 
     assert list(read.values()) == [[1, 2], ["x", 1], [(1, 2), (3, 4)]]
+
+
+def test_a_factory_of_several_batches_is_planned_for_all(tmp_path):
+    path = tmp_path / "plan.json"
+    found = run("plan", "tests.factories:rows", "-b", "1GiB", "-o", str(path))
+
+    assert found.exit_code == 0
+    assert found.stdout.count("\nbatches ") == 2
+    loaded = autosac.Plan.load(path)
+    assert [one.num_batches for one in loaded.variants] == [2, 1]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autosac.applying import applying
 from autosac.measuring.measuring import measure_peak
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from autosac.tracing.stepping import normalize_inputs
 from tests.models import BATCH, CASES, WIDTH, Case, random_policy
 from tests.training import Branching, Stack, assert_equal, planned, rows, train

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import autosac
 from autosac.applying import applying
 from autosac.measuring.measuring import capture_state, differences
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from tests.drawn_models import LENGTH, ROWS, WIDTH, Drawn, models
 from tests.models import random_choice
 

@@ -10,8 +10,8 @@ from autosac.candidates.policies import Policy
 from autosac.parallel.fsdp_hooks import PLACES
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.sharding import FsdpUnit, Sharding, fsdp_units
-from autosac.planning.planning import spell_out
 from autosac.planning.profiling import calibrate, in_compute_dtype, profile
+from autosac.planning.spelling import spell_out
 from autosac.tracing.stepping import OptimizerInBackward
 from benchmarks.ranks import Recipe, reference, run_fake_rank, run_gloo_ranks
 from tests.models import CASES, SMALL_GPT, gpt, random_choice, tokens

@@ -183,13 +183,31 @@ def test_evaluation_before_training_is_not_what_is_planned(tmp_path):
 
 def test_a_larger_batch_than_the_first_is_warned_about_once(tmp_path):
     texts = Texts((64,) * 4 + (96,) * 8)
-    with pytest.warns(UserWarning, match=r"shape \(4, 96\); it had shape \(4, 64\)"):
+    with pytest.warns(UserWarning, match=r"\[4, 96\].* is larger") as caught:
         train(
             tmp_path,
             silent("1GiB"),
             dataset=texts,
             train_sampling_strategy="sequential",
         )
+    assert sum("larger than all" in str(one.message) for one in caught) == 1
+
+
+def test_a_larger_batch_is_planned_anew_and_keeps_the_budget(tmp_path):
+    def sequential(callback, **options):
+        texts = Texts((64,) * 8 + (96,) * 8)
+        options |= {"dataset": texts, "train_sampling_strategy": "sequential"}
+        return train(tmp_path, callback, max_steps=4, **options)
+
+    plain = sequential(None)
+    longest = silent("1GiB")
+    train(tmp_path, longest)  # batches of 96
+    budget_bytes = longest.plan.baseline_peak_bytes * 3 // 4
+    with pytest.warns(UserWarning, match=r"\[4, 96\].* is larger.*planned for anew"):
+        planned = sequential(silent(budget_bytes, on_mismatch="replan"))
+
+    assert all(map(torch.equal, plain.losses, planned.losses))
+    assert max(plain.peaks) > budget_bytes >= planned.peaks[-1] > planned.peaks[1]
 
 
 def test_a_budget_below_the_least_says_what_the_loop_keeps_besides(tmp_path):

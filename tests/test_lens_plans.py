@@ -13,8 +13,9 @@ from autosac.costs.devices import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
 from autosac.lens import attention_choice
 from autosac.lens.mode import lens
-from autosac.planning.planning import _confirm, floor, make_plan, spell_out
+from autosac.planning.planning import _confirm, floor, make_plan
 from autosac.planning.profiling import profile
+from autosac.planning.spelling import spell_out
 from tests.fake_gpu import Attention, Language
 from tests.models import CASES, random_choice
 

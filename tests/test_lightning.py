@@ -110,7 +110,7 @@ class Measure(lightning.Callback):
         optimizer.log, optimizer.before = self.peaks, self.before
 
 
-def train(callback=None, *, module=None, **options):
+def train(callback=None, *, module=None, batches=None, **options):
     measure = Measure(tensors_alive())
     torch.manual_seed(0)
     module = Network(**(module or {}))
@@ -126,12 +126,15 @@ def train(callback=None, *, module=None, **options):
         callbacks=[*([] if callback is None else [callback]), measure],
         **{**known, **options},
     )
-    trainer.fit(module, DataLoader(Rows(), batch_size=BATCH, shuffle=True))
+    loader = DataLoader(Rows(), batch_size=BATCH, shuffle=True)
+    if batches is not None:
+        loader = DataLoader(Rows(), batch_sampler=batches)
+    trainer.fit(module, loader)
     return module, measure.peaks
 
 
-def silent(memory_budget):
-    return MemoryBudget(memory_budget, report=lambda text: None)
+def silent(memory_budget, **options):
+    return MemoryBudget(memory_budget, report=lambda text: None, **options)
 
 
 @pytest.mark.slow
@@ -160,6 +163,21 @@ def test_training_under_a_budget_is_the_same_and_keeps_it(module, options):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert max(peaks) <= budget.memory_budget < max(plain_peaks)
     assert abs(max(unplanned_peaks) - ample.plan.peak_bytes) < 1024  # scalars
+
+
+@pytest.mark.slow
+def test_larger_batches_are_planned_anew_and_keep_the_budget():
+    small, large = list(range(BATCH)), list(range(2 * BATCH))
+    options = {"batches": [small, small, large, small, large], "max_steps": 5}
+    plain, plain_peaks = train(**options)
+    ample = silent("1GiB")
+    train(ample, batches=[large], max_steps=1)
+    budget = silent(int(0.8 * ample.plan.peak_bytes), on_mismatch="replan")
+    with pytest.warns(UserWarning, match="larger than all .*planned for anew"):
+        planned, peaks = train(budget, **options)
+
+    assert all(map(torch.equal, planned.losses, plain.losses))
+    assert max(peaks) <= budget.memory_budget < max(plain_peaks)
 
 
 def test_the_module_is_left_as_it_was_found_and_the_report_says_what_was_done():

@@ -140,8 +140,8 @@ def _set(key, value):
         ("[1, 2]", "names no format"),
         ("3", "names no format"),
         ("{}", "names no format"),
-        ('{"format": 1}', "format 1; this autosac reads format 2"),
-        ('{"format": 2}', "changed or cut"),
+        ('{"format": 1}', "format 1; this autosac reads format 3"),
+        ('{"format": 3}', "changed or cut"),
     ],
 )
 def test_what_is_no_plan_does_not_load(text, match, tmp_path):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosac.applying import applying
 from autosac.candidates.policies import RERUN, SAVE, Policy
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from tests.models import WIDTH, Case
 from tests.training import rows
 

@@ -10,7 +10,7 @@ from autosac.candidates.policies import RERUN, SAVE
 from autosac.cli.demo import GPT, Block, next_token_loss
 from autosac.measuring.verifying import Recipe, verify_each
 from autosac.planning import planning
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from benchmarks import rivals
 from benchmarks.comparing import zoo
 from benchmarks.rivals import sac_milp

@@ -6,8 +6,8 @@ import torch
 from autosac.applying import applying
 from autosac.candidates.policies import SAVE, OpPolicy, Policy
 from autosac.measuring.verifying import verify
-from autosac.planning.planning import spell_out
 from autosac.planning.profiling import calibrate, profile
+from autosac.planning.spelling import spell_out
 from autosac.simulation.simulating import Simulator
 from autosac.tracing.tracing import dry_run
 from tests.models import CASES, each_case, random_choice

@@ -5,7 +5,7 @@ from torch import nn
 
 from autosac.applying import applying
 from autosac.measuring.measuring import capture_state, differences
-from autosac.planning.planning import spell_out
+from autosac.planning.spelling import spell_out
 from autosac.tracing.stepping import normalize_inputs, training_step
 from tests.models import BATCH, WIDTH, random_choice
 

@@ -7,11 +7,12 @@ arguments from outside the chain (`applying/relaying.py`).
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
@@ -29,8 +30,22 @@ from autosac.tracing.attributes import Snapshots
 _MOST_LOSSES = 3  # batches that differ have lost as often: look at every op then
 
 
-class _Step:
-    """What the stand-ins of one model know of the step that runs.
+class Followed(Protocol):
+    """Knows which of a model's plans is followed.
+
+    Attributes:
+        rerun: Number of the plan that a rerun follows, if one runs modules.
+    """
+
+    rerun: int | None
+
+
+class Step:
+    """What the stand-ins of one plan know of the step that runs.
+
+    Args:
+        variants: Know which plan is followed, if a model has several.
+        number: The plan's own.
 
     Attributes:
         calls: How often each module was called.
@@ -40,7 +55,9 @@ class _Step:
         onward: The nest that runs onward now, for the sake of a rerun.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, variants: Followed | None = None, number: int = 0) -> None:
+        self.variants = variants
+        self.number = number
         self.calls: Counter[str] = Counter()
         self.latest: weakref.WeakValueDictionary[str, RelayedCall] = (
             weakref.WeakValueDictionary()
@@ -49,20 +66,41 @@ class _Step:
         self.onward: Nest | None = None
         self.losses = 0
 
-    def __reduce__(self) -> tuple[type[_Step], tuple[()]]:
-        return _Step, ()  # a copy of a model has begun no step
+    def __reduce__(self) -> tuple[type[Step], tuple[Followed | None, int]]:
+        return Step, (self.variants, self.number)  # a copy has begun no step
+
+    @contextlib.contextmanager
+    def running_onward(self, nest: Nest) -> Iterator[None]:
+        """Modules that run now belong to a nest that runs onward."""
+        self.onward = nest
+        if self.variants is not None:
+            self.variants.rerun = self.number
+        try:
+            yield
+        finally:
+            self.onward = None
+            if self.variants is not None:
+                self.variants.rerun = None
 
 
-class _StandIn:
+class StandIn:
     """Stands in for a module's ``forward``.
 
     Args:
         module: The module.
+
+    Attributes:
+        is_unit: The module is an AC unit, or parts of it are.
     """
+
+    is_unit = False
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.own_forward = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -73,7 +111,7 @@ class _StandIn:
         return forward
 
 
-class CheckpointedForward(_StandIn):
+class CheckpointedForward(StandIn):
     """Stands in for a module's ``forward`` and runs it as an AC unit.
 
     Args:
@@ -82,11 +120,13 @@ class CheckpointedForward(_StandIn):
         step: What is shared with the other units of the model.
     """
 
+    is_unit = True
+
     def __init__(
         self,
         module: torch.nn.Module,
         policies: tuple[OpPolicy, ...],
-        step: _Step,
+        step: Step,
     ) -> None:
         super().__init__(module)
         self.fqn = policies[0].fqn
@@ -182,7 +222,7 @@ class CheckpointedForward(_StandIn):
         return self.policies.get(index)
 
 
-class _NestForward(_StandIn):
+class _NestForward(StandIn):
     """Stands in for the ``forward`` of the module of a nest.
 
     Args:
@@ -192,7 +232,7 @@ class _NestForward(_StandIn):
     """
 
     def __init__(
-        self, module: torch.nn.Module, parts: tuple[OpPolicy, ...], step: _Step
+        self, module: torch.nn.Module, parts: tuple[OpPolicy, ...], step: Step
     ) -> None:
         super().__init__(module)
         self.fqn = parts[0].around
@@ -216,7 +256,7 @@ class _NestForward(_StandIn):
             self.step.nests.pop(self.chain, None)
 
 
-class _SlicedForward(_StandIn):
+class _SlicedForward(StandIn):
     """Stands in for an `nn.Sequential`'s ``forward`` and runs slices of it as units.
 
     Args:
@@ -225,11 +265,13 @@ class _SlicedForward(_StandIn):
         step: What is shared with the other units of the model.
     """
 
+    is_unit = True
+
     def __init__(
         self,
         module: torch.nn.Module,
         policies: tuple[OpPolicy, ...],
-        step: _Step,
+        step: Step,
     ) -> None:
         super().__init__(module)
         names, layers = list(module._modules), _layers(module)
@@ -258,10 +300,10 @@ def _layers(sequence: torch.nn.Module) -> list[torch.nn.Module]:
     return [sequence.get_submodule(name) for name in sequence._modules]
 
 
-class _CountedForward(_StandIn):
+class CountedForward(StandIn):
     """Stands in for the whole model's ``forward``; every call begins a new count."""
 
-    def __init__(self, module: torch.nn.Module, step: _Step) -> None:
+    def __init__(self, module: torch.nn.Module, step: Step) -> None:
         super().__init__(module)
         self.step = step
 
@@ -271,9 +313,17 @@ class _CountedForward(_StandIn):
         return self.__wrapped__(*args, **kwargs)
 
 
-def install(model: torch.nn.Module, policies: tuple[OpPolicy, ...]) -> None:
-    """Make modules of a model AC units; names and state dict stay as they are."""
-    step = _Step()
+def install(
+    model: torch.nn.Module, policies: tuple[OpPolicy, ...], step: Step | None = None
+) -> None:
+    """Make modules of a model AC units; names and state dict stay as they are.
+
+    Args:
+        model: The model.
+        policies: What its units do.
+        step: What they share; None makes one.
+    """
+    step = Step() if step is None else step
     by_fqn: dict[str, list[OpPolicy]] = {}
     sliced: dict[str, list[OpPolicy]] = {}
     for policy in policies:
@@ -296,7 +346,7 @@ def install(model: torch.nn.Module, policies: tuple[OpPolicy, ...]) -> None:
         parts.sort(key=lambda part: part.position)
         module.forward = _NestForward(module, tuple(parts), step)
     if any(policy.num_calls > 1 for policy in policies):
-        model.forward = _CountedForward(model, step)
+        model.forward = CountedForward(model, step)
 
 
 def installed(model: torch.nn.Module) -> tuple[str, ...]:
@@ -304,32 +354,16 @@ def installed(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(
         fqn
         for fqn, module in model.named_modules()
-        if isinstance(
-            module.__dict__.get("forward"), (CheckpointedForward, _SlicedForward)
-        )
+        if isinstance(stand_in := module.__dict__.get("forward"), StandIn)
+        and stand_in.is_unit
     )
-
-
-def count_steps_by_hand(model: torch.nn.Module) -> Callable[[], None]:
-    """Give what begins a step, where not every call of the model does.
-
-    Calls of modules are counted from one step to the next. `install` lets a call of the
-    whole model begin a step; after this, nothing does but the function returned.
-    """
-    forward = model.__dict__.get("forward")
-    if not isinstance(forward, _CountedForward):
-        return lambda: None
-    del model.forward
-    if forward.own_forward is not None:
-        model.forward = forward.own_forward
-    return forward.step.calls.clear
 
 
 def remove(model: torch.nn.Module) -> None:
     """Undo `install`."""
     for module in model.modules():
         # A whole model that is a sequence may have two, one around the other.
-        while isinstance(forward := module.__dict__.get("forward"), _StandIn):
+        while isinstance(forward := module.__dict__.get("forward"), StandIn):
             del module.forward
             if forward.own_forward is not None:
                 module.forward = forward.own_forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,9 +26,10 @@ from autosac.tracing.attributes import Attributes
 
 
 class RunsOnward(Protocol):
-    """Knows the nest that runs onward now, if one does."""
+    """Is told which nest runs onward."""
 
-    onward: Nest | None
+    def running_onward(self, nest: Nest) -> AbstractContextManager[None]:
+        """Modules that run now belong to a nest that runs onward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,11 +310,8 @@ class NestedCall:
     def again(self) -> Any:
         """As `Source.again`."""
         if self.given is None:
-            self.step.onward = self.nest
-            try:
+            with self.step.running_onward(self.nest):
                 self.nest.relay(self)
-            finally:
-                self.step.onward = None
         template, self.given = self.given, None
         return template
 

@@ -24,11 +24,14 @@ from autosac.cli.models import Target, UsageError, asked, usage
 from autosac.costs.devices import KNOWN_DEVICES
 from autosac.errors import AutosacError, InfeasibleBudgetError
 from autosac.measuring.verifying import verify as verify_plan
+from autosac.planning.batch_kinds import are_several
 from autosac.planning.checking import check
 from autosac.planning.estimating import estimate_of
-from autosac.planning.planning import floor, make_plan
+from autosac.planning.plan_batches import plan as plan_batches
+from autosac.planning.planning import calibrated_if_present, floor, make_plan
 from autosac.planning.plans import Plan
 from autosac.planning.profiling import calibrate as calibrated
+from autosac.planning.profiling import profile
 from autosac.planning.sweeping import sweep as sweep_budgets
 from autosac.quantities import parse_bytes
 from autosac.showing import plotting
@@ -186,9 +189,14 @@ def plan(
             model, settings, optimizer, device, on, batch, length, autocast,
             accumulate, exclude,
         )  # fmt: skip
-        made = step.calibrated()
-        budget_bytes = _bytes(budget, made.device.memory_bytes)
-        found = make_plan(made, budget_bytes, relative_gap=gap)
+        parts = step.parts()
+        if are_several(parts["inputs"]):
+            options = {**parts, **step.options, "relative_gap": gap}
+            found = plan_batches(**options, memory_budget=budget)
+        else:
+            made = calibrated_if_present(profile(**parts, **step.options))
+            budget_bytes = _bytes(budget, made.device.memory_bytes)
+            found = make_plan(made, budget_bytes, relative_gap=gap)
         if out is not None:
             found.save(out)
         if html is not None:

@@ -19,13 +19,12 @@ import torch
 from transformers import TrainerCallback
 
 from autosac.integrations.budgets import (
-    InputWatch,
     checkpointing_already,
-    forward_replaced,
     plan_loss,
     summary,
 )
 from autosac.planning.plans import Plan
+from autosac.planning.unseen import OnMismatch
 
 _LIKELY = "`compute_loss_func`, `label_smoothing_factor` or a `compute_loss` of its own"
 
@@ -33,13 +32,14 @@ _LIKELY = "`compute_loss_func`, `label_smoothing_factor` or a `compute_loss` of 
 class MemoryBudget(TrainerCallback):
     """Plans on the first batch of training, applies the plan, takes it off at the end.
 
-    The plan is for the shapes of that batch; a larger one later is warned about. Losses
-    and weights are those of training without it, bit by bit.
+    The plan is for the shapes of that batch; `on_mismatch` says what becomes of others.
+    Losses and weights are those of training without it, bit by bit.
 
     Args:
         memory_budget: Cap on the peak of a step: bytes, or text such as "24GiB" or
             "80%" (of the device's memory).
         exclude: FQNs of modules that must not be AC units.
+        on_mismatch: As in `autosac.plan`.
         report: Gets a text that says what was planned.
 
     Attributes:
@@ -51,10 +51,12 @@ class MemoryBudget(TrainerCallback):
         memory_budget: int | str,
         *,
         exclude: tuple[str, ...] = (),
+        on_mismatch: OnMismatch = "recompute",
         report: Callable[[str], object] = print,
     ) -> None:
         self.memory_budget = memory_budget
         self.exclude = exclude
+        self.on_mismatch = on_mismatch
         self.report = report
         self.plan: Plan | None = None
         self._undo: list[Callable[[], object]] = []
@@ -76,31 +78,22 @@ class MemoryBudget(TrainerCallback):
         self, args: Any, model: torch.nn.Module, optimizer: Any, inputs: Any
     ) -> None:
         """Plan for a batch and apply the plan."""
-        positional, named = inputs
-        forward = _LossOnly(model.forward)
-        with forward_replaced(model, forward):
-            self.plan = plan_loss(
-                model,
-                inputs,
-                memory_budget=self.memory_budget,
-                num_other_batches=args.gradient_accumulation_steps
-                - (0 if _on_cpu(model) else 1),
-                optimizer=getattr(optimizer, "optimizer", optimizer),
-                accumulate=args.gradient_accumulation_steps,
-                clip_grad_norm=args.max_grad_norm or math.inf,  # the norm is logged
-                exclude=self.exclude,
-            )
+        self.plan = plan_loss(
+            model,
+            inputs,
+            forward=lambda model: _LossOnly(model.forward),
+            memory_budget=self.memory_budget,
+            num_other_batches=args.gradient_accumulation_steps
+            - (0 if _on_cpu(model) else 1),
+            on_mismatch=self.on_mismatch,
+            optimizer=getattr(optimizer, "optimizer", optimizer),
+            accumulate=args.gradient_accumulation_steps,
+            clip_grad_norm=args.max_grad_norm or math.inf,  # the norm is logged
+            exclude=self.exclude,
+        )
         plan = self.plan
         plan.apply(model)
         self._undo.append(lambda: plan.unapply(model))
-        watch = InputWatch((positional, named))
-
-        def look(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            if module.training:
-                watch.look((args, kwargs))
-
-        hook = model.register_forward_pre_hook(look, with_kwargs=True)
-        self._undo.append(hook.remove)
         text = summary(plan)
         if getattr(getattr(model, "config", None), "use_cache", False):
             text += (

@@ -20,15 +20,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from autosac.applying.applying import count_steps_by_hand
+from autosac.applying.varying import steps_by_hand
 from autosac.integrations.budgets import (
-    InputWatch,
     checkpointing_already,
-    forward_replaced,
     plan_loss,
     summary,
 )
 from autosac.planning.plans import Plan
+from autosac.planning.unseen import OnMismatch
 
 _OWN_LOOP = (
     "backward",
@@ -41,13 +40,14 @@ _OWN_LOOP = (
 class MemoryBudget(Callback):
     """Plans on the first batch of training, applies the plan, takes it off at the end.
 
-    The plan is for the shapes of that batch; a larger one later is warned about. Losses
-    and weights are those of training without it, bit by bit.
+    The plan is for the shapes of that batch; `on_mismatch` says what becomes of others.
+    Losses and weights are those of training without it, bit by bit.
 
     Args:
         memory_budget: Cap on the peak of a step: bytes, or text such as "24GiB" or
             "80%" (of the device's memory).
         exclude: FQNs of modules that must not be AC units.
+        on_mismatch: As in `autosac.plan`.
         report: Gets a text that says what was planned.
 
     Attributes:
@@ -59,14 +59,15 @@ class MemoryBudget(Callback):
         memory_budget: int | str,
         *,
         exclude: tuple[str, ...] = (),
+        on_mismatch: OnMismatch = "recompute",
         report: Callable[[str], object] = print,
     ) -> None:
         self.memory_budget = memory_budget
         self.exclude = exclude
+        self.on_mismatch = on_mismatch
         self.report = report
         self.plan: Plan | None = None
-        self._watch: InputWatch | None = None
-        self._begin_step: Callable[[], object] = lambda: None
+        self._begin_step: Callable[..., None] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what cannot be planned."""
@@ -75,12 +76,12 @@ class MemoryBudget(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Plan on the first batch; look at the size of the others."""
-        if self._watch is None:
-            self._apply(trainer, pl_module, batch, batch_idx)
-        else:
-            self._watch.look(batch)
-        self._begin_step()
+        """Plan on the first batch; every step follows the plan for its own."""
+        num_arguments = len(inspect.signature(pl_module.training_step).parameters)
+        inputs = (batch, batch_idx)[:num_arguments]
+        if self._begin_step is None:
+            self._begin_step = self._apply(trainer, pl_module, inputs)
+        self._begin_step(*inputs)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the module as it was found."""
@@ -93,34 +94,32 @@ class MemoryBudget(Callback):
         self._clean_up(pl_module)
 
     def _apply(
-        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        inputs = (batch, batch_idx)
-        num_arguments = len(inspect.signature(module.training_step).parameters)
+        self, trainer: Trainer, module: LightningModule, inputs: tuple[Any, ...]
+    ) -> Callable[..., None]:
         clips_norm = str(trainer.gradient_clip_algorithm or "norm") == "norm"
-        with forward_replaced(module, _TrainingStep(module, trainer)):
-            self.plan = plan_loss(
-                module,
-                (inputs[:num_arguments], {}),
-                memory_budget=self.memory_budget,
-                # Of a dataset without a length it fetches a batch ahead, to the CPU.
-                num_other_batches=1 if module.device.type == "cpu" else 0,
-                optimizer=trainer.optimizers[0],
-                accumulate=trainer.accumulate_grad_batches,
-                # Clipping by value takes no memory.
-                clip_grad_norm=(clips_norm and trainer.gradient_clip_val) or None,
-                gradients_in_forward=True,
-                exclude=self.exclude,
-            )
+        self.plan = plan_loss(
+            module,
+            (inputs, {}),
+            forward=lambda module: _TrainingStep(module, trainer),
+            memory_budget=self.memory_budget,
+            # Of a dataset without a length it fetches a batch ahead, to the CPU.
+            num_other_batches=1 if module.device.type == "cpu" else 0,
+            on_mismatch=self.on_mismatch,
+            optimizer=trainer.optimizers[0],
+            accumulate=trainer.accumulate_grad_batches,
+            # Clipping by value takes no memory.
+            clip_grad_norm=(clips_norm and trainer.gradient_clip_val) or None,
+            gradients_in_forward=True,
+            exclude=self.exclude,
+        )
         self.plan.apply(module)
-        self._begin_step = count_steps_by_hand(module)
-        self._watch = InputWatch(batch)
         self.report(summary(self.plan))
+        return steps_by_hand(module)
 
     def _clean_up(self, module: LightningModule) -> None:
-        if self._watch is not None and self.plan is not None:
+        if self._begin_step is not None and self.plan is not None:
             self.plan.unapply(module)
-        self._watch, self._begin_step = None, lambda: None
+        self._begin_step = None
 
 
 class _TrainingStep:

@@ -20,8 +20,9 @@ from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import Degree, Found, ParallelChooser, Search
 from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
-from autosac.planning.planning import policy_ratios, profile_of, spell_out
+from autosac.planning.planning import policy_ratios, profile_of
 from autosac.planning.profiling import Profile, calibrate, in_compute_dtype
+from autosac.planning.spelling import spell_out
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from solvers._pulp import Backend
 

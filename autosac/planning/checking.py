@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from autosac.candidates.policies import OpPolicy, Policy, chosen_by, op_names
 from autosac.candidates.units import Unit
 from autosac.errors import PlanMismatchError
@@ -14,6 +16,8 @@ from autosac.quantities import format_bytes
 def check(plan: Plan, profile: TracedStep) -> int:
     """Check a plan against a traced step, such as one of another machine or PyTorch.
 
+    A plan for several batches is checked by what it has for the batch of the step.
+
     Args:
         plan: The plan, from a file or not.
         profile: The step that shall run under it.
@@ -25,6 +29,14 @@ def check(plan: Plan, profile: TracedStep) -> int:
         PlanMismatchError: The step is of another model, device or mode, does other
             ops, or does not fit the plan's budget; names the first difference.
     """
+    *others, last = plan.of(profile.signature)
+    for one in others:  # for other branches, perhaps
+        with contextlib.suppress(PlanMismatchError):
+            return _checked(one, profile)
+    return _checked(last, profile)
+
+
+def _checked(plan: Plan, profile: TracedStep) -> int:
     peak_bytes = profile.peak_bytes(chosen(plan, profile))
     if peak_bytes > plan.budget_bytes:
         raise PlanMismatchError(

@@ -13,16 +13,16 @@ from autosac.tracing.tape import Tape
 
 
 def check_unplanned(model: torch.nn.Module) -> None:
-    """Refuse a model that has AC units already.
+    """Refuse a model that has a plan already.
 
     Raises:
-        ArgumentError: Names one.
+        ArgumentError: Names an AC unit, if it has one.
     """
     units = applying.installed(model)
-    if units:
+    if units or isinstance(model.__dict__.get("forward"), applying.StandIn):
+        which = f" (`{units[0]}` is an AC unit)" if units else ""
         raise ArgumentError(
-            f"`model` has a plan already (`{units[0]}` is an AC unit); call"
-            " `plan.unapply(model)` first."
+            f"`model` has a plan already{which}; call `plan.unapply(model)` first."
         )
 
 

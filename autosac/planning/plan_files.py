@@ -14,8 +14,9 @@ from typing import Any
 
 from autosac.candidates.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
 from autosac.planning.fingerprints import digest
+from autosac.tracing.batch_signatures import BatchSignature
 
-FORMAT = 2
+FORMAT = 3
 _WORDS = {
     SAVE: "save",
     RERUN: "rerun",
@@ -45,22 +46,33 @@ def write(record: Mapping[str, Any], *, summary: list[str]) -> str:
         summary: What people should know first, line by line.
     """
     sequences: dict[tuple[str, ...], int] = {}
-    units = []
-    for one in record["op_policies"]:
-        lines = _lines(one)
-        unit = {"fqn": one.fqn, "ops": sequences.setdefault(lines, len(sequences))}
-        unit |= {name: getattr(one, name) for name in _UNIT_FIELDS}
-        units.append(unit)
-    longer = ("op_policies", "model")  # what people read last
-    body = {
-        **{name: value for name, value in record.items() if name not in longer},
-        "units": units,
+    body = _written(record, sequences)
+    body |= {
+        "variants": [_written(one, sequences) for one in record["variants"]],
         "op_sequences": [list(lines) for lines in sequences],
         "model": record["model"],
     }
     body = json.loads(json.dumps(body, allow_nan=False))  # tuples are lists there
     whole = {"format": FORMAT, "summary": summary, "digest": digest(body), **body}
     return _pretty(whole, depth=2) + "\n"
+
+
+def _written(
+    record: Mapping[str, Any], sequences: dict[tuple[str, ...], int]
+) -> dict[str, Any]:
+    """Fields of a plan, or of one for some of its batches, without what all share."""
+    units = []
+    for one in record["op_policies"]:
+        lines = _lines(one)
+        unit = {"fqn": one.fqn, "ops": sequences.setdefault(lines, len(sequences))}
+        unit |= {name: getattr(one, name) for name in _UNIT_FIELDS}
+        units.append(unit)
+    longer = ("op_policies", "model", "variants")  # what people read last
+    return {
+        **{name: value for name, value in record.items() if name not in longer},
+        "signatures": [one.leaves for one in record["signatures"]],
+        "units": units,
+    }
 
 
 def read(text: str) -> dict[str, Any]:
@@ -92,6 +104,16 @@ def read(text: str) -> dict[str, Any]:
 
 def _fields(body: dict[str, Any]) -> dict[str, Any]:
     sequences = [list(map(_op, lines)) for lines in body.pop("op_sequences")]
+    model = tuple((fqn, kind, tuple(own)) for fqn, kind, own in body.pop("model"))
+    variants = [_part(one, sequences, model) for one in body.pop("variants")]
+    whole = _part(body, sequences, model)
+    return {**whole, "variants": [{**one, "variants": []} for one in variants]}
+
+
+def _part(
+    body: dict[str, Any], sequences: list[list[tuple[str, str, str]]], model: Any
+) -> dict[str, Any]:
+    """Fields of a plan, or of one for some of its batches."""
     units = []
     for unit in body.pop("units"):
         actions, onward, names = zip(*sequences[unit.pop("ops")], strict=True)
@@ -100,8 +122,17 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
                 names=names, actions="".join(actions), onward="".join(onward), **unit
             )
         )
-    model = tuple((fqn, kind, tuple(own)) for fqn, kind, own in body.pop("model"))
-    return {**body, "model": model, "op_policies": tuple(units)}
+    signatures = tuple(
+        BatchSignature(tuple((place, kind, tuple(s)) for place, kind, s in leaves))
+        for leaves in body.pop("signatures")
+    )
+    return {
+        **body,
+        "opening": tuple(body["opening"]),
+        "signatures": signatures,
+        "model": model,
+        "op_policies": tuple(units),
+    }
 
 
 def _op(line: str) -> tuple[str, str, str]:
@@ -113,6 +144,11 @@ def _op(line: str) -> tuple[str, str, str]:
 
 def problem(record: Mapping[str, Any]) -> str | None:
     """Why the fields of a plan cannot be true together, in words; None if they can."""
+    for one in record["variants"]:
+        if (wrong := problem(one)) is not None:
+            return wrong
+    if not record["signatures"]:
+        return "it is for no batch"
     modules = {fqn for fqn, _, _ in record["model"]}
     units = record["op_policies"]
     if record["peak_bytes"] > record["budget_bytes"]:
@@ -153,4 +189,4 @@ def _pretty(value: object, depth: int, indent: str = "") -> str:
 
 
 def _depth(key: str, depth: int) -> int:
-    return depth if key == "op_sequences" else depth - 1
+    return depth + {"op_sequences": 0, "variants": 1}.get(key, -1)

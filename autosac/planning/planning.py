@@ -9,75 +9,22 @@ import torch
 
 from autosac.applying import applying
 from autosac.candidates import curves
-from autosac.candidates.policies import OpPolicy, block_policies, op_policies
+from autosac.candidates.policies import OpPolicy, block_policies
 from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
-from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
+from autosac.planning.choosing import SolveOptions
 from autosac.planning.incumbents import recompute_ms
 from autosac.planning.plans import Plan
 from autosac.planning.profiling import Profile, TracedStep, calibrate, profile
 from autosac.planning.rules import Choice
-from autosac.quantities import format_bytes, parse_bytes
+from autosac.planning.spelling import spell_out
+from autosac.quantities import format_bytes
 from autosac.simulation.simulating import Simulator
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.tracing import dry_run, is_watched
 from solvers import sac
-from solvers._pulp import Backend
 
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
-
-
-def plan(
-    model: torch.nn.Module | Profile,
-    inputs: Any = None,
-    *,
-    memory_budget: int | str,
-    segments: int | None = None,
-    backend: Backend = "highs",
-    relative_gap: float = RELATIVE_GAP,
-    time_limit_s: float | None = None,
-    dry_run: bool | None = None,
-    **options: Any,
-) -> Plan:
-    """Find the cheapest way to train under a memory budget.
-
-    Args:
-        model: The model, or a `Profile` of it (then no other option is taken).
-        inputs: As in `profile`.
-        memory_budget: Cap on the peak: bytes, or text such as "24GiB" or "80%".
-        segments: None to choose among the exact points of every trade-off curve;
-            a number to fit each curve with so many linear segments (pwlf) and let
-            the MILP choose the units on these: fewer variables, dearer plans.
-        backend: MILP solver, "highs" or "cbc".
-        relative_gap: A solve stops when the plan's recompute time is proven this
-            close to the least.
-        time_limit_s: A solve stops after this long with the best plan so far, and
-            the plan's gap says what is left. None counts work instead, so that the
-            same inputs give the same plan on an idle and on a busy machine: solves
-            take a second or two at most.
-        dry_run: Whether to run the applied model once under fake tensors, up to the
-            optimizer, which must confirm the simulated memory. None for always but in
-            one case: the step has more than 10,000 ops, and a dry run of another plan
-            from the same profile has confirmed the simulation. `Plan.dry_run` says
-            what was done.
-        options: As in `profile`.
-
-    Raises:
-        InfeasibleBudgetError: No plan fits; says the least feasible budget.
-        ValueError: The budget cannot be read.
-        SolverError: The dry run does not confirm the plan.
-    """
-    made = profile_of(model, inputs, options)
-    budget_bytes = parse_bytes(memory_budget, total_bytes=made.device.memory_bytes)
-    return make_plan(
-        made,
-        budget_bytes,
-        segments=segments,
-        backend=backend,
-        relative_gap=relative_gap,
-        time_limit_s=time_limit_s,
-        dry_run=dry_run,
-    )
 
 
 def price_ms_per_byte(made: TracedStep, budget_bytes: int) -> float | None:
@@ -86,17 +33,6 @@ def price_ms_per_byte(made: TracedStep, budget_bytes: int) -> float | None:
     The dual price of memory in the LP relaxation of the MILP; None below its floor.
     """
     return made.chooser.price_ms_per_byte(budget_bytes)
-
-
-def policy(
-    model: torch.nn.Module | Profile,
-    inputs: Any = None,
-    *,
-    memory_budget: int | str,
-    **options: Any,
-) -> dict[str, float]:
-    """FQN of each AC unit -> share of its activation memory to recompute."""
-    return plan(model, inputs, memory_budget=memory_budget, **options).policy
 
 
 def floor(made: TracedStep) -> int:
@@ -118,19 +54,22 @@ def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
     return calibrated_if_present(profile(model, inputs, **options))
 
 
-def calibrated_if_present(made: Profile, *, progress: bool | None = None) -> Profile:
+def calibrated_if_present(
+    made: Profile, *, progress: bool | None = None, real_step: bool = True
+) -> Profile:
     """The profile with measured figures if its model lies here, or as it is.
 
     What is not here cannot be measured; what is, must keep its promise.
 
     Args:
         made: The profile.
-        progress: As in `calibrate`.
+        progress: As in `calibrate`,
+        real_step: likewise.
     """
     is_meta = any(parameter.is_meta for parameter in made.step.model.parameters())
     if made.step.lens is not None or is_meta:
         return made
-    return calibrate(made, progress=progress)
+    return calibrate(made, progress=progress, real_step=real_step)
 
 
 @no_collections()
@@ -165,6 +104,12 @@ def make_plan(
             )
         _confirm(made, chosen, policies)
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
+
+
+def lowest_plan(made: TracedStep, budget_bytes: int) -> Plan:
+    """The plan of least peak, whether it fits a budget or not."""
+    chosen = lowest(made)
+    return _as_plan(made, budget_bytes, chosen, spell_out(made, chosen), 0.0)
 
 
 def choose(
@@ -218,15 +163,6 @@ def _hint(made: TracedStep) -> str:
 
 
 # --- the plan -----------------------------------------------------------------
-
-
-def spell_out(made: TracedStep, chosen: Choice) -> tuple[OpPolicy, ...]:
-    """What a choice does to every op of its units."""
-    return tuple(
-        spelled
-        for unit, policy in chosen.items()
-        for spelled in op_policies(made.tape, unit, policy, training=made.training)
-    )
 
 
 def _wants_dry_run(made: TracedStep, chosen: Choice) -> bool:
@@ -295,6 +231,7 @@ def _as_plan(
         measured_fraction=made.calibration.measured_fraction,
         reserved_bytes=_reserved_bytes(made, chosen),
         dry_run=frozenset(chosen.items()) in made.dry_runs,
+        signatures=(made.signature,),
         traced=made.traced(),
     )
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autosac.applying import applying
+from autosac.applying import applying, varying
 from autosac.candidates.policies import OpPolicy
 from autosac.errors import PlanMismatchError
 from autosac.planning import plan_files
 from autosac.planning.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.planning.mistakes import check_unplanned, hints
 from autosac.planning.profiling import TracedStep
+from autosac.planning.unseen import OnMismatch, Replan, UnseenBatches, largest
 from autosac.quantities import format_bytes, format_ms
 from autosac.tracing import arguments
+from autosac.tracing.batch_signatures import BatchSignature
 
 if TYPE_CHECKING:
     from autosac.showing.reporting import Report
@@ -54,8 +56,17 @@ class Plan:
             with the plan; None on the CPU, where it reserves nothing.
         dry_run: A dry run of the applied model, up to the optimizer, confirmed the
             memory of this very plan, not only its simulation.
-        traced: The step it was made for, as plain data, for reports. It is not part of
-            a plan file, nor of a copy: there it is None.
+        signatures: Of the batches that it is for, that of the traced one first.
+        num_batches: How many of them were looked at.
+        opening: Names of the first ops of forward, up to the one that tells these
+            batches from others of their signature; empty if there are none.
+        on_mismatch: What becomes of a batch of another signature: see `autosac.plan`.
+        variants: The plans for several kinds of batches, that of the highest peak
+            first. Times of the whole are then means over all batches, all else is that
+            of the first. Empty if there is one kind.
+        traced: The step it was made for, as plain data, for reports.
+        replan: Plans for a batch that comes later; it holds loss and optimizer. Like
+            `traced` it is not part of a plan file, nor of a copy: there it is None.
     """
 
     policy: dict[str, float]
@@ -74,10 +85,29 @@ class Plan:
     measured_fraction: float
     reserved_bytes: int | None
     dry_run: bool
+    signatures: tuple[BatchSignature, ...]
+    num_batches: int = 1
+    opening: tuple[str, ...] = ()
+    on_mismatch: OnMismatch = "recompute"
+    variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
+    replan: Replan | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "traced": None}
+        return {**vars(self), "traced": None, "replan": None}
+
+    @property
+    def each(self) -> tuple[Plan, ...]:
+        """The plan for every kind of batches."""
+        return self.variants or (self,)
+
+    def of(self, signature: BatchSignature) -> tuple[Plan, ...]:
+        """The plans that batches of a signature follow, or that of the highest peak."""
+        found = tuple(plan for plan in self.each if signature in plan.signatures)
+        return found or self.each[:1]
+
+    def _shown(self, profile: TracedStep | None) -> Plan:
+        return self.each[0] if profile is None else self.of(profile.signature)[0]
 
     @property
     def optimality_gap(self) -> float:
@@ -90,7 +120,9 @@ class Plan:
         """Make the model train under the budget, in place.
 
         Parameter and module names stay as they are. The plan is in force while the
-        model is in the mode (train or eval) that it was traced in.
+        model is in the mode (train or eval) that it was traced in. Every call of it
+        follows the plan for the signature of its arguments; other ones are treated as
+        `on_mismatch` says.
 
         Returns:
             The model.
@@ -104,7 +136,17 @@ class Plan:
         arguments.check_kind(model)
         check_unplanned(model)
         check_model(self.model, model)
-        applying.install(model, self.op_policies)
+        if self.on_mismatch == "replan" and self.replan is None:
+            arguments.warn(
+                "A plan from a file knows neither loss nor optimizer, which"
+                " `on_mismatch`='replan' takes: batches that it is not for are"
+                " recomputed. Plan again to plan for these as they come."
+            )
+        unseen = UnseenBatches(self.on_mismatch, self.budget_bytes, self.replan)
+        # What a larger batch may need is kept with the model.
+        kept = largest(self.each) if self.on_mismatch == "recompute" else ()
+        each = [p if p in kept else replace(p, traced=None) for p in self.each]
+        varying.install_plans(model, each, unseen)
         return model
 
     def unapply(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -118,12 +160,22 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; a file that is there is replaced in one step."""
-        record = {name: value for name, value in vars(self).items() if name != "traced"}
-        text = plan_files.write(record, summary=str(self).splitlines())
+        text = plan_files.write(self._record(), summary=str(self).splitlines())
         target = Path(path)
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         part.write_text(text, encoding="utf-8")
         part.replace(target)
+
+    def _record(self) -> dict[str, Any]:
+        """All that a plan file holds."""
+        record = {**vars(self), "variants": [one._record() for one in self.variants]}
+        del record["traced"], record["replan"]
+        return record
+
+    @classmethod
+    def _of_record(cls, record: dict[str, Any]) -> Plan:
+        variants = tuple(map(cls._of_record, record["variants"]))
+        return cls(**{**record, "variants": variants})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -140,7 +192,7 @@ class Plan:
         except ValueError as error:  # of text that is not UTF-8, too
             raise ValueError(f"{path} {error}.") from error
         try:
-            plan, wrong = cls(**record), plan_files.problem(record)
+            plan, wrong = cls._of_record(record), plan_files.problem(record)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error}. Plan again.") from error
         if wrong:
@@ -157,6 +209,8 @@ class Plan:
     def report(self, profile: TracedStep | None = None) -> Report:
         """The plan explained: print it, or its ``str()``.
 
+        Of a plan for several batches it is that of the highest peak, or of the profile.
+
         Args:
             profile: The step that the plan is for. Needed only for a plan from a file,
                 which knows no ops: without it the report says what is missing.
@@ -168,7 +222,7 @@ class Plan:
             report,  # which plans itself: a cycle otherwise
         )
 
-        return report(self, profile)
+        return report(self._shown(profile), profile)
 
     def to_html(self, path: str | Path, profile: TracedStep | None = None) -> None:
         """Write the report with its pictures as one HTML file that needs no other.
@@ -183,7 +237,8 @@ class Plan:
         """
         from autosac.showing.html_report import page  # like `report`
 
-        Path(path).write_text(page(self, profile), encoding="utf-8")
+        text = page(self._shown(profile), profile)
+        Path(path).write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
         gap = f"{100 * self.optimality_gap:.1f} %"
@@ -196,6 +251,7 @@ class Plan:
             f"measured  {self.measured_fraction:.1%} of the step's time, the rest is"
             " modelled",
         ]
+        lines += [f"batches   {one._of_batches()}" for one in self.variants]
         if self.reserved_bytes is not None:
             reserved = f"reserved  {format_bytes(self.reserved_bytes)} predicted"
             lines.insert(2, reserved)
@@ -215,6 +271,13 @@ class Plan:
             for fqn, ratio in self.policy.items()
         ]
         return "\n".join(lines)
+
+    def _of_batches(self) -> str:
+        return (
+            f"{self.signatures[0]} ({self.num_batches}):"
+            f" {format_bytes(self.peak_bytes)}, {format_ms(self.step_ms)} a step,"
+            f" {format_ms(self.recompute_ms)} of it recomputation"
+        )
 
     def notes(self) -> dict[str, str]:
         """Which chain or nest an AC unit belongs to, if it does."""

@@ -29,6 +29,11 @@ from autosac.planning.rules import Rules
 from autosac.simulation.simulating import Simulator
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.tracing import arguments
+from autosac.tracing.batch_signatures import (
+    BatchSignature,
+    positional_names,
+    signature_of,
+)
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.real_steps import corrected
 from autosac.tracing.step import Step
@@ -50,6 +55,7 @@ class TracedStep:
         training: Whether the model was traced in training mode.
         model: Fingerprint of the model.
         sequences: FQNs of the modules that call their children one after the other.
+        signature: Of its batch.
         calibrated: Times and workspaces were measured, not modelled.
         op_sources: Where time and workspace of every op come from; empty if all are
             modelled.
@@ -63,6 +69,7 @@ class TracedStep:
     training: bool
     model: Fingerprint
     sequences: frozenset[str]
+    signature: BatchSignature
     calibrated: bool
     op_sources: tuple[Source, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
@@ -302,6 +309,7 @@ def profile(
         training=model.training,
         model=fingerprint(model),
         sequences=plain_sequences(model),
+        signature=signature_of(args, kwargs, positional_names(model)),
         calibrated=False,
     )
 
@@ -334,6 +342,7 @@ def calibrate(
     cache: bool = True,
     refresh: bool = False,
     progress: bool | None = None,
+    real_step: bool = True,
 ) -> Profile:
     """Measure time and workspace of every distinct op on the present device.
 
@@ -350,6 +359,7 @@ def calibrate(
         cache: Read and write that table.
         refresh: Measure again what is in it.
         progress: Show a progress bar; None for only on a terminal.
+        real_step: Run that step. Ops alone take no more memory than the training does.
 
     Returns:
         The profile with measured figures; ops that do not run on made-up data keep
@@ -375,7 +385,8 @@ def calibrate(
         )
     device = torch.device(profile.step.device_type)
     free_bytes = available_bytes(device)
-    if free_bytes is None or profile.baseline_peak_bytes < free_bytes:
+    fits = free_bytes is None or profile.baseline_peak_bytes < free_bytes
+    if real_step and fits:
         step, tape = corrected(profile.step, profile.tape)
         if tape is not profile.tape:
             op_ms = roofline.tape_ms(tape, profile.device)

@@ -127,6 +127,11 @@ def check_inputs(
         )
 
 
+def fits_forward(model: torch.nn.Module, *args: Any) -> bool:
+    """Whether a model's ``forward`` takes these arguments."""
+    return _unbound(model.forward, *args) is None
+
+
 # --- the loss ---------------------------------------------------------------------
 
 

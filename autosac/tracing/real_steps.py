@@ -109,15 +109,29 @@ def first_departure(step: Step, tape: Tape) -> Departure | None:
     Raises:
         TraceError: The real step fails, though its trace did not.
     """
-    expected = [
-        op.name
-        for op in tape.ops
-        if op.phase in _FORWARD and op.name not in _IGNORED and not _is_mark(op.name)
-    ]
+    expected = names_of_forward(tape)
     follower = _Follower(expected)
     with contextlib.suppress(_NeedsMore):
         return _follow(follower, step, frugal=True)
     return _follow(_Follower(expected), step, frugal=False)
+
+
+def names_of_forward(tape: Tape, before: int | None = None) -> list[str]:
+    """Names of the ops of forward and loss, as a real step shows them.
+
+    Args:
+        tape: A step.
+        before: Only of ops that begin before this tick.
+    """
+    end = tape.num_ticks if before is None else before
+    return [
+        op.name
+        for op in tape.ops
+        if op.phase in _FORWARD
+        and op.name not in _IGNORED
+        and not is_mark(op.name)
+        and op.start < end
+    ]
 
 
 def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | None:
@@ -230,7 +244,7 @@ class _Follower(_compat.PlainDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = _compat.op_name(func)
-        if id(func) in _compat.IGNORED_IDS or _is_mark(name):
+        if id(func) in _compat.IGNORED_IDS or is_mark(name):
             return func(*args, **kwargs)
         if self.place >= len(self.expected) or self.expected[self.place] != name:
             self._depart(name)
@@ -253,6 +267,6 @@ class _Follower(_compat.PlainDispatchMode):
         raise _Departed
 
 
-def _is_mark(name: str) -> bool:
+def is_mark(name: str) -> bool:
     """Whether an op only tells a profiler where a stretch begins or ends."""
     return name.startswith("profiler.")

@@ -10,9 +10,9 @@ import torch
 from autosac.applying import applying
 from autosac.candidates import curves
 from autosac.candidates.policies import OpPolicy
-from autosac.planning.planning import spell_out
 from autosac.planning.profiling import Profile
 from autosac.planning.rules import Choice
+from autosac.planning.spelling import spell_out
 from benchmarks.rivals import checkpointing, op_lists
 from benchmarks.rivals.greedy import greedy_path
 

@@ -1,0 +1,335 @@
+"""From a model, its batches and a budget to a plan.
+
+Steps of different batches share no memory but what lasts, so the plan that is cheapest
+over all of them is the cheapest one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from autosac.errors import ArgumentError, InfeasibleBudgetError
+from autosac.planning.batch_kinds import Bucket, are_several, buckets
+from autosac.planning.choosing import RELATIVE_GAP
+from autosac.planning.planning import (
+    calibrated_if_present,
+    floor,
+    lowest_plan,
+    make_plan,
+    profile_of,
+)
+from autosac.planning.plans import Plan
+from autosac.planning.profiling import Profile, TracedStep, profile
+from autosac.planning.unseen import OnMismatch, Replan, check_on_mismatch
+from autosac.quantities import format_bytes, parse_bytes
+from autosac.tracing.arguments import fits_forward
+from autosac.tracing.real_steps import names_of_forward
+from autosac.tracing.stepping import LossFn
+from solvers._pulp import Backend
+
+MakeLoss = Callable[[Any], LossFn]
+_Planned = list[tuple[Bucket, Profile]]
+
+
+def plan(
+    model: torch.nn.Module | Profile,
+    inputs: Any = None,
+    *,
+    memory_budget: int | str,
+    on_mismatch: OnMismatch = "recompute",
+    make_loss_fn: MakeLoss | None = None,
+    segments: int | None = None,
+    backend: Backend = "highs",
+    relative_gap: float = RELATIVE_GAP,
+    time_limit_s: float | None = None,
+    dry_run: bool | None = None,
+    **options: Any,
+) -> Plan:
+    """Find the cheapest way to train under a memory budget.
+
+    Args:
+        model: The model, or a `Profile` of it (then no other option is taken).
+        inputs: As in `profile`; or several batches: a list of such inputs, or a
+            `torch.utils.data.DataLoader`, of whose epoch up to 512 batches are looked
+            at. Every signature (shapes, types, structure) gets a plan of its own, and
+            so does every branch that padding or none decides; of more than 16 some are
+            planned for, the others follow the plan of the next larger one.
+        memory_budget: Cap on the peak: bytes, or text such as "24GiB" or "80%".
+        on_mismatch: What a model under the plan does with a batch of a signature that
+            was not planned for. "recompute": it follows the plan of the next larger
+            one; one that is larger than all is recomputed as much as saves memory, with
+            one warning. "replan": it is traced and planned before the step runs.
+            "raise": a `PlanMismatchError`, before anything runs.
+        make_loss_fn: Inputs, as they were passed -> ``loss_fn``, for losses that hold
+            the targets of a batch.
+        segments: None to choose among the exact points of every trade-off curve;
+            a number to fit each curve with so many linear segments (pwlf) and let
+            the MILP choose the units on these: fewer variables, dearer plans.
+        backend: MILP solver, "highs" or "cbc".
+        relative_gap: A solve stops when the plan's recompute time is proven this
+            close to the least.
+        time_limit_s: A solve stops after this long with the best plan so far, and
+            the plan's gap says what is left. None counts work instead, so that the
+            same inputs give the same plan on an idle and on a busy machine: solves
+            take a second or two at most.
+        dry_run: Whether to run the applied model once under fake tensors, up to the
+            optimizer, which must confirm the simulated memory. None for always but in
+            one case: the step has more than 10,000 ops, and a dry run of another plan
+            from the same profile has confirmed the simulation. `Plan.dry_run` says
+            what was done.
+        options: As in `profile`.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits; says the least feasible budget, and of
+            several batches the one that needs it.
+        ValueError: The budget cannot be read.
+        SolverError: The dry run does not confirm the plan.
+    """
+    check_on_mismatch(on_mismatch)
+    solving: dict[str, Any] = {
+        "segments": segments,
+        "backend": backend,
+        "relative_gap": relative_gap,
+        "time_limit_s": time_limit_s,
+        "dry_run": dry_run,
+    }
+    if make_loss_fn is not None and options.get("loss_fn") is not None:
+        raise ArgumentError(
+            "`loss_fn` and `make_loss_fn` both say what the loss is: pass one of them."
+        )
+    if isinstance(model, torch.nn.Module) and are_several(inputs):
+        steps = _traced(model, inputs, make_loss_fn, options)
+        budget_bytes = _parsed(memory_budget, steps[0][1])
+        found = _over_batches(steps, budget_bytes, solving)
+        step: TracedStep = steps[0][1]
+    else:
+        if make_loss_fn is not None:
+            options = {**options, "loss_fn": make_loss_fn(inputs)}
+        step = profile_of(model, inputs, options)
+        budget_bytes = _parsed(memory_budget, step)
+        found = make_plan(step, budget_bytes, **solving)
+    replanned = None
+    if on_mismatch == "replan" and isinstance(step, Profile):
+        form = inputs[0] if isinstance(inputs, list) else inputs
+        replanned = _replan(step, budget_bytes, solving, make_loss_fn, form)
+    return replace(found, on_mismatch=on_mismatch, replan=replanned)
+
+
+def policy(
+    model: torch.nn.Module | Profile,
+    inputs: Any = None,
+    *,
+    memory_budget: int | str,
+    **options: Any,
+) -> dict[str, float]:
+    """FQN of each AC unit -> share of its activation memory to recompute."""
+    return plan(model, inputs, memory_budget=memory_budget, **options).policy
+
+
+def _parsed(memory_budget: int | str, step: TracedStep) -> int:
+    return parse_bytes(memory_budget, total_bytes=step.device.memory_bytes)
+
+
+# --- several batches ------------------------------------------------------------
+
+
+def _traced(
+    model: torch.nn.Module,
+    inputs: Any,
+    make_loss_fn: MakeLoss | None,
+    options: dict[str, Any],
+) -> _Planned:
+    """Profiles of the batches to plan for; those that run the same ops are one."""
+    _check_meant(model, inputs)
+    steps: _Planned = []
+    for bucket in buckets(model, inputs):
+        if make_loss_fn is not None:
+            options = {**options, "loss_fn": make_loss_fn(bucket.batch)}
+        made = calibrated_if_present(profile(model, bucket.batch, **options))
+        twin = next((i for i, one in enumerate(steps) if _alike(one[1], made)), None)
+        if twin is None:
+            steps.append((bucket, made))
+            continue
+        earlier, known = steps[twin]
+        both = dict.fromkeys([*earlier.signatures, *bucket.signatures])
+        earlier.signatures = list(both)
+        earlier.num_batches += bucket.num_batches
+        if made.baseline_peak_bytes > known.baseline_peak_bytes:
+            steps[twin] = (earlier, made)
+    return steps
+
+
+def _check_meant(model: torch.nn.Module, inputs: Any) -> None:
+    """Refuse a list of the arguments of one call.
+
+    Raises:
+        ArgumentError: Says what to pass.
+    """
+    if not isinstance(inputs, list) or len(inputs) < 2:
+        return
+    tensors = all(isinstance(one, torch.Tensor) for one in inputs)
+    if tensors and fits_forward(model, *inputs) and not fits_forward(model, inputs[0]):
+        raise ArgumentError(
+            f"`inputs` is a list, which stands for {len(inputs)} batches: pass a tuple"
+            f" if these are the arguments of {type(model).__name__}.forward."
+        )
+
+
+def _alike(one: TracedStep, other: TracedStep) -> bool:
+    """Whether two batches of a signature take the same branches."""
+    same = one.signature == other.signature
+    return same and names_of_forward(one.tape) == names_of_forward(other.tape)
+
+
+def _over_batches(steps: _Planned, budget_bytes: int, solving: dict[str, Any]) -> Plan:
+    """The plan for several batches."""
+    plans = []
+    for bucket, made in steps:
+        try:
+            found = make_plan(made, budget_bytes, **solving)
+        except InfeasibleBudgetError as error:
+            raise _infeasible(steps, budget_bytes, error) from None
+        signatures = tuple(bucket.signatures)
+        plans.append(
+            replace(found, signatures=signatures, num_batches=bucket.num_batches)
+        )
+    openings = _openings([made for _, made in steps], plans)
+    plans = [replace(p, opening=o) for p, o in zip(plans, openings, strict=True)]
+    return plans[0] if len(plans) == 1 else together(plans)
+
+
+def together(plans: Sequence[Plan]) -> Plan:
+    """One plan of several: memory of the largest, times are means over all batches."""
+    plans = sorted(plans, key=lambda one: -one.peak_bytes)
+    total = sum(one.num_batches for one in plans)
+
+    def mean(name: str) -> float:
+        values = [one.num_batches * float(getattr(one, name)) for one in plans]
+        return sum(values) / total
+
+    signatures = dict.fromkeys(s for one in plans for s in one.signatures)
+    return replace(
+        plans[0],
+        baseline_peak_bytes=max(one.baseline_peak_bytes for one in plans),
+        recompute_ms=mean("recompute_ms"),
+        step_ms=mean("step_ms"),
+        bound_ms=mean("bound_ms"),
+        measured_fraction=mean("measured_fraction"),
+        calibrated=all(one.calibrated for one in plans),
+        dry_run=all(one.dry_run for one in plans),
+        signatures=tuple(signatures),
+        num_batches=total,
+        opening=(),
+        variants=tuple(plans),
+    )
+
+
+def _openings(
+    steps: Sequence[TracedStep], plans: Sequence[Plan]
+) -> list[tuple[str, ...]]:
+    """Of each step the first ops that tell it from others of a shared signature."""
+    found = []
+    for step, plan in zip(steps, plans, strict=True):
+        own = set(plan.signatures)
+        siblings = [i for i, p in enumerate(plans) if not own.isdisjoint(p.signatures)]
+        ends = {fqn for i in siblings for fqn in _unit_modules(plans[i])}
+        names = _before(step, ends)
+        length = 0
+        for other in (_before(steps[i], ends) for i in siblings):
+            pairs = enumerate(zip_longest(names, other))
+            length = max(length, next((n + 1 for n, (a, b) in pairs if a != b), 0))
+        found.append(tuple(names[:length]))
+    return found
+
+
+def _unit_modules(plan: Plan) -> set[str]:
+    """FQNs of the modules whose ``forward`` a plan replaces."""
+    policies = plan.op_policies
+    replaced = {p.fqn.rpartition(".")[0] if p.until else p.fqn for p in policies}
+    return replaced | {p.around for p in policies if p.around}
+
+
+def _before(step: TracedStep, fqns: set[str]) -> list[str]:
+    """Names of the ops of forward before one of some modules begins, and '' there."""
+    nodes, calls = step.tape.modules.nodes, step.tape.calls
+    begins = [call.enter for call in calls if nodes[call.module].fqn in fqns]
+    if not begins:
+        return names_of_forward(step.tape)
+    return [*names_of_forward(step.tape, before=min(begins)), ""]
+
+
+def _infeasible(
+    steps: _Planned, budget_bytes: int, error: InfeasibleBudgetError
+) -> InfeasibleBudgetError:
+    """What to raise if a batch fits under no plan: names the one that needs most."""
+    if len(steps) == 1:
+        return error
+    worst = max((made for _, made in steps), key=floor)
+    least = lowest_plan(worst, budget_bytes)
+    return InfeasibleBudgetError(
+        f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)})"
+        f" for all of the {len(steps)} kinds of batches: one with {worst.signature}"
+        f" peaks at {least.peak_bytes} bytes ({format_bytes(least.peak_bytes)}) at"
+        " least. Raise the budget to that, or use smaller batches.",
+        budget_bytes=budget_bytes,
+        lowest_peak_bytes=least.peak_bytes,
+        composition=least.composition,
+    )
+
+
+# --- batches that come later ------------------------------------------------------
+
+
+def _replan(
+    made: Profile,
+    budget_bytes: int,
+    solving: dict[str, Any],
+    make_loss_fn: MakeLoss | None,
+    form: Any,
+) -> Replan:
+    """Plans for a batch of the training that goes on, as for one of a profile.
+
+    The real step that a profile is held against does not run: there may be no memory
+    for it besides the training.
+    """
+    step = made.step
+    options = {
+        "optimizer": step.optimizer,
+        "device": made.device,
+        "autocast": step.autocast,
+        "accumulate": step.accumulate,
+        "clip_grad_norm": step.clip_grad_norm,
+        "gradients_in_forward": step.gradients_in_forward,
+        "exclude": made.exclude,
+    }
+    loss_fn, device_type = step.loss_fn, step.traced_type
+    del made, step  # neither model nor inputs stay alive
+    is_pair = isinstance(form, tuple) and len(form) == 2 and isinstance(form[1], dict)
+    kind = type(form)
+
+    def shaped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call's arguments as inputs were passed."""
+        if is_pair or (args and kwargs):
+            return args, kwargs
+        if kwargs:
+            return kwargs
+        return args[0] if issubclass(kind, torch.Tensor) else args
+
+    def replanned(
+        model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan:
+        loss = loss_fn if make_loss_fn is None else make_loss_fn(shaped(args, kwargs))
+        with torch.autocast(device_type, enabled=False):
+            step = profile(model, (args, kwargs), loss_fn=loss, **options)
+            step = calibrated_if_present(step, progress=False, real_step=False)
+            try:
+                return make_plan(step, budget_bytes, **solving)
+            except InfeasibleBudgetError:
+                return lowest_plan(step, budget_bytes)
+
+    return replanned
