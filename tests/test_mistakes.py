@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import autosac
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.measuring.measuring import capture_state, differences
+from autosac.tracing import tracing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -164,7 +165,7 @@ MISTAKES = {
     ),
     "an item": (
         lambda: plan(mlp(), loss_fn=lambda output: loss(output).item()),
-        r"in the loss at .*test_mistakes.py:\d+, .* avoid `.item\(\)`",
+        r"The loss is \d\.\d+: `loss_fn` must return a tensor",
     ),
     "a detached loss": (
         lambda: plan(mlp(), loss_fn=lambda output: loss(output.detach())),
@@ -247,7 +248,7 @@ MISTAKES = {
     ),
     "of another width": (
         lambda: plan(nn.Sequential(mlp(), nn.Linear(9, CLASSES))),
-        r"in module `1`, .*\[4, 8\] X \[9, 8\]",
+        r"in module `1`, .*\(4x8 and 9x8\)",
     ),
     "on the meta device": (
         lambda: plan(mlp(), X.to("meta")),
@@ -258,8 +259,11 @@ MISTAKES = {
         "`inputs` do not fit Sequential.forward.* targets through `loss_fn`",
     ),
     "NumPy in forward": (
-        lambda: plan(Around(lambda y: y + torch.from_numpy(y.detach().numpy()))),
-        r"in the model itself at .*test_mistakes.py.* avoid .*`.numpy\(\)`",
+        lambda: plan(
+            Around(lambda y: y + torch.from_numpy(y.detach().numpy())).to("meta"),
+            X.to("meta"),
+        ),
+        r"in the model itself at .*test_mistakes.py.* pass a real model",
     ),
     # --- names
     "a type that is none": (
@@ -412,8 +416,9 @@ class Sighted(nn.Linear):
         return output.tanh() if type(output) is torch.Tensor else output.sin()
 
 
-def test_a_real_step_that_is_not_its_trace_is_warned_of():
+def test_a_real_step_that_is_not_its_trace_and_too_large_is_warned_of(monkeypatch):
     model = nn.Sequential(mlp(), Sighted(CLASSES, CLASSES))
+    monkeypatch.setattr(tracing, "_most_bytes", lambda step: 100)
 
     with pytest.warns(UserWarning, match=r"in module `1` at .* runs aten.tanh.default"):
         plan(model)

@@ -108,8 +108,8 @@ class Drops(nn.Module):
         self.layers = nn.ModuleList(Step() for _ in range(4))
 
     def forward(self, x):
-        for layer in self.layers:
-            if torch.rand([]).item() > 0.4:
+        for number, layer in enumerate(self.layers):
+            if torch.rand([]).item() > 0.4 or number == 0:
                 x = layer(x)
         return x
 
