@@ -169,6 +169,7 @@ def _trace(error: Exception) -> Record:
 def _sentence(error: Exception) -> str:
     """An error in one line; files by their place in their package."""
     text = _INSTALLED.sub("", " ".join(str(error).split()))
+    text = text.replace(f"{Path.cwd()}/", "")
     if type(error).__module__.startswith("autosac") and not isinstance(
         error, SolverError
     ):

@@ -107,9 +107,9 @@ def page(whole: Record) -> Iterator[str]:
     yield (
         "All models of torchvision, one of each family of timm, every architecture of"
         " Transformers (from a configuration made small) and every module of"
-        " `torch.testing`'s list, in an order drawn by number. Each is planned at the"
-        f" floor and {', '.join(f'{share:.0%}' for share in SHARES)} of the way from"
-        " there to the plain step's peak (CPU, fp32, one thread, calibrated), and each"
+        " `torch.testing`'s list, in an order drawn by number. Each is planned at"
+        f" {', '.join(f'{share:.0%}' for share in SHARES)} of the way from its floor"
+        " to the plain step's peak (CPU, fp32, one thread, calibrated), and each"
         " plan really trains for two steps: loss, gradients, parameters, buffers,"
         " optimizer and random state are compared with the plain step's bit by bit, and"
         " the allocator's peak with the budget. A model is judged where it can be"

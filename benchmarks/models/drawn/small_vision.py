@@ -59,11 +59,16 @@ def build_of_timm(family: str) -> Workload:
 
 
 def _bytes_of_timm(name: str) -> int:
+    return _bytes_of(lambda: timm.create_model(name))
+
+
+def _bytes_of(make: Callable[[], nn.Module]) -> int:
+    """Bytes of the parameters of a model."""
     try:
         with torch.device("meta"):
-            model = timm.create_model(name)
-    except Exception:  # such a one may still be built on the CPU
-        return _MOST_BYTES
+            model = make()
+    except Exception:  # some constructors look at numbers
+        model = make()
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -125,8 +130,7 @@ def _workload(name: str, make: Callable[[], nn.Module], inputs: Any) -> Workload
         blocks=(),
         loss_bytes=targets.nbytes,
     )
-    with torch.device("meta"):
-        size = sum(parameter.nbytes for parameter in make().parameters())
+    size = _bytes_of(make)
     if size <= _MOST_BYTES:
         return work
     return replace(work, make_model=lambda: cut(make()).train())
