@@ -56,7 +56,7 @@ class GraphModel:
         budget_bytes: Cap on the peak; None to minimise the peak instead.
         """
         self.problem = problem
-        self.model = pulp.LpProblem("graph", pulp.LpMinimize)
+        self.model = _pulp.Model("graph")
         self.rows: set[Position] = set()
         self._again: dict[tuple[int, int], _Expression] = {}
         self._add_choices()

@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import highspy
 import numpy as np
+import numpy.typing as npt
 import pulp
 from pulp import constants
 
@@ -116,7 +117,7 @@ def run(
         raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
     options = {"timeLimit": time_limit_s, "gapRel": relative_gap, "threads": threads}
     started = time.perf_counter()
-    size = len(model.variables()) + len(_rows(model))
+    size = len(model.variables()) + model.numConstraints()
     most_looks = None if work_limit is None else work_limit // size
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":
@@ -152,20 +153,82 @@ def row(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpressi
 
 
 class Model(pulp.LpProblem):  # type: ignore[misc]
-    """A minimisation that looks for its variables only when there are new rows."""
+    """A minimisation that looks at its variables and rows only when there are new ones.
+
+    Right-hand sides and the objective may change at any time.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name, pulp.LpMinimize)
-        self._num_rows = -1
-        self._in_order: list[pulp.LpVariable] = []
+        self._in_order: tuple[object, list[pulp.LpVariable]] = (None, [])
+        self._matrix: tuple[object, _Matrix] | None = None
 
     def variables(self) -> list[pulp.LpVariable]:
         """In the order of their names; PuLP asks for them several times a solve."""
-        num_rows = self.numConstraints()
-        if num_rows != self._num_rows:
-            self._in_order = super().variables()
-            self._num_rows = num_rows
-        return self._in_order
+        size = self._size()
+        if size != self._in_order[0]:
+            self._in_order = size, super().variables()
+        return self._in_order[1]
+
+    def matrix(self) -> _Matrix:
+        """What its rows have of its variables."""
+        size = self._size()
+        if self._matrix is None or size != self._matrix[0]:
+            self._matrix = size, _as_matrix(self)
+        return self._matrix[1]
+
+    def _size(self) -> tuple[int, int]:
+        """Rows, and terms of the objective: PuLP adds one where there is none."""
+        return self.numConstraints(), len(self.objective or ())
+
+
+class _Matrix(NamedTuple):
+    """Coefficients of a model, row by row.
+
+    Attributes:
+        rows: The rows.
+        starts: Where each row begins in the next two, and their length.
+        columns: Numbers of variables, in the order of `LpProblem.variables`,
+        coefficients: and their coefficients.
+    """
+
+    rows: list[pulp.LpConstraint]
+    starts: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+    coefficients: npt.NDArray[np.float64]
+
+    @property
+    def constants(self) -> npt.NDArray[np.float64]:
+        """What each row adds to its terms."""
+        return np.array([row.constant for row in self.rows], np.float64)
+
+    def bounds(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Least and most of the terms of each row."""
+        lowest = _or(-math.inf, (row.getLb() for row in self.rows))
+        return lowest, _or(math.inf, (row.getUb() for row in self.rows))
+
+
+def _as_matrix(model: pulp.LpProblem) -> _Matrix:
+    rows = list(model.constraints())
+    number = {id(v): i for i, v in enumerate(model.variables())}
+    sizes = [len(row) for row in rows]
+    pairs = [(number[id(v)], of) for row in rows for v, of in row.items()]
+    columns, coefficients = zip(*pairs, strict=True) if pairs else ((), ())
+    return _Matrix(
+        rows=rows,
+        starts=np.cumsum([0, *sizes]),
+        columns=np.array(columns, np.int64),
+        coefficients=np.array(coefficients, np.float64),
+    )
+
+
+def _matrix(model: pulp.LpProblem) -> _Matrix:
+    return model.matrix() if isinstance(model, Model) else _as_matrix(model)
+
+
+def _or(instead: float, values: Iterable[float | None]) -> npt.NDArray[np.float64]:
+    """Numbers, with one instead of None."""
+    return np.array([instead if v is None else v for v in values], np.float64)
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -183,41 +246,27 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
         """Pass columns and rows in arrays: one by one takes longer than most solves."""
-        infinite = highspy.kHighsInf
-        variables, constraints = lp.variables(), _rows(lp)
+        variables, matrix = lp.variables(), _matrix(lp)
         passed = highspy.HighsLp()
-        passed.num_col_, passed.num_row_ = len(variables), len(constraints)
+        passed.num_col_, passed.num_row_ = len(variables), len(matrix.rows)
         for i, v in enumerate(variables):
             v.index = i
         passed.col_cost_ = np.array([lp.objective.get(v, 0.0) for v in variables])
-        passed.col_lower_ = np.array(
-            [-infinite if v.lowBound is None else v.lowBound for v in variables]
-        )
-        passed.col_upper_ = np.array(
-            [infinite if v.upBound is None else v.upBound for v in variables]
-        )
+        passed.col_lower_ = _or(-math.inf, (v.lowBound for v in variables))
+        passed.col_upper_ = _or(math.inf, (v.upBound for v in variables))
         if self.mip:
             kinds = highspy.HighsVarType
             passed.integrality_ = [
                 kinds.kInteger if v.cat == pulp.LpInteger else kinds.kContinuous
                 for v in variables
             ]
-        starts, indices, coefficients = [0], [], []
-        for i, constraint in enumerate(constraints):
-            constraint.index = i
-            for v, coefficient in constraint.items():
-                if coefficient:
-                    indices.append(v.index)
-                    coefficients.append(coefficient)
-            starts.append(len(indices))
-        lowest = [c.getLb() for c in constraints]
-        highest = [c.getUb() for c in constraints]
-        passed.row_lower_ = np.array([-infinite if b is None else b for b in lowest])
-        passed.row_upper_ = np.array([infinite if b is None else b for b in highest])
+        passed.row_lower_, passed.row_upper_ = matrix.bounds()
         passed.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        passed.a_matrix_.start_ = np.array(starts)
-        passed.a_matrix_.index_ = np.array(indices)
-        passed.a_matrix_.value_ = np.array(coefficients)
+        passed.a_matrix_.start_ = matrix.starts
+        passed.a_matrix_.index_ = matrix.columns
+        passed.a_matrix_.value_ = matrix.coefficients
+        for i, constraint in enumerate(matrix.rows):
+            constraint.index = i
         lp.solverModel.passModel(passed)
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
@@ -282,13 +331,9 @@ def _rerun_highs(model: pulp.LpProblem) -> _Answer:
         np.array([v.index for v in variables], dtype=np.int32),
         np.array([model.objective.get(v, 0.0) for v in variables]),
     )
-    for constraint in _rows(model):
-        low, high = constraint.getLb(), constraint.getUb()
-        model.solverModel.changeRowBounds(
-            constraint.index,
-            -highspy.kHighsInf if low is None else low,
-            highspy.kHighsInf if high is None else high,
-        )
+    matrix = _matrix(model)
+    numbers = np.arange(len(matrix.rows), dtype=np.int32)
+    model.solverModel.changeRowsBounds(len(numbers), numbers, *matrix.bounds())
     model.solver.callSolver(model)
     model.assignStatus(*model.solver.findSolutionValues(model))
     status = model.solverModel.getModelStatus()
@@ -380,35 +425,28 @@ def _keeps_rows(model: pulp.LpProblem, *, relaxed: bool) -> bool:
     The tolerance of a row is relative to the size of its terms: HiGHS checks scaled
     rows, CBC prints 7 digits or more.
     """
-    for variable in model.variables():
-        if variable is model.dummyVar:
-            continue  # PuLP's own, for an objective without terms
-        value = variable.varValue
-        if value is None or not math.isfinite(value):
+    variables = model.variables()
+    # PuLP's own variable, for an objective without terms, may have no value.
+    known = (0.0 if v is model.dummyVar else v.varValue for v in variables)
+    values = _or(math.nan, known)
+    if not np.isfinite(values).all():
+        return False
+    slack = _ROW_TOLERANCE * np.maximum(1.0, np.abs(values))
+    lowest = _or(-math.inf, (v.lowBound for v in variables))
+    highest = _or(math.inf, (v.upBound for v in variables))
+    if ((values < lowest - slack) | (values > highest + slack)).any():
+        return False
+    if not relaxed:
+        is_whole = np.array([v.cat == constants.LpInteger for v in variables], bool)
+        if (is_whole & (np.abs(values - values.round()) > slack)).any():
             return False
-        slack = _ROW_TOLERANCE * max(1.0, abs(value))
-        low, up = variable.lowBound, variable.upBound
-        if low is not None and value < low - slack:
-            return False
-        if up is not None and value > up + slack:
-            return False
-        is_whole = variable.cat == constants.LpInteger and not relaxed
-        if is_whole and abs(value - round(value)) > slack:
-            return False
-    return all(_keeps_row(constraint) for constraint in _rows(model))
-
-
-def _keeps_row(constraint: pulp.LpConstraint) -> bool:
-    terms = [c * v.varValue for v, c in constraint.items()]
-    value = sum(terms) + constraint.constant
-    size = max((abs(term) for term in terms), default=0.0)
-    slack = _ROW_TOLERANCE * max(1.0, size, abs(constraint.constant))
-    if constraint.sense == constants.LpConstraintLE:
-        return bool(value <= slack)
-    if constraint.sense == constants.LpConstraintGE:
-        return bool(value >= -slack)
-    return bool(abs(value) <= slack)
-
-
-def _rows(model: pulp.LpProblem) -> list[pulp.LpConstraint]:
-    return list(model.constraints())
+    matrix, added = _matrix(model), _matrix(model).constants
+    terms = matrix.coefficients * values[matrix.columns]
+    row_of = np.repeat(np.arange(len(matrix.rows)), np.diff(matrix.starts))
+    totals = np.bincount(row_of, terms, len(matrix.rows)) + added
+    sizes = np.maximum(1.0, np.abs(added))
+    np.maximum.at(sizes, row_of, np.abs(terms))
+    senses = np.array([row.sense for row in matrix.rows])
+    over = (totals > _ROW_TOLERANCE * sizes) & (senses != constants.LpConstraintGE)
+    under = (totals < -_ROW_TOLERANCE * sizes) & (senses != constants.LpConstraintLE)
+    return not (over | under).any()

@@ -76,7 +76,7 @@ class CountModel:
         surcharges: Floats | None = None,
         room_ms: float = math.inf,
     ) -> None:
-        self.model = pulp.LpProblem("counts", pulp.LpMinimize)
+        self.model = _pulp.Model("counts")
         self._table = table
         self.classes = classes
         self._surcharges = np.zeros(len(table.times))

@@ -65,7 +65,7 @@ class SacModel:
         *,
         units: Collection[int],
     ) -> None:
-        self.model = pulp.LpProblem("sac", pulp.LpMinimize)
+        self.model = _pulp.Model("sac")
         self._problem = problem
         self.units = sorted(units)
         longest = max(

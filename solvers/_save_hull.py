@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pulp
 
 from solvers import _pulp
 
@@ -73,7 +72,7 @@ class _Program:
     def __init__(self, problem: SaveProblem) -> None:
         groups = range(problem.num_groups)
         self._costs = np.array([problem.saved_bytes, problem.runtime_ms], np.float64)
-        self._model = pulp.LpProblem("hull", pulp.LpMinimize)
+        self._model = _pulp.Model("hull")
         add = self._model.add_variable
         self._saved = [add(f"s_{g:05d}", 0, g not in problem.unsavable) for g in groups]
         self._rerun = [add(f"e_{g:05d}", 0, g not in problem.pinned) for g in groups]

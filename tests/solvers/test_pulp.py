@@ -52,7 +52,7 @@ def test_the_optimum_comes_with_its_bound(backend):
 @both
 def test_a_relaxation_run_again_has_the_optimum_of_its_new_right_hand_sides(backend):
     model = cover(1, num_items=5)
-    constraint = _pulp._rows(model)[0]
+    constraint = model.constraints()[0]
     _pulp.run(model, backend=backend, relaxed=True)
 
     for least in (3, 2, 6, 5):
