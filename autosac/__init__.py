@@ -14,6 +14,7 @@ from autosac.errors import (
     PlanMismatchError,
     SolverError,
     TraceError,
+    UnsupportedError,
 )
 from autosac.graphs.analyzing import GraphInfo, graph_info
 from autosac.graphs.compiling import compile, compiled_plans
@@ -57,6 +58,7 @@ __all__ = [
     "SolverError",
     "Sweep",
     "TraceError",
+    "UnsupportedError",
     "Verification",
     "best_batch_size",
     "calibrate",

@@ -16,6 +16,10 @@ class ArgumentError(AutosacError, ValueError, TypeError):
     """
 
 
+class UnsupportedError(AutosacError, NotImplementedError):
+    """What was asked for is not planned for; says what to change."""
+
+
 class InfeasibleBudgetError(AutosacError):
     """No plan fits the budget.
 

@@ -116,9 +116,7 @@ def _exit_codes(as_json: bool) -> Iterator[None]:
         _fail(str(error), "infeasible", EXIT_INFEASIBLE, as_json, facts)
     except UsageError as error:
         _fail(str(error), "usage", EXIT_USAGE, as_json)
-    except (
-        AutosacError, ValueError, NotImplementedError, ImportError, OSError,
-    ) as error:  # fmt: skip
+    except (AutosacError, ValueError, ImportError, OSError) as error:
         _fail(str(error), "error", EXIT_ERROR, as_json)
 
 

@@ -203,7 +203,7 @@ def graph_info(
     Raises:
         TraceError: The module cannot be traced, or has no backward pass.
         ValueError: As in `autosac.profile`.
-        NotImplementedError: As in `autosac.profile`.
+        UnsupportedError: As in `autosac.profile`.
     """
     made = profiling.profile(
         _Alone(module),

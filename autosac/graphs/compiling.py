@@ -78,7 +78,7 @@ def compile(
 
     Returns:
         What ``torch.compile`` returns. Its first call raises `InfeasibleBudgetError` if
-        no plan fits, ``NotImplementedError`` for graphs that cannot be planned, and
+        no plan fits, ``UnsupportedError`` for graphs that cannot be planned, and
         Dynamo's own error if the model is no single graph. Every call raises
         ``RuntimeError`` while another planned forward pass waits for its backward
         pass, or with gradients present that ``accumulate`` did not announce.
@@ -155,7 +155,7 @@ class _Compiler:
             if self.backend == "aot_eager":
                 return self._compile_eagerly(gm, inputs)
             return self._compile_with_inductor(gm, inputs)
-        except (AutosacError, NotImplementedError) as error:
+        except AutosacError as error:
             return _raising(error)
 
     @property

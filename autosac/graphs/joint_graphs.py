@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autosac import _compat_graphs
-from autosac.errors import TraceError
+from autosac.errors import TraceError, UnsupportedError
 from autosac.graphs.memory import GraphMemory, graph_memory
 from autosac.graphs.optimizer_stage import append_step
 from autosac.graphs.optimizer_steps import captured_step
@@ -194,7 +194,7 @@ def joint_graph(
     Raises:
         TraceError: The step is no single graph, or the optimizer's step depends on
             values (as that of RAdam).
-        NotImplementedError: The graph has ops that cannot be planned, the model is
+        UnsupportedError: The graph has ops that cannot be planned, the model is
             not on the CPU, or the optimizer needs a closure, has hooks, steps in
             backward, has a tensor among its options or keeps state in Python.
         TypeError: ``optimizer`` is none.
@@ -298,7 +298,7 @@ def normalized(module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
     forward. Dead nodes go.
 
     Raises:
-        NotImplementedError: As `joint_graph`.
+        UnsupportedError: As `joint_graph`.
     """
     graph = module.graph
     graph.eliminate_dead_code()
@@ -306,7 +306,7 @@ def normalized(module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
     last = _last_forward_node(graph, num_forward_outputs)
     for node in [n for n in graph.nodes if _is_update(n)]:
         if node.args[0].op != "placeholder" or _is_backward(node.args[1], last):
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"`{node.name}` changes a tensor in backward; such graphs cannot be"
                 " planned."
             )
@@ -331,19 +331,19 @@ def unpack_at_once(graph: fx.Graph) -> None:
 def _check(node: fx.Node) -> None:
     """Refuse nodes whose memory is not known."""
     if _compat_graphs.is_symbolic(node):
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"`{node.name}` has a size that is not known while compiling; give inputs"
             " of fixed shapes (`dynamic=False`)."
         )
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"`{node.name}` is on {value.device}: graphs are planned for the CPU only,"
             " so far; use `autosac.plan` on a GPU."
         )
     known = _compat_graphs.is_op(node.target)
     if node.op == "call_function" and not known and node.target != operator.getitem:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"`{node.name}` is no plain operator ({node.target}); its memory cannot be"
             " planned."
         )

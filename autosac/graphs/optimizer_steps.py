@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from autosac import _compat, _compat_gpu, _compat_graphs
-from autosac.errors import TraceError
+from autosac.errors import TraceError, UnsupportedError
 from autosac.pytrees import tensors_in
 from autosac.tracing.stepping import OptimizerInBackward, check_optimizer
 
@@ -68,14 +68,14 @@ def captured_step(
 
     Raises:
         TraceError: The optimizer cannot be copied, or its step not captured.
-        NotImplementedError: Its step is known to be none that a graph can have.
+        UnsupportedError: Its step is known to be none that a graph can have.
         TypeError: It is none of these.
     """
     own, copies = _copied(optimizer, model, trained)
     _check_kind(own)
     for name, parameter in model.named_parameters():
         if _compat.has_hooks(parameter):
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"The parameter `{name}` has a hook, which a graph with an optimizer"
                 " would leave out; remove it while planning."
             )
@@ -138,7 +138,7 @@ def _copied(
 ) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
     """An optimizer of copies; ids of the user's parameters -> their copies."""
     if isinstance(optimizer, OptimizerInBackward):
-        raise NotImplementedError(
+        raise UnsupportedError(
             "An `OptimizerInBackward` steps while backward runs, which is no stage of a"
             " graph; give the optimizer itself, or use `autosac.profile`."
         )
@@ -185,19 +185,19 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"`{name}.step` needs a closure that runs the model; a graph has one"
             " forward and one backward: use an optimizer that does without."
         )
     if _compat.has_hooks(optimizer):
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"`{name}` has hooks around its step, which are Python and not part of a"
             " graph; remove them while planning."
         )
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key != "params" and any(True for _ in tensors_in(value)):
-                raise NotImplementedError(
+                raise UnsupportedError(
                     f"The option `{key}` of `{name}` is a tensor, which a graph would"
                     f" take for a constant; give a number, such as"
                     f" {key}=float({key})."
@@ -340,12 +340,12 @@ def _check_trace(name: str, trace: _Trace) -> None:
         if old is new or (not is_tensor and old == new):
             continue
         changes = "replaces" if is_tensor else "counts in Python by"
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"`{name}` {changes} its `{key}` in every step; a graph updates tensors in"
             " their memory: use an optimizer that does so."
         )
     if constants := trace.module.graph.find_nodes(op="get_attr"):
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"A step of `{name}` reads {len(constants)} tensors that are neither"
             " parameters, gradients nor in `optimizer.state`; a graph would take them"
             " for constants: keep them in the state."

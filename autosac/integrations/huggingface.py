@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
     checkpointing_already,
     plan_loss,
@@ -121,7 +122,7 @@ class _LossOnly:
         output = self.own(*args, **kwargs)
         loss = output.get("loss") if hasattr(output, "get") else output[0]
         if not isinstance(loss, torch.Tensor) or loss.ndim:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 "The model returns no loss for the batch of the trainer, which makes"
                 f" the loss itself ({_LIKELY}); a plan would not know its memory."
                 " Let the model return the loss, or use `autosac.plan` with `loss_fn`."
@@ -161,7 +162,7 @@ def _refuse(args: Any, model: torch.nn.Module) -> None:
     """Refuse settings of the trainer that a plan could not keep its word under.
 
     Raises:
-        NotImplementedError: With what to change.
+        UnsupportedError: With what to change.
     """
     checkpointing = bool(checkpointing_already(model))
     refused = {
@@ -185,4 +186,4 @@ def _refuse(args: Any, model: torch.nn.Module) -> None:
     }
     for sentence, found in refused.items():
         if found:
-            raise NotImplementedError(f"`MemoryBudget` cannot plan this: {sentence}.")
+            raise UnsupportedError(f"`MemoryBudget` cannot plan this: {sentence}.")

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from autosac.applying.varying import steps_by_hand
+from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
     checkpointing_already,
     plan_loss,
@@ -168,13 +169,13 @@ def _loss(output: Any) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output
     if not isinstance(output, dict) or not isinstance(output.get("loss"), torch.Tensor):
-        raise NotImplementedError(
+        raise UnsupportedError(
             "`MemoryBudget` cannot plan this: `training_step` returns no loss for the"
             f" first batch, but {type(output).__name__}."
         )
     for name, value in output.items():
         if name != "loss" and isinstance(value, torch.Tensor) and value.numel() > 1:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"`MemoryBudget` cannot plan this: `training_step` returns `{name}`"
                 f" {tuple(value.shape)} beside the loss, which Lightning keeps over the"
                 " whole step; return the loss, or single numbers beside it."
@@ -187,7 +188,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     """Refuse settings of the trainer that a plan could not keep its word under.
 
     Raises:
-        NotImplementedError: With what to change.
+        UnsupportedError: With what to change.
     """
     strategy = trainer.strategy
     overridden = [name for name in _OWN_LOOP if is_overridden(name, module)]
@@ -219,4 +220,4 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     }
     for sentence, found in refused.items():
         if found:
-            raise NotImplementedError(f"`MemoryBudget` cannot plan this: {sentence}.")
+            raise UnsupportedError(f"`MemoryBudget` cannot plan this: {sentence}.")

@@ -24,6 +24,7 @@ import torch
 
 from autosac import _compat_gpu
 from autosac.costs.devices import DeviceSpec
+from autosac.errors import UnsupportedError
 
 CUDNN, FLASH, EFFICIENT, MATH = "cudnn", "flash", "efficient", "math"
 
@@ -240,7 +241,7 @@ def _dense(
     if heads == key_heads == value_heads:
         return True
     if key_heads == value_heads == 1 and _compat_gpu.EFFICIENT_ATTENTION_HAS_GQA:
-        raise NotImplementedError(
+        raise UnsupportedError(
             "Attention that broadcasts one key head without `enable_gqa` cannot be"
             " planned for a GPU that is not present; pass `enable_gqa=True`."
         )

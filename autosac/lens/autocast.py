@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from autosac import _compat, _compat_gpu
+from autosac.errors import UnsupportedError
 from autosac.pytrees import tensors_in
 
 _LOWER = """
@@ -177,7 +178,7 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
             "binary_cross_entropy is unsafe to autocast on a GPU; use"
             " binary_cross_entropy_with_logits."
         )
-    raise NotImplementedError(
+    raise UnsupportedError(
         f"aten.{name} under autocast cannot be planned for a GPU that is not present."
     )
 

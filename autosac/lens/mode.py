@@ -33,6 +33,7 @@ import torch
 
 from autosac import _compat, _compat_gpu
 from autosac.costs.devices import DeviceSpec
+from autosac.errors import UnsupportedError
 from autosac.lens import attention
 from autosac.lens.autocast import gpu_autocast
 from autosac.tracing.stepping import AnyOptimizer
@@ -137,7 +138,7 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
         if name in _RECURRENT
         else "it depends on the GPU which kernel runs it"
     )
-    raise NotImplementedError(
+    raise UnsupportedError(
         f"aten.{name} cannot be planned for a GPU that is not present: {reason}."
         " Profile the model on that GPU."
     )

@@ -26,6 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from autosac.errors import UnsupportedError
 from autosac.tracing.stepping import AnyOptimizer
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def measure_peak(
         return _measure_cuda(run, device, warm_up)
     if device.type == "cpu":
         return _measure_cpu(run, persistent_bytes, warm_up)
-    raise NotImplementedError(
+    raise UnsupportedError(
         f"Peaks are measured on 'cpu' and 'cuda', not on {device.type!r}: no"
         " allocator statistics are known there."
     )

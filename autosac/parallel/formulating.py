@@ -50,7 +50,7 @@ class ParallelFormulation:
         units: Modules that may be AC units.
 
     Raises:
-        NotImplementedError: As `RankSimulator`, and `find_candidates`.
+        UnsupportedError: As `RankSimulator`, and `find_candidates`.
     """
 
     def __init__(self, profile: Profile, types: Types) -> None:

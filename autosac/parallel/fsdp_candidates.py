@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_schedule import Hooks, Schedule
 from autosac.tracing.tape import Parameter, Tape
 from solvers.fsdp import owner_of_shared
@@ -51,13 +52,13 @@ def find_candidates(schedule: Schedule, param_dtype: str | None) -> list[Candida
         param_dtype: Type of gathered parameters, None for their own.
 
     Raises:
-        NotImplementedError: The model itself cannot be a unit.
+        UnsupportedError: The model itself cannot be a unit.
     """
     tape = schedule.tape
     looks = _looks(tape)
     hooks = {0: _hooks(schedule, 0, param_dtype)}
     if hooks[0] is None or hooks[0].pre_backward is None:
-        raise NotImplementedError(
+        raise UnsupportedError(
             "The model's own forward is not called once in the step, or its output gets"
             " no gradient; call the model itself and give a loss of its output."
         )
@@ -94,7 +95,7 @@ def _hooks(schedule: Schedule, module: int, param_dtype: str | None) -> Hooks | 
     """Hooks of a module, None if FSDP2's memory with it as a unit is not modelled."""
     try:
         call, hooks = schedule.call(module), schedule.hooks(module)
-    except NotImplementedError:
+    except UnsupportedError:
         return None
     if call is None or hooks is None:
         return None

@@ -44,6 +44,7 @@ import numpy as np
 from autosac import _compat
 from autosac.candidates.policies import Policy
 from autosac.candidates.units import Unit
+from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
 from autosac.parallel.fsdp_optimizer import Shards, find_shards
 from autosac.parallel.fsdp_schedule import Hook, Schedule
@@ -97,7 +98,7 @@ class RankSimulator:
             does, and not on a GPU, as NCCL does not.
 
     Raises:
-        NotImplementedError: The step accumulates gradients, steps its optimizer in
+        UnsupportedError: The step accumulates gradients, steps its optimizer in
             backward, or has optimizer state that is not shaped like its parameter.
     """
 
@@ -167,7 +168,7 @@ class RankSimulator:
         Raises:
             ValueError: The sharding does not fit the model, the types of the trace or
                 the AC units; names what does not.
-            NotImplementedError: A unit is called several times, or gets arguments that
+            UnsupportedError: A unit is called several times, or gets arguments that
                 FSDP2 would cast.
         """
         chosen = chosen or {}
@@ -339,7 +340,7 @@ class RankSimulator:
             return
         for dtype in call.input_dtypes:
             if dtype != sharding.param_dtype:
-                raise NotImplementedError(
+                raise UnsupportedError(
                     f"FSDP unit `{self.tape.modules[module].fqn}` gets arguments of"
                     f" {dtype}, which FSDP2 would cast to {sharding.param_dtype} at its"
                     " entry; that is not modelled. Cast them in the model, or make a"
@@ -380,18 +381,18 @@ def _live(
 
 def _check_step(profile: Profile) -> None:
     if profile.step.accumulate > 1:
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"`accumulate`={profile.step.accumulate} under FSDP2 is not modelled;"
             " profile a step of one micro-step."
         )
     if isinstance(profile.step.optimizer, OptimizerInBackward):
-        raise NotImplementedError(
+        raise UnsupportedError(
             "An `OptimizerInBackward` under FSDP2 is not modelled; pass a plain"
             " optimizer."
         )
     for parameter in profile.tape.parameters:
         if parameter.other_states:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"The optimizer keeps a tensor of shape {parameter.other_states[0]} for"
                 f" parameter `{parameter.fqns[0]}` of shape {parameter.shape}; it is"
                 " not known how that is sharded. Use an optimizer whose state is shaped"

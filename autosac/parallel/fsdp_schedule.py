@@ -20,6 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autosac.errors import UnsupportedError
 from autosac.tracing.tape import IntArray, ModuleCall, Tape
 
 _SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # how autograd sums gradients
@@ -88,7 +89,7 @@ class Schedule:
         """Where the hooks of a module run, None if it is never called.
 
         Raises:
-            NotImplementedError: It is called several times or in backward, or one
+            UnsupportedError: It is called several times or in backward, or one
                 tensor is several of its arguments.
         """
         if module not in self._found:
@@ -102,17 +103,17 @@ class Schedule:
             return None
         fqn = self.tape.modules[module].fqn
         if len(calls) > 1:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"FSDP unit `{fqn}` is called {len(calls)} times in a step, which is"
                 " not modelled; make a module around all its calls the unit."
             )
         if calls[0].phase != "forward":
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"FSDP unit `{fqn}` runs in {calls[0].phase}, which is not modelled;"
                 " make a module around it the unit."
             )
         if calls[0].repeats_inputs:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"FSDP unit `{fqn}` gets one tensor as several arguments, which FSDP2"
                 " hands on as different ones, so that the module may take another path;"
                 " that is not modelled. Make a module around it the unit."

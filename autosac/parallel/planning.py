@@ -73,7 +73,7 @@ def plan_parallel(
         InfeasibleBudgetError: No plan fits; says the least peak of a rank and how many
             GPUs would be enough.
         ValueError: An argument does not fit the cluster, or cannot be read.
-        NotImplementedError: The memory of such a step under FSDP2 is not modelled.
+        UnsupportedError: The memory of such a step under FSDP2 is not modelled.
     """
     spec = cluster_of(cluster, num_gpus)
     chooser = chooser_of(model, inputs, spec, param_dtype, reduce_dtype, options)
@@ -114,7 +114,7 @@ def min_gpus(
 
     Raises:
         ValueError: An argument cannot be read.
-        NotImplementedError: The memory of such a step is not modelled.
+        UnsupportedError: The memory of such a step is not modelled.
     """
     spec = cluster_of(cluster, None)
     chooser = chooser_of(model, inputs, spec, param_dtype, reduce_dtype, options)

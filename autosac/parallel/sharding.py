@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from autosac.errors import UnsupportedError
 from autosac.tracing.modules import ModuleTree
 from autosac.tracing.tape import Parameter, Tape
 
@@ -103,7 +104,7 @@ class Sharding:
                     f" {', '.join(_ITEMSIZES)}."
                 )
         if given[0] and _ITEMSIZES[str(given[1])] < _ITEMSIZES[given[0]]:
-            raise NotImplementedError(
+            raise UnsupportedError(
                 f"`reduce_dtype`={given[1]!r} is narrower than `param_dtype`="
                 f"{given[0]!r}: autograd then casts each gradient, which is not"
                 " modelled. Reduce in the type of the parameters or a wider one."

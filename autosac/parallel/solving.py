@@ -17,6 +17,7 @@ import numpy as np
 
 from autosac.candidates.policies import Policy
 from autosac.candidates.units import Unit
+from autosac.errors import UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import ParallelFormulation
 from autosac.parallel.sharding import Sharding
@@ -127,7 +128,7 @@ class Degree:
         """The choice of least peak; its time has no bound.
 
         Raises:
-            NotImplementedError: No choice of units keeps the rules of FSDP2.
+            UnsupportedError: No choice of units keeps the rules of FSDP2.
         """
         if not self.has_lowest(options):
             solution = fsdp.lowest_peak(
@@ -137,7 +138,7 @@ class Degree:
                 relative_gap=options.relative_gap,
             )
             if solution.choice is None:
-                raise NotImplementedError(
+                raise UnsupportedError(
                     "FSDP2 wants the parameters of a unit to be of one type, and no"
                     " choice of units of this model gives it that. Convert the model to"
                     " one type."

@@ -72,7 +72,7 @@ def sweep_parallel(
 
     Raises:
         ValueError: As `plan_parallel`.
-        NotImplementedError: As `plan_parallel`.
+        UnsupportedError: As `plan_parallel`.
     """
     specs = [cluster_of(cluster, count) for count in num_gpus]
     any_size = cluster_of(cluster, None)

@@ -19,7 +19,7 @@ from autosac.candidates.units import Unit, Units, find_units
 from autosac.costs import roofline
 from autosac.costs.devices import DeviceSpec, device_of_product, device_spec
 from autosac.costs.sources import Calibration, Source, calibration, modelled
-from autosac.errors import ArgumentError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.planning.choosing import Chooser
 from autosac.planning.fingerprints import Fingerprint, fingerprint
 from autosac.planning.formulating import Formulation, formulate
@@ -271,7 +271,7 @@ def profile(
             model cannot be called with `inputs`, or `loss_fn` with its output; the
             optimizer trains other parameters; a name means nothing; or `accumulate` is
             less than 1.
-        NotImplementedError: The model is on a GPU and the device is the CPU; or the
+        UnsupportedError: The model is on a GPU and the device is the CPU; or the
             device is a GPU that is not present, and its kernels cannot be known.
     """
     arguments.check_kind(model)
@@ -459,7 +459,7 @@ def _device(
         spec = replace(spec, memory_bytes=pages)
     traced = own or "cpu"
     if spec.type == "cpu" and traced != "cpu":
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"`device`={spec.name!r} runs other kernels than the {traced} device that"
             " the model is on; move the model to the CPU or the meta device."
         )

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from autosac.errors import ArgumentError, TraceError
+from autosac.errors import ArgumentError, TraceError, UnsupportedError
 from autosac.tracing.batches import first_batch
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -95,10 +95,10 @@ def check_optimizer(
 
     Raises:
         ValueError: With what to leave out.
-        NotImplementedError: The optimizer runs the model itself.
+        UnsupportedError: The optimizer runs the model itself.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise NotImplementedError(
+        raise UnsupportedError(
             "`optimizer` is an LBFGS, which runs the model several times a step by a"
             " closure; autosac plans steps of one forward and one backward."
         )

@@ -262,8 +262,6 @@ def _run_on(
         except (AutosacError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever the user's code raises
-            if step.lens is not None and isinstance(error, NotImplementedError):
-                raise
             if mode is not None and step.is_present:
                 step.learned.real = True  # values decide, or a fake kernel refuses
                 raise Retrace from error
