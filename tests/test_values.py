@@ -114,6 +114,15 @@ def test_what_values_decide_is_traced_for_real():
     assert real == VALUE_CASES.keys() - {"Drops"}  # draws are known to fakes, too
 
 
+@pytest.mark.parametrize(("name", "decide"), [("Routes", True), ("Peeks", False)])
+def test_a_plan_says_that_values_decide_sizes(name, decide):
+    traced = VALUE_CASES[name].profile()
+
+    made = plan(traced, memory_budget=floor(traced) + 10_000, dry_run=False)
+
+    assert ("decide sizes" in str(made)) is decide
+
+
 @each_value_case
 def test_nothing_of_the_user_changes(case):
     model, inputs = case.model(), case.inputs()

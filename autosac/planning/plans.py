@@ -263,6 +263,11 @@ class Plan:
                 " with `time_limit_s`=60 to search longer, or with a little more memory"
             )
         if self.traced is not None:
+            if any(op.decides for op in self.traced.tape.ops):
+                lines.append(
+                    "values    of a batch decide sizes in this step; the peak is that"
+                    " of the traced batch, others may need a little more or less"
+                )
             lines += [f"hint      {line}" for line in hints(self.traced.units.refused)]
         width = max(map(len, self.policy), default=0)
         notes = self.notes()
