@@ -1,3 +1,4 @@
+import functools
 import random
 from dataclasses import replace
 
@@ -181,6 +182,12 @@ ALIKE = [
 ]
 
 NUM_DRAWS = 12  # of each model
+_RANDOM = {**CASES, "small gpt": SMALL_GPT}
+
+
+@functools.cache
+def _calibrated(name):
+    return calibrate(_RANDOM[name].profile(torch.optim.AdamW))
 
 
 @pytest.mark.parametrize(
@@ -192,8 +199,7 @@ NUM_DRAWS = 12  # of each model
     ],
 )
 def test_random_units_of_both_kinds_are_never_understated(name, seed):
-    case = {**CASES, "small gpt": SMALL_GPT}[name]
-    of_case = calibrate(case.profile(torch.optim.AdamW))
+    case, of_case = _RANDOM[name], _calibrated(name)
     ranks = RankSimulator(of_case, copies=False)
     draw = random.Random(seed)
     tree = of_case.tape.modules
