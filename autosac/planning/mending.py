@@ -19,6 +19,7 @@ from autosac.simulation.simulating import Simulator
 
 _MOST_PIECES = 2_000_000  # of memory in all simulations
 _FEWEST = 16  # simulations of a long step
+_MOST_REPLAYS = 24  # of the allocator, some 10 ms each
 _NEIGHBOURS = 8  # of a unit's point on its curve
 
 
@@ -37,8 +38,9 @@ def mend(
 ) -> Choice | None:
     """Move one unit after the other to a slower point, until the true peak fits.
 
-    A greedy heuristic: next is the move that lowers the simulated peak at the least
-    time per byte, among the cheapest ones.
+    A greedy heuristic: next is the move that lowers the peak at the least time per
+    byte, among the cheapest ones. That is the true peak where the simulated one fits
+    already, which may be elsewhere.
 
     Args:
         simulator: Says the peaks.
@@ -52,6 +54,7 @@ def mend(
     """
     curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
     left = max(_FEWEST, _MOST_PIECES // max(1, len(simulator.tape.storages)))
+    replays = _MOST_REPLAYS
     peak_bytes = simulator.peak_bytes(choice)
     while (excess := simulator.true_peak_bytes(choice) - budget_bytes) > 0:
         best: tuple[float, _Move, int] | None = None
@@ -60,15 +63,22 @@ def mend(
                 break
             left -= 1
             changed = {**choice, move.unit: move.policy}
-            lowered = peak_bytes - simulator.peak_bytes(changed)
-            price = move.cost_ms / min(lowered, excess) if lowered > 0 else None
-            if price is not None and (best is None or price < best[0]):
-                best = price, move, lowered
+            changed_bytes = simulator.peak_bytes(changed)
+            lowered = peak_bytes - changed_bytes
+            if changed_bytes <= budget_bytes and replays > 0:
+                replays -= 1
+                over = simulator.true_peak_bytes(changed) - budget_bytes
+                if over <= 0:
+                    return changed
+                lowered = excess - over
+            if lowered > 0:
+                price = move.cost_ms / min(lowered, excess)
+                if best is None or price < best[0]:
+                    best = price, move, changed_bytes
         if best is None:
             return None
-        _, move, lowered = best
+        _, move, peak_bytes = best
         choice = {**choice, move.unit: move.policy}
-        peak_bytes -= lowered
         most_ms -= move.cost_ms
     return choice
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import autosac
 from autosac import Plan, Profile
-from autosac.planning import planning
+from autosac.planning import choosing
 from benchmarks.comparing.profiles import budget_at, calibrated_profile
 from benchmarks.environment import MIB
 from benchmarks.models import zoo
@@ -242,7 +242,7 @@ def page(record: Record) -> Iterator[str]:
         f" each of {len(models)} models, on one calibrated profile each. Of every rival"
         " the cheapest setting that fits counts. Solves go on to a gap of"
         f" {RELATIVE_GAP:.3%} or ten seconds (`relative_gap`; by default they stop at"
-        f" {planning.RELATIVE_GAP:.1%}).\n"
+        f" {choosing.RELATIVE_GAP:.1%}).\n"
     )
     yield "| asked for | found | |"
     yield "| --- | --- | --- |"
