@@ -6,7 +6,6 @@ fake tensors cannot see.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from autosac import _compat
 from autosac.costs import inventing
-from autosac.measuring.measuring import recorded_events
+from autosac.measuring.measuring import cpu_events, recorded_events
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.tracing.signatures import Signature
@@ -128,10 +127,7 @@ def _first_runs_on_cpu(
     ran: dict[str, tuple[float, int]] = {}
     failures = {}
     names = {f"{_MARK}{i}": signature for i, signature in enumerate(sizes)}
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # as in `measuring`
-    # Without `acc_events`: it makes an object of each event, which takes longer than
-    # all the rest and is not read here.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    with cpu_events() as recording:
         for name, signature in _watched(names.items(), "workspaces", progress):
             try:
                 ran[name] = _first_run_on_cpu(name, signature, device)

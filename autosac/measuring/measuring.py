@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -84,11 +86,7 @@ def _measure_cpu(
     persistent_bytes: int | Callable[[], int],
     warm_up: Callable[[], object] | None,
 ) -> tuple[T, int]:
-    # Kineto logs to stderr otherwise; it reads this when the first profile starts.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # Without `acc_events`: it makes an object of each event, which takes longer than
-    # all the rest and is not read here.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    with cpu_events() as recording:
         if warm_up is not None:
             warm_up()
         gc.collect()  # not in the middle of the run
@@ -121,6 +119,23 @@ def _added_bytes(recording: profile) -> int:
             added += num_bytes
             peak = max(peak, added)
     return peak
+
+
+@contextmanager
+def cpu_events() -> Iterator[profile]:
+    """Record the events of the CPU's allocator: see `recorded_events`."""
+    # Kineto logs to stderr otherwise; it reads this when the first profile starts.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with ExitStack() as stack:
+        with warnings.catch_warnings():
+            # Older versions say even of a single cycle that only its events are kept.
+            # With `acc_events` they would make an object of each event, which takes
+            # longer than all the rest and is not read here.
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            recording = stack.enter_context(
+                profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            )
+        yield recording
 
 
 def recorded_events(recording: profile) -> Iterator[Any]:
