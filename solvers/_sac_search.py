@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
@@ -21,6 +20,7 @@ from solvers._sac_classes import classify, spread
 from solvers._sac_counts import CountModel
 from solvers._sac_greedy import likely, round_and_repair
 from solvers._sac_holds import Numbers
+from solvers._sac_start import Start
 from solvers._sac_table import Choice, Floats, Table
 from solvers.solution import Termination
 
@@ -42,25 +42,6 @@ _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 # Shares of the points of units; the time of a choice in ms.
 Finer = Callable[[Mapping[int, Floats]], float]
-
-
-@dataclass(slots=True)
-class Start:
-    """What a budget hands to the next larger one of a sweep.
-
-    Attributes:
-        rows: Positions that bound its relaxation.
-        choice: Its choice, which keeps the larger budget too.
-        model: Its last relaxation.
-        model_rows: The positions that are rows of it.
-        apart: Units that had to be told apart.
-    """
-
-    rows: list[int] = field(default_factory=list)
-    choice: Choice | None = None
-    model: CountModel | None = None
-    model_rows: list[int] = field(default_factory=list)
-    apart: set[int] = field(default_factory=set)
 
 
 class Search:

@@ -16,7 +16,8 @@ from solvers import _pulp
 from solvers._pulp import Backend
 from solvers._sac_holds import Ints
 from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
-from solvers._sac_search import Finer, Search, Start
+from solvers._sac_search import Finer, Search
+from solvers._sac_start import Start
 from solvers._sac_table import Choice, Table
 from solvers.sac_problem import (
     Between,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosac.errors import SolverError, TraceError
+from autosac.errors import SolverError, TraceError, UnsupportedError
 from benchmarks import breadth
 from benchmarks.judging import job, verdicts
 from benchmarks.models.drawn import NotBuiltError, every, small_vision
@@ -111,7 +111,8 @@ def test_a_model_is_planned_and_trained_at_three_budgets(
     ("error", "verdict"),
     [
         (TraceError("No."), verdicts.REFUSED),
-        (NotImplementedError("No."), verdicts.REFUSED),
+        (UnsupportedError("No."), verdicts.REFUSED),
+        (NotImplementedError("No."), verdicts.RAW),
         (SolverError("A mistake."), verdicts.RAW),
         (RuntimeError("No."), verdicts.RAW),
         (RuntimeError("can't allocate memory"), verdicts.NOT_JUDGED),

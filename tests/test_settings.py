@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autosac.errors import TraceError
+from autosac.errors import TraceError, UnsupportedError
 from benchmarks import compare
 from benchmarks.comparing import settings, settings_job, settings_page
 from benchmarks.models.drawn import NotBuiltError
@@ -112,7 +112,7 @@ def test_a_job_plans_every_budget_and_prices_every_rival(one_thread):
     ("error", "status"),
     [
         (NotBuiltError("no batch"), "not built"),
-        (NotImplementedError("needs a GPU"), "refused"),
+        (UnsupportedError("needs a GPU"), "refused"),
         (KeyError("weight"), "raw error"),
         (TraceError("no data at lib/models.py:3"), "refused"),
     ],

@@ -105,19 +105,19 @@ def plan(
     if isinstance(model, torch.nn.Module) and are_several(inputs):
         steps = _traced(model, inputs, make_loss_fn, options)
         budget_bytes = _parsed(memory_budget, steps[0][1])
-        found = _over_batches(steps, budget_bytes, solving)
+        planned = _over_batches(steps, budget_bytes, solving)
         step: TracedStep = steps[0][1]
     else:
         if make_loss_fn is not None:
             options = {**options, "loss_fn": make_loss_fn(inputs)}
         step = profile_of(model, inputs, options)
         budget_bytes = _parsed(memory_budget, step)
-        found = make_plan(step, budget_bytes, **solving)
+        planned = make_plan(step, budget_bytes, **solving)
     replanned = None
     if on_mismatch == "replan" and isinstance(step, Profile):
         form = inputs[0] if isinstance(inputs, list) else inputs
         replanned = _replan(step, budget_bytes, solving, make_loss_fn, form)
-    return replace(found, on_mismatch=on_mismatch, replan=replanned)
+    return replace(planned, on_mismatch=on_mismatch, replan=replanned)
 
 
 def policy(
@@ -150,17 +150,17 @@ def _traced(
     for bucket in buckets(model, inputs):
         if make_loss_fn is not None:
             options = {**options, "loss_fn": make_loss_fn(bucket.batch)}
-        made = calibrated_if_present(profile(model, bucket.batch, **options))
-        twin = next((i for i, one in enumerate(steps) if _alike(one[1], made)), None)
+        traced = calibrated_if_present(profile(model, bucket.batch, **options))
+        twin = next((i for i, one in enumerate(steps) if _alike(one[1], traced)), None)
         if twin is None:
-            steps.append((bucket, made))
+            steps.append((bucket, traced))
             continue
-        earlier, known = steps[twin]
+        earlier, other = steps[twin]
         both = dict.fromkeys([*earlier.signatures, *bucket.signatures])
         earlier.signatures = list(both)
         earlier.num_batches += bucket.num_batches
-        if made.baseline_peak_bytes > known.baseline_peak_bytes:
-            steps[twin] = (earlier, made)
+        if traced.baseline_peak_bytes > other.baseline_peak_bytes:
+            steps[twin] = (earlier, traced)
     return steps
 
 
@@ -189,16 +189,16 @@ def _alike(one: TracedStep, other: TracedStep) -> bool:
 def _over_batches(steps: _Planned, budget_bytes: int, solving: dict[str, Any]) -> Plan:
     """The plan for several batches."""
     plans = []
-    for bucket, made in steps:
+    for bucket, step in steps:
         try:
-            found = make_plan(made, budget_bytes, **solving)
+            cheapest = make_plan(step, budget_bytes, **solving)
         except InfeasibleBudgetError as error:
             raise _infeasible(steps, budget_bytes, error) from None
         signatures = tuple(bucket.signatures)
         plans.append(
-            replace(found, signatures=signatures, num_batches=bucket.num_batches)
+            replace(cheapest, signatures=signatures, num_batches=bucket.num_batches)
         )
-    openings = _openings([made for _, made in steps], plans)
+    openings = _openings([step for _, step in steps], plans)
     plans = [replace(p, opening=o) for p, o in zip(plans, openings, strict=True)]
     return plans[0] if len(plans) == 1 else together(plans)
 
@@ -233,7 +233,7 @@ def _openings(
     steps: Sequence[TracedStep], plans: Sequence[Plan]
 ) -> list[tuple[str, ...]]:
     """Of each step the first ops that tell it from others of a shared signature."""
-    found = []
+    openings = []
     for step, plan in zip(steps, plans, strict=True):
         own = set(plan.signatures)
         siblings = [i for i, p in enumerate(plans) if not own.isdisjoint(p.signatures)]
@@ -243,8 +243,8 @@ def _openings(
         for other in (_before(steps[i], ends) for i in siblings):
             pairs = enumerate(zip_longest(names, other))
             length = max(length, next((n + 1 for n, (a, b) in pairs if a != b), 0))
-        found.append(tuple(names[:length]))
-    return found
+        openings.append(tuple(names[:length]))
+    return openings
 
 
 def _unit_modules(plan: Plan) -> set[str]:
@@ -269,7 +269,7 @@ def _infeasible(
     """What to raise if a batch fits under no plan: names the one that needs most."""
     if len(steps) == 1:
         return error
-    worst = max((made for _, made in steps), key=floor)
+    worst = max((step for _, step in steps), key=floor)
     least = lowest_plan(worst, budget_bytes)
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)})"
@@ -286,7 +286,7 @@ def _infeasible(
 
 
 def _replan(
-    made: Profile,
+    profiled: Profile,
     budget_bytes: int,
     solving: dict[str, Any],
     make_loss_fn: MakeLoss | None,
@@ -297,18 +297,18 @@ def _replan(
     The real step that a profile is held against does not run: there may be no memory
     for it besides the training.
     """
-    step = made.step
+    step = profiled.step
     options = {
         "optimizer": step.optimizer,
-        "device": made.device,
+        "device": profiled.device,
         "autocast": step.autocast,
         "accumulate": step.accumulate,
         "clip_grad_norm": step.clip_grad_norm,
         "gradients_in_forward": step.gradients_in_forward,
-        "exclude": made.exclude,
+        "exclude": profiled.exclude,
     }
     loss_fn, device_type = step.loss_fn, step.traced_type
-    del made, step  # neither model nor inputs stay alive
+    del profiled, step  # neither model nor inputs stay alive
     is_pair = isinstance(form, tuple) and len(form) == 2 and isinstance(form[1], dict)
     kind = type(form)
 

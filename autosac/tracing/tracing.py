@@ -12,7 +12,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -230,19 +231,8 @@ def _run_on(
             most_bytes=_most_bytes(step) if mode is None else None,
         )
         _register(recorder, step, model, (args, kwargs))
-        # On a GPU backward would run on a thread of its own, whose last references
-        # go at any moment after it.
-        one_thread = torch.autograd.set_multithreading_enabled(False)
-        modes = _compat_plain.fakes_of(mode)
         try:
-            with (
-                real_one_hot(recorder),
-                idle_conversions(),
-                modes,
-                torch.enable_grad(),
-                one_thread,
-                recorder.recording(),
-            ):
+            with _recorded(recorder, mode):
                 if isinstance(optimizer, OptimizerInBackward):
                     _make_states(recorder, optimizer)
                 loss = micro_step(
@@ -271,6 +261,25 @@ def _run_on(
             return recorder.tape(), left
         parameters = find_parameters(recorder, step.model, model, optimizer)
         return replace(recorder.tape(), parameters=parameters), left
+
+
+@contextmanager
+def _recorded(
+    recorder: Recorder, mode: _compat.FakeTensorMode | None
+) -> Iterator[None]:
+    """Record a step, on fakes of a mode or on real tensors."""
+    # On a GPU backward would run on a thread of its own, whose last references go at
+    # any moment after it.
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with (
+        real_one_hot(recorder),
+        idle_conversions(),
+        _compat_plain.fakes_of(mode),
+        torch.enable_grad(),
+        one_thread,
+        recorder.recording(),
+    ):
+        yield
 
 
 def _most_bytes(step: Step) -> int | None:

@@ -32,7 +32,6 @@ from benchmarks.rivals import Rival, rivals
 Record = dict[str, Any]
 _T = TypeVar("_T")
 # What autosac raises on purpose, each with one sentence.
-REFUSALS = (AutosacError, NotImplementedError)
 _INSTALLED = re.compile(r"\S*/site-packages/")
 _IMAGES = 64  # in a batch of models of their own size: nothing is allocated
 
@@ -145,7 +144,7 @@ def _errors_in(record: Record) -> Iterator[None]:
         yield
     except NotBuiltError as error:
         record |= {"status": "not built", "reason": _sentence(error)}
-    except REFUSALS as error:
+    except AutosacError as error:
         record |= {"status": "refused", "reason": _sentence(error)}
     except Exception as error:  # that is the finding
         record |= {"status": "raw error", "reason": _sentence(error)}

@@ -144,7 +144,7 @@ def _errors_in(record: Record) -> Iterator[None]:
         record |= {"status": "not built", "reason": _sentence(error)}
     except (SolverError, AssertionError) as error:  # our own mistakes
         record |= {"status": "raw error", "reason": _sentence(error)} | _trace(error)
-    except (AutosacError, NotImplementedError) as error:
+    except AutosacError as error:
         is_plain = record.get("phase") == BUILD
         status = "not built" if is_plain else "refused"
         record |= {"status": status, "reason": _sentence(error)}
