@@ -119,6 +119,8 @@ def formulate(
         }
     holders = Holders(simulator, units, curves)
     cuts |= holders.cuts()
+    for unit, made in zip(units, curves, strict=True):
+        cuts |= _cuts_elsewhere(simulator, holders, unit, made)
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
     stops = np.append(edges, len(live))
@@ -217,6 +219,24 @@ def _changes(
     all_deltas = np.concatenate([deltas, copied, -copied, worked, -worked])
     order = np.argsort(all_keys, kind="stable")
     return all_keys[order], all_deltas[order]
+
+
+def _cuts_elsewhere(
+    simulator: Simulator, holders: Holders, unit: Unit, made: UnitCurve
+) -> set[int]:
+    """Ticks at which a unit begins or ends to free something while it does not run.
+
+    Such as where autocast drops its copies of weights. What units change in a position
+    can be added up where it is the same all along.
+    """
+    found: set[int] = set()
+    for policy in {made.policies[0]: None, made.policies[-1]: None}:
+        keys, _ = _changes(simulator, holders, unit, policy)
+        ticks = -(-keys // simulator.span)
+        runs = (unit.call.enter <= ticks) & (ticks <= unit.call.exit + 1)
+        runs |= (unit.trigger - 1 <= ticks) & (ticks <= unit.last_use + 1)
+        found.update(ticks[~runs].tolist())
+    return found
 
 
 @dataclass(frozen=True, slots=True)
