@@ -49,13 +49,14 @@ class CountModel:
         rows: Positions whose memory is capped.
         units: Those that may be chosen.
         budget_bytes: The cap; None to minimise it.
-        mixed: Units that may take points between theirs, see `_add_between`, and
-            mixtures of their points; others take whole points.
-        coarse: All units may take any mixture of their points instead: a relaxation of
-            that in which only classes and holds are counted in integers.
+        mixed: Units that stand for finer curves: they may take points between theirs,
+            and mixtures where points are missing. None if all take whole points.
         surcharges: What a solution costs at least beyond the relaxation if it uses a
             column, in ms.
         room_ms: Columns with a larger surcharge are left out.
+        tolerance_ms: Points are mixed in segments of this tolerance only, see
+            `_sac_segments`; infinite if they are mixed at will, and only classes and
+            holds are counted in integers. Of no account without `mixed`.
 
     Attributes:
         model: The PuLP model.
@@ -71,10 +72,10 @@ class CountModel:
         *,
         units: Collection[int],
         budget_bytes: int | None,
-        mixed: Collection[int] = (),
-        coarse: bool = False,
+        mixed: Collection[int] | None = None,
         surcharges: Floats | None = None,
         room_ms: float = math.inf,
+        tolerance_ms: float = math.inf,
     ) -> None:
         self.model = _pulp.Model("counts")
         self._table = table
@@ -83,11 +84,12 @@ class CountModel:
         if surcharges is not None:
             self._surcharges = surcharges
         self._room_ms = room_ms
-        self._coarse = coarse
+        self._tolerance_ms = tolerance_ms
+        self._mixed = None if mixed is None else frozenset(mixed)
         longest = float(table.times.max(initial=0.0))
         exponent = math.frexp(_LARGEST_TIME / longest)[1] if longest else 0
         self.scale = 1.0 / MIB if budget_bytes is None else math.ldexp(1.0, exponent)
-        self._add_weights(frozenset(units), frozenset(mixed))
+        self._add_weights(frozenset(units))
         self._add_no_nesting()
         self._peak: pulp.LpVariable | None = None
         if budget_bytes is None:
@@ -120,12 +122,11 @@ class CountModel:
                 found[column + 1] += share * value
         return found
 
-    def is_fine(self, mixed: Collection[int]) -> bool:
-        """Whether points are mixed only where these mixtures stand for finer ones.
-
-        Args:
-            mixed: As for a model that is not `coarse`.
-        """
+    def mixes_known(self) -> bool:
+        """Whether a solution mixes points between which no point is missing."""
+        known = [b.varValue or 0.0 for b, *_ in self._between]
+        if any(abs(share - round(share)) > _WHOLE for share in known):
+            return True
         for c, y in self._y.items():
             unit = self.classes.members[c][0]
             columns = range(*self._table.first[unit : unit + 2])
@@ -133,10 +134,9 @@ class CountModel:
             if all(abs(share - round(share)) <= _WHOLE for _, share in shares):
                 continue
             time_ms = sum(share * float(self._table.times[j]) for j, share in shares)
-            least_ms = self._table.problem.units[unit].mixed_from_ms
-            if unit not in mixed or time_ms < least_ms * round(y.varValue or 0.0):
-                return False
-        return True
+            if time_ms < self._complete_ms(unit) * round(y.varValue or 0.0):
+                return True
+        return False
 
     def price(self) -> float:
         """What a byte of the budget saves, in the objective's unit.
@@ -164,7 +164,7 @@ class CountModel:
                 found[self._table.first[u] : self._table.first[u + 1]] = own
         return found
 
-    def _add_weights(self, units: frozenset[int], mixed: frozenset[int]) -> None:
+    def _add_weights(self, units: frozenset[int]) -> None:
         """Row (1)."""
         add = self.model.add_variable
         self._y: dict[int, pulp.LpVariable] = {}
@@ -176,16 +176,16 @@ class CountModel:
                 continue
             terms = []
             columns = [*range(*self._table.first[first : first + 2])]
-            if self._coarse:
-                terms += self._add_points(first, columns, size, 0.0)
-            elif first in mixed:
-                terms += self._add_between(first, columns, size)
-                terms += self._add_mixture(first, columns, size)
-            else:
+            if self._mixed is None:
                 for j in columns:
                     if self._surcharges[j] <= self._room_ms:
                         self._z[j] = add(f"z_{j:06d}", 0, size, pulp.LpInteger)
                         terms.append((self._z[j], 1.0))
+            elif not math.isinf(self._tolerance_ms):
+                terms += self._add_between(first, columns, size)
+                terms += self._add_mixture(first, columns, size)
+            else:
+                terms += self._add_points(columns, size, 0.0)
             if terms:
                 self._y[c] = add(f"y_{c:05d}", 0, size, pulp.LpInteger)
                 self.model += _pulp.row([*terms, (self._y[c], -1.0)]) == 0
@@ -193,28 +193,42 @@ class CountModel:
     def _add_between(
         self, u: int, columns: Sequence[int], size: int
     ) -> list[tuple[pulp.LpVariable, float]]:
-        """All points of a unit that are faster than any that is missing."""
-        unit = self._table.problem.units[u]
-        points = [(j, 0.0, float(self._table.times[j])) for j in columns]
-        points += [(columns[b.index], b.share, b.recompute_ms) for b in unit.between]
+        """All points of a unit that are faster than any that is missing.
+
+        How many members lie in which segment is counted in integers.
+        """
+        limit_ms = self._complete_ms(u)
+        found = self._table.segments(u, limit_ms, self._tolerance_ms)
+        if found is None:
+            return []
+        own = found.between(self._surcharges[columns]) + found.times
+        own -= found.between(self._table.times[columns])
+        least = found.least(own) <= self._room_ms
         terms = []
-        for n, (j, share, time_ms) in enumerate(points):
-            own, nearest = self._mixed(self._surcharges, j, share), j + (share > 0.0)
-            own += time_ms - self._mixed(self._table.times, j, share)
-            if time_ms < unit.mixed_from_ms and own <= self._room_ms:
-                b = self.model.add_variable(
-                    f"b_{nearest:06d}_{n:05d}", 0, size, pulp.LpInteger
-                )
-                self._between.append((b, j, share, time_ms))
-                terms.append((b, 1.0))
+        for n in np.flatnonzero(least).tolist():
+            vertices = found.vertices[n]
+            category = pulp.LpInteger if len(vertices) == 1 else pulp.LpContinuous
+            points = []
+            for v in vertices:
+                column, share = columns[int(found.index[v])], float(found.share[v])
+                name = f"b_{column + (share > 0.0):06d}_{v:05d}"
+                b = self.model.add_variable(name, 0, size, category)
+                self._between.append((b, column, share, float(found.times[v])))
+                points.append((b, 1.0))
+            if len(vertices) > 1:
+                name = f"s_{columns[0]:06d}_{n:05d}"
+                count = self.model.add_variable(name, 0, size, pulp.LpInteger)
+                self.model += _pulp.row([*points, (count, -1.0)]) == 0
+                points = [(count, 1.0)]
+            terms += points
         return terms
 
     def _add_mixture(
         self, u: int, columns: Sequence[int], size: int
     ) -> list[tuple[pulp.LpVariable, float]]:
         """What stands for missing points: mixtures that take as long as any of them."""
-        least_ms = self._table.problem.units[u].mixed_from_ms
-        points = self._add_points(u, columns, size, least_ms)
+        least_ms = self._complete_ms(u)
+        points = self._add_points(columns, size, least_ms)
         if not points:
             return []
         count = self.model.add_variable(f"m_{columns[0]:06d}", 0, size, pulp.LpInteger)
@@ -226,7 +240,7 @@ class CountModel:
         return [(count, 1.0)]
 
     def _add_points(
-        self, u: int, columns: Sequence[int], size: int, least_ms: float
+        self, columns: Sequence[int], size: int, least_ms: float
     ) -> list[tuple[pulp.LpVariable, float]]:
         """Points to be mixed; none if no mixture that takes so long is of interest."""
         own = self._surcharges[columns]
@@ -236,7 +250,13 @@ class CountModel:
         self._z |= points
         return [(z, 1.0) for z in points.values()]
 
-    def _mixed(self, values: Numbers, column: int, share: float) -> float:
+    def _complete_ms(self, u: int) -> float:
+        """Time of a unit below which no point is missing."""
+        if self._mixed is None or u not in self._mixed:
+            return math.inf
+        return self._table.problem.units[u].mixed_from_ms
+
+    def _between_two(self, values: Numbers, column: int, share: float) -> float:
         """Between a column and the next one."""
         if not share:
             return float(values[column])
@@ -276,7 +296,7 @@ class CountModel:
             if added[column]
         ]
         terms += [
-            (b, self._mixed(added, column, share) / MIB)
+            (b, self._between_two(added, column, share) / MIB)
             for b, column, share, _ in self._between
         ]
         groups: dict[object, list[Held]] = {}

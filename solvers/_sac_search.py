@@ -33,11 +33,11 @@ _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
-_MOST_WORK = 1_200_000  # of all MILPs together, see `_pulp.run`: a second or two
+_MOST_WORK = 7_000_000  # of all MILPs together, see `_pulp.run`: a second or two
 _ANY_WORK = 2**50
-_LEAST_WORK = 30_000  # no MILP is built for less
+_LEAST_WORK = 200_000  # no MILP is built for less
 _LATER_SHARE = 1 / 4  # of that is left for whole points, and of what is left then
-_PROOF_SHARE = 1 / 2  # for the bound of finer curves
+_TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
 _NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 # Shares of the points of units; the time of a choice in ms.
@@ -121,7 +121,6 @@ class Search:
         self.choice: Choice | None = None
         self.price = 0.0
         self._best = most_ms
-        self._is_met = False  # the bound: finer curves may have the mixtures of it
         self._relaxed = 0.0  # optimum of the last LP relaxation, and what a column
         self._surcharges = np.zeros(len(table.times))  # costs beyond it at least
 
@@ -152,18 +151,15 @@ class Search:
         # A small gap may not be reached in time: what a larger one needs comes first.
         for gap in dict.fromkeys((max(wanted, _FIRST_GAP), wanted)):
             self._gap = gap
-            self._reserve = int(_LATER_SHARE * self._left())
-            self._mix(budget_bytes, coarse=True)
+            for tolerance in (math.inf, *_TOLERANCES):
+                self._reserve = int(_LATER_SHARE * self._left())
+                if not self._mix(budget_bytes, tolerance):
+                    break
             self._reserve = 0
-            is_proof_due = bool(self._mixed) and self._proves and not self._is_met
-            self._reserve = int(_PROOF_SHARE * self._left()) if is_proof_due else 0
             if not self._is_done() and not (self._has_best and self._is_late()):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
-            self._reserve = 0
-            if is_proof_due and self._has_best:
-                self._mix(budget_bytes, coarse=False)
         if self.choice is None:
             return Termination.NO_INCUMBENT
         return Termination.OPTIMAL if self._is_done() else Termination.FEASIBLE
@@ -252,24 +248,29 @@ class Search:
                 target -= max(excess, lowered)
                 lowered *= 4
 
-    def _mix(self, budget_bytes: int, *, coarse: bool) -> None:
+    def _mix(self, budget_bytes: int, tolerance: float) -> bool:
         """Solve MILPs in which points may be mixed: their bounds hold for finer curves.
 
         Args:
             budget_bytes: The cap.
-            coarse: All points of all units may be mixed, at a tenth of the work.
+            tolerance: What mixtures in segments of points may be too fast, in gaps;
+                infinite if all points are mixed at will, at a tenth of the work.
+
+        Returns:
+            Whether smaller segments may prove more.
         """
+        tolerance_ms = self._tolerance_ms(tolerance)
         while not self._is_done() and not self._is_late():
             best = self._best
             model, outcome, weights = self._solve(
-                budget_bytes, limit_ms=best, coarse=coarse
+                budget_bytes, limit_ms=best, tolerance_ms=tolerance_ms
             )
             if outcome.termination is Termination.INFEASIBLE:
                 self._prove(best)  # nothing is faster
             elif outcome.bound is not None:
                 self._prove(min(outcome.bound / model.scale, best))
             if not outcome.termination.has_incumbent:
-                break
+                return False
             if self._finer is not None:
                 best = self._finer(likely(self._table, weights))
                 self._best = min(self._best, best)
@@ -278,8 +279,8 @@ class Search:
             )
             live, cap = self._table.live(weights), budget_bytes + _TOLERANCE_BYTES
             if not self._refine(model, weights, live, cap):
-                self._is_met = model.is_fine(self._mixed)
-                break
+                return model.mixes_known()
+        return False
 
     # --- least peak ---------------------------------------------------------------
 
@@ -337,8 +338,8 @@ class Search:
         *,
         relaxed: bool = False,
         whole: bool = False,
-        coarse: bool = False,
         limit_ms: float = math.inf,
+        tolerance_ms: float = math.inf,
     ) -> tuple[CountModel, _pulp.Outcome, Floats]:
         """Model of the rows, how it ended, and its weights dealt out to the units."""
         start = self._start if relaxed else None
@@ -354,10 +355,10 @@ class Search:
                 self.rows,
                 units=self._units,
                 budget_bytes=budget_bytes,
-                mixed=() if whole or relaxed else self._mixed,
-                coarse=coarse,
+                mixed=None if whole or relaxed else self._mixed,
                 surcharges=self._surcharges,
                 room_ms=limit_ms * (1.0 + _NOISE) - self._relaxed,
+                tolerance_ms=tolerance_ms,
             )
         if start is not None:
             start.model, start.model_rows = model, list(self.rows)
@@ -463,6 +464,13 @@ class Search:
 
     def _prove(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
+
+    def _tolerance_ms(self, tolerance: float) -> float:
+        """So many gaps in time, rounded to a power of two, so that it recurs."""
+        most = tolerance * self._gap * self.bound
+        if math.isinf(most) or most <= 0.0:
+            return most
+        return math.ldexp(0.5, math.frexp(most)[1])
 
     def _limit_ms(self, share: float) -> float:
         """A share above the bound; all that may pay once that is a lot."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from solvers._sac_holds import Holds, Ints, Numbers
+from solvers._sac_segments import Segments, segments
 from solvers.sac_problem import SacProblem, Unit
 
 Floats = npt.NDArray[np.float64]
@@ -54,6 +55,7 @@ class Table:
         self.parents = [-1 if unit.parent is None else unit.parent for unit in units]
         self.depth_first = _parents_first(self.parents)
         self._number: dict[object, int] = {}
+        self._segments: dict[tuple[int, float, float], Segments | None] = {}
         self.shapes = [self._numbered(_curve(unit)) for unit in units]
         self._by_column(units)
         self._by_position(units)
@@ -141,6 +143,14 @@ class Table:
         sizes = [len(family) for family in families]
         members = [v for family in families for v in family]
         return np.repeat(np.arange(len(families)), sizes), np.array(members, np.int64)
+
+    def segments(self, u: int, limit_ms: float, tolerance_ms: float) -> Segments | None:
+        """All known points of a unit: see `_sac_segments`."""
+        key = self.shapes[u], limit_ms, tolerance_ms
+        if key not in self._segments:
+            unit = self.problem.units[u]
+            self._segments[key] = segments(unit, limit_ms, tolerance_ms)
+        return self._segments[key]
 
     def working(self, column: int) -> tuple[Ints, Ints]:
         """Positions of a column's working set, and its bytes there."""

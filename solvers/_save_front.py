@@ -167,11 +167,11 @@ def _thinned(
     return found, complete_below_ms
 
 
-def lower_hull(nbytes: _Ints, ms: _Floats) -> _Ints:
+def lower_hull(nbytes: _Ints | _Floats, ms: _Floats) -> _Ints:
     """Indices of the vertices of the lower convex hull.
 
     Args:
-        nbytes: Bytes of each point, rising.
+        nbytes: Bytes of each point, or another measure of them, rising.
         ms: Time of each point, falling.
     """
     is_end = np.zeros(len(nbytes), dtype=bool)
@@ -179,7 +179,7 @@ def lower_hull(nbytes: _Ints, ms: _Floats) -> _Ints:
     return _lower_hulls(nbytes, ms, is_end)
 
 
-def _lower_hulls(nbytes: _Ints, ms: _Floats, is_end: _Flags) -> _Ints:
+def _lower_hulls(nbytes: _Ints | _Floats, ms: _Floats, is_end: _Flags) -> _Ints:
     """As `lower_hull`, of several curves one after the other.
 
     Args:

@@ -29,8 +29,8 @@ from solvers._save_front import SaveFront, lower_hull, save_front
 from solvers._save_hull import save_hull
 from solvers.solution import Solution, Termination
 
-_MOST_LABELS = 4096  # alive at once in the dynamic program,
-_MOST_WORK = 400_000  # and in all: about a second
+_MOST_LABELS = 16384  # alive at once in the dynamic program,
+_MOST_WORK = 4_000_000  # and in all: about a second
 _MOST_CROSSINGS = 1024  # each way, of all neighbours on a hull
 
 _Flags = npt.NDArray[np.bool_]
