@@ -59,6 +59,50 @@ def test_the_milp_predicts_the_peak_that_the_simulation_finds(name):
         assert predicted == actual
 
 
+def test_memory_adds_up_at_every_position_where_autocast_drops_its_copies():
+    # Relative position biases keep copies of weights alive for several blocks.
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+        attn_implementation="eager",
+    )
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+        ids = torch.zeros(2, 16, dtype=torch.long)
+    made = autosac.profile(
+        model,
+        {"input_ids": ids, "labels": ids},
+        optimizer="sgd",
+        device="h100",
+        autocast=torch.bfloat16,
+    )
+    formulation = made.formulation
+    solver = sac.Solver(formulation.problem(0))
+    starts = formulation.edges * made.simulator.span
+    rng = random.Random(0)
+    for _ in range(30):
+        points = random_choice(formulation, rng)
+
+        chosen = {
+            unit: curve.policies[point]
+            for unit, curve, point in zip(
+                formulation.units, formulation.curves, points, strict=True
+            )
+            if point is not None
+        }
+        alive = made.simulator.in_blocks().timeline(chosen).most_from(starts)
+
+        assert (alive == solver.live(points)).all()
+
+
 class SavesItsOutput(nn.Module):
     """Recurrent or tanh-like layers, each before a dropout that holds its output."""
 

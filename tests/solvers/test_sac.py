@@ -306,7 +306,7 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget, kn
     def two(indices, **more):
         points = tuple(
             Breakpoint(
-                ratio=1.0,
+                ratio=1.0 - front.solutions[i].saved_bytes / (most + 1),
                 freed_bytes=most - front.solutions[i].saved_bytes,
                 recompute_ms=front.solutions[i].recompute_ms,
             )

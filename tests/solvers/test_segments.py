@@ -1,0 +1,74 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from solvers import sac
+from solvers._sac_segments import segments
+
+STEPS = st.lists(
+    st.tuples(st.integers(1, 50), st.floats(0.01, 5.0)), min_size=1, max_size=60
+)
+
+
+def unit(steps):
+    """A unit whose points each free and take more than the one before."""
+    freed = np.cumsum([nbytes for nbytes, _ in steps]).tolist()
+    times = np.cumsum([ms for _, ms in steps]).tolist()
+    points = [
+        sac.Breakpoint(ratio=nbytes / freed[-1], freed_bytes=nbytes, recompute_ms=ms)
+        for nbytes, ms in zip(freed, times, strict=True)
+    ]
+    return sac.Unit(
+        fqn="unit",
+        parent=None,
+        points=tuple(points),
+        freed_from=0,
+        freed_until=1,
+        working=(),
+    )
+
+
+@given(steps=STEPS, tolerance_ms=st.floats(0.0, 4.0))
+def test_mixtures_of_a_segment_are_below_its_points_by_the_tolerance(
+    steps, tolerance_ms
+):
+    points = unit(steps).points
+    found = segments(unit(steps), np.inf, tolerance_ms)
+
+    stops = [*found.starts[1:], len(points)]
+    for start, stop, vertices in zip(found.starts, stops, found.vertices, strict=True):
+        assert set(vertices) <= set(range(start, stop))
+        freed = [points[v].freed_bytes for v in vertices]
+        times = [points[v].recompute_ms for v in vertices]
+        for k in range(start, stop):
+            mixed_ms = np.interp(points[k].freed_bytes, freed, times)
+            assert mixed_ms <= points[k].recompute_ms + 1e-9
+            if k + 1 < stop:
+                assert points[k + 1].recompute_ms <= mixed_ms + tolerance_ms + 1e-9
+
+
+@given(steps=STEPS)
+def test_without_tolerance_every_point_is_a_segment(steps):
+    found = segments(unit(steps), np.inf, 0.0)
+
+    assert found.vertices == tuple((k,) for k in range(len(steps)))
+
+
+def test_slow_points_are_left_out():
+    four = unit([(1, 1.0)] * 4)
+
+    assert len(segments(four, 2.5, 0.0).times) == 2
+    assert segments(four, 0.5, 0.0) is None
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_values_at_a_known_point_lie_between_those_of_its_neighbours(share):
+    two = unit([(10, 1.0), (10, 1.0)])
+    known = sac.Between(index=0, share=share, recompute_ms=1.5)
+    found = segments(replace(two, between=(known,)), np.inf, 0.0)
+
+    values = found.between(np.array([4.0, 8.0]))
+    assert values.tolist() == [4.0, 4.0 + 4.0 * share, 8.0]
