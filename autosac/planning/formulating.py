@@ -206,17 +206,10 @@ def _changes(
     nbytes = simulator.tape.nbytes[storages[changed]]
     keys = np.array([before, after]).ravel(order="F")  # both of each storage in turn
     deltas = np.array([nbytes, -nbytes]).ravel(order="F")
-    copied, worked = effect.copy_bytes, effect.work_bytes
-    all_keys = np.concatenate(
-        [
-            keys,
-            effect.copy_born,
-            effect.copy_died,
-            effect.work_made,
-            effect.work_end,
-        ]
-    )
-    all_deltas = np.concatenate([deltas, copied, -copied, worked, -worked])
+    pieces = (effect.copies, effect.works)
+    all_keys = np.concatenate([keys, *(of[:, :2].ravel(order="F") for of in pieces)])
+    sizes = (np.concatenate([of[:, 2], -of[:, 2]]) for of in pieces)
+    all_deltas = np.concatenate([deltas, *sizes])
     order = np.argsort(all_keys, kind="stable")
     return all_keys[order], all_deltas[order]
 
