@@ -13,6 +13,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -124,13 +126,14 @@ def formulate(
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
     stops = np.append(edges, len(live))
-    step = _Step(simulator, holders, live, edges, stops, base)
-    known: dict[_Sight, sac.Unit] = {}
+    last_exit = max((unit.call.exit for unit in units), default=0)
+    step = _Step(simulator, holders, live, edges, stops, base, last_exit)
+    known: dict[_Sight, _Seen] = {}
     num_alike = Counter(unit.key for unit in units)
     records = []
     for unit, made, parent in zip(units, curves, _parents(units), strict=True):
         if num_alike[unit.key] == 1:
-            record = _solver_unit(step, unit, made)
+            record = _solver_unit(step, unit, made, _changes_of(step, unit, made))
         else:
             record = _moved_or_new(step, unit, made, known)
         records.append(replace(record, fqn=unit.fqn, parent=parent))
@@ -243,6 +246,7 @@ class _Step:
         edges: First tick of every position,
         stops: and the number of ticks besides.
         base: Most of these bytes at every position.
+        last_exit: Tick at which the last unit has run.
     """
 
     simulator: Simulator
@@ -251,6 +255,7 @@ class _Step:
     edges: IntArray
     stops: IntArray
     base: IntArray
+    last_exit: int
 
     def places(self, unit: Unit) -> list[int]:
         """Positions at which a unit begins, has run, is about to be rerun, is done."""
@@ -264,39 +269,64 @@ class _Sight:
     """Equal for units of which one can be formulated by moving the other.
 
     They behave alike, memory rises and falls alike around them, and so does what the
-    first and the last point of their curves change.
+    first and the last point of their curves change. Changes after all units have run
+    (autocast lets go of its copies of the weights then) stay where they are.
 
     Attributes:
         key: The unit's.
         early: Positions after its forward at which these still change anything,
         late: and those before its rerun.
+        cuts: Positions in between that begin with another change.
         seen: What is to be seen there.
     """
 
     key: Hashable
     early: int
     late: int
+    cuts: tuple[int, ...]
     seen: tuple[bytes, ...]
+
+
+class _Seen(NamedTuple):
+    """What is known of a unit that others may look like.
+
+    Attributes:
+        changes: What it changes from its first position to its last.
+        places: See `_Step.places`.
+    """
+
+    changes: IntArray
+    places: list[int]
 
 
 def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
     first, freed_from, freed_until, last = step.places(unit)
     span = step.simulator.span
     settled, unsettled = freed_from, freed_until
-    seen: list[bytes] = []
+    deaths = _deaths_between(step, unit)
+    cuts = {cut for place in deaths for cut in (place, place + 1)}
+    seen: list[bytes] = [repr(deaths).encode()]
     for policy in {made.policies[0]: None, made.policies[-1]: None}:
         keys, deltas = _changes(step.simulator, step.holders, unit, policy)
         late = keys >= (unit.trigger - 1) * span
+        between = ~late & (keys > step.last_exit * span)
+        early = ~late & ~between
         moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
-        seen += [moved.tobytes(), deltas.tobytes()]
-        in_order = int(late.argmax()) if late.any() else len(keys)
-        if in_order:
-            tick = -(-int(keys[in_order - 1]) // span)
+        seen += [moved[~between].tobytes(), deltas[~between].tobytes()]
+        if early.any():
+            tick = -(-int(keys[early][-1]) // span)
             settled = max(settled, int(np.searchsorted(step.edges, tick)))
-        if in_order < len(keys):
-            tick = int(keys[in_order]) // span
+        if late.any():
+            tick = int(keys[late][0]) // span
             before = int(np.searchsorted(step.edges, tick, side="right")) - 1
             unsettled = min(unsettled, before)
+        at = np.searchsorted(step.edges, keys[between] // span, side="right") - 1
+        if (deltas[between] <= 0).all() and deaths.keys() >= set(at.tolist()):
+            freed = np.bincount(at, deltas[between], len(step.edges))
+            seen.append(freed[list(deaths)].tobytes())
+        else:
+            seen += [keys[between].tobytes(), deltas[between].tobytes()]
+            cuts |= {*at.tolist(), *(at + 1).tolist()}
     settled = min(settled, freed_until)
     unsettled = max(unsettled, settled)
     stops = step.stops
@@ -307,55 +337,96 @@ def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
         around = step.live[stops[low] : stops[high]]
         seen.append((stops[low : high + 1] - origin).tobytes())
         seen.append((around - (around[0] if len(around) else 0)).tobytes())
-    return _Sight(unit.key, settled - freed_from, freed_until - unsettled, tuple(seen))
+    return _Sight(
+        key=unit.key,
+        early=settled - freed_from,
+        late=freed_until - unsettled,
+        cuts=tuple(sorted(cuts)),
+        seen=tuple(seen),
+    )
+
+
+def _deaths_between(step: _Step, unit: Unit) -> dict[int, tuple[object, ...]]:
+    """Positions after all units have run where results of a unit may be freed.
+
+    Returns:
+        By position what says, together with the sum of what is freed there, how much
+        lower memory is: which results these are; most bytes alive before any of them
+        may be freed and after all are, if in between no more than before are, and else
+        when each may be freed.
+    """
+    results = np.array([s for g in unit.groups for s in g.storages], dtype=np.int64)
+    died = step.simulator.tape.died[results]
+    is_between = (died > step.last_exit) & (died < unit.trigger - 1)
+    at = np.searchsorted(step.edges, died, side="right") - 1
+    found: dict[int, tuple[object, ...]] = {}
+    for place in np.unique(at[is_between]).tolist():
+        own = np.flatnonzero(is_between & (at == place))
+        first, last = int(died[own].min()), int(died[own].max())
+        before = step.live[step.stops[place] : first].max(initial=0)
+        if step.live[first:last].max(initial=0) <= before:
+            after = step.live[last : step.stops[place + 1]].max()
+            found[place] = (own.tobytes(), int(before), int(after))
+        else:
+            found[place] = (own.tobytes(), died[own].tobytes())
+    return found
 
 
 def _moved_or_new(
-    step: _Step, unit: Unit, made: UnitCurve, known: dict[_Sight, sac.Unit]
+    step: _Step, unit: Unit, made: UnitCurve, known: dict[_Sight, _Seen]
 ) -> sac.Unit:
-    """The record of a unit, by moving that of one like it if it is known."""
-    sight = _sight(step, unit, made)
+    """The record of a unit, by moving what one like it changes if that is known."""
+    sight, places = _sight(step, unit, made), step.places(unit)
     twin = known.get(sight)
-    record = twin and _moved(step, unit, twin, sight)
-    if record is None:
-        record = known[sight] = _solver_unit(step, unit, made)
-    return record
+    changes = None if twin is None else _moved(sight, twin, places)
+    if changes is None:
+        changes = _changes_of(step, unit, made)
+        known[sight] = _Seen(changes.copy(), places)
+    return _solver_unit(step, unit, made, changes)
 
 
-def _moved(step: _Step, unit: Unit, twin: sac.Unit, sight: _Sight) -> sac.Unit | None:
-    """The record of a unit that looks like its twin; None if it is not only moved."""
-    first, freed_from, freed_until, last = step.places(unit)
-    if freed_until - freed_from <= sight.early + sight.late:
-        return None  # what it frees in between is not to be seen
-    working = []
-    for position, extras in twin.working:
-        if position < twin.freed_from + sight.early:
-            moved = position - twin.freed_from + freed_from
-        elif position >= twin.freed_until - sight.late:
-            moved = position - twin.freed_until + freed_until
-        else:
-            return None
-        if not first <= moved < last:
-            return None
-        working.append((moved, extras))
-    return replace(
-        twin, freed_from=freed_from, freed_until=freed_until, working=tuple(working)
+def _moved(sight: _Sight, twin: _Seen, places: Sequence[int]) -> IntArray | None:
+    """What a unit changes that looks like its twin; None if it is not only moved.
+
+    Between its forward and its rerun it changes the same from one cut to the next.
+    """
+    own, others = (
+        [of[1] + sight.early, *sight.cuts, of[2] - sight.late]
+        for of in (places, twin.places)
     )
+    parts = [twin.changes[: others[0] - twin.places[0]]]
+    stretches = zip(pairwise(own), pairwise(others), strict=True)
+    for (start, stop), (other_start, other_stop) in stretches:
+        if stop < start or other_stop < other_start:
+            return None  # a cut is not in between
+        if stop > start and other_stop == other_start:
+            return None  # what it frees there is not to be seen
+        alike = twin.changes[other_start - twin.places[0] : other_stop - twin.places[0]]
+        if (alike != alike[:1]).any():
+            return None  # some point changes more than the first and the last one do
+        parts.append(np.repeat(alike[:1], stop - start, axis=0))
+    parts.append(twin.changes[others[-1] - twin.places[0] :])
+    return np.concatenate(parts)
 
 
-def _solver_unit(step: _Step, unit: Unit, made: UnitCurve) -> sac.Unit:
-    first, freed_from, freed_until, last = step.places(unit)
-    changes = np.stack(
-        [
-            _by_position(
-                step,
-                range(first, last),
-                *_changes(step.simulator, step.holders, unit, policy),
-            )
-            for policy in made.policies
-        ],
-        axis=1,
-    )
+def _changes_of(step: _Step, unit: Unit, made: UnitCurve) -> IntArray:
+    """Change of the most bytes alive from a unit's first position on, by point."""
+    first, _, _, last = step.places(unit)
+    by_point = [
+        _by_position(
+            step,
+            range(first, last),
+            *_changes(step.simulator, step.holders, unit, policy),
+        )
+        for policy in made.policies
+    ]
+    return np.stack(by_point, axis=1)
+
+
+def _solver_unit(
+    step: _Step, unit: Unit, made: UnitCurve, changes: IntArray
+) -> sac.Unit:
+    first, freed_from, freed_until, _ = step.places(unit)
     # What a unit frees is what it frees at most positions between its forward and
     # its backward; it works at those where it changes anything else.
     between = changes[freed_from - first : freed_until - first]
