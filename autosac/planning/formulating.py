@@ -13,18 +13,18 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from autosac.candidates.curves import UnitCurve
 from autosac.candidates.holding import Holders
-from autosac.candidates.policies import Policy
 from autosac.candidates.units import Unit
+from autosac.planning.changes import Changes, changes_of
 from autosac.simulation.simulating import Simulator
 from autosac.tracing.tape import IntArray
 from solvers import curve, sac
+
+_MOST_TICKS = 1_000_000  # that a unit's policies are looked at together
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,21 +121,25 @@ def formulate(
         }
     holders = Holders(simulator, units, curves)
     cuts |= holders.cuts()
-    for unit, made in zip(units, curves, strict=True):
-        cuts |= _cuts_elsewhere(simulator, holders, unit, made)
+    ends = [
+        changes_of(simulator, holders, unit, (made.policies[0], made.policies[-1]))
+        for unit, made in zip(units, curves, strict=True)
+    ]
+    for unit, changes in zip(units, ends, strict=True):
+        cuts |= _cuts_elsewhere(unit, changes.keys, simulator.span)
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
     stops = np.append(edges, len(live))
-    last_exit = max((unit.call.exit for unit in units), default=0)
-    step = _Step(simulator, holders, live, edges, stops, base, last_exit)
-    known: dict[_Sight, _Seen] = {}
+    step = _Step(simulator, holders, live, edges, stops, base)
+    known: dict[_Sight, sac.Unit] = {}
     num_alike = Counter(unit.key for unit in units)
     records = []
-    for unit, made, parent in zip(units, curves, _parents(units), strict=True):
+    parents = _parents(units)
+    for unit, made, parent, changes in zip(units, curves, parents, ends, strict=True):
         if num_alike[unit.key] == 1:
-            record = _solver_unit(step, unit, made, _changes_of(step, unit, made))
+            record = _solver_unit(step, unit, made)
         else:
-            record = _moved_or_new(step, unit, made, known)
+            record = _moved_or_new(step, unit, made, changes, known)
         records.append(replace(record, fqn=unit.fqn, parent=parent))
     return Formulation(
         units=tuple(units),
@@ -188,51 +192,16 @@ def _parents(units: Sequence[Unit]) -> list[int | None]:
     return parents
 
 
-def _changes(
-    simulator: Simulator, holders: Holders, unit: Unit, policy: Policy
-) -> tuple[IntArray, IntArray]:
-    """Keys and sizes of what changes in memory if only this unit is rerun."""
-    span = simulator.span
-    effect = simulator.effect(unit, policy)
-    held = dict(zip(effect.held.tolist(), effect.held_until.tolist(), strict=True))
-    saved = holders.saved_without(unit.saved)
-    affected = set(held) | set(saved)
-    affected -= holders.shared.keys() & set(unit.call.inputs)
-    freed = holders.freed
-    storages = np.array(list(affected), dtype=np.int64)
-    without = [saved.get(storage, freed[storage]) for storage in affected]
-    until = [held.get(storage, 0) for storage in affected]
-    before = np.array([freed[storage] for storage in affected], np.int64) * span
-    after = np.maximum(np.array(without, np.int64) * span, np.array(until, np.int64))
-    changed = before != after
-    before, after = before[changed], after[changed]
-    nbytes = simulator.tape.nbytes[storages[changed]]
-    keys = np.array([before, after]).ravel(order="F")  # both of each storage in turn
-    deltas = np.array([nbytes, -nbytes]).ravel(order="F")
-    pieces = (effect.copies, effect.works)
-    all_keys = np.concatenate([keys, *(of[:, :2].ravel(order="F") for of in pieces)])
-    sizes = (np.concatenate([of[:, 2], -of[:, 2]]) for of in pieces)
-    all_deltas = np.concatenate([deltas, *sizes])
-    order = np.argsort(all_keys, kind="stable")
-    return all_keys[order], all_deltas[order]
-
-
-def _cuts_elsewhere(
-    simulator: Simulator, holders: Holders, unit: Unit, made: UnitCurve
-) -> set[int]:
+def _cuts_elsewhere(unit: Unit, keys: IntArray, span: int) -> set[int]:
     """Ticks at which a unit begins or ends to free something while it does not run.
 
     Such as where autocast drops its copies of weights. What units change in a position
     can be added up where it is the same all along.
     """
-    found: set[int] = set()
-    for policy in {made.policies[0]: None, made.policies[-1]: None}:
-        keys, _ = _changes(simulator, holders, unit, policy)
-        ticks = -(-keys // simulator.span)
-        runs = (unit.call.enter <= ticks) & (ticks <= unit.call.exit + 1)
-        runs |= (unit.trigger - 1 <= ticks) & (ticks <= unit.last_use + 1)
-        found.update(ticks[~runs].tolist())
-    return found
+    ticks = -(-keys // span)
+    runs = (unit.call.enter <= ticks) & (ticks <= unit.call.exit + 1)
+    runs |= (unit.trigger - 1 <= ticks) & (ticks <= unit.last_use + 1)
+    return set(ticks[~runs].tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +215,6 @@ class _Step:
         edges: First tick of every position,
         stops: and the number of ticks besides.
         base: Most of these bytes at every position.
-        last_exit: Tick at which the last unit has run.
     """
 
     simulator: Simulator
@@ -255,7 +223,6 @@ class _Step:
     edges: IntArray
     stops: IntArray
     base: IntArray
-    last_exit: int
 
     def places(self, unit: Unit) -> list[int]:
         """Positions at which a unit begins, has run, is about to be rerun, is done."""
@@ -269,64 +236,38 @@ class _Sight:
     """Equal for units of which one can be formulated by moving the other.
 
     They behave alike, memory rises and falls alike around them, and so does what the
-    first and the last point of their curves change. Changes after all units have run
-    (autocast lets go of its copies of the weights then) stay where they are.
+    first and the last point of their curves change.
 
     Attributes:
         key: The unit's.
         early: Positions after its forward at which these still change anything,
         late: and those before its rerun.
-        cuts: Positions in between that begin with another change.
         seen: What is to be seen there.
     """
 
     key: Hashable
     early: int
     late: int
-    cuts: tuple[int, ...]
     seen: tuple[bytes, ...]
 
 
-class _Seen(NamedTuple):
-    """What is known of a unit that others may look like.
-
-    Attributes:
-        changes: What it changes from its first position to its last.
-        places: See `_Step.places`.
-    """
-
-    changes: IntArray
-    places: list[int]
-
-
-def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
+def _sight(step: _Step, unit: Unit, ends: Changes) -> _Sight:
     first, freed_from, freed_until, last = step.places(unit)
     span = step.simulator.span
     settled, unsettled = freed_from, freed_until
-    deaths = _deaths_between(step, unit)
-    cuts = {cut for place in deaths for cut in (place, place + 1)}
-    seen: list[bytes] = [repr(deaths).encode()]
-    for policy in {made.policies[0]: None, made.policies[-1]: None}:
-        keys, deltas = _changes(step.simulator, step.holders, unit, policy)
+    seen: list[bytes] = []
+    for keys, deltas in ends.by_policy():
         late = keys >= (unit.trigger - 1) * span
-        between = ~late & (keys > step.last_exit * span)
-        early = ~late & ~between
         moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
-        seen += [moved[~between].tobytes(), deltas[~between].tobytes()]
-        if early.any():
-            tick = -(-int(keys[early][-1]) // span)
+        seen += [moved.tobytes(), deltas.tobytes()]
+        in_order = int(late.argmax()) if late.any() else len(keys)
+        if in_order:
+            tick = -(-int(keys[in_order - 1]) // span)
             settled = max(settled, int(np.searchsorted(step.edges, tick)))
-        if late.any():
-            tick = int(keys[late][0]) // span
+        if in_order < len(keys):
+            tick = int(keys[in_order]) // span
             before = int(np.searchsorted(step.edges, tick, side="right")) - 1
             unsettled = min(unsettled, before)
-        at = np.searchsorted(step.edges, keys[between] // span, side="right") - 1
-        if (deltas[between] <= 0).all() and deaths.keys() >= set(at.tolist()):
-            freed = np.bincount(at, deltas[between], len(step.edges))
-            seen.append(freed[list(deaths)].tobytes())
-        else:
-            seen += [keys[between].tobytes(), deltas[between].tobytes()]
-            cuts |= {*at.tolist(), *(at + 1).tolist()}
     settled = min(settled, freed_until)
     unsettled = max(unsettled, settled)
     stops = step.stops
@@ -337,96 +278,49 @@ def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
         around = step.live[stops[low] : stops[high]]
         seen.append((stops[low : high + 1] - origin).tobytes())
         seen.append((around - (around[0] if len(around) else 0)).tobytes())
-    return _Sight(
-        key=unit.key,
-        early=settled - freed_from,
-        late=freed_until - unsettled,
-        cuts=tuple(sorted(cuts)),
-        seen=tuple(seen),
-    )
-
-
-def _deaths_between(step: _Step, unit: Unit) -> dict[int, tuple[object, ...]]:
-    """Positions after all units have run where results of a unit may be freed.
-
-    Returns:
-        By position what says, together with the sum of what is freed there, how much
-        lower memory is: which results these are; most bytes alive before any of them
-        may be freed and after all are, if in between no more than before are, and else
-        when each may be freed.
-    """
-    results = np.array([s for g in unit.groups for s in g.storages], dtype=np.int64)
-    died = step.simulator.tape.died[results]
-    is_between = (died > step.last_exit) & (died < unit.trigger - 1)
-    at = np.searchsorted(step.edges, died, side="right") - 1
-    found: dict[int, tuple[object, ...]] = {}
-    for place in np.unique(at[is_between]).tolist():
-        own = np.flatnonzero(is_between & (at == place))
-        first, last = int(died[own].min()), int(died[own].max())
-        before = step.live[step.stops[place] : first].max(initial=0)
-        if step.live[first:last].max(initial=0) <= before:
-            after = step.live[last : step.stops[place + 1]].max()
-            found[place] = (own.tobytes(), int(before), int(after))
-        else:
-            found[place] = (own.tobytes(), died[own].tobytes())
-    return found
+    return _Sight(unit.key, settled - freed_from, freed_until - unsettled, tuple(seen))
 
 
 def _moved_or_new(
-    step: _Step, unit: Unit, made: UnitCurve, known: dict[_Sight, _Seen]
+    step: _Step,
+    unit: Unit,
+    made: UnitCurve,
+    ends: Changes,
+    known: dict[_Sight, sac.Unit],
 ) -> sac.Unit:
-    """The record of a unit, by moving what one like it changes if that is known."""
-    sight, places = _sight(step, unit, made), step.places(unit)
+    """The record of a unit, by moving that of one like it if it is known."""
+    sight = _sight(step, unit, ends)
     twin = known.get(sight)
-    changes = None if twin is None else _moved(sight, twin, places)
-    if changes is None:
-        changes = _changes_of(step, unit, made)
-        known[sight] = _Seen(changes.copy(), places)
-    return _solver_unit(step, unit, made, changes)
+    record = twin and _moved(step, unit, twin, sight)
+    if record is None:
+        record = known[sight] = _solver_unit(step, unit, made)
+    return record
 
 
-def _moved(sight: _Sight, twin: _Seen, places: Sequence[int]) -> IntArray | None:
-    """What a unit changes that looks like its twin; None if it is not only moved.
-
-    Between its forward and its rerun it changes the same from one cut to the next.
-    """
-    own, others = (
-        [of[1] + sight.early, *sight.cuts, of[2] - sight.late]
-        for of in (places, twin.places)
+def _moved(step: _Step, unit: Unit, twin: sac.Unit, sight: _Sight) -> sac.Unit | None:
+    """The record of a unit that looks like its twin; None if it is not only moved."""
+    first, freed_from, freed_until, last = step.places(unit)
+    if freed_until - freed_from <= sight.early + sight.late:
+        return None  # what it frees in between is not to be seen
+    working = []
+    for position, extras in twin.working:
+        if position < twin.freed_from + sight.early:
+            moved = position - twin.freed_from + freed_from
+        elif position >= twin.freed_until - sight.late:
+            moved = position - twin.freed_until + freed_until
+        else:
+            return None
+        if not first <= moved < last:
+            return None
+        working.append((moved, extras))
+    return replace(
+        twin, freed_from=freed_from, freed_until=freed_until, working=tuple(working)
     )
-    parts = [twin.changes[: others[0] - twin.places[0]]]
-    stretches = zip(pairwise(own), pairwise(others), strict=True)
-    for (start, stop), (other_start, other_stop) in stretches:
-        if stop < start or other_stop < other_start:
-            return None  # a cut is not in between
-        if stop > start and other_stop == other_start:
-            return None  # what it frees there is not to be seen
-        alike = twin.changes[other_start - twin.places[0] : other_stop - twin.places[0]]
-        if (alike != alike[:1]).any():
-            return None  # some point changes more than the first and the last one do
-        parts.append(np.repeat(alike[:1], stop - start, axis=0))
-    parts.append(twin.changes[others[-1] - twin.places[0] :])
-    return np.concatenate(parts)
 
 
-def _changes_of(step: _Step, unit: Unit, made: UnitCurve) -> IntArray:
-    """Change of the most bytes alive from a unit's first position on, by point."""
-    first, _, _, last = step.places(unit)
-    by_point = [
-        _by_position(
-            step,
-            range(first, last),
-            *_changes(step.simulator, step.holders, unit, policy),
-        )
-        for policy in made.policies
-    ]
-    return np.stack(by_point, axis=1)
-
-
-def _solver_unit(
-    step: _Step, unit: Unit, made: UnitCurve, changes: IntArray
-) -> sac.Unit:
-    first, freed_from, freed_until, _ = step.places(unit)
+def _solver_unit(step: _Step, unit: Unit, made: UnitCurve) -> sac.Unit:
+    first, freed_from, freed_until, last = step.places(unit)
+    changes = _by_position(step, unit, made, range(first, last))
     # What a unit frees is what it frees at most positions between its forward and
     # its backward; it works at those where it changes anything else.
     between = changes[freed_from - first : freed_until - first]
@@ -450,6 +344,20 @@ def _solver_unit(
     )
 
 
+def _by_position(
+    step: _Step, unit: Unit, made: UnitCurve, positions: range
+) -> IntArray:
+    """What a unit changes at each position, by point."""
+    num_ticks = int(step.stops[positions.stop] - step.stops[positions.start])
+    at_once = max(1, _MOST_TICKS // max(1, num_ticks))
+    parts = []
+    for start in range(0, len(made.policies), at_once):
+        policies = made.policies[start : start + at_once]
+        changes = changes_of(step.simulator, step.holders, unit, policies)
+        parts.append(changes.at(positions, step.live, step.stops, step.base))
+    return np.concatenate(parts).T
+
+
 def _between(made: UnitCurve) -> tuple[sac.Between, ...]:
     """Points that are known and not among those of the MILP."""
     freed = made.points.freed_bytes
@@ -468,33 +376,3 @@ def _most_frequent(values: IntArray) -> int:
         return 0
     found, counts = np.unique(values, return_counts=True)
     return int(found[counts.argmax()])
-
-
-def _by_position(
-    step: _Step, positions: range, keys: IntArray, deltas: IntArray
-) -> IntArray:
-    """Change of the most bytes alive at each position, given all changes in time.
-
-    ``level[i]`` is what the changes before ``keys[i]`` come to.
-    """
-    live, span = step.live, step.simulator.span
-    level = np.concatenate([[0], np.cumsum(deltas)])
-    stops = step.stops[positions.start : positions.stop + 1]
-    before = keys.searchsorted(stops[:-1] * span, side="right")
-    after = keys.searchsorted(stops[1:] * span, side="left")
-    change: IntArray = level[before]
-    changing = np.flatnonzero(before != after)
-    if not len(changing):
-        return change
-    firsts, lengths = stops[changing], stops[changing + 1] - stops[changing]
-    starts = np.cumsum(lengths) - lengths
-    ticks = np.repeat(firsts - starts, lengths) + np.arange(lengths.sum())
-    alive = live[ticks] + level[keys.searchsorted(ticks * span, side="right")]
-    most = np.maximum.reduceat(alive, starts)
-    # Changes between two ticks (a rerun) come on top of the earlier tick.
-    at = keys // span
-    place = firsts.searchsorted(at, side="right") - 1
-    inside = np.flatnonzero((place >= 0) & (at < (firsts + lengths)[place]))
-    np.maximum.at(most, place[inside], live[at[inside]] + level[inside + 1])
-    change[changing] = most - step.base[positions.start : positions.stop][changing]
-    return change
