@@ -34,7 +34,7 @@ class Program:
         self._coefficients = np.array([of for _, of in pairs], dtype=np.float64)
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         self._row_of = np.repeat(np.arange(len(rows)), lengths)
-        self._highs = highspy.Highs()
+        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("threads", 1)
         passed = highspy.HighsLp()

@@ -106,15 +106,15 @@ def changes_of(
     after[at] = np.maximum(after[at], until)
     together = holders.shared.keys() & set(unit.call.inputs)
     changed = (after != before) & ~np.isin(storages, list(together))
-    at = np.nonzero(changed)
-    nbytes = tape.nbytes[storages[at[1]]]
-    moved = np.array([before[at[1]], after[at], nbytes]).T  # freed later, or earlier
+    number, of = np.nonzero(changed)
+    nbytes = tape.nbytes[storages[of]]
+    moved = np.array([before[of], after[number, of], nbytes]).T
     copies = np.concatenate([effect.copies for effect in effects])
     works = np.concatenate([effect.works for effect in effects])
     pieces = np.concatenate([moved, copies, works])
     number = np.concatenate(
         [
-            at[0],
+            number,
             _numbered([effect.copies for effect in effects]),
             _numbered([effect.works for effect in effects]),
         ]

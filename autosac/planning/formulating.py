@@ -355,7 +355,8 @@ def _by_position(
         policies = made.policies[start : start + at_once]
         changes = changes_of(step.simulator, step.holders, unit, policies)
         parts.append(changes.at(positions, step.live, step.stops, step.base))
-    return np.concatenate(parts).T
+    by_point: IntArray = np.concatenate(parts).T
+    return by_point
 
 
 def _between(made: UnitCurve) -> tuple[sac.Between, ...]:

@@ -281,7 +281,7 @@ class Simulator:
         outside = np.ones(len(self._saved_until), dtype=bool)
         for unit in chosen:
             outside[unit.saved.start : unit.saved.stop] = False
-        freed = self._died.copy()
+        freed: IntArray = self._died.copy()
         until = self._saved_until[outside]
         np.maximum.at(freed, self.tape.saved_storage[outside], until)
         if effects:

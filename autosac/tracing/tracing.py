@@ -51,6 +51,7 @@ from autosac.tracing.tape import Tape
 
 # Of a step that other threads disturb.
 _LEAST_RUNS, _MOST_RUNS = 3, 9
+_MUCH_BYTES = 2**26
 
 
 def trace(step: Step) -> Tape:
@@ -64,13 +65,17 @@ def trace(step: Step) -> Tape:
     """
     tape = _trace(step)
     if draws.may_decide(tape):
-        step.learned.seed, tape = draws.largest(tape, partial(_with_seed, step))
+
+        def with_seed(run: Callable[[Step], Tape], seed: int) -> Tape:
+            step.learned.seed = seed
+            return run(step)
+
+        step.learned.seed, tape = draws.largest(
+            tape,
+            partial(with_seed, _trace),
+            partial(with_seed, lambda step: dry_run(step, lambda model: None)),
+        )
     return tape
-
-
-def _with_seed(step: Step, seed: int) -> Tape:
-    step.learned.seed = seed
-    return _trace(step)
 
 
 def _trace(step: Step) -> Tape:
@@ -196,7 +201,7 @@ def _run(
             if left is None or left:
                 memoized.forget_fakes()
             _compat_plain.restore_keys(mode)
-            if is_real:
+            if is_real and _takes_much(step):
                 gc.collect()  # the copy hangs in cycles
 
 
@@ -280,6 +285,11 @@ def _recorded(
         recorder.recording(),
     ):
         yield
+
+
+def _takes_much(step: Step) -> bool:
+    """Whether a copy's memory is worth a search through all of Python's objects."""
+    return sum(p.nbytes for p in step.model.parameters()) > _MUCH_BYTES
 
 
 def _most_bytes(step: Step) -> int | None:
