@@ -22,7 +22,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 from autosac import _compat
 from autosac.pytrees import mapped
@@ -94,10 +98,7 @@ def restore_keys(mode: FakeTensorMode | None) -> None:
     """End the use of a mode: whoever still holds a plain fake of it, gets another."""
     if not is_plain(mode):
         return
-    left = [
-        value
-        for value in gc.get_objects()
-        if _compat.is_plain_fake(value) and value.fake_mode is mode
-    ]
-    for fake in left:
-        torch._C._swap_tensor_impl(fake, _compat.twin_of_fake(fake, plain=False))
+    fakes = [value for value in gc.get_objects() if type(value) is FakeTensor]
+    for fake in fakes:
+        if fake.fake_mode is mode and _compat.is_plain_fake(fake):
+            torch._C._swap_tensor_impl(fake, _compat.twin_of_fake(fake, plain=False))

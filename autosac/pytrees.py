@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,18 +22,26 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
+_PLAIN_TYPES = frozenset(_PLAIN)  # to look up without their subclasses
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested lists, tuples, mappings and objects with ``__dict__``."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+    """Tensors in nested lists, tuples and mappings."""
+    found: list[torch.Tensor] = []
+    _collect((value,), found)
+    return iter(found)
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if type(value) in _PLAIN_TYPES:
+            continue
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+        elif isinstance(value, Mapping):
+            _collect(value.values(), found)
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:

@@ -31,6 +31,7 @@ _Ints = npt.NDArray[np.int64]
 _Flags = npt.NDArray[np.bool_]
 
 _MOST_FRONTIERS = 20_000  # of all groups: about as long as linear programs take
+_MOST_AT_ONCE = 512  # of one group: where there are more, they grow beyond all bounds
 _STEEPER = 1.0 + 1e-9  # than the line past it: a vertex, not rounding
 
 
@@ -113,7 +114,8 @@ def save_front(
     Args:
         problem: The groups.
         most_labels: Thin labels out when more are alive at once.
-        most_frontiers: Give up when there were more, over all groups.
+        most_frontiers: Give up when there were more, over all groups (or very many
+            of one).
 
     Returns:
         All Pareto points or some, with the vertices of their lower convex hull; None
@@ -130,7 +132,7 @@ def save_front(
                 states, most_labels // 2, complete_below_ms
             )
         left -= len(states)
-        if left < 0:
+        if left < 0 or len(states) > _MOST_AT_ONCE:
             return None
     front = states.get(0, nothing.take(np.arange(0)))
     return SaveFront(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from solvers import _pulp
+from solvers import _linear as linear
 
 if TYPE_CHECKING:  # only its fields are read
     from solvers.knapsack import SaveProblem
@@ -70,19 +70,20 @@ class _Program:
     """The linear program of a problem, for any weights of bytes and time."""
 
     def __init__(self, problem: SaveProblem) -> None:
-        groups = range(problem.num_groups)
-        self._costs = np.array([problem.saved_bytes, problem.runtime_ms], np.float64)
-        self._model = _pulp.Model("hull")
-        add = self._model.add_variable
-        self._saved = [add(f"s_{g:05d}", 0, g not in problem.unsavable) for g in groups]
-        self._rerun = [add(f"e_{g:05d}", 0, g not in problem.pinned) for g in groups]
-        for g in groups:
+        size = problem.num_groups
+        self._costs = np.array([problem.runtime_ms, problem.saved_bytes], np.float64)
+        most = np.ones((2, size))  # of e_g and of s_g
+        most[0, list(problem.pinned)] = most[1, list(problem.unsavable)] = 0.0
+        rows: list[tuple[tuple[int, float], ...]] = []
+        least: list[float] = []
+        for g in range(size):
             if g in problem.needed:
-                self._model += self._saved[g] + self._rerun[g] >= 1
+                rows.append(((size + g, 1.0), (g, 1.0)))
+                least.append(1.0)
             for h in set(problem.inputs[g]):
-                there = self._saved[h] + self._rerun[h]
-                self._model += there - self._rerun[g] >= 0
-        self._is_solved = False
+                rows.append(((size + h, 1.0), (h, 1.0), (g, -1.0)))
+                least.append(0.0)
+        self._program = linear.Program(most.ravel(), rows, np.array(least))
 
     def best(self, weights: tuple[float, float]) -> _Vertex | None:
         """What to save at the least weighted sum of bytes and time; None if nothing is.
@@ -90,15 +91,11 @@ class _Program:
         Args:
             weights: Of a byte and of a millisecond.
         """
-        costs = self._costs * np.array(weights)[:, None]
+        costs = self._costs * np.array(weights[::-1])[:, None]
         costs *= _LARGEST_COST / (costs.max() or 1.0)
-        terms = zip((*self._saved, *self._rerun), costs.flat, strict=True)
-        self._model.setObjective(_pulp.row(terms))
-        outcome = _pulp.run(self._model, relaxed=True, again=self._is_solved)
-        self._is_solved = True
-        if not outcome.termination.has_incumbent:
+        values = self._program.best(costs.ravel())
+        if values is None:
             return None
-        values = [[v.varValue for v in of] for of in (self._saved, self._rerun)]
-        is_chosen = np.array(values) > 0.5
-        nbytes, ms = (self._costs * is_chosen).sum(axis=1).tolist()
-        return _Vertex(nbytes, ms, is_chosen[0])
+        is_chosen = values.reshape(costs.shape) > 0.5
+        ms, nbytes = (self._costs * is_chosen).sum(axis=1).tolist()
+        return _Vertex(nbytes, ms, is_chosen[1])

@@ -210,6 +210,13 @@ def kept(unit: Unit, policy: Policy) -> int:
 
 def recompute_ms(unit: Unit, policy: Policy) -> float:
     """Time to rerun a unit under a policy; a chain's blocks but the last run twice."""
+    found = unit.known_ms.get(policy)
+    if found is None:
+        found = unit.known_ms[policy] = _recompute_ms(unit, policy)
+    return found
+
+
+def _recompute_ms(unit: Unit, policy: Policy) -> float:
     own_ms = _rerun_ms(unit.groups, policy.choices)
     own_ms += sum(group.runtime_ms for group in unit.glue)
     return own_ms + sum(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autosac.candidates.units import Block, Unit
 from autosac.tracing.tape import Op, Tape
@@ -18,9 +19,10 @@ DETACHED = "X"  # only changes a tensor from outside the unit: must not run twic
 _IGNORED_NAME = "aten.detach.default"
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(NamedTuple):
     """For every group of a unit: saved, rerun, or skipped as nobody needs it.
+
+    A tuple, as these are looked up all the time.
 
     Attributes:
         choices: One of `SAVE`, `RERUN`, `SKIP` per group of `Unit.groups`.

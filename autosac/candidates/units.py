@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autosac.candidates.groups import Group, TapeIndex, make_groups
 from autosac.tracing.tape import ModuleCall, Op, Tape
@@ -58,6 +58,7 @@ class Unit:
         around: and the name of that module.
         until: Of a slice (`autosac.candidates.slices`): name of its last layer; `fqn`
             is the first one.
+        known_ms: Time to rerun it under the policies that were asked for.
     """
 
     fqn: str
@@ -79,6 +80,7 @@ class Unit:
     glue: tuple[Group, ...] = ()
     around: str = ""
     until: str = ""
+    known_ms: dict[Hashable, float] = field(init=False, default_factory=dict)
 
     @property
     def label(self) -> str:

@@ -18,11 +18,13 @@ import numpy as np
 
 from autosac.candidates.curves import UnitCurve
 from autosac.candidates.holding import Holders
-from autosac.candidates.policies import Policy
 from autosac.candidates.units import Unit
+from autosac.planning.changes import Changes, changes_of
 from autosac.simulation.simulating import Simulator
 from autosac.tracing.tape import IntArray
 from solvers import curve, sac
+
+_MOST_TICKS = 1_000_000  # that a unit's policies are looked at together
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,8 +121,12 @@ def formulate(
         }
     holders = Holders(simulator, units, curves)
     cuts |= holders.cuts()
-    for unit, made in zip(units, curves, strict=True):
-        cuts |= _cuts_elsewhere(simulator, holders, unit, made)
+    ends = [
+        changes_of(simulator, holders, unit, (made.policies[0], made.policies[-1]))
+        for unit, made in zip(units, curves, strict=True)
+    ]
+    for unit, changes in zip(units, ends, strict=True):
+        cuts |= _cuts_elsewhere(unit, changes.keys, simulator.span)
     edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
     base = np.maximum.reduceat(live, edges)
     stops = np.append(edges, len(live))
@@ -128,11 +134,12 @@ def formulate(
     known: dict[_Sight, sac.Unit] = {}
     num_alike = Counter(unit.key for unit in units)
     records = []
-    for unit, made, parent in zip(units, curves, _parents(units), strict=True):
+    parents = _parents(units)
+    for unit, made, parent, changes in zip(units, curves, parents, ends, strict=True):
         if num_alike[unit.key] == 1:
             record = _solver_unit(step, unit, made)
         else:
-            record = _moved_or_new(step, unit, made, known)
+            record = _moved_or_new(step, unit, made, changes, known)
         records.append(replace(record, fqn=unit.fqn, parent=parent))
     return Formulation(
         units=tuple(units),
@@ -185,58 +192,16 @@ def _parents(units: Sequence[Unit]) -> list[int | None]:
     return parents
 
 
-def _changes(
-    simulator: Simulator, holders: Holders, unit: Unit, policy: Policy
-) -> tuple[IntArray, IntArray]:
-    """Keys and sizes of what changes in memory if only this unit is rerun."""
-    span = simulator.span
-    effect = simulator.effect(unit, policy)
-    held = dict(zip(effect.held.tolist(), effect.held_until.tolist(), strict=True))
-    saved = holders.saved_without(unit.saved)
-    affected = set(held) | set(saved)
-    affected -= holders.shared.keys() & set(unit.call.inputs)
-    freed = holders.freed
-    storages = np.array(list(affected), dtype=np.int64)
-    without = [saved.get(storage, freed[storage]) for storage in affected]
-    until = [held.get(storage, 0) for storage in affected]
-    before = np.array([freed[storage] for storage in affected], np.int64) * span
-    after = np.maximum(np.array(without, np.int64) * span, np.array(until, np.int64))
-    changed = before != after
-    before, after = before[changed], after[changed]
-    nbytes = simulator.tape.nbytes[storages[changed]]
-    keys = np.array([before, after]).ravel(order="F")  # both of each storage in turn
-    deltas = np.array([nbytes, -nbytes]).ravel(order="F")
-    copied, worked = effect.copy_bytes, effect.work_bytes
-    all_keys = np.concatenate(
-        [
-            keys,
-            effect.copy_born,
-            effect.copy_died,
-            effect.work_made,
-            effect.work_end,
-        ]
-    )
-    all_deltas = np.concatenate([deltas, copied, -copied, worked, -worked])
-    order = np.argsort(all_keys, kind="stable")
-    return all_keys[order], all_deltas[order]
-
-
-def _cuts_elsewhere(
-    simulator: Simulator, holders: Holders, unit: Unit, made: UnitCurve
-) -> set[int]:
+def _cuts_elsewhere(unit: Unit, keys: IntArray, span: int) -> set[int]:
     """Ticks at which a unit begins or ends to free something while it does not run.
 
     Such as where autocast drops its copies of weights. What units change in a position
     can be added up where it is the same all along.
     """
-    found: set[int] = set()
-    for policy in {made.policies[0]: None, made.policies[-1]: None}:
-        keys, _ = _changes(simulator, holders, unit, policy)
-        ticks = -(-keys // simulator.span)
-        runs = (unit.call.enter <= ticks) & (ticks <= unit.call.exit + 1)
-        runs |= (unit.trigger - 1 <= ticks) & (ticks <= unit.last_use + 1)
-        found.update(ticks[~runs].tolist())
-    return found
+    ticks = -(-keys // span)
+    runs = (unit.call.enter <= ticks) & (ticks <= unit.call.exit + 1)
+    runs |= (unit.trigger - 1 <= ticks) & (ticks <= unit.last_use + 1)
+    return set(ticks[~runs].tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,13 +251,12 @@ class _Sight:
     seen: tuple[bytes, ...]
 
 
-def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
+def _sight(step: _Step, unit: Unit, ends: Changes) -> _Sight:
     first, freed_from, freed_until, last = step.places(unit)
     span = step.simulator.span
     settled, unsettled = freed_from, freed_until
     seen: list[bytes] = []
-    for policy in {made.policies[0]: None, made.policies[-1]: None}:
-        keys, deltas = _changes(step.simulator, step.holders, unit, policy)
+    for keys, deltas in ends.by_policy():
         late = keys >= (unit.trigger - 1) * span
         moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
         seen += [moved.tobytes(), deltas.tobytes()]
@@ -318,10 +282,14 @@ def _sight(step: _Step, unit: Unit, made: UnitCurve) -> _Sight:
 
 
 def _moved_or_new(
-    step: _Step, unit: Unit, made: UnitCurve, known: dict[_Sight, sac.Unit]
+    step: _Step,
+    unit: Unit,
+    made: UnitCurve,
+    ends: Changes,
+    known: dict[_Sight, sac.Unit],
 ) -> sac.Unit:
     """The record of a unit, by moving that of one like it if it is known."""
-    sight = _sight(step, unit, made)
+    sight = _sight(step, unit, ends)
     twin = known.get(sight)
     record = twin and _moved(step, unit, twin, sight)
     if record is None:
@@ -352,17 +320,7 @@ def _moved(step: _Step, unit: Unit, twin: sac.Unit, sight: _Sight) -> sac.Unit |
 
 def _solver_unit(step: _Step, unit: Unit, made: UnitCurve) -> sac.Unit:
     first, freed_from, freed_until, last = step.places(unit)
-    changes = np.stack(
-        [
-            _by_position(
-                step,
-                range(first, last),
-                *_changes(step.simulator, step.holders, unit, policy),
-            )
-            for policy in made.policies
-        ],
-        axis=1,
-    )
+    changes = _by_position(step, unit, made, range(first, last))
     # What a unit frees is what it frees at most positions between its forward and
     # its backward; it works at those where it changes anything else.
     between = changes[freed_from - first : freed_until - first]
@@ -386,6 +344,21 @@ def _solver_unit(step: _Step, unit: Unit, made: UnitCurve) -> sac.Unit:
     )
 
 
+def _by_position(
+    step: _Step, unit: Unit, made: UnitCurve, positions: range
+) -> IntArray:
+    """What a unit changes at each position, by point."""
+    num_ticks = int(step.stops[positions.stop] - step.stops[positions.start])
+    at_once = max(1, _MOST_TICKS // max(1, num_ticks))
+    parts = []
+    for start in range(0, len(made.policies), at_once):
+        policies = made.policies[start : start + at_once]
+        changes = changes_of(step.simulator, step.holders, unit, policies)
+        parts.append(changes.at(positions, step.live, step.stops, step.base))
+    by_point: IntArray = np.concatenate(parts).T
+    return by_point
+
+
 def _between(made: UnitCurve) -> tuple[sac.Between, ...]:
     """Points that are known and not among those of the MILP."""
     freed = made.points.freed_bytes
@@ -404,33 +377,3 @@ def _most_frequent(values: IntArray) -> int:
         return 0
     found, counts = np.unique(values, return_counts=True)
     return int(found[counts.argmax()])
-
-
-def _by_position(
-    step: _Step, positions: range, keys: IntArray, deltas: IntArray
-) -> IntArray:
-    """Change of the most bytes alive at each position, given all changes in time.
-
-    ``level[i]`` is what the changes before ``keys[i]`` come to.
-    """
-    live, span = step.live, step.simulator.span
-    level = np.concatenate([[0], np.cumsum(deltas)])
-    stops = step.stops[positions.start : positions.stop + 1]
-    before = keys.searchsorted(stops[:-1] * span, side="right")
-    after = keys.searchsorted(stops[1:] * span, side="left")
-    change: IntArray = level[before]
-    changing = np.flatnonzero(before != after)
-    if not len(changing):
-        return change
-    firsts, lengths = stops[changing], stops[changing + 1] - stops[changing]
-    starts = np.cumsum(lengths) - lengths
-    ticks = np.repeat(firsts - starts, lengths) + np.arange(lengths.sum())
-    alive = live[ticks] + level[keys.searchsorted(ticks * span, side="right")]
-    most = np.maximum.reduceat(alive, starts)
-    # Changes between two ticks (a rerun) come on top of the earlier tick.
-    at = keys // span
-    place = firsts.searchsorted(at, side="right") - 1
-    inside = np.flatnonzero((place >= 0) & (at < (firsts + lengths)[place]))
-    np.maximum.at(most, place[inside], live[at[inside]] + level[inside + 1])
-    change[changing] = most - step.base[positions.start : positions.stop][changing]
-    return change

@@ -120,12 +120,11 @@ class TracedStep:
 
     @cached_property
     def fronts(self) -> dict[Hashable, knapsack.Front]:
-        """Pareto points of single units, by key."""
+        """Pareto points of single units, by key; equal problems are solved once."""
         alike = {unit.key: unit for unit in (*self.units.candidates, *self.slices)}
-        return {
-            key: knapsack.front(curves.save_problem(unit))
-            for key, unit in alike.items()
-        }
+        problems = {key: curves.save_problem(unit) for key, unit in alike.items()}
+        solved = {problem: knapsack.front(problem) for problem in problems.values()}
+        return {key: solved[problem] for key, problem in problems.items()}
 
     def _formulation(self) -> Formulation:
         single = (*self.units.candidates, *self.slices)

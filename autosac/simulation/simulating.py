@@ -78,22 +78,14 @@ class Effect:
     Attributes:
         held: Storages that are kept alive,
         held_until: and the keys until when.
-        copy_born: Keys at which rerun ops allocate,
-        copy_died: the keys at which that is freed again,
-        copy_bytes: and how much it is.
-        work_made: Keys at which rerun kernels hold their workspaces,
-        work_end: the keys at which they are free of them again,
-        work_bytes: and how much it is.
+        copies: What rerun ops allocate: keys from and to which, and bytes; (., 3).
+        works: What their kernels hold for themselves, likewise.
     """
 
     held: IntArray
     held_until: IntArray
-    copy_born: IntArray
-    copy_died: IntArray
-    copy_bytes: IntArray
-    work_made: IntArray
-    work_end: IntArray
-    work_bytes: IntArray
+    copies: IntArray
+    works: IntArray
 
 
 @dataclass(slots=True)
@@ -128,11 +120,17 @@ class Simulator:
         self._allocator_peaks: dict[
             frozenset[tuple[Unit, Policy]], tuple[int, int]
         ] = {}
-        used = [op for op in tape.ops if op.workspace_bytes]
-        self._work_made = np.array([op.made for op in used], dtype=np.int64) * self.span
-        self._work_end = np.array([op.end for op in used], dtype=np.int64) * self.span
-        self._work = np.array([op.workspace_bytes for op in used], dtype=np.int64)
-        self._library = np.array(tape.library_bytes, dtype=np.int64)
+        self._born = tape.born * self.span
+        self._died = tape.died * self.span
+        self._saved_until = tape.saved_until * self.span
+        library = [(0, tape.num_ticks, nbytes) for nbytes in tape.library_bytes]
+        used = [
+            (op.made, op.end, op.workspace_bytes)
+            for op in tape.ops
+            if op.workspace_bytes
+        ]
+        self._always = rows([*library, *used], 3)  # what kernels hold for themselves
+        self._always[:, :2] *= self.span
         # Numbers that autograd may keep as CPU tensors, from forward and from rerun:
         # an upper bound, as no fake tensor shows them.
         wrapped = sum(op.wrapped_numbers for op in tape.ops)
@@ -162,20 +160,15 @@ class Simulator:
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
     ) -> Allocations:
         """All that a step allocates in which the chosen units run under policies."""
-        effects = [self.effect(unit, policy) for unit, policy in chosen.items()]
-        born = [self.tape.born * self.span, *(e.copy_born for e in effects)]
-        died = [self._freed(chosen), *(e.copy_died for e in effects)]
-        nbytes = [self.tape.nbytes, *(e.copy_bytes for e in effects)]
+        effects = self._effects_of(chosen)
+        parts = [effect.copies for effect in effects]
         if workspaces:
-            always = np.zeros_like(self._library)
-            born += [always, self._work_made, *(e.work_made for e in effects)]
-            until = always + self.tape.num_ticks * self.span
-            died += [until, self._work_end, *(e.work_end for e in effects)]
-            nbytes += [self._library, self._work, *(e.work_bytes for e in effects)]
+            parts += [self._always, *(effect.works for effect in effects)]
+        added = np.concatenate([rows((), 3), *parts])
         return Allocations(
-            born=np.concatenate(born),
-            died=np.concatenate(died),
-            nbytes=np.concatenate(nbytes),
+            born=np.concatenate([self._born, added[:, 0]]),
+            died=np.concatenate([self._freed(chosen, effects), added[:, 1]]),
+            nbytes=np.concatenate([self.tape.nbytes, added[:, 2]]),
             end=self.tape.num_ticks * self.span,
         )
 
@@ -259,10 +252,9 @@ class Simulator:
 
     def categories(self, chosen: Mapping[Unit, Policy]) -> IntArray:
         """Index into `CATEGORIES` of all that `allocations` has, in its order."""
-        effects = [self.effect(unit, policy) for unit, policy in chosen.items()]
-        copied = sum(len(effect.copy_born) for effect in effects)
-        worked = sum(len(effect.work_made) for effect in effects)
-        num_works = len(self._library) + len(self._work) + worked
+        effects = self._effects_of(chosen)
+        copied = sum(len(effect.copies) for effect in effects)
+        num_works = len(self._always) + sum(len(effect.works) for effect in effects)
         of_tape = [CATEGORIES.index(s.category) for s in self.tape.storages]
         return np.concatenate(
             [
@@ -279,18 +271,23 @@ class Simulator:
             self._effects[key] = self._make_effect(unit, policy)
         return self._effects[key]
 
-    def _freed(self, chosen: Mapping[Unit, Policy]) -> IntArray:
+    def _effects_of(self, chosen: Mapping[Unit, Policy]) -> list[Effect]:
+        return [self.effect(unit, policy) for unit, policy in chosen.items()]
+
+    def _freed(
+        self, chosen: Mapping[Unit, Policy], effects: Sequence[Effect]
+    ) -> IntArray:
         """Key at which each storage is freed."""
-        tape = self.tape
-        outside = np.ones(len(tape.saved), dtype=bool)
+        outside = np.ones(len(self._saved_until), dtype=bool)
         for unit in chosen:
             outside[unit.saved.start : unit.saved.stop] = False
-        freed = tape.died * self.span
-        until = tape.saved_until[outside] * self.span
-        np.maximum.at(freed, tape.saved_storage[outside], until)
-        for unit, policy in chosen.items():
-            effect = self.effect(unit, policy)
-            np.maximum.at(freed, effect.held, effect.held_until)
+        freed: IntArray = self._died.copy()
+        until = self._saved_until[outside]
+        np.maximum.at(freed, self.tape.saved_storage[outside], until)
+        if effects:
+            held = np.concatenate([effect.held for effect in effects])
+            held_until = np.concatenate([effect.held_until for effect in effects])
+            np.maximum.at(freed, held, held_until)
         return freed
 
     def _make_effect(self, unit: Unit, policy: Policy) -> Effect:
@@ -301,17 +298,11 @@ class Simulator:
             found = self._reruns.lifetimes(unit, policy, begin)
         for storage in unit.call.inputs:
             found.hold(storage, unit.held_until(storage) * self.span)
-        copied = np.concatenate(found.copies)
-        worked = np.concatenate([rows((), 3), *found.works])
         return Effect(
             held=np.array(list(found.held), dtype=np.int64),
             held_until=np.array(list(found.held.values()), dtype=np.int64),
-            copy_born=copied[:, 0],
-            copy_died=copied[:, 1],
-            copy_bytes=copied[:, 2],
-            work_made=worked[:, 0],
-            work_end=worked[:, 1],
-            work_bytes=worked[:, 2],
+            copies=np.concatenate(found.copies),
+            works=np.concatenate([rows((), 3), *found.works]),
         )
 
     def _chain(self, chain: Unit, policy: Policy) -> Lifetimes:

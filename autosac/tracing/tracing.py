@@ -51,6 +51,7 @@ from autosac.tracing.tape import Tape
 
 # Of a step that other threads disturb.
 _LEAST_RUNS, _MOST_RUNS = 3, 9
+_MUCH_BYTES = 2**26
 
 
 def trace(step: Step) -> Tape:
@@ -62,15 +63,31 @@ def trace(step: Step) -> Tape:
     Raises:
         TraceError: The step cannot run, or not without data; names the module and line.
     """
-    tape = _trace(step)
-    if draws.may_decide(tape):
-        step.learned.seed, tape = draws.largest(tape, partial(_with_seed, step))
+    try:
+        tape = _trace(step)
+        if draws.may_decide(tape):
+            step.learned.seed, tape = draws.largest(
+                tape, partial(_with_seed, step), partial(_storages_with_seed, step)
+            )
+    finally:
+        _let_go_of_copies(step)
     return tape
 
 
 def _with_seed(step: Step, seed: int) -> Tape:
     step.learned.seed = seed
     return _trace(step)
+
+
+def _storages_with_seed(step: Step, seed: int) -> Tape:
+    step.learned.seed = seed
+    return _run(step, lambda model: None, only_storages=True)
+
+
+def _let_go_of_copies(step: Step) -> None:
+    """Free the copies of a step that ran on real tensors: they hang in cycles."""
+    if step.learned.real:
+        gc.collect()
 
 
 def _trace(step: Step) -> Tape:
@@ -155,7 +172,10 @@ def dry_run(
     Returns:
         A tape that holds nothing but storages.
     """
-    return _run(step, apply, only_storages=True, optimizes=optimizes)
+    try:
+        return _run(step, apply, only_storages=True, optimizes=optimizes)
+    finally:
+        _let_go_of_copies(step)
 
 
 def _run(
@@ -196,8 +216,8 @@ def _run(
             if left is None or left:
                 memoized.forget_fakes()
             _compat_plain.restore_keys(mode)
-            if is_real:
-                gc.collect()  # the copy hangs in cycles
+            if _takes_much(step):  # else once, behind the last run
+                _let_go_of_copies(step)
 
 
 def _run_on(
@@ -280,6 +300,11 @@ def _recorded(
         recorder.recording(),
     ):
         yield
+
+
+def _takes_much(step: Step) -> bool:
+    """Whether a copy's memory is worth a search through all of Python's objects."""
+    return sum(p.nbytes for p in step.model.parameters()) > _MUCH_BYTES
 
 
 def _most_bytes(step: Step) -> int | None:
