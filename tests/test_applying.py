@@ -7,8 +7,11 @@ from torch import nn
 
 from autosac.applying import applying
 from autosac.measuring.measuring import differences
+from autosac.planning.rules import policy_saving
 from autosac.planning.spelling import spell_out
+from autosac.simulation.simulating import Simulator
 from autosac.tracing.stepping import normalize_inputs
+from autosac.tracing.tracing import dry_run
 from tests.models import (
     CASES,
     WIDTH,
@@ -267,3 +270,33 @@ def test_code_that_changes_between_forward_and_rerun_changes_nothing(
 
     for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(expected.grad, found.grad)
+
+
+class _CalledTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1))
+        self.block = nn.Sequential(inner, nn.GELU(), nn.Linear(1, WIDTH), nn.GELU())
+
+    def forward(self, x):
+        return self.block(self.block(x))
+
+
+def test_calls_inside_another_unit_count_as_calls_of_a_module():
+    # Call 0 of the block is one unit, and what lies inside it is one in call 1 only.
+    made = Case(_CalledTwice, rows).profile()
+    units = {(unit.fqn, unit.call_index): unit for unit in made.units.candidates}
+    keys = [("block", 0), ("block.0", 1)]
+    chosen = {units[key]: policy_saving(units[key], ()) for key in keys}
+    policies = spell_out(made, chosen)
+
+    dry = dry_run(made.step, lambda model: applying.install(model, policies))
+
+    assert _kept_bytes(Simulator(dry), {}) == _kept_bytes(made.simulator, chosen)
+
+
+def _kept_bytes(simulator, chosen):
+    """Bytes alive as backward begins."""
+    timeline = simulator.timeline(chosen, workspaces=False)
+    begin = simulator.tape.phases["backward"] * simulator.span
+    return timeline.live_bytes[timeline.keys <= begin][-1]

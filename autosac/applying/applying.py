@@ -144,7 +144,7 @@ class CheckpointedForward(StandIn):
         forward = self.__wrapped__
         if self.step.onward is not None:
             return self.step.onward.meet(self.fqn, forward, args, kwargs)
-        policy = None if thread.is_inside else self._policy()
+        policy = self._policy()
         if policy is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
 
@@ -205,13 +205,15 @@ class CheckpointedForward(StandIn):
         return call
 
     def _policy(self) -> OpPolicy | None:
-        """The policy of this call."""
+        """The policy of this call; a part of another unit has none, but counts."""
         if self.module.training != self.training:
             return None
         if self.num_calls == 1:
-            return self.policies[0]
+            return None if thread.is_inside else self.policies[0]
         index = self.step.calls[self.fqn]
         self.step.calls[self.fqn] += 1
+        if thread.is_inside:
+            return None
         if index == self.num_calls:
             warnings.warn(
                 f"AC unit `{self.fqn}` is called more often than the {self.num_calls}"
