@@ -24,13 +24,14 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
+from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autosac.applying import applying
 from autosac.candidates.policies import OpPolicy
 from autosac.measuring.measuring import (
+    cpu_events,
     optimizer_tensors,
     recorded_events,
 )
@@ -169,9 +170,7 @@ def run_rank(
     loss = float(step())
     gradients = _whole_gradients(model) if want_gradients else {}
     model.zero_grad()
-    with profiler(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as recording:
+    with cpu_events() as recording:
         step()
         model.zero_grad()
         gc.collect()

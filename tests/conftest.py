@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -13,6 +14,12 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+def pytest_collection_finish():
+    """Measuring collects garbage: not among all that libraries and tests define."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
