@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import heapq
+import multiprocessing
 import tempfile
 import time
 from bisect import bisect_right
@@ -323,7 +324,7 @@ def _of_one_step(
 
 
 def _held() -> set[int]:
-    """Addresses of the memory of all plain tensors that Python knows."""
+    """Addresses of the memory of plain tensors, but for those `gc.freeze` hides."""
     tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
     return {
         t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided
@@ -404,6 +405,7 @@ def run_fake_rank(
 def _gloo_rank(
     rank: int, num_ranks: int, directory: str, jobs: list[tuple[Any, ...]]
 ) -> None:
+    gc.freeze()  # `_held` looks at what a step makes, not at what libraries made
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -432,11 +434,14 @@ def run_gloo_ranks(
         TimeoutError: They did not end in time.
     """
     with tempfile.TemporaryDirectory() as directory:
-        ranks = mp.spawn(
+        # A server that has imported what all ranks need forks a process for each.
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        ranks = mp.start_processes(
             _gloo_rank,
             args=(num_ranks, directory, jobs),
             nprocs=num_ranks,
             join=False,
+            start_method="forkserver",
         )
         deadline = time.monotonic() + timeout_s
         try:

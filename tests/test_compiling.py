@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -30,7 +32,19 @@ class WithLoss(nn.Module):
         return self.model(x).square().mean()
 
 
-CASES = {"dropout": (Mlp, (64, 8)), "convolutions": (ConvNet, (4, 3, 16, 16))}
+class OneBlock(ConvNet):
+    """Has few kernels, each of which a C++ compiler takes a second for."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = self.blocks[:1]
+
+
+CASES = {
+    "dropout": (Mlp, (64, 8)),
+    "convolutions": (ConvNet, (4, 3, 16, 16)),
+    "one block": (OneBlock, (4, 3, 16, 16)),
+}
 
 
 def made(kind):
@@ -64,6 +78,7 @@ def trained(compiled, model, inputs):
     return capture_state(model, None, loss), peak
 
 
+@functools.cache
 def limits(kind, backend, **options):
     """Least feasible budget, and the peak without one."""
     options["backend"] = backend
@@ -77,6 +92,14 @@ def limits(kind, backend, **options):
     torch.compiler.reset()
     (plan,) = autosac.compiled_plans(compiled)
     return raised.value.lowest_peak_bytes, plan.peak_bytes
+
+
+@functools.cache
+def unplanned(kind):
+    """State after the steps of a model that PyTorch compiles."""
+    torch.compiler.reset()
+    model, inputs = made(kind)
+    return trained(torch.compile(model, backend="aot_eager"), model, inputs)[0]
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +119,7 @@ def dropout_limits(one_thread_throughout):
 def test_real_peak_keeps_falling_budgets_and_every_bit_is_that_of_aot_eager(
     kind, strategy
 ):
-    model, inputs = made(kind)
-    expected, _ = trained(torch.compile(model, backend="aot_eager"), model, inputs)
+    expected = unplanned(kind)
     low, high = limits(kind, "aot_eager")
     peaks = []
     for budget in (high - 1, (low + high) // 2):
@@ -115,7 +137,7 @@ def test_real_peak_keeps_falling_budgets_and_every_bit_is_that_of_aot_eager(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("dropout", "milp"), ("convolutions", "capuchin")]
+    ("kind", "strategy"), [("dropout", "milp"), ("one block", "capuchin")]
 )
 def test_fused_graphs_keep_falling_budgets_with_the_same_gradients(kind, strategy):
     model, inputs = made(kind)
@@ -125,7 +147,7 @@ def test_fused_graphs_keep_falling_budgets_with_the_same_gradients(kind, strateg
     options = {"strategy": strategy, "time_limit_s": 5.0}
     low, high = limits(kind, "inductor", **options)
     peaks = []
-    for budget in (high, (low + high) // 2, low + (high - low) // 10):
+    for budget in (high, low + (high - low) // 4):
         torch.compiler.reset()
         model, inputs = made(kind)
         compiled = autosac.compile(
@@ -137,7 +159,7 @@ def test_fused_graphs_keep_falling_budgets_with_the_same_gradients(kind, strateg
         for name, value in state.items():  # fusion decides how sums are rounded
             torch.testing.assert_close(value, expected[name], msg=name)
         peaks.append(peak)
-    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[1] < peaks[0]
 
 
 def test_a_budget_that_no_plan_fits_names_one_that_does(dropout_limits):
