@@ -5,6 +5,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import autosac  # noqa: F401  # before the session starts
+
 # Processes that run side by side (pytest -n) share the cores.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
@@ -16,8 +18,8 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
-def pytest_collection_finish():
-    """Measuring collects garbage: not among all that libraries and tests define."""
+def pytest_sessionstart():
+    """Measuring collects garbage: not among all that PyTorch's import has made."""
     gc.collect()
     gc.freeze()
 
