@@ -228,6 +228,7 @@ def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
 
 
+@pytest.mark.slow
 @each_chain
 def test_chains_hold_under_autocast_and_accumulation(case):
     step = {"autocast": torch.bfloat16, "accumulate": 2}

@@ -54,12 +54,20 @@ def _budgets(profile):
     return [low, *(low + int(f * (high - low)) for f in _FRACTIONS), high]
 
 
-@pytest.fixture(scope="module", params=_SETTINGS)
+def _each(names, fast):
+    slow = pytest.mark.slow
+    return [
+        pytest.param(name, id=name, marks=() if name in fast else slow)
+        for name in names
+    ]
+
+
+@pytest.fixture(scope="module", params=_each(_SETTINGS, ("cpu", "h100")))
 def setting(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=_STEPS)
+@pytest.fixture(scope="module", params=_each(_STEPS, ("small gpt", "wide gpt")))
 def swept(request, setting):
     """A profile, its budgets and the plan of each, the largest budget first."""
     profile = _profile(request.param, setting)

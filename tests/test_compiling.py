@@ -111,7 +111,7 @@ def dropout_limits(one_thread_throughout):
     ("kind", "strategy"),
     [
         ("dropout", "milp"),
-        ("convolutions", "capuchin"),
+        pytest.param("convolutions", "capuchin", marks=pytest.mark.slow),
         pytest.param("dropout", "capuchin", marks=pytest.mark.slow),
         pytest.param("convolutions", "milp", marks=pytest.mark.slow),
     ],

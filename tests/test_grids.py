@@ -295,6 +295,7 @@ def test_closures_defaults_and_classes_count():
     assert described({1: "a"}) != described({1: "b"})
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_in_another_process():
     code = (
         "from tests.grid_steps import make_step; import torch;"

@@ -119,8 +119,10 @@ _BOTH = {"autocast": torch.bfloat16, "accumulate": 2}
     [
         pytest.param("gpt", {"autocast": torch.bfloat16}, id="gpt-autocast"),
         pytest.param("gpt", {"accumulate": 3}, id="gpt-accumulate"),
-        pytest.param("convolutions", _BOTH, id="convolutions-both"),
-        pytest.param("llama", _BOTH, id="llama-both"),
+        pytest.param(
+            "convolutions", _BOTH, id="convolutions-both", marks=pytest.mark.slow
+        ),
+        pytest.param("llama", _BOTH, id="llama-both", marks=pytest.mark.slow),
     ],
 )
 def test_plans_hold_under_autocast_and_accumulation(name, settings):
