@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import heapq
+import multiprocessing
 import tempfile
 import time
 from bisect import bisect_right
@@ -24,13 +25,14 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
+from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autosac.applying import applying
 from autosac.candidates.policies import OpPolicy
 from autosac.measuring.measuring import (
+    cpu_events,
     optimizer_tensors,
     recorded_events,
 )
@@ -169,9 +171,7 @@ def run_rank(
     loss = float(step())
     gradients = _whole_gradients(model) if want_gradients else {}
     model.zero_grad()
-    with profiler(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as recording:
+    with cpu_events() as recording:
         step()
         model.zero_grad()
         gc.collect()
@@ -324,7 +324,7 @@ def _of_one_step(
 
 
 def _held() -> set[int]:
-    """Addresses of the memory of all plain tensors that Python knows."""
+    """Addresses of the memory of plain tensors, but for those `gc.freeze` hides."""
     tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]
     return {
         t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided
@@ -405,6 +405,7 @@ def run_fake_rank(
 def _gloo_rank(
     rank: int, num_ranks: int, directory: str, jobs: list[tuple[Any, ...]]
 ) -> None:
+    gc.freeze()  # `_held` looks at what a step makes, not at what libraries made
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -433,11 +434,14 @@ def run_gloo_ranks(
         TimeoutError: They did not end in time.
     """
     with tempfile.TemporaryDirectory() as directory:
-        ranks = mp.spawn(
+        # A server that has imported what all ranks need forks a process for each.
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        ranks = mp.start_processes(
             _gloo_rank,
             args=(num_ranks, directory, jobs),
             nprocs=num_ranks,
             join=False,
+            start_method="forkserver",
         )
         deadline = time.monotonic() + timeout_s
         try:

@@ -28,6 +28,7 @@ from solvers.solution import Solution, Termination
 _ROUGH_GAP = 0.1  # while rows are looked for: a heuristic
 _ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
 _MIB = 2**20
+_TOLERANCE = 1e-5  # of solvers, relative to a peak: rows keep theirs in MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,10 +245,16 @@ def lowest(
                 break
             cap_bytes = round((outcome.bound or 0.0) * _MIB)
             is_new = _add_highest(model, moments, above_bytes=cap_bytes)
-            if not is_new:
-                if not relaxed:
-                    termination = outcome.termination
+            if is_new:
+                continue
+            if relaxed:
                 break
+            is_proven = peak_bytes(problem, best) <= cap_bytes * (1 + _TOLERANCE)
+            if is_proven or outcome.termination is not Termination.OPTIMAL:
+                termination = outcome.termination
+                break
+            # An op that runs again makes once more what is kept of it: no row has that.
+            model.forbid(kept)
     return GraphSolution(
         termination=termination,
         objective_ms=recompute_ms(problem, best),

@@ -1,8 +1,11 @@
+import gc
 import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+import autosac  # noqa: F401  # before the session starts
 
 # Processes that run side by side (pytest -n) share the cores.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -13,6 +16,12 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+def pytest_sessionstart():
+    """Measuring collects garbage: not among all that PyTorch's import has made."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,7 +12,7 @@ import autosac
 from autosac.cli.demo import GPT
 from autosac.errors import TraceError
 from autosac.graphs.analyzing import ModuleInfo
-from autosac.measuring.measuring import recorded_events
+from autosac.measuring.measuring import cpu_events, recorded_events
 from autosac.pytrees import tensors_in
 from autosac.tracing.stepping import default_loss, normalize_inputs
 from tests.models import CASES, ConvNet
@@ -308,8 +308,7 @@ def measured(model, inputs, gradients):
         with record_function(BACKWARD if recorded else "warm-up"):
             torch.autograd.backward(edges, gradients)
 
-    activities = [ProfilerActivity.CPU]
-    with profile(activities=activities, profile_memory=True, acc_events=True) as found:
+    with cpu_events() as found:
         run(recorded=False)
         model.zero_grad()
         for tensor in tensors_in(args):

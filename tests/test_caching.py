@@ -271,6 +271,7 @@ print(*sorted(caching.text_of(s) for s in ops), sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_in_every_process(gpt):
     ops = {op.signature for op in gpt.tape.ops if not op.is_view}
     texts = sorted(caching.text_of(s) for s in ops)

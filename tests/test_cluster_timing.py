@@ -1,12 +1,14 @@
 """Two and four real gloo processes on this machine."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,53 +18,46 @@ from autosac.parallel.clusters import cluster_spec
 from solvers.collectives import Fabric, Group, affine_cost
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-ROOT = Path(__file__).parents[1]
 
-_PROGRAM = """
-import json, sys
-from dataclasses import asdict, replace
-import torch, torch.distributed as dist
-import autosac
-from autosac.parallel.clusters import cluster_spec
 
-rank, nodes, per_node = map(int, sys.argv[1:4])
-dist.init_process_group(
-    "gloo", rank=rank, world_size=nodes * per_node, init_method="file://" + sys.argv[4]
-)
-torch.set_num_threads(1)
-asked = replace(
-    cluster_spec("pcie-l40s", num_gpus=8), gpus_per_node=per_node, num_nodes=nodes
-)
-found = autosac.calibrate_cluster(asked, sizes_bytes=(4096, 2**18, 2**21), num_runs=3)
-try:
-    autosac.calibrate_cluster(replace(asked, num_nodes=7))
-except ValueError as error:
-    refusal = str(error)
-print(json.dumps([asdict(found.fabric), refusal]))
-dist.destroy_process_group()
-"""
+def _rank(rank, nodes, per_node, folder):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        rank=rank,
+        world_size=nodes * per_node,
+        init_method=f"file://{folder}/store",
+    )
+    asked = replace(
+        cluster_spec("pcie-l40s", num_gpus=8), gpus_per_node=per_node, num_nodes=nodes
+    )
+    found = autosac.calibrate_cluster(
+        asked, sizes_bytes=(4096, 2**18, 2**21), num_runs=3
+    )
+    with pytest.raises(ValueError) as refused:
+        autosac.calibrate_cluster(replace(asked, num_nodes=7))
+    answer = [asdict(found.fabric), str(refused.value)]
+    (folder / f"{rank}.json").write_text(json.dumps(answer))
+    dist.destroy_process_group()
 
 
 def _run_ranks(nodes, per_node, folder):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    common = [str(nodes), str(per_node), str(folder / "store")]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(rank), *common],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    # A server that has imported what all ranks need forks a process for each.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    torch.multiprocessing.start_processes(
+        _rank,
+        args=(nodes, per_node, folder),
+        nprocs=nodes * per_node,
+        start_method="forkserver",
+    )
+    return [
+        json.loads((folder / f"{rank}.json").read_text())
         for rank in range(nodes * per_node)
     ]
-    found = [rank.communicate(timeout=120) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), found
-    # Gloo has its say before, in some versions.
-    return [json.loads(out.splitlines()[-1]) for out, _ in found]
 
 
+@pytest.mark.slow
 def test_ranks_measure_their_links_and_agree(tmp_path):
     answers = _run_ranks(1, 2, tmp_path)
     asked = cluster_spec("pcie-l40s").fabric

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -30,7 +32,19 @@ class WithLoss(nn.Module):
         return self.model(x).square().mean()
 
 
-CASES = {"dropout": (Mlp, (64, 8)), "convolutions": (ConvNet, (4, 3, 16, 16))}
+def one_block():
+    model = ConvNet()
+    model.blocks = model.blocks[:1]
+    return model
+
+
+CASES = {
+    "dropout": (Mlp, (64, 8)),
+    "convolutions": (ConvNet, (4, 3, 16, 16)),
+    # With few kernels, each of which takes a C++ compiler seconds.
+    "two layers": (lambda: nn.Sequential(*list(Mlp())[:2]), (64, 8)),
+    "one block": (one_block, (4, 3, 16, 16)),
+}
 
 
 def made(kind):
@@ -64,6 +78,7 @@ def trained(compiled, model, inputs):
     return capture_state(model, None, loss), peak
 
 
+@functools.cache
 def limits(kind, backend, **options):
     """Least feasible budget, and the peak without one."""
     options["backend"] = backend
@@ -79,6 +94,14 @@ def limits(kind, backend, **options):
     return raised.value.lowest_peak_bytes, plan.peak_bytes
 
 
+@functools.cache
+def unplanned(kind):
+    """State after the steps of a model that PyTorch compiles."""
+    torch.compiler.reset()
+    model, inputs = made(kind)
+    return trained(torch.compile(model, backend="aot_eager"), model, inputs)[0]
+
+
 @pytest.fixture(scope="module")
 def dropout_limits(one_thread_throughout):
     return limits("dropout", "aot_eager")
@@ -88,7 +111,7 @@ def dropout_limits(one_thread_throughout):
     ("kind", "strategy"),
     [
         ("dropout", "milp"),
-        ("convolutions", "capuchin"),
+        pytest.param("convolutions", "capuchin", marks=pytest.mark.slow),
         pytest.param("dropout", "capuchin", marks=pytest.mark.slow),
         pytest.param("convolutions", "milp", marks=pytest.mark.slow),
     ],
@@ -96,8 +119,7 @@ def dropout_limits(one_thread_throughout):
 def test_real_peak_keeps_falling_budgets_and_every_bit_is_that_of_aot_eager(
     kind, strategy
 ):
-    model, inputs = made(kind)
-    expected, _ = trained(torch.compile(model, backend="aot_eager"), model, inputs)
+    expected = unplanned(kind)
     low, high = limits(kind, "aot_eager")
     peaks = []
     for budget in (high - 1, (low + high) // 2):
@@ -115,17 +137,18 @@ def test_real_peak_keeps_falling_budgets_and_every_bit_is_that_of_aot_eager(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("dropout", "milp"), ("convolutions", "capuchin")]
+    ("kind", "strategy"), [("two layers", "milp"), ("one block", "capuchin")]
 )
+@torch._inductor.config.patch({"cpp.simdlen": 1})  # takes half the time to compile
 def test_fused_graphs_keep_falling_budgets_with_the_same_gradients(kind, strategy):
     model, inputs = made(kind)
     compiled = torch.compile(model, backend="inductor")
     expected, _ = trained(compiled, model, inputs)
     # With the limit the least peak differs a little between runs.
-    options = {"strategy": strategy, "time_limit_s": 5.0}
+    options = {"strategy": strategy, "time_limit_s": 2.0}
     low, high = limits(kind, "inductor", **options)
     peaks = []
-    for budget in (high, (low + high) // 2, low + (high - low) // 10):
+    for budget in (high, low + (high - low) // 4):
         torch.compiler.reset()
         model, inputs = made(kind)
         compiled = autosac.compile(
@@ -137,7 +160,7 @@ def test_fused_graphs_keep_falling_budgets_with_the_same_gradients(kind, strateg
         for name, value in state.items():  # fusion decides how sums are rounded
             torch.testing.assert_close(value, expected[name], msg=name)
         peaks.append(peak)
-    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[1] < peaks[0]
 
 
 def test_a_budget_that_no_plan_fits_names_one_that_does(dropout_limits):

@@ -81,6 +81,7 @@ def planned(specs, habits, seed):
     return model
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     specs=models,

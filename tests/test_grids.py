@@ -295,6 +295,7 @@ def test_closures_defaults_and_classes_count():
     assert described({1: "a"}) != described({1: "b"})
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_in_another_process():
     code = (
         "from tests.grid_steps import make_step; import torch;"
@@ -389,15 +390,15 @@ def test_threads_of_one_process_give_the_same(found):
 
 @pytest.mark.slow
 def test_processes_give_the_same_rows_and_a_dead_worker_costs_one_cell(found, tmp_path):
-    grid = {**GRID, "width": [8, 13, 16, 666]}
+    grid = {"width": [8, 13, 16, 666], "batch_size": [64]}  # one cell dies
 
     both = autosac.sweep_grid(make_step, grid, n=3, n_jobs=2, directory=tmp_path)
 
-    assert both.rows[: len(found.rows)] == found.rows
-    dead = both.rows[len(found.rows) :]
-    assert [row.status for row in dead] == ["failed", "failed"]
-    assert all("Terminated" in row.reason for row in dead)
-    assert len(list(tmp_path.iterdir())) == 4
+    alike = [row for row in found.rows if row.cell["batch_size"] == 64]
+    assert both.rows[: len(alike)] == tuple(alike)
+    (dead,) = both.rows[len(alike) :]
+    assert dead.status == "failed" and "Terminated" in dead.reason
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 SCRIPT = """

@@ -193,6 +193,7 @@ def test_a_larger_batch_than_the_first_is_warned_about_once(tmp_path):
     assert sum("larger than all" in str(one.message) for one in caught) == 1
 
 
+@pytest.mark.slow
 def test_a_larger_batch_is_planned_anew_and_keeps_the_budget(tmp_path):
     def sequential(callback, **options):
         texts = Texts((64,) * 8 + (96,) * 8)

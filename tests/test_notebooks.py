@@ -3,17 +3,27 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbformat import v4
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def client():
+    """One kernel for all: imports take longest. Each notebook starts with no names."""
+    client = NotebookClient(v4.new_notebook(), timeout=300, kernel_name="python3")
+    with client.setup_kernel():
+        yield client
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own, in this process
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_its_asserts_hold(path):
-    notebook = nbformat.read(path, as_version=4)
+def test_notebook_runs_and_its_asserts_hold(path, client):
+    client.nb = nbformat.read(path, as_version=4)
+    client.nb.cells.insert(0, v4.new_code_cell("%reset -f"))
 
-    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    client.execute(cleanup_kc=False)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -65,6 +65,7 @@ def budgets(chooser, lowest_bytes):
     ]
 
 
+@pytest.mark.slow
 def test_planned_ranks_keep_the_cap_and_train_as_one_process(
     made, chooser, lowest_bytes
 ):

@@ -49,6 +49,7 @@ def run(rank):
         assert one.hidden_ms == one.recompute_ms > 0
 
 
+@pytest.mark.slow
 def test_two_processes_recompute_before_the_gradient_is_sent_with_equal_gradients():
     # With gradients withheld until then it would hang if backward had to recompute.
     launch(run)

@@ -94,6 +94,7 @@ def test_layers_that_are_treated_alike_share_their_ops(made, saved):
     assert autosac.Plan.load(saved) == plan
 
 
+@pytest.mark.slow
 def test_the_same_plan_makes_the_same_file_in_another_process(saved):
     code = "import autosac, sys; autosac.Plan.load(sys.argv[1]).save(sys.argv[2])"
     other = saved.with_name("other.json")

@@ -111,16 +111,20 @@ def test_a_plan_trains_bit_identically_within_its_budget(name):
     assert found.within_budget
 
 
+_BOTH = {"autocast": torch.bfloat16, "accumulate": 2}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "settings"),
     [
-        {"autocast": torch.bfloat16},
-        {"accumulate": 3},
-        {"autocast": torch.bfloat16, "accumulate": 2},
+        pytest.param("gpt", {"autocast": torch.bfloat16}, id="gpt-autocast"),
+        pytest.param("gpt", {"accumulate": 3}, id="gpt-accumulate"),
+        pytest.param(
+            "convolutions", _BOTH, id="convolutions-both", marks=pytest.mark.slow
+        ),
+        pytest.param("llama", _BOTH, id="llama-both", marks=pytest.mark.slow),
     ],
-    ids=["autocast", "accumulate", "both"],
 )
-@pytest.mark.parametrize("name", ["gpt", "convolutions", "llama"])
 def test_plans_hold_under_autocast_and_accumulation(name, settings):
     case = CASES[name]
     made = autosac.calibrate(

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+_SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "tool", ["ruff check .", "ruff format --check .", "mypy"], ids=lambda tool: tool
+    "tool",
+    ["ruff check .", "ruff format --check .", pytest.param("mypy", marks=_SLOW)],
+    ids=str,
 )
 def test_the_repository_is_clean(tool):
     found = subprocess.run(

@@ -212,6 +212,7 @@ def test_the_traces_of_the_test_models_run_the_ops_of_real_steps(case):
     assert first_departure(found.step, found.tape) is None
 
 
+@pytest.mark.slow
 @each_function
 def test_these_steps_can_be_planned_for_a_gpu_that_is_not_present(function):
     found = made(function, device="h100", autocast=torch.bfloat16)

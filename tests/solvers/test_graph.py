@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solvers.graph import lowest, solve
-from solvers.recomputation import peak_bytes, recompute_ms
+from solvers.recomputation import GraphProblem, peak_bytes, recompute_ms
 from solvers.solution import Termination
 from tests.solvers.oracles import every_kept_set
 from tests.solvers.strategies import MIB, graph_problems
@@ -44,3 +44,27 @@ def test_the_lowest_peak_is_that_of_trying_every_set(problem):
     found = lowest(problem)
 
     assert found.peak_bytes == peak_bytes(problem, found.kept) == least
+
+
+def test_what_is_kept_and_made_again_with_its_sibling_counts_twice():
+    # Op 0 makes values 0 and 1 in 5 MiB of workspace. If 0 alone is kept and 1 made
+    # again, for step 2, the op makes a second 0: 1 + 1 + 2 + 1 (value 2) + 5 = 10 MiB.
+    problem = GraphProblem(
+        value_bytes=(1 * MIB, 2 * MIB, 1 * MIB, 0, 1 * MIB),
+        runtime_ms=(0.0, 0.0, 0.0, 0.0),
+        workspace_bytes=(5 * MIB, 0, 0, 0),
+        reads=((), (), (), ()),
+        makes=((0, 1), (2,), (3,), (4,)),
+        pinned=frozenset(),
+        returned=frozenset(),
+        step_reads=((), (0, 2), (0, 1), (2,), (4,)),
+        step_bytes=(0, 5 * MIB, 0, 0, 0),
+        carried_bytes=(0,) * 5,
+        other_bytes=0,
+    )
+    assert peak_bytes(problem, frozenset({0})) == 10 * MIB
+
+    found = lowest(problem)
+
+    assert found.termination is Termination.OPTIMAL
+    assert found.peak_bytes == 9 * MIB
