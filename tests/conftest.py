@@ -1,11 +1,33 @@
 import gc
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import autosac  # noqa: F401  # before the session starts
+
+
+def _limit_onednn():
+    """Keep oneDNN from AMX where a virtual machine reports it, and then lacks it.
+
+    There the first product of bfloat16 matrices ends any process, ours or not.
+    """
+    flags = Path("/proc/cpuinfo")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not flags.exists():
+        return
+    if "amx_tile" in flags.read_text():
+        product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+        ended = subprocess.run([sys.executable, "-c", product], check=False)
+        if ended.returncode == -signal.SIGILL:
+            os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+
+
+_limit_onednn()
 
 # Processes that run side by side (pytest -n) share the cores.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
