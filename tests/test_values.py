@@ -44,6 +44,7 @@ def events(tape):
     return *tracing._events(tape), tape.calls, tape.parameters
 
 
+@pytest.mark.slow
 @each_case
 def test_a_real_trace_is_the_trace_of_fakes(case):
     on_fakes = case.profile(torch.optim.AdamW)
