@@ -60,6 +60,7 @@ class TracedStep:
         op_sources: Where time and workspace of every op come from; empty if all are
             modelled.
         failures: Name of an op that could not be measured -> why.
+        unsteady_ms: Time of measured ops whose runs disagreed.
     """
 
     tape: Tape
@@ -73,13 +74,16 @@ class TracedStep:
     calibrated: bool
     op_sources: tuple[Source, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
+    unsteady_ms: float = 0.0
 
     @cached_property
     def calibration(self) -> Calibration:
         """How far times and workspaces are measured."""
         ops = self.tape.ops
         sources = self.op_sources or tuple(map(modelled, ops))
-        return calibration(ops, self.op_ms, sources, self.failures)
+        return calibration(
+            ops, self.op_ms, sources, self.failures, unsteady_ms=self.unsteady_ms
+        )
 
     @cached_property
     def simulator(self) -> Simulator:
@@ -332,6 +336,7 @@ def in_compute_dtype(profile: Profile, dtype: torch.dtype | None) -> Profile:
         calibrated=False,
         op_sources=(),
         failures={},
+        unsteady_ms=0.0,
     )
 
 
@@ -405,6 +410,7 @@ def calibrate(
         calibrated=True,
         op_sources=found.sources,
         failures=found.failures,
+        unsteady_ms=found.unsteady_ms,
     )
 
 
