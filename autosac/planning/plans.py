@@ -267,7 +267,7 @@ class Plan:
             unsteady = self.traced.calibration.unsteady_fraction
             if unsteady >= _MUCH_UNSTEADY:
                 lines.append(
-                    f"unsteady  {unsteady:.0%} of the measured time is that of ops whose"
+                    f"unsteady  {unsteady:.0%} of the measured time is of ops whose"
                     " runs disagree; is the machine busy? `calibrate` runs them again"
                 )
             if any(op.decides for op in self.traced.tape.ops):
