@@ -61,6 +61,7 @@ class TracedStep:
             modelled.
         failures: Name of an op that could not be measured -> why.
         unsteady_ms: Time of measured ops whose runs disagreed.
+        redrawn: The step as it is with other random numbers, if these decide sizes.
     """
 
     tape: Tape
@@ -75,6 +76,7 @@ class TracedStep:
     op_sources: tuple[Source, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
     unsteady_ms: float = 0.0
+    redrawn: tuple[TracedStep, ...] = ()
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -303,7 +305,7 @@ def profile(
     tape = trace(step)
     if loss_fn is None:
         warn_of_summed_outputs(model, tape)
-    return Profile(
+    found = Profile(
         step=step,
         tape=tape,
         op_ms=roofline.tape_ms(tape, spec),
@@ -314,6 +316,16 @@ def profile(
         sequences=plain_sequences(model),
         signature=signature_of(args, kwargs, positional_names(model)),
         calibrated=False,
+    )
+    return replace(found, redrawn=_redrawn(found))
+
+
+def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:
+    """The step with other random numbers, without the user's objects."""
+    known = replace(profile, op_sources=(), redrawn=()).traced()
+    return tuple(
+        replace(known, tape=tape, op_ms=roofline.tape_ms(tape, profile.device))
+        for tape in profile.step.learned.redrawn
     )
 
 
@@ -395,6 +407,7 @@ def calibrate(
         if tape is not profile.tape:
             op_ms = roofline.tape_ms(tape, profile.device)
             profile = replace(profile, step=step, tape=tape, op_ms=op_ms)
+            profile = replace(profile, redrawn=_redrawn(profile))
     found = calibrated(
         profile.tape,
         profile.op_ms,
