@@ -405,6 +405,7 @@ SMOOTH = Case(smooth, rows)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_under_a_transform_nothing_is_recomputed_and_that_is_said(transform):
     model = SMOOTH.model()

@@ -143,14 +143,15 @@ class CheckpointedForward(StandIn):
         return {**vars(self), "programs": {}}  # a copy has learned nothing yet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        may_compile = torch.compiler.is_compiling() and torch.is_grad_enabled()
+        if may_compile and self.module.training == self.training:
+            _refuse_to_compile(self.fqn)  # before all that Dynamo cannot follow
         forward = self.__wrapped__
         if self.step.onward is not None:
             return self.step.onward.meet(self.fqn, forward, args, kwargs)
         policy = None if thread.is_rerun else self._policy()
         if policy is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            _refuse_to_compile(self.fqn)
         if _compat_dispatch.is_transformed():
             _warn_of_transform(self.fqn)
             return forward(*args, **kwargs)
