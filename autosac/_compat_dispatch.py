@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from autosac import _compat
 
@@ -91,7 +94,9 @@ def _keys_above_kernels() -> Any:
     for name in dir(torch._C.DispatchKey):
         if name in names or name.startswith("Autocast"):
             keys = keys.add(getattr(torch._C.DispatchKey, name))
-    return keys
+    # Of `is_grads_batched=True`: backward runs for many gradients at once.
+    vmap = torch._C._parse_dispatch_key("VmapMode")
+    return keys if vmap is None else keys.add(vmap)
 
 
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
@@ -99,7 +104,7 @@ _ABOVE_KERNELS = _keys_above_kernels()
 
 
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
-    """Run ops as a dispatch mode runs them: no graph, no versions, no autocast."""
+    """Run ops as a dispatch mode runs them: no graph, versions, autocast or `vmap`."""
     return torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
 
 
@@ -143,3 +148,25 @@ def is_plain(kind: type) -> bool:
 def num_modes() -> int:
     """How many dispatch modes are active."""
     return int(torch._C._len_torch_dispatch_stack())
+
+
+def is_transformed() -> bool:
+    """Whether code runs under `torch.func`, `torch.vmap` or forward-mode autograd."""
+    is_forward_mode = forward_ad._current_level >= 0
+    return is_forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def untransformed() -> Iterator[None]:
+    """Run ops outside of `torch.func` and `torch.vmap`, even if backward is inside."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    with pyfunctorch.temporarily_clear_interpreter_stack():
+        yield
+
+
+def called_at_run_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let code that is compiled call a function when it runs, as it is."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

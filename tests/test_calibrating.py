@@ -109,6 +109,38 @@ def test_the_report_of_a_plan_says_how_much_was_measured(gpt):
     assert "reserved  3.0 MiB predicted" in str(on_gpu)
 
 
+@pytest.mark.parametrize(
+    ("times", "least_ms", "spread", "runs"),
+    [
+        # A slow first run is not the last one, however slow it was.
+        ([900.0, 10.0, 11.0, 10.5, 10.0, 10.0, 10.0], 10.0, 0.0, 6),
+        ([300.0, 290.0, 1.0], 290.0, 300 / 290 - 1, 2),
+        # A busy machine: it goes on until two runs agree,
+        ([8.0, 90.0, 70.0, 80.0, 60.0, 50.0, 9.0, 1.0], 8.0, 0.125, 7),
+        # or long enough.
+        ([8.0, 90.0, 200.0, 400.0, 1.0], 8.0, 90 / 8 - 1, 4),
+        ([0.1] + [9.0] * 17 + [0.1], 0.1, 89.0, 18),
+    ],
+)
+def test_an_op_runs_until_two_times_agree(times, least_ms, spread, runs, monkeypatch):
+    left = iter(times[1:])
+    monkeypatch.setattr(timing, "_run_ms", lambda *_: next(left))
+
+    found = timing._timing(lambda: None, torch.device("cpu"), times[0])
+
+    assert found == (least_ms, pytest.approx(spread))
+    assert len(list(left)) == len(times) - runs
+
+
+def test_a_plan_says_that_the_machine_was_busy(gpt, monkeypatch):
+    monkeypatch.setattr(timing, "STEADY", -1.0)  # no two runs are as equal as that
+    busy = autosac.calibrate(gpt, cache=False)
+
+    assert busy.calibration.unsteady_fraction == 1.0
+    assert "unsteady  100%" in str(autosac.plan(busy, memory_budget="1GiB"))
+    assert "unsteady" not in str(autosac.plan(gpt, memory_budget="1GiB"))
+
+
 def test_an_op_larger_than_memory_is_not_run(monkeypatch):
     monkeypatch.setattr(timing, "available_bytes", lambda device: 1000)
     small, large = (signature(aten.neg.default, [torch.ones(n)], {}) for n in (9, 999))

@@ -150,6 +150,10 @@ def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
         (["plan", GPT], "Missing option"),
         (["explode"], "No such command"),
         (["verify", "no.json", GPT], "does not exist"),
+        (["plan", GPT, "-b", "1GiB", "-o", "no/plan.json"], "there is no folder no"),
+        (["plan", GPT, "-b", "1GiB", "--html", "no/plan.html"], "there is no folder"),
+        (["sweep", GPT, "--csv", "no/table.csv"], "there is no folder no"),
+        (["plan", GPT, "-b", "1GiB", "--set", "layers=two"], "TypeError"),
     ],
 )
 def test_what_cannot_be_meant_is_a_matter_of_usage(arguments, match):
@@ -157,6 +161,47 @@ def test_what_cannot_be_meant_is_a_matter_of_usage(arguments, match):
 
     assert found.exit_code == cli.EXIT_USAGE, found.output
     assert match in " ".join(found.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "match"),
+    [
+        ('{"model_type": ', [], "is no JSON"),
+        ("[]", [], "holds no config, but a list"),
+        ('{"model_type": "llama"}', [], "names no `model_type` or no `architectures`"),
+        (None, ["--set", "num_hidden_layer=3"], "did you mean 'num_hidden_layers'?"),
+        (None, ["--length", "17"], "longer than the 16 positions"),
+    ],
+)
+def test_what_a_config_cannot_mean_is_a_matter_of_usage(
+    text, arguments, match, tmp_path
+):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA) if text is None else text)
+
+    found = run("plan", f"hf:{path}", "--budget", "1GiB", "--on", "meta", *arguments)
+
+    assert found.exit_code == cli.EXIT_USAGE, found.output
+    assert match in found.stderr
+
+
+def test_an_opaque_module_is_no_unit():
+    found = run_json("plan", GPT, "--budget", "1GiB")
+    marked = run("plan", GPT, "--budget", "1B", "--opaque", "blocks.*")
+
+    assert found["policy"] == {}
+    assert marked.exit_code == cli.EXIT_INFEASIBLE
+    assert "it is opaque" in marked.stderr
+    unknown = run("plan", GPT, "--budget", "1GiB", "--opaque", "gate")
+    assert unknown.exit_code == cli.EXIT_ERROR
+    assert "'gate', which stands for no module" in unknown.stderr
+
+
+def test_targets_of_a_loss_on_the_meta_device_are_a_mistake_with_a_fix():
+    found = run("plan", GPT, "--budget", "1GiB", "--on", "meta", "--device", "h100")
+
+    assert found.exit_code == cli.EXIT_ERROR
+    assert 'with `device="cpu"`' in found.stderr
 
 
 # --- commands ---------------------------------------------------------------------

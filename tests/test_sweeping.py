@@ -106,6 +106,14 @@ def test_the_plot_shows_plans_bound_floor_and_baseline(swept):
     assert drawn == [row.recompute_ms for row in swept.rows]
 
 
+def test_a_sweep_is_a_picture_that_can_be_saved(swept, tmp_path):
+    path = tmp_path / "sweep.png"
+
+    swept.picture().save(path)
+
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("method", "module", "name"),
     [("to_dataframe", "pandas", "pandas"), ("plot", "matplotlib", "Matplotlib")],

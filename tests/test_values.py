@@ -1,5 +1,6 @@
 """Steps whose values decide what they do: traced for real, planned, trained."""
 
+import contextlib
 import gc
 import warnings
 from dataclasses import replace
@@ -7,16 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosac import _compat, floor, plan
+from autosac import _compat, floor, plan, verify
 from autosac.applying import applying
 from autosac.errors import ArgumentError, TraceError
 from autosac.measuring.measuring import capture_state, differences
 from autosac.planning.planning import spell_out
 from autosac.planning.profiling import profile
-from autosac.tracing import tracing
+from autosac.tracing import real_layouts, tracing
 from autosac.tracing.draws import may_decide, plain_peak_bytes
 from autosac.tracing.learned import Learned
 from autosac.tracing.tracing import trace
@@ -166,6 +168,68 @@ def test_of_steps_that_draws_decide_the_largest_is_planned():
 
     assert plain_peak_bytes(traced.tape) == max(peaks) > min(peaks)
     assert traced.step.learned.seed == peaks.index(max(peaks))
+
+
+class Experts(nn.Module):
+    """Noise decides which of two networks a row goes through."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 1)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        is_first = (self.router(x) + torch.randn(len(x), 1)).squeeze(1) > 0
+        out = torch.zeros_like(x)
+        for mask, expert in zip((is_first, ~is_first), self.experts, strict=True):
+            out[mask] = expert(x[mask])
+        return x + out
+
+
+def experts():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Experts() for _ in range(4)))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_a_plan_leaves_room_for_other_draws(share):
+    x = torch.randn(256, WIDTH)
+    traced = profile(experts(), x, loss_fn=_mean_square)
+    least, most = floor(traced), traced.baseline_peak_bytes
+    found = plan(traced, memory_budget=least + int(share * (most - least)))
+
+    assert found.policy and traced.redrawn
+    for seed in range(5):
+        done = verify(
+            found, experts, lambda: x, loss_fn=_mean_square, seed=seed, timing_rounds=0
+        )
+        assert not done.differences
+        assert done.measured_peak_bytes <= found.budget_bytes
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_group_norm_keeps_the_memory_format_of_its_images(last):
+    made = []
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            wished = torch.channels_last if last else torch.contiguous_format
+            images = torch.empty(2, 8, 4, 4).to(memory_format=wished)
+            ones, sizes = torch.ones(8), (2, 8, 16, 2)
+            args = (images, ones, ones, *sizes, 1e-5)
+            out = torch.ops.aten.native_group_norm.default(*args)
+            back_args = (images, images, out[1], out[2], ones, *sizes, [True] * 3)
+            back = torch.ops.aten.native_group_norm_backward.default(*back_args)
+            if isinstance(mode, FakeTensorMode):
+                func = torch.ops.aten.native_group_norm
+                out = real_layouts.on_cpu(func.default, args, out)
+                func = torch.ops.aten.native_group_norm_backward
+                back = real_layouts.on_cpu(func.default, back_args, back)
+        made.append([tensor.stride() for tensor in (*out, *back)])
+
+    assert made[0] == made[1]
 
 
 class Noisy(Step):

@@ -12,10 +12,11 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
+from autosac import _compat_dispatch
 from autosac.applying.frames import Frame
 from autosac.applying.handing import Kept, Source, leaves
 from autosac.applying.programs import KnownMode, Program
@@ -25,6 +26,7 @@ from autosac.applying.relaying import Nest, NestedCall, RelayedCall
 from autosac.applying.rerunning import Code
 from autosac.applying.surroundings import Present, thread
 from autosac.candidates.policies import OpPolicy
+from autosac.errors import UnsupportedError
 from autosac.tracing.attributes import Snapshots
 
 _MOST_LOSSES = 3  # batches that differ have lost as often: look at every op then
@@ -141,11 +143,17 @@ class CheckpointedForward(StandIn):
         return {**vars(self), "programs": {}}  # a copy has learned nothing yet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        may_compile = torch.compiler.is_compiling() and torch.is_grad_enabled()
+        if may_compile and self.module.training == self.training:
+            _refuse_to_compile(self.fqn)  # before all that Dynamo cannot follow
         forward = self.__wrapped__
         if self.step.onward is not None:
             return self.step.onward.meet(self.fqn, forward, args, kwargs)
-        policy = self._policy()
+        policy = None if thread.is_rerun else self._policy()
         if policy is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if _compat_dispatch.is_transformed():
+            _warn_of_transform(self.fqn)
             return forward(*args, **kwargs)
 
         source = self._source(policy, (args, kwargs))
@@ -224,6 +232,25 @@ class CheckpointedForward(StandIn):
         return self.policies.get(index)
 
 
+@_compat_dispatch.called_at_run_time
+def _refuse_to_compile(fqn: str) -> NoReturn:
+    raise UnsupportedError(
+        f"AC unit `{fqn}` of a plan is about to be compiled, but torch.compile and"
+        " torch.export make ops of their own, which no plan knows. Call"
+        " `plan.unapply(model)` first; `autosac.compile(model, memory_budget=...)`"
+        " compiles under a budget."
+    )
+
+
+def _warn_of_transform(fqn: str) -> None:
+    warnings.warn(
+        f"AC unit `{fqn}` runs under a transform of `torch.func`, `torch.vmap` or"
+        " forward-mode autograd, which no rerun can follow: all of it is saved, not"
+        " recomputed, and the planned peak does not hold for this call.",
+        stacklevel=3,
+    )
+
+
 class _NestForward(StandIn):
     """Stands in for the ``forward`` of the module of a nest.
 
@@ -247,7 +274,7 @@ class _NestForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
         is_planned = torch.is_grad_enabled() and self.module.training == self.training
-        if thread.is_inside or not is_planned:
+        if thread.is_inside or not is_planned or _compat_dispatch.is_transformed():
             return forward(*args, **kwargs)
         attributes = self.snapshots.take()
         nest = Nest(self.fqn, forward, attributes, self.fqns, (args, kwargs))

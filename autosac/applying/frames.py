@@ -19,7 +19,7 @@ import torch
 
 from autosac import _compat_dispatch
 from autosac.applying.handing import Handed, Source, leaves
-from autosac.applying.parts import Part
+from autosac.applying.parts import Part, changed, version_of
 from autosac.applying.programs import KnownMode
 from autosac.applying.recording import RecordingMode
 from autosac.applying.records import BACKWARD, Record
@@ -31,13 +31,29 @@ class Holder(Part):
 
     Attributes:
         frame: The call of the unit.
-        tensor: The tensor, while backward has not read it.
+        tensor: The tensor, from a rerun until backward reads it.
+        whole: What counts how often it is changed meanwhile; None if nobody else can.
     """
 
-    __slots__ = ("__weakref__", "frame", "tensor")
+    __slots__ = ("__weakref__", "frame", "tensor", "whole")
 
     frame: Frame
     tensor: torch.Tensor | None
+    whole: torch.Tensor | None
+
+    def fill(self, given: Sequence[torch.Tensor], fqn: str) -> None:
+        """Get the tensor, which is there again."""
+        self.tensor = self.tensor_of(given, fqn)
+        self.whole = None if self.version is None else self.whole_of(given)
+
+    def empty(self) -> torch.Tensor:
+        """Give the tensor away, as it was in forward."""
+        tensor, whole = self.tensor, self.whole
+        assert tensor is not None
+        if whole is not None and version_of(whole) != self.version:
+            raise changed(tensor, self.version, self.frame.record.policy.fqn)
+        self.tensor = self.whole = None
+        return tensor
 
 
 class Frame:
@@ -80,7 +96,8 @@ class Frame:
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder()
-        holder.frame, holder.source, holder.tensor = self, None, None
+        holder.frame, holder.source = self, None
+        holder.tensor = holder.whole = None
         record = self.record
         if record.is_exact:  # else what would be kept is made again
             record.locate(holder, tensor, BACKWARD, BACKWARD)
@@ -91,15 +108,16 @@ class Frame:
 
     def run_again(self) -> None:
         """Give all holders that are alive their tensors."""
-        template = self.source.again()
         is_last = self.is_over and not _compat_dispatch.keeps_graph()
         self.mode.paused = True
         try:
-            if self.record.is_exact:
-                given = [handed.tensor for handed in leaves(template, Handed)]
-                self._repeat(given, is_last=is_last)
-            else:
-                self._run_code(template)
+            with _compat_dispatch.untransformed():
+                template = self.source.again()
+                if self.record.is_exact:
+                    given = [handed.tensor for handed in leaves(template, Handed)]
+                    self._repeat(given, is_last=is_last)
+                else:
+                    self._run_code(template)
         finally:
             self.mode.paused = False
             if is_last:
@@ -123,7 +141,7 @@ class Frame:
                     if holder is not None and holder.tensor is None:
                         if holder.source is None:
                             raise _gone(fqn)
-                        holder.tensor = holder.tensor_of(given, fqn)
+                        holder.fill(given, fqn)
         finally:
             record.lose()
 
@@ -134,6 +152,7 @@ class Frame:
         try:
             self.record.code.run(self.record, template, packed.pack)
         except _Done:
+            packed.watch()
             return
         if packed.number < len(self.holders):
             raise RuntimeError(
@@ -155,9 +174,7 @@ def _gone(fqn: str) -> RuntimeError:
 def _unpack(holder: Holder) -> torch.Tensor:
     if holder.tensor is None:
         holder.frame.run_again()
-    tensor, holder.tensor = holder.tensor, None
-    assert tensor is not None
-    return tensor
+    return holder.empty()
 
 
 class _Done(Exception):
@@ -170,6 +187,14 @@ class _Packed:
     def __init__(self, holders: Sequence[weakref.ref[Holder]]) -> None:
         self.holders = holders
         self.number = 0
+        self.filled: list[Holder] = []
+
+    def watch(self) -> None:
+        """The rerun is over: who changes a tensor from now on does so in between."""
+        for holder in self.filled:
+            holder.whole = holder.tensor
+            assert holder.tensor is not None
+            holder.version = version_of(holder.tensor)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves a tensor."""
@@ -178,6 +203,7 @@ class _Packed:
         holder = self.holders[self.number]()
         if holder is not None and holder.tensor is None:
             holder.tensor = tensor
+            self.filled.append(holder)
         self.number += 1
         if self.number == len(self.holders):
             raise _Done

@@ -169,16 +169,21 @@ class Part:
             given: The tensors among the unit's arguments.
             fqn: Name of the unit, for the error.
         """
-        whole: Any = self.source
-        if type(whole) is Result:
-            whole = whole.tensor
-        elif type(whole) is int:
-            whole = given[whole]
+        whole = self.whole_of(given)
         version = self.version
         if version is not None and version != version_of(whole):
             raise changed(whole, version, fqn)
         layout = self.layout
         return whole if layout is None else alias_of(whole, layout)
+
+    def whole_of(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor that it lies in."""
+        whole: Any = self.source
+        if type(whole) is Result:
+            whole = whole.tensor
+        elif type(whole) is int:
+            whole = given[whole]
+        return whole  # type: ignore[no-any-return]
 
 
 def changed(tensor: torch.Tensor, version: int | None, fqn: str) -> RuntimeError:

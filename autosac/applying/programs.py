@@ -112,6 +112,8 @@ class KnownMode(_compat.PlainDispatchMode):
         program = self.program
         if program.first >= 0 and self._place <= program.last and not self.lost:
             self._lose("its end")
+        if self.record.missed:
+            self._lose("backward reads what it did not read before")
         if self.record.policy.chain:
             self.record.note_output(output)
 
@@ -188,10 +190,10 @@ class KnownMode(_compat.PlainDispatchMode):
             self.lost = True
             self._funcs, self._place = [None], 0
             warnings.warn(
-                f"AC unit `{self.record.policy.fqn}` runs other ops than in the steps"
-                f" before ({what}). What follows in this call is saved, not recomputed,"
-                " and the planned peak no longer holds; from its next call on, all of"
-                " it is recomputed if it does not do what its plan expects. Plan again"
-                " with inputs like these.",
+                f"AC unit `{self.record.policy.fqn}` does something else than in the"
+                f" steps before ({what}). What it cannot make again for this call is"
+                " saved, not recomputed, and the planned peak no longer holds; from its"
+                " next call on, all of it is recomputed if it does not do what its plan"
+                " expects. Plan again with inputs like these.",
                 stacklevel=2,
             )

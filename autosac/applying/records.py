@@ -243,9 +243,10 @@ class Record:
         result = self.results.get(key)
         if result is not None:
             saved = result.tensor
-            if saved is not None or result.counted(tensor) == tensor._version:
-                if missing := (runs | kept) & ~result.available:
-                    self.missed.append((-1 if kept else len(self.calls), missing))
+            is_as_made = saved is not None or result.counted(tensor) == tensor._version
+            if missing := is_as_made and (runs | kept) & ~result.available:
+                self.missed.append((-1 if kept else len(self.calls), missing))
+            if is_as_made and not (missing and self.code is None):  # else it is kept
                 result.kept |= kept
                 part.source = result
                 is_whole = saved is None and result.whole() is tensor
@@ -364,7 +365,9 @@ class Record:
         calls: list[Call] = []
         stop = 0
         for number, call in enumerate(self.calls):
-            if call.runs & ONWARD or (call.runs and number < self.stop):
+            if number >= self.stop:
+                call.runs &= ONWARD
+            if call.runs:
                 calls.append(call)
                 stop += number < self.stop
             else:

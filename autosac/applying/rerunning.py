@@ -145,8 +145,8 @@ class RerunMode(_compat.PlainDispatchMode):
         return part.version != now if first is None else part.version < first
 
     def __enter__(self) -> RerunMode:
-        self.was_inside = thread.is_inside
-        thread.is_inside = True
+        self.was = thread.is_inside, thread.is_rerun
+        thread.is_inside = thread.is_rerun = True
         self.present = self.attributes.resume()
         # If backward runs under autocast, casts of the forward pass are still cached.
         torch.clear_autocast_cache()
@@ -154,7 +154,7 @@ class RerunMode(_compat.PlainDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        thread.is_inside = self.was_inside
+        thread.is_inside, thread.is_rerun = self.was
         self.present.restore()
         torch.clear_autocast_cache()
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -21,9 +21,11 @@ class _Thread(threading.local):
 
     Attributes:
         is_inside: It runs a unit: what is called in there is a part of that.
+        is_rerun: It does so again: calls in there have been counted.
     """
 
     is_inside = False
+    is_rerun = False
 
 
 thread = _Thread()

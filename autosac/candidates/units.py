@@ -177,6 +177,11 @@ def make_unit(
         return call.once
     if call.module in index.opaque:
         return "it is opaque"
+    if any(tape.saved[i].used_again for i in saved):
+        return (
+            "backward goes through it more than once in a step, as that of a gradient"
+            " penalty does"
+        )
     if any(index.written_between(s, call.enter, trigger) for s in call.inputs):
         return "one of its arguments is changed in place before backward"
     outside = _unreachable_reads(tape, call, ops, own, trigger)

@@ -93,6 +93,14 @@ Exclude = Annotated[
     list[str] | None,
     typer.Option(metavar="FQN", help="Module that must be no AC unit; repeatable."),
 ]
+Opaque = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FQN",
+        help="Module that is never run again, nor cut inside, such as a router, by"
+        " name or pattern (*.gate); repeatable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 PlanFile = Annotated[
     Path, typer.Argument(help="A file that `autosac plan -o` wrote.", exists=True)
@@ -145,6 +153,13 @@ def _show(as_json: bool, record: Callable[[], Any], shown: Any) -> None:
         Console().print(shown)
 
 
+def _check_folders(*paths: Path | None) -> None:
+    """Complain of files that cannot be written before any work is done."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}.")
+
+
 def _bytes(text: str, total_bytes: int | None) -> int:
     with usage():
         return parse_bytes(text, total_bytes=total_bytes, name="--budget")
@@ -179,13 +194,15 @@ def plan(
     autocast: Autocast = "",
     accumulate: Accumulate = 1,
     exclude: Exclude = None,
+    opaque: Opaque = None,
     as_json: Json = False,
 ) -> None:
     """Find the cheapest plan that fits a budget."""
     with _exit_codes(as_json):
+        _check_folders(out, html)
         step = asked(
             model, settings, optimizer, device, on, batch, length, autocast,
-            accumulate, exclude,
+            accumulate, exclude, opaque,
         )  # fmt: skip
         parts = step.parts()
         if are_several(parts["inputs"]):
@@ -210,7 +227,10 @@ def sweep(
         typer.Option("--budget", "-b", help="A budget; repeat for more."),
     ] = None,
     n: Annotated[
-        int, typer.Option(min=2, help="Or so many from the floor to the plain peak.")
+        int,
+        typer.Option(
+            "--n", "-n", min=2, help="Or so many from the floor to the plain peak."
+        ),
     ] = 9,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write a picture: .png, .html …")
@@ -240,15 +260,17 @@ def sweep(
     autocast: Autocast = "",
     accumulate: Accumulate = 1,
     exclude: Exclude = None,
+    opaque: Opaque = None,
     as_json: Json = False,
 ) -> None:
     """Plan for many budgets, and a grid of steps: what a byte costs in time."""
     options: dict[str, Any] = {
         "optimizer": optimizer, "device": device, "on": on, "batch": batch,
         "length": length, "autocast": autocast, "accumulate": accumulate,
-        "exclude": exclude,
+        "exclude": exclude, "opaque": opaque,
     }  # fmt: skip
     with _exit_codes(as_json):
+        _check_folders(out, csv, parquet)
         if grid:
             step = grids.GridStep(
                 model=model, settings=tuple(settings or ()), options=options
@@ -408,15 +430,17 @@ def report(
     autocast: Autocast = "",
     accumulate: Accumulate = 1,
     exclude: Exclude = None,
+    opaque: Opaque = None,
 ) -> None:
     """Explain a plan: why each module is recomputed, what more memory buys."""
     with _exit_codes(as_json=False):
+        _check_folders(html)
         loaded = Plan.load(plan_file)
         made = None
         if model:
             step = asked(
                 model, settings, optimizer, device, on, batch, length, autocast,
-                accumulate, exclude,
+                accumulate, exclude, opaque,
             )  # fmt: skip
             made = step.calibrated() if loaded.calibrated else step.profile()
             check(loaded, made)

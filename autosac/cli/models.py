@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,8 +18,10 @@ from typing import Any
 import torch
 
 from autosac.costs.devices import device_spec
+from autosac.errors import AutosacError
 from autosac.planning.planning import calibrated_if_present
 from autosac.planning.profiling import Profile, profile
+from autosac.tracing import source_lines
 from autosac.tracing.arguments import optimizer_class, read_dtype
 
 _KEYS = ("model", "inputs", "loss_fn", "optimizer")
@@ -104,7 +108,7 @@ def target(
         _check_arguments(name, factory, arguments)
 
         def make() -> dict[str, Any]:
-            return _parts_of(name, factory(**arguments))
+            return _parts_of(name, _called(name, factory, arguments))
 
     return Target(make=make, optimizer=optimizer, options=options)
 
@@ -120,6 +124,7 @@ def asked(
     autocast: str,
     accumulate: int,
     exclude: list[str] | None,
+    opaque: list[str] | None = None,
 ) -> Target:
     """The step that options of the command line describe.
 
@@ -134,6 +139,8 @@ def asked(
     options: dict[str, Any] = {"accumulate": accumulate}
     if exclude:
         options["exclude"] = tuple(exclude)
+    if opaque:
+        options["opaque"] = tuple(opaque)
     if device:
         options["device"] = device
     if autocast:
@@ -220,6 +227,24 @@ def _check_arguments(
         raise UsageError(f"{name!r}: {error}; see --set key=value.") from error
 
 
+def _called(
+    name: str, factory: Callable[..., Any], arguments: Mapping[str, Any]
+) -> Any:
+    """What a factory returns."""
+    try:
+        return factory(**arguments)
+    except (AutosacError, UsageError):
+        raise
+    except Exception as error:  # whatever the user's code raises
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if source_lines.is_users(frame.filename)]
+        where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        raise UsageError(
+            f"{name!r} fails with {dict(arguments)}{where}: {type(error).__name__}:"
+            f" {error}"
+        ) from error
+
+
 def _parts_of(name: str, made: Any) -> dict[str, Any]:
     """What a factory returned, by name."""
     if isinstance(made, tuple) and 2 <= len(made) <= len(_KEYS):
@@ -248,7 +273,7 @@ def _from_config(
         import transformers  # only here, and slow to import
     except ImportError as error:
         raise UsageError("hf: needs transformers: pip install transformers.") from error
-    record = {**json.loads(path.read_text(encoding="utf-8")), **changes}
+    record = {**_read_config(path), **changes}
     kind, names = record.get("model_type"), record.get("architectures")
     if kind is None or not names:
         raise UsageError(f"{path} names no `model_type` or no `architectures`.")
@@ -256,9 +281,36 @@ def _from_config(
     if architecture is None:
         raise UsageError(f"{path}: this transformers has no {names[0]}.")
     config = transformers.AutoConfig.for_model(**record)
+    _check_entries(kind, transformers.AutoConfig.for_model(kind), changes)
+    longest = getattr(config, "max_position_embeddings", None) or length
+    if length > longest:
+        raise UsageError(
+            f"--length {length} is longer than the {longest} positions of {path}; use"
+            f" --set max_position_embeddings={length} for a model that has as many."
+        )
     config.use_cache = False  # a cache of keys is for generation
     model = architecture(config).train()
     return {"model": model, "inputs": _inputs(names[0], config, batch, length)}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(record, dict):
+        raise UsageError(f"{path} holds no config, but a {type(record).__name__}.")
+    return record
+
+
+def _check_entries(kind: str, plain: Any, changes: Mapping[str, Any]) -> None:
+    """Refuse entries that configs of a kind do not have: they would change nothing."""
+    known = {*plain.to_dict(), *plain.attribute_map, "architectures"}
+    for key in changes:
+        if key not in known:
+            close = difflib.get_close_matches(key, sorted(known), 1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise UsageError(f"--set {key}: a config of {kind} has no {key!r}{hint}")
 
 
 def _inputs(name: str, config: Any, batch: int, length: int) -> dict[str, Any]:

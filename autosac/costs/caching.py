@@ -1,7 +1,7 @@
 """Measurements of ops on disk, so that each is made once on a device.
 
 There is one JSON file for each device in each state that changes what ops cost:
-    {"format": 2, "environment": {...}, "ops": {TEXT OF SIGNATURE: [ms, bytes]}}
+    {"format": 3, "environment": {...}, "ops": {TEXT OF SIGNATURE: [ms, bytes, spread]}}
 A file that is missing, damaged or not writable costs time and one warning, no more.
 """
 
@@ -27,7 +27,7 @@ import torch
 from autosac.costs.timing import OpMeasurement
 from autosac.tracing.signatures import Layout, Signature
 
-_FORMAT_VERSION = 2  # rises when the way of measuring changes
+_FORMAT_VERSION = 3  # rises when the way of measuring changes
 _NAMESPACES = ("aten.", "prims.")  # PyTorch's own: others change with no new version
 _PLAIN = (bool, int, float, complex, str, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -163,12 +163,16 @@ def read(path: Path) -> Table:
         return {}
 
 
-def _measurement(runtime_ms: Any, workspace_bytes: Any) -> OpMeasurement:
+def _measurement(runtime_ms: Any, workspace_bytes: Any, spread: Any) -> OpMeasurement:
     if not (math.isfinite(runtime_ms) and runtime_ms >= 0.0):
         raise ValueError(f"{runtime_ms} is no time")
+    if not (math.isfinite(spread) and spread >= 0.0):
+        raise ValueError(f"{spread} is no spread")
     if type(workspace_bytes) is not int or workspace_bytes < 0:
         raise ValueError(f"{workspace_bytes} is no size")
-    return OpMeasurement(runtime_ms=runtime_ms, workspace_bytes=workspace_bytes)
+    return OpMeasurement(
+        runtime_ms=runtime_ms, workspace_bytes=workspace_bytes, spread=spread
+    )
 
 
 def add(path: Path, environment: Mapping[str, str], measured: Table) -> None:
@@ -188,7 +192,7 @@ def add(path: Path, environment: Mapping[str, str], measured: Table) -> None:
             "format": _FORMAT_VERSION,
             "environment": dict(environment),
             "ops": {
-                name: [cost.runtime_ms, cost.workspace_bytes]
+                name: [cost.runtime_ms, cost.workspace_bytes, round(cost.spread, 3)]
                 for name, cost in sorted(table.items())
             },
         }

@@ -29,6 +29,7 @@ class Calibrated:
         sources: Where the figures of each come from.
         failures: Name of an op that was not run -> why.
         library_bytes: Blocks that libraries keep for good.
+        unsteady_ms: Time of ops whose runs disagreed.
     """
 
     ops: tuple[Op, ...]
@@ -36,6 +37,7 @@ class Calibrated:
     sources: tuple[Source, ...]
     failures: dict[str, str]
     library_bytes: tuple[int, ...]
+    unsteady_ms: float
 
 
 def calibrated(
@@ -76,6 +78,8 @@ def look_up(
 ) -> tuple[Found, dict[Signature, str]]:
     """Costs of ops from the table on disk, or measured now; why others have none.
 
+    What the table knows from runs that disagreed is measured again.
+
     Args:
         needed: The ops, and what is counted of each anyway.
         device: Where to measure.
@@ -85,20 +89,27 @@ def look_up(
     """
     texts = {s: text for s in needed if (text := caching.text_of(s))} if cache else {}
     found: Found = {}
+    unsteady: dict[Signature, OpMeasurement] = {}
     if cache:
         environment = caching.environment(device)
         path = caching.path_of(environment)
         table = {} if refresh else caching.read(path)
         for signature, text in texts.items():
-            if text in table:
-                found[signature] = (table[text], "cached")
+            if (known := table.get(text)) is None:
+                continue
+            if known.is_steady:
+                found[signature] = (known, "cached")
+            else:
+                unsteady[signature] = known
     missing = {s: sizes for s, sizes in needed.items() if s not in found}
     made = measure_ops(missing, device=device, progress=progress)
-    if cache:
-        known = {texts[s]: cost for s, cost in made.costs.items() if s in texts}
-        caching.add(path, environment, known)
     for signature, cost in made.costs.items():
+        if signature in unsteady:
+            cost = cost.or_earlier(unsteady[signature])
         found[signature] = (cost, "measured")
+    if cache:
+        new = {texts[s]: found[s][0] for s in made.costs if s in texts}
+        caching.add(path, environment, new)
     return found, made.failures
 
 
@@ -129,7 +140,7 @@ def _replaced(
     failed: dict[Signature, str],
     library_bytes: tuple[int, ...],
 ) -> Calibrated:
-    ops, times, sources = [], [], []
+    ops, times, sources, unsteady_ms = [], [], [], 0.0
     for op, modelled_ms in zip(tape.ops, op_ms, strict=True):
         known = None
         if isinstance(op.signature, Signature) and not op.is_view:
@@ -142,6 +153,7 @@ def _replaced(
             cost, source = known
             ops.append(replace(op, workspace_bytes=cost.workspace_bytes))
             times.append(cost.runtime_ms)
+            unsteady_ms += 0.0 if cost.is_steady else cost.runtime_ms
         sources.append(source)
     return Calibrated(
         ops=tuple(ops),
@@ -149,4 +161,5 @@ def _replaced(
         sources=tuple(sources),
         failures={str(signature.func): reason for signature, reason in failed.items()},
         library_bytes=library_bytes,
+        unsteady_ms=unsteady_ms,
     )

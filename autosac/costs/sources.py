@@ -37,12 +37,15 @@ class Calibration:
         modelled: Ops whose time is a formula, and so is their workspace (workspaces.py
             for a GPU that is not present, cpu_workspaces.py for the CPU).
         modelled_ops: Names of these, dearest first, and why each was not run.
+        unsteady_ms: Time of ops that were run, but whose runs disagreed, as on a busy
+            machine; `calibrate` runs these again when it meets them again.
     """
 
     measured: Share
     cached: Share
     modelled: Share
     modelled_ops: tuple[tuple[str, str], ...]
+    unsteady_ms: float = 0.0
 
     @property
     def measured_fraction(self) -> float:
@@ -51,6 +54,12 @@ class Calibration:
         total = known + self.modelled.ms
         return known / total if total else 1.0
 
+    @property
+    def unsteady_fraction(self) -> float:
+        """Share of the measured time that is of ops whose runs disagreed."""
+        known = self.measured.ms + self.cached.ms
+        return self.unsteady_ms / known if known else 0.0
+
     def __str__(self) -> str:
         parts = [("measured", self.measured), ("from the cache", self.cached)]
         lines = [
@@ -58,6 +67,8 @@ class Calibration:
             f" {format_bytes(share.workspace_bytes)} of workspaces"
             for name, share in (*parts, ("modelled", self.modelled))
         ]
+        if self.unsteady_ms:
+            lines.append(f"unsteady       {format_ms(self.unsteady_ms)} a step")
         lines += [f"    {name}: {reason}" for name, reason in self.modelled_ops]
         return "\n".join(lines)
 
@@ -72,6 +83,7 @@ def calibration(
     op_ms: Iterable[float],
     sources: Iterable[Source],
     failures: Mapping[str, str],
+    unsteady_ms: float = 0.0,
 ) -> Calibration:
     """Sum up the sources of a step's figures.
 
@@ -80,6 +92,7 @@ def calibration(
         op_ms: the time of each,
         sources: and where that comes from.
         failures: Name of an op -> why it was not run.
+        unsteady_ms: As in `Calibration`.
     """
     times: dict[str, float] = {"measured": 0.0, "cached": 0.0, "modelled": 0.0}
     distinct: dict[str, dict[object, int]] = {source: {} for source in times}
@@ -104,4 +117,5 @@ def calibration(
         cached=shares["cached"],
         modelled=shares["modelled"],
         modelled_ops=reasons,
+        unsteady_ms=unsteady_ms,
     )

@@ -6,8 +6,9 @@ fake tensors cannot see.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,11 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.tracing.signatures import Signature
 
-_REPEATS = 5  # noise only adds: the least of so many times is taken,
-_ENOUGH_MS = 200.0  # or of as many as fit into this time
+_FEWEST = 2  # runs: the first one may find a machine that does something else, too
+_REPEATS = 6  # noise only adds: the least of so many times is taken,
+_ENOUGH_MS = 200.0  # or of as many as fit into this time;
+_MOST, _MOST_MS = 18, 600.0  # if they disagree, so many more
+STEADY = 0.5  # how much longer the second least time may be: a heuristic
 _IN_A_ROW = 20  # runs of a short op on a GPU, where waiting takes longer than it does
 _SHORT_MS = 1.0  # an op so short is slowed down by being recorded
 _SHOW_AFTER_S = 1.0  # no progress bar for what is done by then
@@ -66,10 +70,23 @@ class OpMeasurement:
     Attributes:
         runtime_ms: Least of a few times: noise only adds.
         workspace_bytes: Most bytes alive while it ran, less what its tape counts.
+        spread: How much longer the second least time was, as a share of the least.
     """
 
     runtime_ms: float
     workspace_bytes: int
+    spread: float = 0.0
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether two runs agree; else the machine did something else meanwhile."""
+        return self.spread <= STEADY
+
+    def or_earlier(self, other: OpMeasurement) -> OpMeasurement:
+        """Of it and one made before, that which noise added less to."""
+        least, more = sorted((self, other), key=lambda one: one.runtime_ms)
+        gap = spread_of((least.runtime_ms, more.runtime_ms))
+        return replace(least, spread=min(least.spread, gap))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +134,7 @@ def measure_ops(
     return Measurements(costs, failures | failed)
 
 
+_Timing = tuple[float, float]  # ms, and the spread of a few runs
 _FirstRuns = tuple[dict[Signature, OpMeasurement], dict[Signature, str]]
 
 
@@ -124,7 +142,7 @@ def _first_runs_on_cpu(
     sizes: Mapping[Signature, OpSizes], device: torch.device, progress: bool | None
 ) -> _FirstRuns:
     """Workspaces and times, rough ones of short ops; why other ops do not run."""
-    ran: dict[str, tuple[float, int]] = {}
+    ran: dict[str, tuple[_Timing, int]] = {}
     failures = {}
     names = {f"{_MARK}{i}": signature for i, signature in enumerate(sizes)}
     with cpu_events() as recording:
@@ -137,38 +155,41 @@ def _first_runs_on_cpu(
     for event in recorded_events(recording):
         if event.name in ran:
             signature = names[event.name]
-            runtime_ms, found_bytes = ran[event.name]
+            (runtime_ms, spread), found_bytes = ran[event.name]
             made_bytes = max(sizes[signature].made_bytes, found_bytes)
             costs[signature] = OpMeasurement(
                 runtime_ms=runtime_ms,
                 workspace_bytes=max(0, _peak_bytes(event) - made_bytes),
+                spread=spread,
             )
     return costs, failures
 
 
 def _first_run_on_cpu(
     name: str, signature: Signature, device: torch.device
-) -> tuple[float, int]:
-    """Time in ms of an op that is recorded under a name.
+) -> tuple[_Timing, int]:
+    """Time of an op that is recorded under a name.
 
     And the bytes of its results if their shapes depend on values: with made-up ones
     they may be larger than in the step.
     """
     args, kwargs = inventing.arguments(signature, device)
     call = partial(signature.func, *args, **kwargs)
-    begin = time.perf_counter()
+    clock = _clock(device)
+    begin = clock()
     # Forward kernels run with gradients enabled, and oneDNN's LSTM looks.
     is_forward = "backward" not in str(signature.func)
     with torch.set_grad_enabled(is_forward), record_function(name):
         out = call()
-    elapsed_ms = (time.perf_counter() - begin) * 1e3
+    elapsed_ms = (clock() - begin) * 1e3
     found_bytes = 0
     if torch.Tag.dynamic_output_shape in signature.func.tags:
         found_bytes = sum(t.untyped_storage().nbytes() for t in tensors_in((out,)))
     del out  # before it runs again
+    timing = (elapsed_ms, 0.0)
     if elapsed_ms >= _SHORT_MS:
-        elapsed_ms = _least_ms(call, device, elapsed_ms)
-    return elapsed_ms, found_bytes
+        timing = _timing(call, device, elapsed_ms)
+    return timing, found_bytes
 
 
 def _first_runs_on_gpu(
@@ -200,9 +221,12 @@ def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasureme
     held = max(before, torch.cuda.memory_allocated(device))
     workspace_bytes = max(0, torch.cuda.max_memory_allocated(device) - held)
     del out  # before it runs again
+    timing = (elapsed_ms, 0.0)
     if elapsed_ms >= _SHORT_MS:
-        elapsed_ms = _least_ms(call, device, elapsed_ms)
-    return OpMeasurement(runtime_ms=elapsed_ms, workspace_bytes=workspace_bytes)
+        timing = _timing(call, device, elapsed_ms)
+    return OpMeasurement(
+        runtime_ms=timing[0], workspace_bytes=workspace_bytes, spread=timing[1]
+    )
 
 
 def _without_recording(
@@ -213,34 +237,50 @@ def _without_recording(
     call = partial(signature.func, *args, **kwargs)
     in_a_row = _IN_A_ROW if device.type == "cuda" else 1
     try:
-        least_ms = _least_ms(call, device, first.runtime_ms, in_a_row)
+        least_ms, spread = _timing(call, device, first.runtime_ms, in_a_row)
     except _REFUSALS:  # it ran before; memory may have run short since
         return first
-    return replace(first, runtime_ms=least_ms)
+    return replace(first, runtime_ms=least_ms, spread=spread)
 
 
-def _least_ms(
+def _timing(
     call: Callable[[], Any], device: torch.device, first_ms: float, in_a_row: int = 1
-) -> float:
-    """Least time of an op that took ``first_ms`` and runs a few times more."""
-    least_ms = spent_ms = first_ms
-    for _ in range(_REPEATS):
-        if spent_ms > _ENOUGH_MS:
+) -> _Timing:
+    """Time of an op that took ``first_ms`` and runs a few times more."""
+    times, spent_ms = [first_ms], 0.0
+    while len(times) < _MOST:
+        is_steady = spread_of(times) <= STEADY
+        if len(times) >= _FEWEST and spent_ms > (_ENOUGH_MS if is_steady else _MOST_MS):
+            break
+        if len(times) >= _REPEATS and is_steady:
             break
         elapsed_ms = _run_ms(call, device, in_a_row)
         spent_ms += elapsed_ms * in_a_row
-        least_ms = min(least_ms, elapsed_ms)
-    return least_ms
+        times.append(elapsed_ms)
+    return min(times), spread_of(times)
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """How much longer the second least of some times is, as a share of the least."""
+    least, second, *_ = [*sorted(times), math.inf]
+    return second / least - 1 if least > 0 else 0.0
 
 
 def _run_ms(call: Callable[[], Any], device: torch.device, in_a_row: int = 1) -> float:
     """Time of a call; a GPU is waited for once after so many of them."""
-    begin = time.perf_counter()
+    clock = _clock(device)
+    begin = clock()
     for _ in range(in_a_row):
         call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) * 1e3 / in_a_row
+    return (clock() - begin) * 1e3 / in_a_row
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds; an op that runs on this thread alone does not count who else runs."""
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if is_alone else time.perf_counter
 
 
 def _index_of(device: torch.device) -> int:

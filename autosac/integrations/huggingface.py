@@ -12,7 +12,7 @@ the model's ``forward``, so that the trace runs into it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class MemoryBudget(TrainerCallback):
         memory_budget: Cap on the peak of a step: bytes, or text such as "24GiB" or
             "80%" (of the device's memory).
         exclude: FQNs of modules that must not be AC units.
+        opaque: Modules that are never run again, nor cut inside, as in `autosac.plan`.
         on_mismatch: As in `autosac.plan`.
         report: Gets a text that says what was planned.
 
@@ -52,11 +53,13 @@ class MemoryBudget(TrainerCallback):
         memory_budget: int | str,
         *,
         exclude: tuple[str, ...] = (),
+        opaque: Iterable[str | type] = (),
         on_mismatch: OnMismatch = "recompute",
         report: Callable[[str], object] = print,
     ) -> None:
         self.memory_budget = memory_budget
         self.exclude = exclude
+        self.opaque = tuple(opaque)
         self.on_mismatch = on_mismatch
         self.report = report
         self.plan: Plan | None = None
@@ -91,6 +94,7 @@ class MemoryBudget(TrainerCallback):
             accumulate=args.gradient_accumulation_steps,
             clip_grad_norm=args.max_grad_norm or math.inf,  # the norm is logged
             exclude=self.exclude,
+            opaque=self.opaque,
         )
         plan = self.plan
         plan.apply(model)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class MemoryBudget(Callback):
         memory_budget: Cap on the peak of a step: bytes, or text such as "24GiB" or
             "80%" (of the device's memory).
         exclude: FQNs of modules that must not be AC units.
+        opaque: Modules that are never run again, nor cut inside, as in `autosac.plan`.
         on_mismatch: As in `autosac.plan`.
         report: Gets a text that says what was planned.
 
@@ -60,11 +61,13 @@ class MemoryBudget(Callback):
         memory_budget: int | str,
         *,
         exclude: tuple[str, ...] = (),
+        opaque: Iterable[str | type] = (),
         on_mismatch: OnMismatch = "recompute",
         report: Callable[[str], object] = print,
     ) -> None:
         self.memory_budget = memory_budget
         self.exclude = exclude
+        self.opaque = tuple(opaque)
         self.on_mismatch = on_mismatch
         self.report = report
         self.plan: Plan | None = None
@@ -112,6 +115,7 @@ class MemoryBudget(Callback):
             clip_grad_norm=(clips_norm and trainer.gradient_clip_val) or None,
             gradients_in_forward=True,
             exclude=self.exclude,
+            opaque=self.opaque,
         )
         self.plan.apply(module)
         self.report(summary(self.plan))

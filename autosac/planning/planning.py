@@ -11,6 +11,7 @@ from autosac.applying import applying
 from autosac.candidates import curves
 from autosac.candidates.policies import OpPolicy, block_policies
 from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
+from autosac.planning import redrawn
 from autosac.planning.choosing import SolveOptions
 from autosac.planning.incumbents import recompute_ms
 from autosac.planning.plans import Plan
@@ -24,6 +25,7 @@ from autosac.tracing.tracing import dry_run, is_watched
 from solvers import sac
 
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
+_MOST_LOWERED = 4  # solves with less and less memory, for steps that draws decide
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
 
 
@@ -95,6 +97,9 @@ def make_plan(
         SolverError: The applied model's dry run does not confirm the plan.
     """
     chosen, bound_ms = choose(made, budget_bytes, start=start, **solving)
+    if made.redrawn:
+        found = chosen, bound_ms
+        chosen, bound_ms = _for_other_draws(made, budget_bytes, found, solving)
     policies = spell_out(made, chosen)
     if _wants_dry_run(made, chosen) if dry_run is None else dry_run:
         if not isinstance(made, Profile):
@@ -104,6 +109,27 @@ def make_plan(
             )
         _confirm(made, chosen, policies)
     return _as_plan(made, budget_bytes, chosen, policies, bound_ms)
+
+
+def _for_other_draws(
+    made: TracedStep,
+    budget_bytes: int,
+    found: tuple[Choice, float],
+    solving: dict[str, Any],
+) -> tuple[Choice, float]:
+    """A choice that leaves room for what other random numbers make of the step.
+
+    Where that much room does not fit, the choice of least peak has most of it.
+    """
+    for _ in range(_MOST_LOWERED):
+        left_bytes = budget_bytes - redrawn.margin_bytes(made, found[0])
+        if made.peak_bytes(found[0]) <= left_bytes:
+            break
+        try:
+            found = choose(made, left_bytes, **solving)
+        except InfeasibleBudgetError:
+            return lowest(made), found[1]
+    return found
 
 
 def lowest_plan(made: TracedStep, budget_bytes: int) -> Plan:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autosac.showing.reporting import Report
 
 LARGE_GAP = 0.05  # worth a warning
+_MUCH_UNSTEADY = 0.1  # of the measured time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +264,12 @@ class Plan:
                 " with `time_limit_s`=60 to search longer, or with a little more memory"
             )
         if self.traced is not None:
+            unsteady = self.traced.calibration.unsteady_fraction
+            if unsteady >= _MUCH_UNSTEADY:
+                lines.append(
+                    f"unsteady  {unsteady:.0%} of the measured time is of ops whose"
+                    " runs disagree; is the machine busy? `calibrate` runs them again"
+                )
             if any(op.decides for op in self.traced.tape.ops):
                 lines.append(
                     "values    of a batch decide sizes in this step; the peak is that"

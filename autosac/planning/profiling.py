@@ -60,6 +60,8 @@ class TracedStep:
         op_sources: Where time and workspace of every op come from; empty if all are
             modelled.
         failures: Name of an op that could not be measured -> why.
+        unsteady_ms: Time of measured ops whose runs disagreed.
+        redrawn: The step as it is with other random numbers, if these decide sizes.
     """
 
     tape: Tape
@@ -73,13 +75,17 @@ class TracedStep:
     calibrated: bool
     op_sources: tuple[Source, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
+    unsteady_ms: float = 0.0
+    redrawn: tuple[TracedStep, ...] = ()
 
     @cached_property
     def calibration(self) -> Calibration:
         """How far times and workspaces are measured."""
         ops = self.tape.ops
         sources = self.op_sources or tuple(map(modelled, ops))
-        return calibration(ops, self.op_ms, sources, self.failures)
+        return calibration(
+            ops, self.op_ms, sources, self.failures, unsteady_ms=self.unsteady_ms
+        )
 
     @cached_property
     def simulator(self) -> Simulator:
@@ -299,7 +305,7 @@ def profile(
     tape = trace(step)
     if loss_fn is None:
         warn_of_summed_outputs(model, tape)
-    return Profile(
+    found = Profile(
         step=step,
         tape=tape,
         op_ms=roofline.tape_ms(tape, spec),
@@ -310,6 +316,16 @@ def profile(
         sequences=plain_sequences(model),
         signature=signature_of(args, kwargs, positional_names(model)),
         calibrated=False,
+    )
+    return replace(found, redrawn=_redrawn(found))
+
+
+def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:
+    """The step with other random numbers, without the user's objects."""
+    known = replace(profile, op_sources=(), redrawn=()).traced()
+    return tuple(
+        replace(known, tape=tape, op_ms=roofline.tape_ms(tape, profile.device))
+        for tape in profile.step.learned.redrawn
     )
 
 
@@ -332,6 +348,7 @@ def in_compute_dtype(profile: Profile, dtype: torch.dtype | None) -> Profile:
         calibrated=False,
         op_sources=(),
         failures={},
+        unsteady_ms=0.0,
     )
 
 
@@ -390,6 +407,7 @@ def calibrate(
         if tape is not profile.tape:
             op_ms = roofline.tape_ms(tape, profile.device)
             profile = replace(profile, step=step, tape=tape, op_ms=op_ms)
+            profile = replace(profile, redrawn=_redrawn(profile))
     found = calibrated(
         profile.tape,
         profile.op_ms,
@@ -405,6 +423,7 @@ def calibrate(
         calibrated=True,
         op_sources=found.sources,
         failures=found.failures,
+        unsteady_ms=found.unsteady_ms,
     )
 
 

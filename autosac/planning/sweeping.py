@@ -15,6 +15,7 @@ from autosac.planning.plans import Plan
 from autosac.planning.profiling import Profile, TracedStep
 from autosac.quantities import parse_bytes
 from autosac.showing import plotting
+from autosac.showing.pictures import Picture
 from solvers import sac
 
 RELATIVE_GAP = 1.5e-2  # of a solve: 64 of them should not outlast a few plans
@@ -96,6 +97,14 @@ class Sweep:
         draw_panel(axes, plotting.budget_panel(self, rivals=rivals))
         axes.legend()
         return axes
+
+    def picture(self) -> Picture:
+        """The same as a picture, whose ``save`` writes a file.
+
+        Raises:
+            ValueError: No budget is feasible.
+        """
+        return plotting.budgets(self)
 
 
 def sweep(

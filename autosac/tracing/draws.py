@@ -37,8 +37,8 @@ def may_decide(tape: Tape) -> bool:
 
 def largest(
     tape: Tape, traced: Callable[[int], Tape], storages_of: Callable[[int], Tape]
-) -> tuple[int, Tape]:
-    """The seed whose step takes most memory, and its tape.
+) -> tuple[int, list[Tape]]:
+    """The seed whose step takes most memory; its tape, and some that differ from it.
 
     Args:
         tape: That of seed 0.
@@ -59,7 +59,10 @@ def largest(
         except TraceError:  # nobody trains on what such draws leave
             continue
     seed = max(peaks, key=lambda seed: peaks[seed])
-    return seed, tapes[seed] if seed in tapes else traced(seed)
+    best = tapes[seed] if seed in tapes else traced(seed)
+    others = {_outline(other): other for other in tapes.values()}
+    others.pop(_outline(best), None)
+    return seed, [best, *others.values()]
 
 
 def plain_peak_bytes(tape: Tape) -> int:

@@ -16,6 +16,10 @@ _VALUES = (
 WHY_REAL = "This step depends on values, so that it really runs once to be traced."
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
+_META = (
+    " A model on the meta device is traced as if it were on the CPU: make the tensors"
+    ' that its loss holds, such as targets, with `device="cpu"`.'
+)
 
 
 def explanation(error: BaseException, place: str) -> str:
@@ -29,9 +33,12 @@ def explanation(error: BaseException, place: str) -> str:
     what = "cannot be traced without data" if depends else "fails"
     line = _users_line(error.__traceback__)
     where = f" at {line}" if line else ""
+    advice = _VALUES if depends else _RUN
+    if "same device" in str(error) and "meta" in str(error):
+        advice = _META
     return (
         f"The step {what}: in {place}{where}, {type(error).__name__} says"
-        f" {_quoted(error)}{_VALUES if depends else _RUN}"
+        f" {_quoted(error)}{advice}"
     )
 
 

@@ -15,6 +15,7 @@ import torch
 
 from autosac import _compat
 from autosac.tracing.repeating import KnownCalls
+from autosac.tracing.tape import Tape
 
 
 class Retrace(BaseException):
@@ -33,6 +34,7 @@ class Learned:
         real: It must run on real tensors, as its values decide what it does; or why
             fakes cannot do it.
         seed: Where its random streams begin.
+        redrawn: Its tapes with other seeds, if draws decide sizes.
     """
 
     calls: KnownCalls = field(default_factory=dict)
@@ -40,6 +42,7 @@ class Learned:
     overwritten: set[tuple[str, str]] = field(default_factory=set)
     real: bool = False
     seed: int = 0
+    redrawn: list[Tape] = field(default_factory=list)
 
 
 class LiveViews:

@@ -101,8 +101,9 @@ def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
 
     Norms of a bfloat16 input with float32 weights keep their statistics in float32
     (aten/src/ATen/native: Normalization, layer_norm, group_norm); their fake kernels
-    say bfloat16. The gradient of a group norm's input has the input's type; its fake
-    kernel gives the weight's. oneDNN's LSTM saves bytes for its backward, often more
+    say bfloat16. A group norm's result has the memory format of its input, as the
+    input's gradient has, and that has its type, too; fake kernels give contiguous ones,
+    and the weight's type. oneDNN's LSTM saves bytes for its backward, often more
     than its output has (aten/src/ATen/native/mkldnn/RNN.cpp); its fake one says none.
     """
     name = str(func)
@@ -112,13 +113,20 @@ def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
         # The fake kernel returns one gradient for both biases, sometimes.
         return (*out[:4], torch.empty_like(out[4]), *out[5:])
     if name == "aten.native_group_norm_backward.default" and out[0] is not None:
-        return (out[0].to(args[1].dtype), *out[1:])
+        return (_laid_out_as(args[1], out[0].to(args[1].dtype)), *out[1:])
+    if name == "aten.native_group_norm.default":
+        out = (_laid_out_as(args[0], out[0]), *out[1:])
     if name not in _NORM_WEIGHTS:
         return on_any_device(func, args, out)
     weight = args[_NORM_WEIGHTS[name]]
     if weight is None or weight.device.type != "cpu" or weight.dtype == out[1].dtype:
         return out
     return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
+
+
+def _laid_out_as(images: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A result in the memory format that a tensor suggests."""
+    return out.contiguous(memory_format=_compat.memory_format(images))
 
 
 _rnn_bytes: dict[Any, int] = {}

@@ -459,7 +459,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if isinstance(holder, torch.Tensor):
             return holder
         saved = self.saved[holder.index]
-        if saved.unpacked is None:
+        if saved.is_read_first():
             saved.unpacked = self.tick()
         if holder.tensor is not None:
             return holder.tensor

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from autosac import _compat_dispatch
 from autosac.tracing.tape import SavedTensor
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ class Holder:
 class Saved:
     """A `SavedTensor` that is still being written."""
 
-    __slots__ = ("packed", "released", "storage", "unpacked", "used_until")
+    __slots__ = (
+        *("packed", "released", "storage", "unpacked", "used_again", "used_until"),
+    )
 
     def __init__(self, storage: int, packed: int) -> None:
         self.storage = storage
@@ -45,6 +48,13 @@ class Saved:
         self.unpacked: int | None = None
         self.released: int | None = None
         self.used_until: int | None = None
+        self.used_again = False
+
+    def is_read_first(self) -> bool:
+        """Backward reads it: whether it has not done so before."""
+        is_first = self.unpacked is None
+        self.used_again |= not is_first or _compat_dispatch.keeps_graph()
+        return is_first
 
     def finished(self, end: int) -> SavedTensor:
         """What was written, at the last tick of the step."""
@@ -55,4 +65,5 @@ class Saved:
             unpacked=self.unpacked,
             released=released,
             used_until=released if self.used_until is None else self.used_until,
+            used_again=self.used_again,
         )

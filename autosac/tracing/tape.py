@@ -115,6 +115,8 @@ class SavedTensor:
         used_until: Tick when the tensor that backward read was gone: a moment
             before `released`, or later if a gradient is a view of it. Equals
             `released` if it was never read.
+        used_again: Backward read it several times, or in a pass that can be gone
+            backward through in turn.
     """
 
     storage: int
@@ -122,6 +124,7 @@ class SavedTensor:
     unpacked: int | None
     released: int
     used_until: int
+    used_again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

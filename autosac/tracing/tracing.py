@@ -66,9 +66,10 @@ def trace(step: Step) -> Tape:
     try:
         tape = _trace(step)
         if draws.may_decide(tape):
-            step.learned.seed, tape = draws.largest(
+            step.learned.seed, tapes = draws.largest(
                 tape, partial(_with_seed, step), partial(_storages_with_seed, step)
             )
+            tape, *step.learned.redrawn = tapes
     finally:
         _let_go_of_copies(step)
     return tape

@@ -1,0 +1,49 @@
+"""Steps whose draws decide sizes: a plan for one of them must hold for others, too.
+
+Noise in a router moves rows from one expert to another. The plain step takes as much
+memory whatever was drawn, but a plan works on one expert at a time, and its peak is
+that of a larger or a smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from autosac.candidates.policies import Policy
+from autosac.candidates.units import Unit
+from autosac.planning.profiling import TracedStep
+
+_TIMES_APART = 3
+
+
+def margin_bytes(made: TracedStep, chosen: Mapping[Unit, Policy]) -> int:
+    """How far below a budget the peak of a plan must stay for draws that come.
+
+    Above the highest peak of the few draws that were traced, three times as much as
+    these are apart: a heuristic, as routers also learn. 0 where draws decide no sizes.
+
+    Args:
+        made: The step.
+        chosen: What it recomputes.
+    """
+    if not chosen:
+        return 0
+    own_bytes = made.simulator.peak_bytes(chosen, workspaces=False)
+    above = [0]
+    for other in made.redrawn:
+        units = {_name(unit): unit for unit in other.candidates}
+        found = {
+            units[name]: policy
+            for unit, policy in chosen.items()
+            if (name := _name(unit)) in units
+        }
+        if len(found) == len(chosen):  # else that draw takes another branch
+            peak_bytes = other.simulator.peak_bytes(found, workspaces=False)
+            above.append(peak_bytes - own_bytes)
+    return max(above) + _TIMES_APART * (max(above) - min(above))
+
+
+def _name(unit: Unit) -> Hashable:
+    """What tells a unit of one trace in another one of the same step."""
+    sizes = (len(unit.groups), len(unit.blocks))
+    return unit.label, unit.call_index, unit.around, sizes

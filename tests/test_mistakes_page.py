@@ -1,0 +1,31 @@
+"""Rows of the page of what once went wrong name tests that exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_row_of_the_page_has_its_test():
+    text = (ROOT / "docs" / "mistakes.md").read_text()
+    rows = [
+        line for line in text.splitlines() if re.match(r"\| (?!what|model|---)", line)
+    ]
+    named = [re.search(r"`(test_\w+\.py)::([^`]+)` \|$", row) for row in rows]
+    assert len(rows) > 40 and all(named), rows[named.index(None)]
+    files = sorted({f"tests/{found[1]}" for found in named})
+
+    options = "--collect-only -q -p no:cacheprovider -o addopts="
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", *options.split(), *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+
+    tests = {line.partition("/")[2] for line in listed.splitlines()}
+    functions = {test.partition("[")[0] for test in tests}
+    wanted = {f"{found[1]}::{found[2]}" for found in named}
+    assert wanted <= tests | functions, sorted(wanted - tests - functions)
