@@ -108,6 +108,23 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
     return torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
 
 
+@contextlib.contextmanager
+def outside_autocast(device_type: str) -> Iterator[None]:
+    """Run as if no autocast were open around it: an inner one drops its copies."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    is_enabled = torch.is_autocast_enabled(device_type)
+    torch.set_autocast_enabled(device_type, False)
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+        torch.set_autocast_enabled(device_type, is_enabled)
+
+
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`, which counts changes together with it below autograd too."""
     with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autosac import _compat_dispatch
 from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.planning.batch_kinds import Bucket, are_several, buckets
 from autosac.planning.choosing import RELATIVE_GAP
@@ -324,7 +325,7 @@ def _replan(
         model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan:
         loss = loss_fn if make_loss_fn is None else make_loss_fn(shaped(args, kwargs))
-        with torch.autocast(device_type, enabled=False):
+        with _compat_dispatch.outside_autocast(device_type):
             step = profile(model, (args, kwargs), loss_fn=loss, **options)
             step = calibrated_if_present(step, progress=False, real_step=False)
             try:

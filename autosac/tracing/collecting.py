@@ -13,7 +13,7 @@ def no_collections() -> Iterator[None]:
 
     A trace must see tensors die when their last reference goes, not later. And who
     makes many records that stay alive would have them all looked through, time after
-    time.
+    time. Afterwards these count as old: they have survived.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -21,4 +21,7 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         if collecting:
+            if not gc.get_freeze_count():  # else who froze objects wants them frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
