@@ -16,6 +16,7 @@ _VALUES = (
 WHY_REAL = "This step depends on values, so that it really runs once to be traced."
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
+_ELSEWHERE = ("same device", "different devices")  # the latter of fakes in torch 2.10
 _META = (
     " A model on the meta device is traced as if it were on the CPU: make the tensors"
     ' that its loss holds, such as targets, with `device="cpu"`.'
@@ -34,7 +35,8 @@ def explanation(error: BaseException, place: str) -> str:
     line = _users_line(error.__traceback__)
     where = f" at {line}" if line else ""
     advice = _VALUES if depends else _RUN
-    if "same device" in str(error) and "meta" in str(error):
+    is_elsewhere = any(words in str(error) for words in _ELSEWHERE)
+    if is_elsewhere and "meta" in str(error):
         advice = _META
     return (
         f"The step {what}: in {place}{where}, {type(error).__name__} says"
