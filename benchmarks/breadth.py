@@ -4,8 +4,10 @@
     python -m benchmarks.breadth --models timm/dla,transformers/bart --work FOLDER
 
 What is done is not done again: every model leaves a file in the folder of work, and the
-page is of all files that are there. Remove a file, or name the verdicts to `--again`,
-to judge a model anew. The exit code tells whether the page shows what is asked for.
+page is of all files that are there. The records lie beside the page, too: what they
+have is put into the folder first, so that a run goes on where the last one ended. Name
+models, or verdicts to `--again`, to judge them anew. The exit code tells whether the
+page shows what is asked for.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from benchmarks.models.drawn import SEED, SOURCES, every
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
+_RECORDS = "breadth.json"
 _WALL_OF_CPU = 4  # a process may wait this many times as long as it may work
 Record = dict[str, Any]
 
@@ -39,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("AUTOSAC_CACHE_DIR", str(options.work / "cache"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _restore(options)
     names = options.models or _drawn(options.sources)
     left = [name for name in names if _is_left(_path(options, name), options.again)]
     if options.render:
@@ -85,6 +89,17 @@ def _path(options: argparse.Namespace, name: str) -> Path:
     return folder / f"{name.replace('/', '-')}.json"
 
 
+def _restore(options: argparse.Namespace) -> None:
+    """Records of earlier runs, where the folder of work has none, as files."""
+    known = options.output / _RECORDS
+    if not known.exists():
+        return
+    for record in json.loads(known.read_text()):
+        path = _path(options, record["model"])
+        if not path.exists() and record["model"] not in (options.models or ()):
+            path.write_text(json.dumps(record) + "\n")
+
+
 def _is_left(path: Path, again: list[str]) -> bool:
     if not path.exists():
         return True
@@ -110,7 +125,8 @@ def _judged(name: str, options: argparse.Namespace) -> tuple[str, Record]:
         record = json.loads(path.read_text())
     if record["status"] == "unfinished":
         record |= _ending(process.exitcode, options)
-        path.write_text(json.dumps(record) + "\n")
+    record["date"] = environment()["date"]
+    path.write_text(json.dumps(record) + "\n")
     return name, record
 
 
@@ -137,6 +153,8 @@ def _write(options: argparse.Namespace) -> list[tuple[str, str, bool]]:
     options.output.mkdir(parents=True, exist_ok=True)
     page = "\n".join(verdicts.page(whole))
     (options.output / "breadth.md").write_text(page)
+    lines = ",\n".join(map(json.dumps, records))
+    (options.output / _RECORDS).write_text(f"[\n{lines}\n]\n")
     return verdicts.summary(records)
 
 

@@ -147,12 +147,13 @@ def test_a_batch_of_equal_layers_is_cut_to_two():
 @pytest.mark.slow
 def test_a_process_for_each_model_and_none_for_what_is_done(tmp_path, capsys):
     pytest.importorskip("expecttest")  # of PyTorch's list of modules
-    given = ["--models", "modules/nn.Linear,modules/nn.SiLU", "--work"]
-    given += [str(tmp_path / "work"), "--output", str(tmp_path)]
+    folders = ["--work", str(tmp_path / "work"), "--output", str(tmp_path)]
+    given = [*folders, "--models", "modules/nn.Linear,modules/nn.SiLU"]
+    large = ["--models", "torchvision/convnext_large", "--cpu-s", "1"]
 
-    assert breadth.main([*given, "--cpu-s", "1"]) == 1  # imports alone take longer
+    assert breadth.main([*folders, *large]) == 1
     late = (tmp_path / "breadth.md").read_text()
-    assert breadth.main([*given, "--again", "not judged"]) == 1  # two are not enough
+    assert breadth.main(given) == 1  # two are not enough
     page = (tmp_path / "breadth.md").read_text()
     capsys.readouterr()
     assert breadth.main(given) == 1
@@ -161,6 +162,18 @@ def test_a_process_for_each_model_and_none_for_what_is_done(tmp_path, capsys):
     assert "| modules | 2 | 0 | 0 | 0 | 0 | 0 | 0 | 2 |" in page
     assert "expected" not in page and str(tmp_path) not in page
     assert capsys.readouterr().out == ""  # nothing was left to do
+
+
+def test_a_run_goes_on_with_the_records_beside_the_page(tmp_path, capsys):
+    known = record(*[cell()] * 3, model="modules/nn.ReLU")
+    (tmp_path / "breadth.json").write_text(json.dumps([known]))
+    folders = ["--work", str(tmp_path / "work"), "--output", str(tmp_path)]
+
+    assert breadth.main([*folders, "--render"]) == 1
+
+    assert "| modules | 1 |" in (tmp_path / "breadth.md").read_text()
+    assert json.loads((tmp_path / "breadth.json").read_text()) == [known]
+    assert capsys.readouterr().out == ""
 
 
 def test_every_source_has_names_each_once():
