@@ -36,7 +36,7 @@ from solvers._pulp import Backend
 
 RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
 _ROUNDS = 6  # of moving the rows
-_MOST_WORK = 6_500_000  # of all of them: see `solvers._pulp.run`
+_MOST_WORK = 7_000_000  # of all of them: see `solvers._pulp.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
