@@ -26,7 +26,7 @@ from solvers.solution import Termination
 
 Backend = Literal["highs", "cbc"]
 
-_WORK_OF_COLUMN = 200  # presolve and root, as many looks; fitted to 174 MILPs
+_WORK_OF_COLUMN = 200  # about what presolve and root take
 _ROW_TOLERANCE = 1e-5  # 10 x the absolute row tolerance of HiGHS; rows are in MiB
 # Models are small and rounded elsewhere: HiGHS's own search for incumbents takes most
 # of its time and proves nothing.
@@ -93,7 +93,7 @@ def run(
         backend: Which solver to run.
         time_limit_s: Stop after this long with the incumbent of the moment.
         work_limit: Stop a MILP after so much work: unlike a time, the same in every
-            run; unlike nodes, each unit takes much the same time, some 0.2 us. For
+            run; unlike nodes, each unit takes a like time, within some four times. For
             HiGHS that is the number of times that it looks at its limits (some ten a
             node, more at the root) times the coefficients, and `_WORK_OF_COLUMN` for
             each variable; for CBC, which can only count nodes, likewise. None for no

@@ -57,7 +57,6 @@ class Search:
         relative_gap: Stop when proven this close to the optimum.
         least_ms: No choice takes less time, as is known already.
         most_ms: Only choices that take less time are of interest.
-        proves: Whether the bound is worth MILPs of its own.
         mixed: Units whose points stand for a finer curve: the bound must hold for
             mixtures of their points as well.
         near: A choice that nearly keeps the budget; what it takes to keep it is tried.
@@ -88,7 +87,6 @@ class Search:
         most_work: int | None = None,
         least_ms: float = 0.0,
         most_ms: float = math.inf,
-        proves: bool = True,
         mixed: Collection[int] = (),
         near: Choice | None = None,
         rows: Collection[int] = (),
@@ -103,7 +101,6 @@ class Search:
         self._mixed = frozenset(mixed) & self._units
         self._backend = backend
         self._gap = relative_gap
-        self._proves = proves
         if most_work is None:
             most_work = _MOST_WORK
         if time_limit_s is not None:  # then it ends by that, not by its work
@@ -467,8 +464,10 @@ class Search:
 
     def _tolerance_ms(self, tolerance: float) -> float:
         """So many gaps in time, rounded to a power of two, so that it recurs."""
-        most = tolerance * self._gap * self.bound
-        if math.isinf(most) or most <= 0.0:
+        if math.isinf(tolerance):
+            return tolerance
+        most = tolerance * self._gap * self.bound if self.bound > 0.0 else 0.0
+        if math.isinf(most) or not most:
             return most
         return math.ldexp(0.5, math.frexp(most)[1])
 

@@ -30,7 +30,7 @@ from solvers._save_hull import save_hull
 from solvers.solution import Solution, Termination
 
 _MOST_LABELS = 16384  # alive at once in the dynamic program,
-_MOST_WORK = 4_000_000  # and in all: about a second
+_MOST_WORK = 4_000_000  # and in all: some tenths of a second
 _MOST_CROSSINGS = 1024  # each way, of all neighbours on a hull
 
 _Flags = npt.NDArray[np.bool_]
@@ -151,7 +151,7 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
     Args:
         problem: The groups; its capacity is ignored.
         most_labels: Partial solutions to keep at once before they are thinned out;
-            None for as many as take about a second.
+            None for as many as take some tenths of a second.
     """
     if most_labels is None:
         most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)

@@ -105,7 +105,6 @@ class Solver:
         raised_bytes: Ints | None = None,
         least_ms: float = 0.0,
         most_ms: float = math.inf,
-        proves: bool = True,
     ) -> SacSolution:
         """Choose whole points with the least recompute time: see `solve`.
 
@@ -118,7 +117,6 @@ class Solver:
         count as `most_ms` does.
         No choice takes less than `least_ms`, as is known already; only one that takes
         less than `most_ms` is of interest, and without one there is no incumbent.
-        Without `proves`, a bound for mixed units costs no MILP of its own.
         """
         started = perf_counter()
         units = _candidates(self.problem, fixed_units)
@@ -137,7 +135,6 @@ class Solver:
             relative_gap=relative_gap,
             least_ms=least_ms,
             most_ms=most_ms,
-            proves=proves,
             mixed=mixed_units,
             near=None if near is None else list(near),
             rows=rows,

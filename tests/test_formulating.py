@@ -29,19 +29,24 @@ def random_choice(formulation, rng):
     return taken
 
 
-def both_peaks(made, formulation, points):
-    """By the MILP's memory, and by simulation."""
-    weights = [
-        [int(k == point) for k in range(len(unit.points))]
-        for unit, point in zip(formulation.solver_units, points, strict=True)
-    ]
-    chosen = {
+def chosen_units(formulation, points):
+    """Units and policies of whole points."""
+    return {
         unit: curve.policies[point]
         for unit, curve, point in zip(
             formulation.units, formulation.curves, points, strict=True
         )
         if point is not None
     }
+
+
+def both_peaks(made, formulation, points):
+    """By the MILP's memory, and by simulation."""
+    weights = [
+        [int(k == point) for k in range(len(unit.points))]
+        for unit, point in zip(formulation.solver_units, points, strict=True)
+    ]
+    chosen = chosen_units(formulation, points)
     predicted = max(sac.live_bytes(formulation.problem(0), weights))
     return predicted, made.simulator.peak_bytes(chosen)
 
@@ -84,21 +89,15 @@ def test_memory_adds_up_at_every_position_where_autocast_drops_its_copies():
         device="h100",
         autocast=torch.bfloat16,
     )
-    formulation = made.formulation
+    formulation, simulator = made.formulation, made.simulator.in_blocks()
     solver = sac.Solver(formulation.problem(0))
-    starts = formulation.edges * made.simulator.span
+    starts = formulation.edges * simulator.span
     rng = random.Random(0)
     for _ in range(30):
         points = random_choice(formulation, rng)
 
-        chosen = {
-            unit: curve.policies[point]
-            for unit, curve, point in zip(
-                formulation.units, formulation.curves, points, strict=True
-            )
-            if point is not None
-        }
-        alive = made.simulator.in_blocks().timeline(chosen).most_from(starts)
+        chosen = chosen_units(formulation, points)
+        alive = simulator.timeline(chosen).most_from(starts)
 
         assert (alive == solver.live(points)).all()
 

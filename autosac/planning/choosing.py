@@ -222,16 +222,13 @@ class Chooser:
             units=units,
             least_ms=least_ms,
             most_ms=most_ms,
-            proves=proves and units is None,
             most_work=most_work,
             near=near,
             rows=rows,
             finer=finer,
         )
         if units is not None and proves:  # it knows only the units that the fit picked
-            every = self._run(
-                budget_bytes, options, math.inf, raised=raised, proves=True
-            )
+            every = self._run(budget_bytes, options, math.inf, raised=raised)
             solution = replace(solution, bound_ms=every.bound_ms)
         return solution
 
@@ -242,7 +239,6 @@ class Chooser:
         relative_gap: float,
         *,
         raised: IntArray,
-        proves: bool,
         start: sac.Start | None = None,
         units: list[int] | None = None,
         least_ms: float = 0.0,
@@ -264,7 +260,6 @@ class Chooser:
             mixed_units=[u for u, curve in enumerate(curves) if curve.is_selection],
             least_ms=least_ms,
             most_ms=most_ms,
-            proves=proves,
             most_work=most_work,
             near=near,
             rows=rows,

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from solvers import sac
+from solvers._sac_search import Search
 from solvers._sac_segments import segments
+from solvers._sac_table import Table
 
 STEPS = st.lists(
     st.tuples(st.integers(1, 50), st.floats(0.01, 5.0)), min_size=1, max_size=60
@@ -72,3 +74,22 @@ def test_values_at_a_known_point_lie_between_those_of_its_neighbours(share):
 
     values = found.between(np.array([4.0, 8.0]))
     assert values.tolist() == [4.0, 4.0 + 4.0 * share, 8.0]
+
+
+def test_points_are_mixed_at_will_where_no_time_is_proven_yet():
+    # One unit that frees enough for nothing: the relaxation takes no time.
+    free = replace(
+        unit([(10, 1.0)]),
+        points=(sac.Breakpoint(ratio=1.0, freed_bytes=10, recompute_ms=0.0),),
+    )
+    problem = sac.SacProblem(units=(free,), base_bytes=(20, 0), budget_bytes=10)
+    search = Search(
+        Table(problem),
+        units=[0],
+        backend="highs",
+        time_limit_s=None,
+        relative_gap=0.0,
+    )
+
+    assert search._tolerance_ms(np.inf) == np.inf
+    assert search._tolerance_ms(1.0) == 0.0
