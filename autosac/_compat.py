@@ -1,8 +1,8 @@
 """Private PyTorch APIs (checked for torch 2.10 to 2.15).
 
 No other file touches them but `_compat_dispatch.py` (what AC units do below autograd),
-`_compat_gpu.py` (fake CPU tensors that dispatch as a GPU's) and `_compat_graphs.py`
-(joint graphs).
+`_compat_gpu.py` (fake CPU tensors that dispatch as a GPU's), `_compat_graphs.py` (joint
+graphs) and `_compat_profiler.py` (whether a profiler is at work).
 """
 
 from __future__ import annotations

@@ -149,9 +149,12 @@ def run(
 
 def row(terms: Iterable[tuple[pulp.LpVariable, float]]) -> pulp.LpAffineExpression:
     """Sum of (variable, coefficient) pairs; repeated variables add up."""
-    total = pulp.LpAffineExpression()
-    for variable, coefficient in terms:
-        total.addterm(variable, coefficient)
+    pairs = list(terms)
+    total = pulp.LpAffineExpression(pairs)
+    if len(total) < len(pairs):  # of a repeated one it has the last
+        total = pulp.LpAffineExpression()
+        for variable, coefficient in pairs:
+            total.addterm(variable, coefficient)
     return total
 
 

@@ -6,7 +6,7 @@ Points are numbered through as in `_sac_table`: `first[u] + k` is point k of uni
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ class Held:
     """A hold at a position.
 
     Attributes:
-        index: Its number.
+        index: Its number, of equal ones that of the first.
         added_bytes: What it adds to the live memory.
         holders: Units that hold it there.
         columns: Columns that count it as freed there, or as kept, one of which must be
@@ -42,6 +42,10 @@ class Held:
         """Equal for positions with equal holders and columns: these are nested sets."""
         num_columns = 0 if self.columns is None else len(self.columns)
         return (self.index, len(self.holders), num_columns)
+
+    def with_more(self, added_bytes: int) -> Held:
+        """With an equal one added."""
+        return replace(self, added_bytes=self.added_bytes + added_bytes)
 
 
 class Holds:
@@ -97,8 +101,11 @@ class Holds:
         return self._alike[index]
 
     def at(self, position: int) -> list[Held]:
-        """Those that can be alive at a position."""
-        found = []
+        """Those that can be alive at a position; equal ones are added up.
+
+        A model that counts holds of different units cannot tell equal ones apart.
+        """
+        found: dict[object, Held] = {}
         for index, hold in enumerate(self._holds):
             ends = self._ends[index]
             if not len(ends) or not hold.held_from <= position < ends[0]:
@@ -110,9 +117,14 @@ class Holds:
                 if not len(columns):
                     continue
             units = self._units[index][ends > position]
-            is_kept = bool(hold.kept_by)
-            found.append(Held(index, hold.added_bytes, units, columns, is_kept))
-        return found
+            nbytes, is_kept = hold.added_bytes, bool(hold.kept_by)
+            own = None if columns is None else frozenset(columns.tolist())
+            key = frozenset(units.tolist()), own, is_kept
+            if key in found:
+                found[key] = found[key].with_more(nbytes)
+            else:
+                found[key] = Held(index, nbytes, units, columns, is_kept)
+        return list(found.values())
 
     def added_bytes(self, index: int) -> int:
         """What a hold adds to the live memory."""

@@ -32,6 +32,8 @@ _EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept w
 _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
+_NEAR_PEAK = 2.0**-9  # of it: no cap is tried that is closer to the best or the bound
+_MOST_HALVINGS = 10  # of the distance from a peak to its bound
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
 _MOST_WORK = 7_000_000  # of all MILPs together, see `_pulp.run`: a second or two
 _ANY_WORK = 2**50
@@ -285,6 +287,7 @@ class Search:
         """Search the choice of least peak; `bound` is in bytes."""
         self.bound = _FAR_BELOW  # numbers made up may have peaks below 0
         self._offer_peak([None] * len(self._table.parents))
+        relaxed: list[Floats] = []
         for whole in (False, True):
             # Relaxations are not timed: without them the peak may be that of no AC.
             left = math.inf if whole else _LP_ROUNDS
@@ -300,23 +303,46 @@ class Search:
                 if whole:
                     self._offer_peak(self._table.choice(weights))
                 else:
-                    self._repair_peak(weights)
+                    relaxed.append(weights)
                 live = self._table.live(dealt)
                 cap = int(self.bound) + _EXACT_BYTES
                 left -= 1
                 if not self._refine(model, weights, live, cap) or not left:
                     break
+            if not whole:  # the last first: the bound of few rows is not to be met
+                any(self._repair_peak(weights) for weights in relaxed[::-1])
+        if not self._is_least(_TOLERANCE_BYTES):
+            self._push_peak()
         is_proven = self._is_least(_TOLERANCE_BYTES)
         return Termination.OPTIMAL if is_proven else Termination.FEASIBLE
 
-    def _repair_peak(self, weights: Floats) -> None:
+    def _repair_peak(self, weights: Floats) -> bool:
         """Round to whole points, close to the bound if that can be had."""
         for share in (0.0, 0.01, 0.1, 0.3):
             cap = int(self.bound + share * (self._best - self.bound)) + 1
             found = round_and_repair(self._table, cap, self._units, weights)
             if found is not None:
                 self._offer_peak(found)
+                return True
+        return False
+
+    def _push_peak(self) -> None:
+        """Repair the best choice to keep a lower cap, half way to the bound at first.
+
+        What a MILP finds before it must stop may be far from the least.
+        """
+        least = self.bound
+        for _ in range(_MOST_HALVINGS):
+            if self._best - least <= _NEAR_PEAK * self._best:
                 return
+            cap = int((self._best + least) / 2)
+            assert self.choice is not None
+            weights = self._table.weights(self.choice).astype(np.float64)
+            found = round_and_repair(self._table, cap, self._units, weights)
+            if found is None:
+                least = cap
+            else:
+                self._offer_peak(found)
 
     def _offer_peak(self, choice: Choice) -> None:
         peak = float(self._table.live(self._table.weights(choice)).max())
@@ -388,8 +414,12 @@ class Search:
     def _refine(
         self, model: CountModel, weights: Numbers, live: Numbers, cap: int
     ) -> bool:
-        """Add what a model lacks that a solution breaks; False if it lacks nothing."""
-        return self._add_rows(live, cap) or self._tell_apart(model, weights, live, cap)
+        """Add what a model lacks that a solution breaks; False if it lacks nothing.
+
+        Classes first: where they hide that a row of the model is broken, more rows
+        would be kept in the model and broken by the units in the same way.
+        """
+        return self._tell_apart(model, weights, live, cap) or self._add_rows(live, cap)
 
     def _tell_apart(
         self, model: CountModel, weights: Numbers, live: Numbers, cap: int

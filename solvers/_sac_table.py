@@ -93,7 +93,7 @@ class Table:
         """What each column adds to the live memory at a position."""
         covers = (self.froms <= position) & (position < self.untils)
         added = np.where(covers[self.owner], -self.freed, 0)
-        for u, _, extras in self._workers.get(position, ()):
+        for u, _, extras in self._workers(position):
             added[self.first[u] : self.first[u + 1]] += extras
         return added
 
@@ -101,7 +101,7 @@ class Table:
         """Equal numbers for units of one shape that have equal entries in a row."""
         covers = (self.froms <= position) & (position < self.untils)
         found = covers.astype(np.int64)
-        for u, number, _ in self._workers.get(position, ()):
+        for u, number, _ in self._workers(position):
             found[u] += 2 + 2 * number
         return found
 
@@ -177,15 +177,21 @@ class Table:
         self._work = np.concatenate(work)
 
     def _by_position(self, units: Sequence[Unit]) -> None:
-        """Units that work at each position, with a number of what they add there."""
-        self._workers: dict[int, list[tuple[int, int, Ints]]] = {}
-        known: dict[int, tuple[int, Ints]] = {}  # by address: many are one
-        extras = [_added_up(unit) for unit in units]
-        for u, by_position in enumerate(extras):
-            for position, added in by_position.items():
-                if id(added) not in known:
-                    known[id(added)] = self._numbered(added), np.array(added, np.int64)
-                self._workers.setdefault(position, []).append((u, *known[id(added)]))
+        """Units that work at each position, and what they add there."""
+        self._working: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        for u, unit in enumerate(units):
+            for position, added in _added_up(unit).items():
+                self._working.setdefault(position, []).append((u, added))
+        self._numbered_workers: dict[int, list[tuple[int, int, Ints]]] = {}
+
+    def _workers(self, position: int) -> list[tuple[int, int, Ints]]:
+        """The same of one position, in numbers: few positions are ever asked for."""
+        if position not in self._numbered_workers:
+            self._numbered_workers[position] = [
+                (u, self._numbered(added), np.array(added, np.int64))
+                for u, added in self._working.get(position, ())
+            ]
+        return self._numbered_workers[position]
 
 
 _NONE = np.zeros(0, dtype=np.int64)

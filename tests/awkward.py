@@ -436,6 +436,22 @@ class ConvertsItself(nn.Module):
         return torch.tanh(self.gate(x.float())) * x
 
 
+class ComputesInVain(nn.Module):
+    """Drops results, and with them what autograd has saved for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.vain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Dropout())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.sin(self.linear(x)) + 1
+        vain = self.vain(hidden) * (hidden + 2)  # saves the second sum
+        more = (hidden + 3) * 2
+        vain = vain + more * more  # saves what is read below, too
+        return torch.tanh(more + 4) * x
+
+
 def twice(kind: Any) -> nn.Sequential:
     return nn.Sequential(kind(), kind())
 
@@ -463,5 +479,6 @@ AWKWARD = {
     "odd tuples": Case(Windows, rows),
     "remembers": Case(lambda: twice(Remembers), rows),
     "converts itself": Case(lambda: twice(ConvertsItself), rows),
+    "computes in vain": Case(lambda: twice(ComputesInVain), rows),
     "own checkpointing": Case(Checkpointed, rows),
 }

@@ -2,10 +2,12 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import autosac
 from autosac.cli import commands as cli
+from autosac.cli import demo
 from autosac.cli.models import target
 from autosac.costs.devices import KNOWN_DEVICES
 from autosac.measuring.verifying import Verification
@@ -43,6 +45,36 @@ def plan_file(figures, tmp_path_factory):
     options = ("--optimizer", "adamw", "--budget", f"{budget}B", "-o", str(path))
     assert run("plan", GPT, *options).exit_code == 0
     return path
+
+
+# --- demo -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("said", "num_threads"), [(None, 1), ("3", 3)])
+def test_the_demo_has_one_thread_unless_told_and_changes_no_settings(
+    said, num_threads, monkeypatch
+):
+    seen = []
+
+    def profile(*args, **options):
+        seen.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "profile", profile)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)  # as in a process that was started so
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            demo.run(Console())
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+    assert seen == [num_threads]
+    assert after == 3
 
 
 # --- help -------------------------------------------------------------------------

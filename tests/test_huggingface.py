@@ -194,6 +194,7 @@ def test_a_larger_batch_than_the_first_is_warned_about_once(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:A profiler is active")  # that of `measure_peak`
 def test_a_larger_batch_is_planned_anew_and_keeps_the_budget(tmp_path):
     def sequential(callback, **options):
         texts = Texts((64,) * 8 + (96,) * 8)

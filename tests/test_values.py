@@ -4,6 +4,7 @@ import contextlib
 import gc
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,19 +13,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosac import _compat, floor, plan, verify
+from autosac import OptimizerInBackward, _compat, floor, plan, verify
 from autosac.applying import applying
 from autosac.errors import ArgumentError, TraceError
 from autosac.measuring.measuring import capture_state, differences
 from autosac.planning.planning import spell_out
 from autosac.planning.profiling import profile
 from autosac.tracing import real_layouts, tracing
-from autosac.tracing.draws import may_decide, plain_peak_bytes
+from autosac.tracing.draws import may_decide, plain_peak_bytes, training_may_decide
 from autosac.tracing.learned import Learned
+from autosac.tracing.stepping import training_step
 from autosac.tracing.tracing import trace
 from tests.models import BATCH, WIDTH, Case, each_case, random_policy
 from tests.training import assert_equal, planned, random_policies, train
 from tests.value_models import (
+    ROWS,
     VALUE_CASES,
     Peeks,
     Routes,
@@ -42,8 +45,8 @@ each_value_case = pytest.mark.parametrize(
 
 
 def events(tape):
-    """All that a tape says, but for the order of deaths that follow each other."""
-    return *tracing._events(tape), tape.calls, tape.parameters
+    """All that a tape says, part by part."""
+    return tape.storages, tape.ops, tape.saved, tape.calls, tape.parameters
 
 
 @pytest.mark.slow
@@ -161,10 +164,11 @@ def test_of_steps_that_draws_decide_the_largest_is_planned():
     case = VALUE_CASES["Drops"]
     traced = case.profile()
 
-    peaks = [
-        plain_peak_bytes(tracing._with_seed(case.profile().step, seed))
-        for seed in range(8)
-    ]
+    peaks = []
+    for seed in range(8):
+        step = case.profile().step
+        step.learned.seed = seed
+        peaks.append(plain_peak_bytes(tracing._trace(step)))
 
     assert plain_peak_bytes(traced.tape) == max(peaks) > min(peaks)
     assert traced.step.learned.seed == peaks.index(max(peaks))
@@ -208,6 +212,85 @@ def test_a_plan_leaves_room_for_other_draws(share):
         )
         assert not done.differences
         assert done.measured_peak_bytes <= found.budget_bytes
+
+
+def routed():
+    torch.manual_seed(0)
+    return stack(Routes)()
+
+
+@pytest.mark.parametrize("rate", [0.003, 0.01])
+def test_a_plan_leaves_room_for_what_a_router_learns(rate):
+    x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(1))
+    adamw = partial(torch.optim.AdamW, lr=rate)
+    traced = profile(routed(), x, optimizer=adamw, loss_fn=_mean_square)
+    least, most = floor(traced), traced.baseline_peak_bytes
+    found = plan(traced, memory_budget=least + int(0.6 * (most - least)))
+
+    assert found.policy
+    for steps in range(2, 6):
+        done = verify(
+            *(found, routed, lambda: x),
+            make_optimizer=adamw,
+            loss_fn=_mean_square,
+            steps=steps,
+            timing_rounds=0,
+        )
+        assert not done.differences
+        assert done.measured_peak_bytes <= found.budget_bytes
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_after_training_is_the_real_one_after_it(in_backward):
+    x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(1))
+    adamw = partial(torch.optim.AdamW, lr=0.03)
+    if in_backward:
+        adamw = partial(OptimizerInBackward, make_optimizer=adamw)
+    traced = profile(routed(), x, optimizer=adamw, loss_fn=_mean_square)
+    routes = []
+    for num_updates in range(3):
+        traced.step.learned.num_updates = num_updates
+        routes.append(_num_rows(tracing._trace(traced.step)))
+
+    model = routed()
+    optimizer = adamw(model.parameters())
+    counted = []
+    for module in model.modules():
+        if isinstance(module, nn.GELU):
+            module.register_forward_pre_hook(lambda _, args: counted.append(*args))
+    for expected in routes:
+        training_step(*(model, (x,), {}), loss_fn=_mean_square, optimizer=optimizer)
+        assert [len(rows) for rows in counted] == expected
+        counted.clear()
+        model.zero_grad()
+
+    assert routes[0] != routes[1] != routes[2]
+
+
+def _num_rows(tape):
+    """How many rows each expert gets."""
+    return [
+        op.shapes[0][0]
+        for op in tape.ops
+        if op.name == "aten.gelu.default" and ".experts." in tape.modules[op.module].fqn
+    ]
+
+
+def test_training_does_not_decide_what_a_fixed_mask_selects():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Masked())
+    traced = profile(model, rows(), optimizer="adamw", loss_fn=_mean_square)
+
+    assert traced.step.learned.real
+    assert not training_may_decide(traced.tape)
+
+
+class Masked(nn.Module):
+    """Selects by its input's rows that are not empty, whatever they hold."""
+
+    def forward(self, x):
+        return x[self.mask]
+
+    mask = torch.arange(ROWS) % 3 > 0
 
 
 @pytest.mark.parametrize("last", [False, True])

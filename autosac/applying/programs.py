@@ -112,7 +112,7 @@ class KnownMode(_compat.PlainDispatchMode):
         program = self.program
         if program.first >= 0 and self._place <= program.last and not self.lost:
             self._lose("its end")
-        if self.record.missed:
+        if self.record.lacks():
             self._lose("backward reads what it did not read before")
         if self.record.policy.chain:
             self.record.note_output(output)

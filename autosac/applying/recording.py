@@ -129,13 +129,14 @@ class RecordingMode(_compat.PlainDispatchMode):
         record = self.record
         if record.policy.chain and not self.history.departed:
             record.knows_memory &= record.note_output(output)
-        lacks = [
-            place
-            for place, missing in record.missed
-            if missing & ONWARD or place < record.stop
-        ]
-        if lacks and record.is_exact:
+        is_lacking = any(
+            missing & ONWARD or number < record.stop
+            for number, missing in record.lacks()
+        )
+        if is_lacking and record.is_exact:
             self._depart("reads a result that its plan does not make again")
+        if not record.is_exact:
+            record.let_go_of_missed()
 
     def _runs(
         self, place: int, action: str, traits: Traits, args: Any, kwargs: Any

@@ -146,7 +146,8 @@ class Record:
         stop: How many calls there were when autograd saved the last tensor.
         knows_memory: All tensors so far are such that their storage is their memory.
         missed: Calls that read what is not there again: their number, and for which
-            reruns it is missing.
+            reruns it is missing. And what autograd saves of that: -1, likewise, and
+            the part, which is gone if the unit has dropped that part of its graph.
         code: How to run the unit again as Python code; None if it need not be.
         outward: What the unit returned, if other blocks may want that made again:
             nested, with `Outward` in place of tensors.
@@ -165,7 +166,7 @@ class Record:
         self.ended: list[Result] = []
         self.stop = 0
         self.knows_memory = True
-        self.missed: list[tuple[int, int]] = []
+        self.missed: list[tuple[int, int, weakref.ref[Any] | None]] = []
         self.code: Code | None = None
         self.outward: Any = None
         self._given = given
@@ -244,9 +245,13 @@ class Record:
         if result is not None:
             saved = result.tensor
             is_as_made = saved is not None or result.counted(tensor) == tensor._version
+            is_saved = bool(kept & BACKWARD)  # by autograd
             if missing := is_as_made and (runs | kept) & ~result.available:
-                self.missed.append((-1 if kept else len(self.calls), missing))
-            if is_as_made and not (missing and self.code is None):  # else it is kept
+                reader = -1 if kept else len(self.calls)
+                holder = weakref.ref(part) if is_saved else None
+                self.missed.append((reader, missing, holder))
+            is_kept = missing and (is_saved or self.code is None)
+            if is_as_made and not is_kept:
                 result.kept |= kept
                 part.source = result
                 is_whole = saved is None and result.whole() is tensor
@@ -270,6 +275,20 @@ class Record:
         # One that has a graph may be of the unit's own making: no cycles.
         is_leaf = tensor.is_leaf
         part.source = tensor if is_leaf else _compat_dispatch.detached(tensor)
+
+    def lacks(self) -> list[tuple[int, int]]:
+        """What is missed, but for what nobody will ask for any more."""
+        return [
+            (number, missing)
+            for number, missing, holder in self.missed
+            if holder is None or holder() is not None
+        ]
+
+    def let_go_of_missed(self) -> None:
+        """Do not keep what autograd saves and is missed: it is made again."""
+        for _, _, holder in self.missed:
+            if holder is not None and (part := holder()) is not None:
+                part.source = None
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Number of the argument in whose memory a tensor lies."""

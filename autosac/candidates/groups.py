@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
@@ -168,7 +168,7 @@ def make_groups(
         for s in tape.ops[i].creates:
             storages[members.find(s)].append(s)
     place = {root: g for g, root in enumerate(ops_of)}
-    needed = _needed(tape, rerun, saved)
+    needed = _needed(tape, rerun, lasting(tape, saved, call.exit))
     changed = _reads_changing(index, call, rerun, own, trigger)
     groups = []
     for root, its_ops in ops_of.items():
@@ -351,7 +351,15 @@ def _read_by(
     return {members.find(s) for s in reads} - {root}
 
 
-def _needed(tape: Tape, rerun: list[int], saved: range) -> set[int]:
+def lasting(tape: Tape, saved: Iterable[int], leave: int) -> list[int]:
+    """Tensors that autograd saved in a call and still has when it is left.
+
+    What a call computes and drops takes its graph along, which no backward pass reads.
+    """
+    return [i for i in saved if tape.saved[i].released >= leave]
+
+
+def _needed(tape: Tape, rerun: list[int], saved: Iterable[int]) -> set[int]:
     """Storages that backward reads, or whose values the model's code reads."""
     needed = {tape.saved[i].storage for i in saved}
     for op in (tape.ops[i] for i in rerun):

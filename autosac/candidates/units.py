@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autosac.candidates.groups import Group, TapeIndex, make_groups
+from autosac.candidates.groups import Group, TapeIndex, lasting, make_groups
 from autosac.tracing.tape import ModuleCall, Op, Tape
 
 _MOST_GROUPS = 2000  # of a unit with candidates inside: a whole model of many layers
@@ -191,7 +191,7 @@ def make_unit(
     if isinstance(groups, str):
         return groups
     outputs = frozenset(call.outputs)
-    kept = {tape.saved[i].storage for i in saved} & own
+    kept = {tape.saved[i].storage for i in lasting(tape, saved, call.exit)} & own
     return Unit(
         fqn=tape.modules[call.module].fqn,
         module=call.module,

@@ -167,7 +167,10 @@ def _bytes(text: str, total_bytes: int | None) -> int:
 
 @app.command(epilog=_EPILOG)
 def demo() -> None:
-    """Plan a small GPT at three budgets, train it for real and compare."""
+    """Plan a small GPT at three budgets, train it for real and compare.
+
+    On one thread, unless OMP_NUM_THREADS says on how many.
+    """
     if not demo_model.run(Console(width=130)):
         raise typer.Exit(code=EXIT_ERROR)
 

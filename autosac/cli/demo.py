@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from rich.console import Console
@@ -109,6 +111,23 @@ def next_token_loss(tokens: torch.Tensor) -> LossFn:
     return loss
 
 
+@contextmanager
+def few_threads() -> Iterator[None]:
+    """Run on one thread inside, unless the user has said on how many.
+
+    Threads of a kernel wait for each other: beside processes that keep all cores busy
+    they take minutes for what one of them does in seconds.
+    """
+    before = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@few_threads()
 def run(console: Console) -> bool:
     """Plan, train, measure and print; tell whether every promise was kept."""
     torch.manual_seed(0)
@@ -127,7 +146,8 @@ def run(console: Console) -> bool:
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     console.print(
         f"GPT with {millions:.1f} M parameters,"
-        f" batch {BATCH} x {LENGTH}: a step peaks at {format_bytes(baseline)};"
+        f" batch {BATCH} x {LENGTH}, threads: {torch.get_num_threads()}."
+        f" A step peaks at {format_bytes(baseline)};"
         f" the least that a plan can reach is {format_bytes(lowest)}."
     )
     kept = True

@@ -20,10 +20,12 @@ from rich.progress import Progress
 from torch.profiler import record_function
 
 from autosac import _compat
+from autosac._compat_profiler import a_profiler_is_active
 from autosac.costs import inventing
 from autosac.measuring.measuring import cpu_events, recorded_events
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
+from autosac.tracing.arguments import warn
 from autosac.tracing.signatures import Signature
 
 _FEWEST = 2  # runs: the first one may find a machine that does something else, too
@@ -36,6 +38,7 @@ _SHORT_MS = 1.0  # an op so short is slowed down by being recorded
 _SHOW_AFTER_S = 1.0  # no progress bar for what is done by then
 _MEMORY_SHARE = 0.8  # of what is free, that one op may take: a heuristic
 _MARK = "autosac::calibrated_op "
+PROFILED = "a profiler is active"
 # What ops say of arguments they do not like; the last three are Python kernels'.
 _REFUSALS = (
     RuntimeError,
@@ -108,7 +111,10 @@ def measure_ops(
     device: torch.device,
     progress: bool | None = None,
 ) -> Measurements:
-    """Run ops on made-up data.
+    """Run ops on made-up data; none, with a warning, while a profiler is active.
+
+    On the CPU the two would spoil each other, and anywhere the profiler would slow the
+    ops down and be shown what the user never ran.
 
     Args:
         sizes: The ops, and what their tape says of each.
@@ -116,6 +122,16 @@ def measure_ops(
         progress: Show a bar on the standard error stream; None for only if that is
             a terminal.
     """
+    if not sizes:
+        return Measurements({}, {})
+    if a_profiler_is_active():
+        warn(
+            "A profiler is active, beside which ops cannot be measured: times and"
+            " workspaces of those that are not known from before are modelled, and the"
+            " real peak may be a little above the predicted one. Calibrate or plan"
+            " outside of the profiler."
+        )
+        return Measurements({}, dict.fromkeys(sizes, PROFILED))
     allowed: dict[Signature, OpSizes] = {}
     failures: dict[Signature, str] = {}
     for signature, size in sizes.items():

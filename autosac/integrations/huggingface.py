@@ -26,6 +26,7 @@ from autosac.integrations.budgets import (
 )
 from autosac.planning.plans import Plan
 from autosac.planning.unseen import OnMismatch
+from autosac.tracing.arguments import marks_of
 
 _LIKELY = "`compute_loss_func`, `label_smoothing_factor` or a `compute_loss` of its own"
 
@@ -59,7 +60,7 @@ class MemoryBudget(TrainerCallback):
     ) -> None:
         self.memory_budget = memory_budget
         self.exclude = exclude
-        self.opaque = tuple(opaque)
+        self.opaque = marks_of(opaque)
         self.on_mismatch = on_mismatch
         self.report = report
         self.plan: Plan | None = None

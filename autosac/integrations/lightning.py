@@ -29,6 +29,7 @@ from autosac.integrations.budgets import (
 )
 from autosac.planning.plans import Plan
 from autosac.planning.unseen import OnMismatch
+from autosac.tracing.arguments import marks_of
 
 _OWN_LOOP = (
     "backward",
@@ -67,7 +68,7 @@ class MemoryBudget(Callback):
     ) -> None:
         self.memory_budget = memory_budget
         self.exclude = exclude
-        self.opaque = tuple(opaque)
+        self.opaque = marks_of(opaque)
         self.on_mismatch = on_mismatch
         self.report = report
         self.plan: Plan | None = None

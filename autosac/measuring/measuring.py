@@ -11,6 +11,7 @@ with torch 2.15 on Linux:
   often in proportion to `torch.get_num_threads()`, so peaks depend on it.
 - A free of memory allocated before the recording leaves no event, or one with a
   stale size if an earlier recording knew its address. Hence `warm_up`.
+- Two recordings at once spoil each other: `cpu_events` refuses to be the second one.
 - Memory that does not come from PyTorch's allocator (BLAS packing buffers, oneDNN
   primitives, NumPy) is invisible.
 """
@@ -28,6 +29,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from autosac._compat_profiler import a_profiler_is_active
 from autosac.errors import UnsupportedError
 from autosac.tracing.stepping import AnyOptimizer
 
@@ -123,7 +125,16 @@ def _added_bytes(recording: profile) -> int:
 
 @contextmanager
 def cpu_events() -> Iterator[profile]:
-    """Record the events of the CPU's allocator: see `recorded_events`."""
+    """Record the events of the CPU's allocator: see `recorded_events`.
+
+    Raises:
+        UnsupportedError: A profiler is active already.
+    """
+    if a_profiler_is_active():
+        raise UnsupportedError(
+            "Memory on the CPU is measured by PyTorch's profiler, and one is active"
+            " already; two at once spoil each other. Measure outside of it."
+        )
     # Kineto logs to stderr otherwise; it reads this when the first profile starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with ExitStack() as stack:

@@ -280,12 +280,14 @@ class Search:
                 return self._rows_of_lowest(raised)
         else:
             found = self.at.simulated(solution.choice)
+            predicted = fsdp.live(self.at.problem, found.choice)
             off = self.at.form.understated_bytes(
-                found.sharding, found.chosen, fsdp.live(self.at.problem, found.choice)
+                found.sharding, found.chosen, predicted
             )
             if found.highest_peak_bytes > self.budget_bytes:
                 self._breaking_ms = found.milp_ms
-                higher = moves.after_breaking(raised, off)
+                kept = (self.budget_bytes - predicted).astype(np.int64)
+                higher = moves.after_breaking(raised, off, kept)
                 if moves.enough is None:
                     return higher
             else:

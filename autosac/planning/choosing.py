@@ -153,11 +153,10 @@ class Chooser:
         return relink(self._simulator, fitting, cheaper, budget_bytes)
 
     def _find_lowest(self, backend: Backend) -> Choice:
-        best = self._incumbents.lowest()
         if not self._formulation.units:
-            return best
+            return self._incumbents.lowest()
         least_bytes, choice = self.predicted_floor(backend)
-        best = min((choice, best), key=self.true_peak_bytes)
+        best = self._incumbents.lowest(choice)
         best_bytes = self.true_peak_bytes(best)
         for _ in range(_FLOOR_ROUNDS):  # where the MILP is off, another may be lower
             if best_bytes - least_bytes <= _NEAR_FLOOR * best_bytes:
@@ -177,12 +176,15 @@ class Chooser:
         """Nothing at every position."""
         return np.zeros(len(self._formulation.edges), dtype=np.int64)
 
-    def understated_bytes(self, solution: sac.SacSolution, choice: Choice) -> IntArray:
-        """True memory above the predicted one of a solution, at every position."""
-        assert solution.chosen is not None
+    def true_bytes(self, choice: Choice) -> IntArray:
+        """True memory at every position."""
         timeline = self._simulator.true_timeline(choice)
-        most = timeline.most_from(self._formulation.edges * self._simulator.span)
-        return most - self._solver.live(solution.chosen)
+        return timeline.most_from(self._formulation.edges * self._simulator.span)
+
+    def predicted_bytes(self, solution: sac.SacSolution) -> IntArray:
+        """Predicted memory at every position."""
+        assert solution.chosen is not None
+        return self._solver.live(solution.chosen)
 
     def solve(
         self,
@@ -392,14 +394,16 @@ class _Search:
             rows.enough = raised
         else:
             choice = self.chooser.decode(solution)
-            off = self.chooser.understated_bytes(solution, choice)
+            predicted = self.chooser.predicted_bytes(solution)
+            off = self.chooser.true_bytes(choice) - predicted
             excess = self._excess(choice)
             if excess > 0:
                 self._breaking, self._breaking_ms = choice, recompute_ms(choice)
                 self._near = solution.chosen
                 if not self._is_settled():
                     self._offer_mended(choice)
-                higher = rows.after_breaking(raised, off)
+                kept = self.budget_bytes - predicted
+                higher = rows.after_breaking(raised, off, kept)
                 if rows.enough is None:
                     return higher
             else:

@@ -22,21 +22,26 @@ class Rows:
     Attributes:
         near_bytes: Rows this close to each other give the same choice.
         too_low: Rows whose choice broke the budget, the highest so far.
+        kept: How high rows may be until that choice breaks one.
         enough: Rows above which nothing is to be found, the lowest so far.
     """
 
     near_bytes: float
     too_low: IntArray | None = None
+    kept: IntArray | None = None
     enough: IntArray | None = None
 
-    def after_breaking(self, raised: IntArray, understated: IntArray) -> IntArray:
+    def after_breaking(
+        self, raised: IntArray, understated: IntArray, kept: IntArray
+    ) -> IntArray:
         """Higher rows, which the choice that broke the budget does not keep.
 
         Args:
             raised: By how much each row was raised for that choice.
             understated: Its true memory above the predicted one at each position.
+            kept: The budget above its predicted memory at each position.
         """
-        self.too_low = raised
+        self.too_low, self.kept = raised, kept
         return np.maximum(raised, understated)
 
     def after_fitting(
@@ -48,10 +53,14 @@ class Rows:
 
     def between(self) -> IntArray | None:
         """Rows half way; None if none are known to be too low, or enough, or both."""
-        if self.too_low is None or self.enough is None:
+        if self.too_low is None or self.kept is None or self.enough is None:
             return None
         apart = self.enough - self.too_low
+        higher = apart > 0
+        shares = (self.kept - self.too_low)[higher] / apart[higher]
+        low = self.too_low + (float(shares.min(initial=1.0)) * apart).astype(np.int64)
+        apart = self.enough - low
         if int(np.abs(apart).max()) <= self.near_bytes:
             return None
-        rows: IntArray = self.too_low + apart // 2
+        rows: IntArray = low + apart // 2
         return rows

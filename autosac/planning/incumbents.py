@@ -65,9 +65,14 @@ class Incumbents:
                     return entry.choice
         return None
 
-    def lowest(self) -> Choice:
-        """The one of least true peak; nothing recomputed if none is known."""
-        best: Choice = {}
+    def lowest(self, best: Choice | None = None) -> Choice:
+        """The one of least true peak.
+
+        Args:
+            best: What to return unless one is lower; None for nothing recomputed. The
+                lower it is, the fewer replays of the allocator this takes.
+        """
+        best = {} if best is None else best
         best_bytes = self._simulator.true_peak_bytes(best)
         for entry in sorted(self._by_time, key=lambda e: e.simulated_peak_bytes):
             if entry.simulated_peak_bytes >= best_bytes:

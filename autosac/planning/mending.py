@@ -54,7 +54,7 @@ def mend(
     """
     curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
     left = max(_FEWEST, _MOST_PIECES // max(1, len(simulator.tape.storages)))
-    replays = _MOST_REPLAYS
+    replays = simulator.num_replays(_MOST_REPLAYS)
     peak_bytes = simulator.peak_bytes(choice)
     while (excess := simulator.true_peak_bytes(choice) - budget_bytes) > 0:
         best: tuple[float, _Move, int] | None = None

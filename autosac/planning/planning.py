@@ -25,7 +25,7 @@ from autosac.tracing.tracing import dry_run, is_watched
 from solvers import sac
 
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
-_MOST_LOWERED = 4  # solves with less and less memory, for steps that draws decide
+_MOST_LOWERED = 4  # solves with less and less memory, where sizes vary
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
 
 
@@ -37,6 +37,7 @@ def price_ms_per_byte(made: TracedStep, budget_bytes: int) -> float | None:
     return made.chooser.price_ms_per_byte(budget_bytes)
 
 
+@no_collections()
 def floor(made: TracedStep) -> int:
     """Least feasible budget of a profile in bytes."""
     return made.peak_bytes(lowest(made))
@@ -117,7 +118,7 @@ def _for_other_draws(
     found: tuple[Choice, float],
     solving: dict[str, Any],
 ) -> tuple[Choice, float]:
-    """A choice that leaves room for what other random numbers make of the step.
+    """A choice that leaves room for what draws and training make of the step.
 
     Where that much room does not fit, the choice of least peak has most of it.
     """

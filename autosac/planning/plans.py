@@ -123,7 +123,8 @@ class Plan:
         Parameter and module names stay as they are. The plan is in force while the
         model is in the mode (train or eval) that it was traced in. Every call of it
         follows the plan for the signature of its arguments; other ones are treated as
-        `on_mismatch` says.
+        `on_mismatch` says. A backward pass that was not part of the planned step gets
+        the right gradients, and its memory is not known.
 
         Returns:
             The model.

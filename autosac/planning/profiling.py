@@ -61,7 +61,8 @@ class TracedStep:
             modelled.
         failures: Name of an op that could not be measured -> why.
         unsteady_ms: Time of measured ops whose runs disagreed.
-        redrawn: The step as it is with other random numbers, if these decide sizes.
+        redrawn: The step as it is with other random numbers, or after some training,
+            if these decide sizes.
     """
 
     tape: Tape
@@ -321,7 +322,7 @@ def profile(
 
 
 def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:
-    """The step with other random numbers, without the user's objects."""
+    """The other variants of the step, without the user's objects."""
     known = replace(profile, op_sources=(), redrawn=()).traced()
     return tuple(
         replace(known, tape=tape, op_ms=roofline.tape_ms(tape, profile.device))
@@ -368,7 +369,8 @@ def calibrate(
 
     Each is measured once on a device, PyTorch version and number of threads: the
     user's cache directory keeps the figures (``$AUTOSAC_CACHE_DIR``, or ``autosac``
-    in ``$XDG_CACHE_HOME`` or ``~/.cache``).
+    in ``$XDG_CACHE_HOME`` or ``~/.cache``). None is measured while a profiler is
+    active: a warning says so.
 
     Args:
         profile: The traced step.
@@ -379,7 +381,8 @@ def calibrate(
 
     Returns:
         The profile with measured figures; ops that do not run on made-up data keep
-        their modelled ones. Its `calibration` says which.
+        their modelled ones. Its `calibration` says which. It is not `calibrated` if
+        a profiler kept ops from being measured.
 
     Raises:
         TraceError: The real step fails; names op and module.
@@ -387,7 +390,7 @@ def calibrate(
     """
     # These run kernels: only when asked for.
     from autosac.costs.calibrating import calibrated
-    from autosac.costs.timing import available_bytes
+    from autosac.costs.timing import PROFILED, available_bytes
 
     if profile.step.lens is not None and torch.cuda.is_available():
         raise ValueError(
@@ -420,7 +423,7 @@ def calibrate(
         profile,
         tape=replace(profile.tape, ops=found.ops, library_bytes=found.library_bytes),
         op_ms=found.op_ms,
-        calibrated=True,
+        calibrated=PROFILED not in found.failures.values(),
         op_sources=found.sources,
         failures=found.failures,
         unsteady_ms=found.unsteady_ms,

@@ -1,8 +1,8 @@
-"""Steps whose draws decide sizes: a plan for one of them must hold for others, too.
+"""Steps of drawn or learned sizes: a plan for one of them must hold for others, too.
 
-Noise in a router moves rows from one expert to another. The plain step takes as much
-memory whatever was drawn, but a plan works on one expert at a time, and its peak is
-that of a larger or a smaller one.
+Noise in a router moves rows from one expert to another, and so does its training. The
+plain step takes about as much memory whatever the rows are, but a plan works on one
+expert at a time, and its peak is that of a larger or a smaller one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _TIMES_APART = 3
 
 
 def margin_bytes(made: TracedStep, chosen: Mapping[Unit, Policy]) -> int:
-    """How far below a budget the peak of a plan must stay for draws that come.
+    """How far below a budget the peak of a plan must stay for the steps that come.
 
-    Above the highest peak of the few draws that were traced, three times as much as
-    these are apart: a heuristic, as routers also learn. 0 where draws decide no sizes.
+    Above the highest peak of the few that were traced, three times as much as these
+    are apart: a heuristic. 0 where neither draws nor training decide sizes.
 
     Args:
         made: The step.
@@ -37,7 +37,7 @@ def margin_bytes(made: TracedStep, chosen: Mapping[Unit, Policy]) -> int:
             for unit, policy in chosen.items()
             if (name := _name(unit)) in units
         }
-        if len(found) == len(chosen):  # else that draw takes another branch
+        if len(found) == len(chosen):  # else that step takes another branch
             peak_bytes = other.simulator.peak_bytes(found, workspaces=False)
             above.append(peak_bytes - own_bytes)
     return max(above) + _TIMES_APART * (max(above) - min(above))

@@ -36,15 +36,15 @@ def relink(
         if gain_ms > 0:
             parts.append((gain_ms, units, theirs))
     parts.sort(key=lambda part: -part[0])
-    replays = 0
+    replays = simulator.num_replays(_MOST_REPLAYS)
     for _, units, theirs in parts:
         changed = {u: p for u, p in fitting.items() if u not in units} | theirs
         if simulator.peak_bytes(changed) > budget_bytes:
             continue
-        replays += 1
+        replays -= 1
         if simulator.true_peak_bytes(changed) <= budget_bytes:
             fitting = changed
-        if replays == _MOST_REPLAYS:
+        if not replays:
             break
     return fitting
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autosac.candidates.policies import RERUN, SAVE, Policy
+from autosac.candidates.policies import RERUN, SAVE, SKIP, Policy
 from autosac.candidates.units import Unit
 from autosac.tracing.tape import IntArray, Op, Tape
 
@@ -57,7 +57,9 @@ class _Rerun:
         kept: Storages that the call does not make -> key until when it keeps them.
         storages: What its groups make,
         made_by: the group of each,
-        pieces: and from, to and bytes of each if it is made again.
+        pieces: from, to and bytes of each if it is made again,
+        dropped: and key until when autograd has it if nobody needs it in backward, 0
+            unless the call drops a graph that it belongs to.
         states: From, to and bytes of random states that are copied after the groups.
         works: Those that are copied unless a group is saved, and what kernels hold
             if it is rerun: group, whether a kernel holds it, from, to and bytes.
@@ -67,6 +69,7 @@ class _Rerun:
     storages: IntArray
     made_by: IntArray
     pieces: IntArray
+    dropped: IntArray
     states: IntArray
     works: IntArray
 
@@ -77,8 +80,11 @@ class _Rerun:
         saved = own == ord(SAVE)
         storages, until = self.storages[saved], self.pieces[saved, 1]
         kept = zip(storages.tolist(), until.tolist(), strict=True)
+        skipped = (own == ord(SKIP)) & (self.dropped > 0)
+        storages, until = self.storages[skipped], self.dropped[skipped]
+        dropped = zip(storages.tolist(), until.tolist(), strict=True)
         found = Lifetimes(
-            held={**self.kept, **dict(kept)},
+            held={**self.kept, **dict(kept), **dict(dropped)},
             copies=[self.pieces[own == ord(RERUN)]],
         )
         if len(self.states):
@@ -169,6 +175,7 @@ class Reruns:
             storages=storages,
             made_by=np.repeat(np.arange(len(counts)), counts),
             pieces=np.array([begin + born, end, tape.nbytes[storages]]).T,
+            dropped=np.where(kept_until < unit.call.exit, kept_until * span, 0).clip(0),
             states=rows(self._states(tail), 3),
             works=rows(self._works(unit, begin), 5),
         )

@@ -36,6 +36,9 @@ from autosac.simulation.allocator import Allocations, block_bytes, replay
 from autosac.simulation.reruns import Lifetimes, Piece, Reruns, rows
 from autosac.tracing.tape import CATEGORIES, IntArray, Tape
 
+_MOST_BLOCKS = 100_000  # of an allocator in several replays: some tenths of a second
+_FEWEST_REPLAYS = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
@@ -180,6 +183,11 @@ class Simulator:
             peaks = (after.peak_allocated_bytes, after.peak_reserved_bytes)
             self._allocator_peaks[key] = peaks
         return self._allocator_peaks[key]
+
+    def num_replays(self, most: int) -> int:
+        """How many true peaks to ask for: as many as `most`, fewer of a long step."""
+        affordable = _MOST_BLOCKS // max(1, len(self.tape.storages))
+        return max(_FEWEST_REPLAYS, min(most, affordable))
 
     def true_peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
         """Peak of a step as the device counts it, which a budget caps.

@@ -82,6 +82,21 @@ class Account:
         """Indices of the storages of those tensors that count."""
         return self._indices([t for t in tensors if t is not None], 0, "temporary")
 
+    def deaths(self) -> list[int]:
+        """Tick at which each storage died, the last one if it did not.
+
+        Storages that die with nothing in between do so in the order of their indices.
+        Really it may be that of their addresses, in which autocast lets go of its
+        copies of weights: that differs from run to run, and means nothing.
+        """
+        died = [self.clock if tick is None else tick for tick in self.died]
+        seen = [i for i, tick in enumerate(self.died) if tick is not None]
+        for group in _following_each_other(sorted(seen, key=died.__getitem__), died):
+            ticks = [died[index] for index in group]
+            for index, tick in zip(sorted(group), ticks, strict=True):
+                died[index] = tick
+        return died
+
     def left_alive(self) -> set[int]:
         """Addresses of the storages that forward made and somebody still holds."""
         return {
@@ -150,3 +165,14 @@ class Account:
             if index is not None:
                 found.append(index)
         return tuple(found) if len(found) < 2 else tuple(dict.fromkeys(found))
+
+
+def _following_each_other(items: list[int], ticks: list[int]) -> list[list[int]]:
+    """Items in the order of their ticks, cut where other events come in between."""
+    groups: list[list[int]] = []
+    for item in items:
+        if groups and ticks[item] == ticks[groups[-1][-1]] + 1:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    return groups

@@ -270,16 +270,19 @@ def _check_trained(optimizer: AnyOptimizer, model: torch.nn.Module) -> None:
 # --- modules ------------------------------------------------------------------------
 
 
+def marks_of(marks: str | type | Iterable[str | type]) -> tuple[str | type, ...]:
+    """Marks of modules; one of them may stand by itself."""
+    return (marks,) if isinstance(marks, (str, type)) else tuple(marks)
+
+
 def read_opaque(marks: Iterable[str | type], model: torch.nn.Module) -> frozenset[str]:
     """FQNs of the modules that names, patterns of names or classes stand for.
 
     Raises:
         ArgumentError: One of them stands for none.
     """
-    if isinstance(marks, (str, type)):
-        marks = (marks,)
     fqns: set[str] = set()
-    for mark in marks:
+    for mark in marks_of(marks):
         matches = {
             fqn
             for fqn, module in model.named_modules()

@@ -1,7 +1,8 @@
-"""Random draws that decide what a step does: the largest step of a few is planned.
+"""Draws and training that decide what a step does: the largest of a few is planned.
 
-Layer drop and images of drawn sizes make one step take more memory than another. A plan
-is for one of them, and must hold for those that take less.
+Layer drop and images of drawn sizes make one step take more memory than another, and so
+do routers and detectors that learn. A plan is for one of these steps, and must hold for
+those that take less.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from autosac.tracing.probing import DRAWS
 from autosac.tracing.tape import Tape
 
 _FEW, _MANY = 3, 8  # seeds: to see whether draws decide anything, and if they do
+MOST_UPDATES = 2  # training steps before a traced one
 _FORWARD = ("forward", "loss")
 
 
@@ -22,47 +24,69 @@ def may_decide(tape: Tape) -> bool:
     """Whether a shape or a branch of a step depends on random numbers."""
     if any(call.once == DRAWS for call in tape.calls):
         return True
-    drawn: set[int] = set()
+    return _decide(tape, set(), with_draws=True)
+
+
+def training_may_decide(tape: Tape) -> bool:
+    """Whether a shape or a branch of a step depends on what is trained."""
+    trained = {p.storage for p in tape.parameters if p.trained}
+    return _decide(tape, trained, with_draws=False)
+
+
+def _decide(tape: Tape, changing: set[int], *, with_draws: bool) -> bool:
+    """Whether a shape or a branch depends on storages whose values change.
+
+    Args:
+        tape: A step.
+        changing: The storages.
+        with_draws: What random ops make changes, too.
+    """
+    changing = set(changing)
     for op in tape.ops:
         if op.phase not in _FORWARD:
             continue
-        if op.random or not drawn.isdisjoint(op.reads):
-            if (not op.shapes and not op.writes) or not drawn.isdisjoint(op.decides):
+        if (with_draws and op.random) or not changing.isdisjoint(op.reads):
+            if (not op.shapes and not op.writes) or not changing.isdisjoint(op.decides):
                 return True
-            drawn.update(op.creates, op.writes)
-            if not drawn.isdisjoint(op.decides):
+            changing.update(op.creates, op.writes)
+            if not changing.isdisjoint(op.decides):
                 return True
     return False
 
 
 def largest(
-    tape: Tape, traced: Callable[[int], Tape], storages_of: Callable[[int], Tape]
+    tape: Tape,
+    traced: Callable[[int], Tape],
+    storages_of: Callable[[int], Tape],
+    *,
+    drawn: bool,
 ) -> tuple[int, list[Tape]]:
-    """The seed whose step takes most memory; its tape, and some that differ from it.
+    """The variant of a step that takes most memory; its tape, and some that differ.
 
     Args:
-        tape: That of seed 0.
-        traced: Seed -> tape.
-        storages_of: Seed -> tape that holds nothing but storages: quicker.
+        tape: That of variant 0.
+        traced: Variant -> tape.
+        storages_of: Variant -> tape that holds nothing but storages: quicker.
+        drawn: Random numbers tell variants apart, not training alone.
     """
     tapes = {0: tape}
     peaks = {0: plain_peak_bytes(tape)}
-    for seed in range(1, _MANY):
-        if seed == _FEW and len(set(map(_outline, tapes.values()))) == 1:
+    for variant in range(1, _MANY if drawn else _FEW):
+        if variant == _FEW and len(set(map(_outline, tapes.values()))) == 1:
             break
         try:
-            if seed < _FEW:
-                tapes[seed] = traced(seed)
-                peaks[seed] = plain_peak_bytes(tapes[seed])
+            if variant < _FEW:
+                tapes[variant] = traced(variant)
+                peaks[variant] = plain_peak_bytes(tapes[variant])
             else:
-                peaks[seed] = plain_peak_bytes(storages_of(seed))
+                peaks[variant] = plain_peak_bytes(storages_of(variant))
         except TraceError:  # nobody trains on what such draws leave
             continue
-    seed = max(peaks, key=lambda seed: peaks[seed])
-    best = tapes[seed] if seed in tapes else traced(seed)
+    variant = max(peaks, key=lambda variant: peaks[variant])
+    best = tapes[variant] if variant in tapes else traced(variant)
     others = {_outline(other): other for other in tapes.values()}
     others.pop(_outline(best), None)
-    return seed, [best, *others.values()]
+    return variant, [best, *others.values()]
 
 
 def plain_peak_bytes(tape: Tape) -> int:

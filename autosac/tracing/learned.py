@@ -34,7 +34,8 @@ class Learned:
         real: It must run on real tensors, as its values decide what it does; or why
             fakes cannot do it.
         seed: Where its random streams begin.
-        redrawn: Its tapes with other seeds, if draws decide sizes.
+        num_updates: Training steps that come before it.
+        redrawn: Its tapes with other seeds and updates, if these decide sizes.
     """
 
     calls: KnownCalls = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Learned:
     overwritten: set[tuple[str, str]] = field(default_factory=set)
     real: bool = False
     seed: int = 0
+    num_updates: int = 0
     redrawn: list[Tape] = field(default_factory=list)
 
 

@@ -135,14 +135,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
         end = self.clock
         self._leave_out_unread()
         storages = tuple(
-            Storage(
-                nbytes=nbytes,
-                category=category,
-                born=born,
-                died=end if died is None else died,
-            )
+            Storage(nbytes=nbytes, category=category, born=born, died=died)
             for nbytes, category, born, died in zip(
-                self.nbytes, self.categories, self.born, self.died, strict=True
+                self.nbytes, self.categories, self.born, self.deaths(), strict=True
             )
         )
         return Tape(

@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from autosac import _compat, _compat_plain
@@ -46,6 +45,7 @@ from autosac.tracing.stepping import (
     check_optimizer,
     finish_step,
     micro_step,
+    training_step,
 )
 from autosac.tracing.tape import Tape
 
@@ -57,31 +57,45 @@ _MUCH_BYTES = 2**26
 def trace(step: Step) -> Tape:
     """Run the step under fake tensors and write down what it does.
 
-    Where values decide what it does, it runs on real tensors; where random draws do, a
-    few times with other ones, and the one that takes most memory counts.
+    Where values decide what it does, it runs on real tensors; where random draws do, or
+    what is trained, a few times with other ones, and the one that takes most memory
+    counts.
 
     Raises:
         TraceError: The step cannot run, or not without data; names the module and line.
     """
     try:
         tape = _trace(step)
-        if draws.may_decide(tape):
-            step.learned.seed, tapes = draws.largest(
-                tape, partial(_with_seed, step), partial(_storages_with_seed, step)
+        drawn = draws.may_decide(tape)
+        trained = _trains(step) and draws.training_may_decide(tape)
+        if drawn or trained:
+            become = partial(_become, step, drawn=drawn, trained=trained)
+            variant, tapes = draws.largest(
+                tape,
+                lambda variant: _trace(become(variant)),
+                lambda variant: _storages(become(variant)),
+                drawn=drawn,
             )
+            become(variant)
             tape, *step.learned.redrawn = tapes
     finally:
         _let_go_of_copies(step)
     return tape
 
 
-def _with_seed(step: Step, seed: int) -> Tape:
-    step.learned.seed = seed
-    return _trace(step)
+def _trains(step: Step) -> bool:
+    """Whether its runs can show what training makes of its values."""
+    return step.learned.real and step.optimizer is not None
 
 
-def _storages_with_seed(step: Step, seed: int) -> Tape:
-    step.learned.seed = seed
+def _become(step: Step, variant: int, *, drawn: bool, trained: bool) -> Step:
+    """A step with other random numbers, after some training, or both."""
+    step.learned.seed = variant if drawn else 0
+    step.learned.num_updates = min(variant, draws.MOST_UPDATES) if trained else 0
+    return step
+
+
+def _storages(step: Step) -> Tape:
     return _run(step, lambda model: None, only_storages=True)
 
 
@@ -139,14 +153,8 @@ def _agreed(step: Step) -> Tape:
 
 
 def _events(tape: Tape) -> tuple[Any, ...]:
-    """What a tape says, but for the order of deaths that follow each other.
-
-    Autocast lets go of its copies of the weights in the order of their addresses.
-    """
-    deaths = np.unique(tape.died)
-    others_before = tape.died - np.searchsorted(deaths, tape.died)
-    storages = [replace(storage, died=0) for storage in tape.storages]
-    return storages, others_before.tolist(), tape.ops, tape.saved
+    """What a tape says, but for what other threads may draw meanwhile."""
+    return tape.storages, tape.ops, tape.saved
 
 
 def is_watched() -> bool:
@@ -239,6 +247,7 @@ def _run_on(
     with seeded_streams(seed), no_collections(), lens(mode, step.lens):
         model, optimizer, args, kwargs = copied(step, mode)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
+        _train(step, model, optimizer, args, kwargs)
         prepare(model)
         recorder = Recorder(
             model,
@@ -282,6 +291,35 @@ def _run_on(
             return recorder.tape(), left
         parameters = find_parameters(recorder, step.model, model, optimizer)
         return replace(recorder.tape(), parameters=parameters), left
+
+
+def _train(
+    step: Step,
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Train real copies as often as is known of the step."""
+    for number in range(1, step.learned.num_updates + 1):
+        try:
+            training_step(
+                model,
+                args,
+                kwargs,
+                loss_fn=step.loss_fn,
+                optimizer=optimizer,
+                autocast=step.autocast,
+                accumulate=step.accumulate,
+                clip_grad_norm=step.clip_grad_norm,
+                gradients_in_forward=step.gradients_in_forward,
+            )
+        except (AutosacError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the user's code raises
+            place = f"training step {number}"
+            raise TraceError(explanation(error, place)) from error
+        model.zero_grad(set_to_none=True)
 
 
 @contextmanager
@@ -376,11 +414,13 @@ def _make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
         kind = known.kind(its_own, group, parameter)
         its_own.register_step_pre_hook(begin)
         its_own.register_step_post_hook(end)
+        if parameter in its_own.state:
+            continue
         state = known.like(kind)
         if state is not None:
             its_own.state[parameter] = state
             continue
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.zeros_like(parameter)  # the values may be real
         optimizer.step_one(parameter)
         known.learn(kind, its_own.state.get(parameter, {}))
     recorder.muted = False

@@ -99,12 +99,14 @@ def run_op(
     """
     if any(map(_compat.is_fake, inputs)):
         out = real_layouts.of_own_kernel(func, args, kwargs)
-        if out is None and _has_plain_kernel(func, args, kwargs, inputs):
+        is_plain = out is None and _has_plain_kernel(func, args, kwargs, inputs)
+        if is_plain:
             out = _compat.by_meta_kernel(func, args, kwargs)
         elif out is None:
             out = func(*args, **kwargs)
         if on_gpu:
-            out = _as_on_gpu(func, args, kwargs, out)
+            if not is_plain:
+                out = _as_on_gpu(func, args, kwargs, out)
             return real_layouts.on_any_device(func, args, out)
         return real_layouts.on_cpu(func, args, out)
     if _compat.is_profiling(func):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from solvers.curve import TradeoffCurve
@@ -128,11 +130,17 @@ def sac_problems(draw: st.DrawFn, *, most: int = 4) -> SacProblem:
         st.lists(st.integers(5, 20), min_size=num_positions, max_size=num_positions)
     )
     units = tuple(draw(sac_units(u, num_positions)) for u in range(num_units))
+    held = draw(st.lists(holds(units, num_positions), max_size=3))
+    if held:  # some once more, of the same size or of another one
+        held += [
+            replace(hold, nbytes=draw(st.just(hold.nbytes) | st.just(5 * MIB)))
+            for hold in draw(st.lists(st.sampled_from(held), max_size=2))
+        ]
     return SacProblem(
         units=units,
         base_bytes=tuple(nbytes * MIB for nbytes in base),
         budget_bytes=(max(base) - draw(st.integers(0, 10))) * MIB,
-        holds=tuple(draw(st.lists(holds(units, num_positions), max_size=3))),
+        holds=tuple(held),
     )
 
 

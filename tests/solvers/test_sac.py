@@ -163,6 +163,26 @@ def test_what_one_unit_frees_stays_alive_where_another_one_holds_it():
         assert live_bytes(two, weights) == tuple(mib * MIB for mib in live)
 
 
+def test_equal_holds_of_what_a_unit_frees_all_count():
+    # "b" holds twice 2 MiB that "a" frees: 16 MiB without "b", 17 MiB with both.
+    hold = Hold(nbytes=2 * MIB, held_from=1, holders=((1, 2),), freed_by=((0, (1,)),))
+    a, b = unit("a", [(1.0, 4, 0.0)]), unit("b", [(1.0, 3, 0.0)])
+    two = replace(problem(a, b, budget=16), holds=(hold, hold))
+
+    assert lowest_peak(two)[0] == 16 * MIB
+    assert solve(two, integral=True).chosen == (0, None)
+
+    # 8 MiB now: "a" and "b" leave 17 MiB, "b" and "c" 9 MiB.
+    hold = replace(hold, nbytes=4 * MIB)
+    a, b, c = (
+        unit(fqn, [(1.0, mib, ms)])
+        for fqn, mib, ms in [("a", 6, 1.0), ("b", 5, 0.0), ("c", 6, 4.0)]
+    )
+    three = replace(problem(a, b, c, budget=10), holds=(hold, hold))
+
+    assert solve(three, integral=True).chosen == (None, 0, 0)
+
+
 def test_what_one_unit_keeps_and_another_one_holds_is_there_once():
     # "a" at half keeps 2 MiB until the end that "b" holds up to position 2.
     hold = Hold(nbytes=2 * MIB, held_from=1, holders=((1, 2),), kept_by=((0, (3, 1)),))

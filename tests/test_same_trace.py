@@ -1,0 +1,85 @@
+"""The same step has the same trace, wherever its tensors lie."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.tracing.account import Account
+from tests.models import CASES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def traced(name, in_the_way=0):
+    """A step under autocast, whose tensors lie in between others and holes."""
+    rng = random.Random(in_the_way)
+    others = [nn.Linear(rng.randint(1, 9), 4) for _ in range(in_the_way)]
+    rng.shuffle(others)
+    del others[::2]
+    case = CASES[name]
+    return autosac.profile(
+        case.model(), case.inputs(), loss_fn=torch.sum, optimizer="sgd", autocast="bf16"
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt", "convolutions", "mlp"])
+def test_a_step_under_autocast_has_one_trace_wherever_its_tensors_lie(name):
+    # Autocast drops its copies of the weights in the order of their addresses.
+    tapes = [traced(name, in_the_way).tape for in_the_way in (0, 10, 100, 200)]
+
+    assert tapes[0] == tapes[1] == tapes[2] == tapes[3]
+
+
+def test_it_has_one_plan():
+    plans = []
+    for in_the_way in (0, 100):
+        made = traced("gpt", in_the_way)
+        floor, highest = autosac.floor(made), made.baseline_peak_bytes
+        plans.append(autosac.plan(made, memory_budget=(floor + highest) // 2))
+
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_its_predicted_peak_is_the_real_one(share):
+    case, made = CASES["gpt"], autosac.calibrate(traced("gpt"))
+    floor, highest = autosac.floor(made), made.baseline_peak_bytes
+    plan = autosac.plan(made, memory_budget=int(floor + share * (highest - floor)))
+
+    found = autosac.verify(
+        plan,
+        case.model,
+        case.inputs,
+        loss_fn=torch.sum,
+        make_optimizer="sgd",
+        autocast="bf16",
+    )
+
+    assert found.measured_peak_bytes == plan.peak_bytes
+
+
+def deaths(events):
+    """Ticks at which five tensors die in an order; None is an event in between."""
+    account = Account("cpu", 1)
+    tensors = [torch.empty(n + 1) for n in range(5)]
+    account.register(iter(tensors), "activation")
+    account.tick()  # 1
+    for number in events:
+        if number is None:
+            account.tick()
+        else:
+            tensors[number] = None
+    account.tick()
+    return account.deaths()
+
+
+def test_deaths_with_nothing_in_between_come_in_the_order_of_births():
+    # Tick 2, 3: first 3, then 1 died. Tick 5 to 7: 4, 0, 2. Nothing moves over tick 4.
+    assert deaths([3, 1, None, 4, 0, 2]) == [5, 2, 6, 3, 7]
+
+
+def test_what_does_not_die_has_the_last_tick():
+    assert deaths([4, None, 2]) == [5, 5, 4, 5, 2]
