@@ -111,7 +111,8 @@ def run(
     Raises:
         ValueError: The backend is unknown or the model is a maximisation.
         FileNotFoundError: The backend is CBC and there is no executable.
-        ArithmeticError: The backend's optimum breaks rows: ill-scaled numbers.
+        ArithmeticError: The backend's optimum breaks rows, or HiGHS refuses the numbers:
+            they are ill-scaled.
     """
     if model.sense != constants.LpMinimize:
         raise ValueError("`model` must be a minimisation: negate its objective.")
@@ -273,7 +274,11 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         passed.a_matrix_.value_ = matrix.coefficients
         for i, constraint in enumerate(matrix.rows):
             constraint.index = i
-        lp.solverModel.passModel(passed)
+        if lp.solverModel.passModel(passed) == highspy.HighsStatus.kError:
+            raise ArithmeticError(
+                f"HiGHS does not take {lp.name!r}: a coefficient of it is infinite or"
+                f" above {lp.solverModel.getOptions().large_matrix_value:g}. Scale it."
+            )
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
         if self.start is not None:

@@ -228,6 +228,8 @@ class CountModel:
     ) -> list[tuple[pulp.LpVariable, float]]:
         """What stands for missing points: mixtures that take as long as any of them."""
         least_ms = self._complete_ms(u)
+        if math.isinf(least_ms):
+            return []
         points = self._add_points(columns, size, least_ms)
         if not points:
             return []

@@ -174,6 +174,15 @@ def test_numbers_that_break_a_row_are_no_incumbent(monkeypatch):
         _pulp.run(cover(2))
 
 
+@pytest.mark.parametrize("number", [float("inf"), 1e16])
+def test_a_model_of_infinite_or_huge_numbers_is_refused(number):
+    model = cover(1)
+    model += _pulp.row([(model.variables()[0], number)]) <= 1
+
+    with pytest.raises(ArithmeticError, match="'cover'"):
+        _pulp.run(model)
+
+
 @both
 def test_a_limit_on_work_ends_a_solve_at_the_same_place_each_time(backend):
     ends = []

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solvers import sac
+from solvers import _pulp, sac
+from solvers._sac_classes import classify
+from solvers._sac_counts import CountModel
 from solvers._sac_search import Search
 from solvers._sac_segments import segments
 from solvers._sac_table import Table
@@ -93,3 +95,25 @@ def test_points_are_mixed_at_will_where_no_time_is_proven_yet():
 
     assert search._tolerance_ms(np.inf) == np.inf
     assert search._tolerance_ms(1.0) == 0.0
+
+
+def test_no_mixture_stands_for_missing_points_where_none_is_missing():
+    # Nor before a first choice is known, when no column can be ruled out as too dear.
+    problem = sac.SacProblem(
+        units=(unit([(10, 1.0), (10, 1.0)]),), base_bytes=(20, 0), budget_bytes=5
+    )
+    table = Table(problem)
+    counts = CountModel(
+        table,
+        classify(table, [0], [0]),
+        [0],
+        units=[0],
+        budget_bytes=5,
+        mixed=[],
+        room_ms=np.inf,
+        tolerance_ms=0.0,
+    )
+
+    outcome = _pulp.run(counts.model)
+
+    assert outcome.bound / counts.scale == pytest.approx(2.0)
