@@ -111,8 +111,8 @@ def run(
     Raises:
         ValueError: The backend is unknown or the model is a maximisation.
         FileNotFoundError: The backend is CBC and there is no executable.
-        ArithmeticError: The backend's optimum breaks rows, or HiGHS refuses the numbers:
-            they are ill-scaled.
+        ArithmeticError: The optimum of a backend breaks rows, or HiGHS refuses the
+            numbers: they are ill-scaled.
     """
     if model.sense != constants.LpMinimize:
         raise ValueError("`model` must be a minimisation: negate its objective.")
