@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import autosac
 from autosac.applying import applying
 from autosac.measuring.measuring import capture_state, differences
 from autosac.planning.spelling import spell_out
-from tests.drawn_models import LENGTH, ROWS, WIDTH, Drawn, models
+from tests.drawn_models import LENGTH, ROWS, WIDTH, BlockSpec, Drawn, models
 from tests.models import random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,6 +87,11 @@ def planned(specs, habits, seed):
     specs=models,
     habits=st.builds(Habits, sizes, st.booleans(), st.booleans(), st.booleans()),
     seed=st.integers(0, 5),
+)
+@example(  # it departs with a write to what its plan expects nobody to need
+    specs=(BlockSpec(("linear",), ("linear", "residual"), 0, "size", False),),
+    habits=Habits([(ROWS + 2, False), (ROWS, False)], False, False, False),
+    seed=1,
 )
 def test_gradients_buffers_and_random_numbers_are_those_without_a_plan(
     specs, habits, seed

@@ -121,7 +121,8 @@ class RerunMode(_compat.PlainDispatchMode):
         self.copies: dict[int, torch.Tensor] = {}
         self.results: dict[int, tuple[int, Layout]] = {}
         self.own: set[int] = set()
-        self.fresh: set[int] = set()  # of what nobody was expected to need
+        self.fresh: set[int] = set()  # of what nobody was expected to need,
+        self.twins: dict[int, int] = {}  # by what it is that forward made of it
         copied: dict[int, int] = {}
         for source, copy, version in self.history.copies:
             key = key_of(given[source] if isinstance(source, int) else source)
@@ -356,15 +357,24 @@ class RerunMode(_compat.PlainDispatchMode):
         else:
             whole = self._whole(part)
             key, layout = key_of(whole), layout_of(whole)
+            key = self.twins.get(key, key)
         layout = layout if part.layout is None else part.layout
         is_there = key == key_of(tensor)
         if is_there and layout_of(tensor)[: len(layout)] == layout:
             return True
-        if is_there or not may_copy or isinstance(part.source, Result):
+        if is_there or isinstance(part.source, Result):
             return False
-        whole = self._whole(part)
+        is_fresh = key_of(tensor) in self.fresh
+        if not (may_copy or is_fresh):
+            return False
+        if is_fresh:  # forward may have changed what it made since
+            whole = self.copies.get(key, whole)
         before = whole if part.layout is None else alias_of(whole, part.layout)
-        return equal_bytes(before, tensor)
+        if not equal_bytes(before, tensor):
+            return False
+        if is_fresh:
+            self.twins[key] = key_of(tensor)
+        return True
 
     def _copied(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
