@@ -10,6 +10,7 @@ import torch
 from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autosac import _compat
 
@@ -129,6 +130,11 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`, which counts changes together with it below autograd too."""
     with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False):
         return tensor.detach()
+
+
+def weak_storage(tensor: torch.Tensor) -> object:
+    """What does not keep a tensor's memory, but its storage from being another's."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def is_sole(tensor: torch.Tensor) -> bool:

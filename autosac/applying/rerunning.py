@@ -120,6 +120,7 @@ class RerunMode(_compat.PlainDispatchMode):
         self.versions: dict[int, tuple[torch.Tensor, int]] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.results: dict[int, tuple[int, Layout]] = {}
+        self._storages: dict[int, object] = {}
         self.own: set[int] = set()
         self.fresh: set[int] = set()  # of what nobody was expected to need,
         self.twins: dict[int, int] = {}  # by what it is that forward made of it
@@ -201,7 +202,7 @@ class RerunMode(_compat.PlainDispatchMode):
             self._note_result(result, tensor)
         if (part := self._stale_part(call, args, kwargs)) is not None:
             targets = tensors_in((out, traits.targets(args, kwargs)))
-            self.stale.update((key_of(tensor), part) for tensor in targets)
+            self.stale.update((self._pinned(tensor), part) for tensor in targets)
         return out
 
     def _pass_again(self, place: int, func: Any, args: Any, kwargs: Any) -> Any:
@@ -212,10 +213,14 @@ class RerunMode(_compat.PlainDispatchMode):
             key = key_of(tensor)
             if key not in self.own and version_of(tensor) != version:
                 raise changed(tensor, version, self.record.policy.fqn)
+        part = self._stale_among(args, kwargs)
         out = passed.again(func, args, kwargs)
         for tensor in tensors_in((out,)):
-            self.fresh.add(key_of(tensor))
-            self.own.add(key_of(tensor))
+            key = self._pinned(tensor)
+            self.fresh.add(key)
+            self.own.add(key)
+            if part is not None:
+                self.stale[key] = part
         return out
 
     def _stale_part(self, call: Call, args: Any, kwargs: Any) -> Part | None:
@@ -224,6 +229,10 @@ class RerunMode(_compat.PlainDispatchMode):
             for part in leaves([call.args, call.kwargs], Part):
                 if id(part) in self.changed:
                     return part  # type: ignore[no-any-return]
+        return self._stale_among(args, kwargs)
+
+    def _stale_among(self, args: Any, kwargs: Any) -> Part | None:
+        """What makes arguments of an op other ones than in forward."""
         if self.stale:
             for tensor in tensors_in((args, kwargs)):
                 if key_of(tensor) in self.stale:
@@ -321,10 +330,16 @@ class RerunMode(_compat.PlainDispatchMode):
     def _note_result(self, result: Result | None, tensor: torch.Tensor) -> None:
         """Remember where a result lies this time."""
         if result is not None:
-            key = key_of(tensor)
+            key = self._pinned(tensor)
             self.results[id(result)] = (key, layout_of(tensor))
             self.own.add(key)
-            self.stale.pop(key, None)
+
+    def _pinned(self, tensor: torch.Tensor) -> int:
+        """Key of a tensor's storage, which no later one has even if this one ends."""
+        key = key_of(tensor)
+        if key not in self._storages:
+            self._storages[key] = _compat_dispatch.weak_storage(tensor)
+        return key
 
     def _reads_the_same(
         self, call: Call, args: Any, kwargs: Any, *, may_copy: bool = True
@@ -373,7 +388,7 @@ class RerunMode(_compat.PlainDispatchMode):
         if not equal_bytes(before, tensor):
             return False
         if is_fresh:
-            self.twins[key] = key_of(tensor)
+            self.twins[key] = self._pinned(tensor)
         return True
 
     def _copied(self, value: Any) -> Any:
