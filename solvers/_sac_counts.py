@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pulp
@@ -38,6 +39,26 @@ from solvers._sac_table import Floats, Table
 MIB = 2**20  # coefficients of (3) in MiB stay within row tolerances
 _WHOLE = 1e-6  # what an integer may be off
 _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrogate:
+    """Rows added up to one that every choice keeps, whatever their weights are.
+
+    In ms: at the optimum of the relaxation what is used adds as much as it takes.
+
+    Attributes:
+        amounts: What each column adds, with that its unit is chosen; -inf where it may
+            not be.
+        required: How much has to be added at least.
+        nesting: What rows (2) ask for each column beyond that,
+        nesting_total: and what they allow at most.
+    """
+
+    amounts: Floats
+    required: float
+    nesting: Floats
+    nesting_total: float
 
 
 class CountModel:
@@ -144,6 +165,53 @@ class CountModel:
         The sum of the duals of (3) in the relaxation solved last.
         """
         return -sum(constraint.pi or 0.0 for constraint, _ in self._limits) / MIB
+
+    def surrogate(self) -> Surrogate:
+        """All rows but (2), weighted by the duals of the relaxation solved last."""
+        matrix, variables = self.model.matrix(), self.model.variables()
+        duals = np.array([row.pi or 0.0 for row in matrix.rows])
+        lowest, highest = matrix.bounds()
+        limits = np.where(duals > 0.0, lowest, highest)
+        duals[~np.isfinite(limits)] = 0.0
+        row_of = np.repeat(np.arange(len(matrix.rows)), np.diff(matrix.starts))
+        added = matrix.coefficients * duals[row_of]
+        is_nesting = np.zeros(len(matrix.rows), dtype=bool)
+        is_nesting[self._nesting] = True
+        of_rows, of_nesting = (
+            np.bincount(matrix.columns[own], added[own], len(variables))
+            for own in (~is_nesting[row_of], is_nesting[row_of])
+        )
+        total = duals * np.where(duals != 0.0, limits, 0.0)
+        required = float(total[~is_nesting].sum())
+        number = {id(v): i for i, v in enumerate(variables)}
+        amounts = np.full(len(self._table.times), -math.inf)
+        nesting = np.zeros(len(self._table.times))
+        others = np.ones(len(variables), dtype=bool)
+        for c, y in self._y.items():
+            unit = number[id(y)]
+            others[unit] = False
+            first = self._table.first[self.classes.members[c][0]]
+            size = self._table.first[self.classes.members[c][0] + 1] - first
+            for k in range(size):
+                z = number[id(self._z[first + k])]
+                others[z] = False
+                amounts[first + k] = of_rows[z] + of_rows[unit]
+            for u in self.classes.members[c][1:]:
+                at = self._table.first[u]
+                amounts[at : at + size] = amounts[first : first + size]
+            for u in self.classes.members[c]:
+                at = self._table.first[u]
+                nesting[at : at + size] = -of_nesting[unit]
+        # The others, such as holds, are as helpful as they can be.
+        for i in np.flatnonzero(others & (of_rows != 0.0)).tolist():
+            most = variables[i].upBound if of_rows[i] > 0.0 else variables[i].lowBound
+            required -= math.inf if most is None else float(of_rows[i]) * most
+        return Surrogate(
+            amounts=amounts / self.scale,
+            nesting=nesting / self.scale,
+            required=required / self.scale,
+            nesting_total=-float(total[is_nesting].sum()) / self.scale,
+        )
 
     def surcharges(self) -> Floats:
         """What a solution costs at least beyond the LP optimum if it uses a column.
@@ -272,11 +340,13 @@ class CountModel:
 
     def _add_no_nesting(self) -> None:
         """Row (2)."""
+        before = self.model.numConstraints()
         for c in self.classes.innermost:
             path = self.classes.path(c)
             terms = self._shares(c, path)
             if len(terms) > 1:
                 self.model += _pulp.row(terms) <= len(self.classes.members[c])
+        self._nesting = slice(before, self.model.numConstraints())
 
     def _shares(
         self, c: int, path: Sequence[int]

@@ -21,6 +21,7 @@ from solvers._sac_counts import CountModel
 from solvers._sac_greedy import likely, round_and_repair
 from solvers._sac_holds import Numbers
 from solvers._sac_start import Start
+from solvers._sac_surrogate import least_time
 from solvers._sac_table import Choice, Floats, Table
 from solvers.solution import Termination
 
@@ -191,6 +192,13 @@ class Search:
             self._offer(
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
+            if not self._is_done():
+                least_ms = least_time(
+                    self._table, model, mixed=self._mixed, most_ms=self._best
+                )
+                if math.isinf(least_ms) and not self._has_best:
+                    return Termination.INFEASIBLE
+                self._prove(min(least_ms, self._best))
         return Termination.OPTIMAL
 
     def _branch(self, budget_bytes: int) -> Termination:

@@ -1,0 +1,101 @@
+"""The bound by dynamic programming against trying every choice, and the relaxation."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from solvers import _pulp, sac
+from solvers._sac_classes import classify
+from solvers._sac_counts import CountModel
+from solvers._sac_surrogate import least_time
+from solvers._sac_table import Table
+from solvers.solution import Termination
+from tests.solvers import oracles
+from tests.solvers.strategies import MIB, deep_trees, layered_problems, sac_problems
+
+CELLS = 2**15  # of the grid, where there are few points
+
+
+def relaxed(problem, rows=None):
+    """The relaxation of a problem, solved, and its optimum."""
+    table = Table(problem)
+    units = range(len(problem.units))
+    rows = list(range(len(problem.base_bytes))) if rows is None else rows
+    model = CountModel(
+        table,
+        classify(table, rows, [0 for _ in units]),
+        rows,
+        units=units,
+        budget_bytes=problem.budget_bytes,
+    )
+    outcome = _pulp.run(model.model, relaxed=True)
+    if outcome.termination is not Termination.OPTIMAL:
+        return table, None, math.inf
+    return table, model, outcome.bound / model.scale
+
+
+@given(
+    problem=st.one_of(sac_problems(), layered_problems(), deep_trees()),
+    knows_best=st.booleans(),
+)
+def test_no_choice_is_faster_and_the_relaxation_not_slower(problem, knows_best):
+    table, model, relaxed_ms = relaxed(problem)
+    best = oracles.least_time(problem)
+    if model is None:
+        assert best is None
+        return
+
+    most_ms = best if knows_best and best is not None else math.inf
+    bound = least_time(table, model, mixed=frozenset(), most_ms=most_ms)
+
+    assert best is None or bound <= best * (1 + 1e-9)
+    required = model.surrogate().required
+    lost_ms = len(problem.units) / CELLS * max(0.0, required)
+    assert bound >= min(relaxed_ms, most_ms) - lost_ms - 1e-9
+
+
+@pytest.mark.parametrize(("needed", "least"), [(3, 3.0), (4, 6.0), (5, 6.0), (7, 9.0)])
+def test_whole_units_are_counted_where_the_relaxation_takes_parts(needed, least):
+    units = tuple(
+        sac.Unit(
+            fqn=name,
+            parent=None,
+            points=(sac.Breakpoint(ratio=1.0, freed_bytes=3 * MIB, recompute_ms=3.0),),
+            freed_from=0,
+            freed_until=1,
+            working=(),
+        )
+        for name in "abc"
+    )
+    problem = sac.SacProblem(
+        units=units, base_bytes=(10 * MIB, 0), budget_bytes=(10 - needed) * MIB
+    )
+    table, model, relaxed_ms = relaxed(problem)
+
+    assert relaxed_ms == pytest.approx(needed)
+    bound = least_time(table, model, mixed=frozenset(), most_ms=math.inf)
+    assert bound == pytest.approx(least)
+
+
+def test_too_little_memory_for_whole_units_is_infeasible():
+    # Half of each of two units would do, but one of them is inside the other.
+    def unit(name, parent):
+        points = (sac.Breakpoint(ratio=1.0, freed_bytes=4 * MIB, recompute_ms=1.0),)
+        return sac.Unit(
+            fqn=name,
+            parent=parent,
+            points=points,
+            freed_from=0,
+            freed_until=1,
+            working=(),
+        )
+
+    problem = sac.SacProblem(
+        units=(unit("a", None), unit("a.b", 0), unit("a.b.c", 1)),
+        base_bytes=(10 * MIB, 0),
+        budget_bytes=5 * MIB,
+    )
+
+    assert sac.solve(problem, integral=True).termination is Termination.INFEASIBLE
