@@ -25,7 +25,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +85,9 @@ class CountModel:
         tolerance_ms: Points are mixed in segments of this tolerance only, see
             `_sac_segments`; infinite if they are mixed at will, and only classes and
             holds are counted in integers. Of no account without `mixed`.
+        least_using: What choices take at least that use a point of a unit, see
+            `_sac_surrogate`,
+        limit_ms: and what they may take.
 
     Attributes:
         model: The PuLP model.
@@ -97,8 +107,12 @@ class CountModel:
         surcharges: Floats | None = None,
         room_ms: float = math.inf,
         tolerance_ms: float = math.inf,
+        least_using: Mapping[int, Floats] | None = None,
+        limit_ms: float = math.inf,
     ) -> None:
         self.model = _pulp.Model("counts")
+        self._least_using = least_using or {}
+        self._limit_ms = limit_ms
         self._table = table
         self.classes = classes
         self._surcharges = np.zeros(len(table.times))
@@ -242,6 +256,9 @@ class CountModel:
             first, size = members[0], len(members)
             if first not in units:
                 continue
+            using_ms = self._using_ms(members)
+            if using_ms is not None and using_ms.min() > self._limit_ms:
+                continue
             terms = []
             columns = [*range(*self._table.first[first : first + 2])]
             if self._mixed is None:
@@ -250,16 +267,27 @@ class CountModel:
                         self._z[j] = add(f"z_{j:06d}", 0, size, pulp.LpInteger)
                         terms.append((self._z[j], 1.0))
             elif not math.isinf(self._tolerance_ms):
-                terms += self._add_between(first, columns, size)
-                terms += self._add_mixture(first, columns, size)
+                terms += self._add_between(first, columns, size, using_ms)
+                terms += self._add_mixture(first, columns, size, using_ms)
             else:
                 terms += self._add_points(columns, size, 0.0)
             if terms:
                 self._y[c] = add(f"y_{c:05d}", 0, size, pulp.LpInteger)
                 self.model += _pulp.row([*terms, (self._y[c], -1.0)]) == 0
 
+    def _using_ms(self, members: Sequence[int]) -> Floats | None:
+        """What choices take at least that use a point of any of equal units."""
+        known = [self._least_using[u] for u in members if u in self._least_using]
+        if len(known) < len(members):
+            return None
+        return known[0] if len(known) == 1 else np.min(known, axis=0)
+
     def _add_between(
-        self, u: int, columns: Sequence[int], size: int
+        self,
+        u: int,
+        columns: Sequence[int],
+        size: int,
+        using_ms: Floats | None,
     ) -> list[tuple[pulp.LpVariable, float]]:
         """All points of a unit that are faster than any that is missing.
 
@@ -271,6 +299,8 @@ class CountModel:
             return []
         own = found.between(self._surcharges[columns]) + found.times
         own -= found.between(self._table.times[columns])
+        if using_ms is not None:
+            own[using_ms[: len(own)] > self._limit_ms] = math.inf
         least = found.least(own) <= self._room_ms
         terms = []
         for n in np.flatnonzero(least).tolist():
@@ -292,12 +322,21 @@ class CountModel:
         return terms
 
     def _add_mixture(
-        self, u: int, columns: Sequence[int], size: int
+        self,
+        u: int,
+        columns: Sequence[int],
+        size: int,
+        using_ms: Floats | None,
     ) -> list[tuple[pulp.LpVariable, float]]:
         """What stands for missing points: mixtures that take as long as any of them."""
         least_ms = self._complete_ms(u)
         if math.isinf(least_ms):
             return []
+        if using_ms is not None:
+            known = self._table.segments(u, least_ms, 0.0)
+            num_known = 0 if known is None else len(known.times)
+            if using_ms[num_known:].min(initial=math.inf) > self._limit_ms:
+                return []
         points = self._add_points(columns, size, least_ms)
         if not points:
             return []

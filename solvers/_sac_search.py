@@ -21,7 +21,7 @@ from solvers._sac_counts import CountModel
 from solvers._sac_greedy import likely, round_and_repair
 from solvers._sac_holds import Numbers
 from solvers._sac_start import Start
-from solvers._sac_surrogate import least_time
+from solvers._sac_surrogate import least_times
 from solvers._sac_table import Choice, Floats, Table
 from solvers.solution import Termination
 
@@ -123,6 +123,7 @@ class Search:
         self._best = most_ms
         self._relaxed = 0.0  # optimum of the last LP relaxation, and what a column
         self._surcharges = np.zeros(len(table.times))  # costs beyond it at least
+        self._least_using: dict[int, Floats] = {}  # points, a choice takes in all
 
     # --- least time under a budget ------------------------------------------------
 
@@ -193,12 +194,14 @@ class Search:
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
             if not self._is_done():
-                least_ms = least_time(
-                    self._table, model, mixed=self._mixed, most_ms=self._best
+                most_ms = self._interesting_ms
+                least = least_times(
+                    self._table, model, mixed=self._mixed, most_ms=most_ms
                 )
-                if math.isinf(least_ms) and not self._has_best:
+                if math.isinf(least.all_ms) and not self._has_best:
                     return Termination.INFEASIBLE
-                self._prove(min(least_ms, self._best))
+                self._prove(min(least.all_ms, most_ms))
+                self._least_using = least.using_ms
         return Termination.OPTIMAL
 
     def _branch(self, budget_bytes: int) -> Termination:
@@ -268,19 +271,18 @@ class Search:
         """
         tolerance_ms = self._tolerance_ms(tolerance)
         while not self._is_done() and not self._is_late():
-            best = self._best
+            limit_ms = self._interesting_ms
             model, outcome, weights = self._solve(
-                budget_bytes, limit_ms=best, tolerance_ms=tolerance_ms
+                budget_bytes, limit_ms=limit_ms, tolerance_ms=tolerance_ms
             )
             if outcome.termination is Termination.INFEASIBLE:
-                self._prove(best)  # nothing is faster
+                self._prove(limit_ms)  # nothing is faster
             elif outcome.bound is not None:
-                self._prove(min(outcome.bound / model.scale, best))
+                self._prove(min(outcome.bound / model.scale, limit_ms))
             if not outcome.termination.has_incumbent:
                 return False
             if self._finer is not None:
-                best = self._finer(likely(self._table, weights))
-                self._best = min(self._best, best)
+                self._best = min(self._best, self._finer(likely(self._table, weights)))
             self._offer(
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
@@ -390,6 +392,8 @@ class Search:
                 surcharges=self._surcharges,
                 room_ms=limit_ms * (1.0 + _NOISE) - self._relaxed,
                 tolerance_ms=tolerance_ms,
+                least_using=self._least_using,
+                limit_ms=limit_ms * (1.0 + _NOISE),
             )
         if start is not None:
             start.model, start.model_rows = model, list(self.rows)
@@ -521,6 +525,11 @@ class Search:
             return False
         left_ms = self._best - max(self.bound, bound)
         return left_ms <= (self._gap + _NOISE) * self._best
+
+    @property
+    def _interesting_ms(self) -> float:
+        """What is not faster need not be told from the best choice."""
+        return self._best * (1.0 - self._gap)
 
     @property
     def _has_best(self) -> bool:

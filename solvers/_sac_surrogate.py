@@ -24,27 +24,43 @@ from solvers._sac_table import Floats, Table
 
 _MOST_CELLS = 2**15  # of the grid,
 _FEWEST_CELLS = 2**10
-_MOST_STEPS = 2**26  # and of all points together: some 0.1 s
+_MOST_STEPS = 2**25  # of all points together: some 0.1 s
+_MOST_STORED = 2**22  # cells of all units together: 32 MiB
 _TAIL = 128  # points that stand for mixtures
 
 
-def least_time(
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What choices of whole points take at least.
+
+    Attributes:
+        all_ms: All of them; infinite if there is none.
+        using_ms: Those that use a point of a unit, in the order of `Segments`, with
+            all mixtures of missing points behind them; infinite if it is too long to
+            be of interest. Nothing of a unit about which nothing is known.
+    """
+
+    all_ms: float
+    using_ms: dict[int, Floats]
+
+
+def least_times(
     table: Table, model: CountModel, *, mixed: frozenset[int], most_ms: float
-) -> float:
-    """A bound on the time of all choices that take less than a time.
+) -> Least:
+    """Bounds on the time of all choices that take at most a time.
 
     Args:
         table: The units.
         model: A relaxation that was solved just now, of points mixed at will.
         mixed: Units that stand for finer curves, see `CountModel`.
-        most_ms: Choices that take longer may be left out.
+        most_ms: Choices that take longer are of no interest.
 
     Returns:
-        In ms, 0 if it would take long; infinite if there is no such choice.
+        No bounds but 0 if finding them would take long.
     """
     row = model.surrogate()
     if row.required <= 0.0:
-        return 0.0
+        return Least(0.0, {})
     found = [
         (members, points)
         for members in model.classes.members
@@ -53,23 +69,36 @@ def least_time(
     # What a choice takes at least that uses a point: the reduced cost beyond the rest.
     least_ms = row.required - row.nesting_total
     least_ms += sum(len(m) * min(0.0, p.surcharges.min(initial=0.0)) for m, p in found)
-    steps = {}
-    for members, points in found:
-        is_good = points.surcharges <= most_ms - least_ms
-        is_good &= points.amounts > 0.0
-        for u in members:
-            steps[u] = points.amounts[is_good], points.times[is_good]
-    num_points = sum(len(times) for _, times in steps.values())
+    items = {
+        u: points.up_to(most_ms - least_ms)
+        for members, points in found
+        for u in members
+    }
+    num_points = sum(len(own.at) for own in items.values())
+    num_units = sum(len(own.at) > 0 for own in items.values())
     cells = _MOST_CELLS
-    while cells * num_points > _MOST_STEPS:
+    while cells * num_points > _MOST_STEPS or cells * num_units > _MOST_STORED:
         cells //= 2
     if cells < _FEWEST_CELLS:
-        return 0.0
-    steps = {
-        u: _on_grid(amounts * (cells / row.required), times, cells)
-        for u, (amounts, times) in steps.items()
-    }
-    return _knapsack(table, steps, cells)
+        return Least(0.0, {})
+    return _knapsack(table, items, cells / row.required, cells)
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """Points of a unit that are of interest.
+
+    Attributes:
+        at: Which they are,
+        amounts: what each adds, and
+        times: takes.
+        size: How many points there are.
+    """
+
+    at: Ints
+    amounts: Floats
+    times: Floats
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +108,11 @@ class _Points:
     amounts: Floats
     times: Floats
     surcharges: Floats
+
+    def up_to(self, room_ms: float) -> _Items:
+        """Those that take at most so much more."""
+        at = np.flatnonzero(self.surcharges <= room_ms)
+        return _Items(at, self.amounts[at], self.times[at], len(self.times))
 
 
 def _points(table: Table, u: int, row: Surrogate, is_mixed: bool) -> _Points | None:
@@ -122,44 +156,76 @@ def _is_above(x: Floats, y: Floats, i: int, j: int, k: int) -> bool:
     return bool((y[j] - y[i]) * (x[k] - x[i]) >= (y[k] - y[i]) * (x[j] - x[i]))
 
 
-def _on_grid(amounts: Floats, times: Floats, cells: int) -> tuple[Ints, Floats]:
-    """Points in cells of a grid, without those that another one is as good as."""
-    at = np.minimum(np.ceil(amounts), cells).astype(np.int64)
-    order = np.lexsort((times, -at))
-    at, times = at[order], times[order]
-    before = np.minimum.accumulate(times)
-    is_better = np.diff(before, prepend=math.inf) < 0.0
-    return at[is_better], times[is_better]
+def _knapsack(
+    table: Table, items: dict[int, _Items], per_amount: float, cells: int
+) -> Least:
+    """Least times of points that fill a grid."""
+    order = [u for u in table.depth_first if u in items and len(items[u].at)]
+    behind = _behind(table, order)
+    in_cells = [_in_cells(items[u].amounts * per_amount, cells) for u in order]
+    fronts = [
+        _front(own, items[u].times) for u, own in zip(order, in_cells, strict=True)
+    ]
+    # Least time to fill at least so much with units from each place on, and up to it.
+    after = np.full((len(order) + 1, cells + 1), math.inf)
+    after[:, 0] = 0.0
+    for place in reversed(range(len(order))):
+        own, others = after[place], after[behind[place]]
+        own[:] = after[place + 1]
+        for cell, time_ms in fronts[place]:
+            np.minimum(own[:cell], time_ms, out=own[:cell])
+            rest = others[: cells + 1 - cell] + time_ms
+            np.minimum(own[cell:], rest, out=own[cell:])
+    before = np.full((len(order) + 1, cells + 1), math.inf)
+    before[0, 0] = 0.0
+    using_ms = {}
+    for place, u in enumerate(order):
+        own = before[place]
+        np.minimum(before[place + 1], own, out=before[place + 1])
+        others = before[behind[place]]
+        for cell, time_ms in fronts[place]:
+            np.minimum(others[:cell], own[0] + time_ms, out=others[:cell])
+            np.minimum(
+                others[cell:], own[: cells + 1 - cell] + time_ms, out=others[cell:]
+            )
+        left = after[behind[place]][::-1]
+        least = {
+            cell: float((own[: cells + 1 - cell] + left[cell:]).min())
+            for cell in set(in_cells[place])
+        }
+        using_ms[u] = np.full(items[u].size, math.inf)
+        using_ms[u][items[u].at] = items[u].times + [least[c] for c in in_cells[place]]
+    for u, own_items in items.items():
+        if not len(own_items.at):
+            using_ms[u] = np.full(own_items.size, math.inf)
+    return Least(float(after[0, cells]), using_ms)
 
 
-def _knapsack(table: Table, steps: dict[int, tuple[Ints, Floats]], cells: int) -> float:
-    """Least time of points that fill a grid."""
-    order = table.depth_first
-    behind = _behind(table)
-    nothing = np.full(cells + 1, math.inf)
-    nothing[0] = 0.0
-    # Least time to fill what is left of the grid with units from each place on.
-    least = {len(order): nothing}
-    for place in range(len(order) - 1, -1, -1):
-        own = least[place + 1]
-        at, times = steps.get(order[place], ((), ()))
-        if len(at):
-            own = own.copy()
-            others = least[behind[order[place]]]
-            for cell, time_ms in zip(at, times, strict=True):
-                np.minimum(own[:cell], time_ms, out=own[:cell])
-                rest = others[: cells + 1 - cell] + time_ms
-                np.minimum(own[cell:], rest, out=own[cell:])
-        least[place] = own
-    return float(least[0][cells])
+def _in_cells(amounts: Floats, cells: int) -> list[int]:
+    """Cells that points fill, rounded up."""
+    found: list[int] = np.clip(np.ceil(amounts), 0, cells).astype(np.int64).tolist()
+    return found
 
 
-def _behind(table: Table) -> list[int]:
-    """For each unit, the place in depth-first order behind all that is inside it."""
-    place = {u: i for i, u in enumerate(table.depth_first)}
-    found = [place[u] + 1 for u in range(len(table.parents))]
-    for u in reversed(table.depth_first):
-        parent = table.parents[u]
-        if parent >= 0:
-            found[parent] = max(found[parent], found[u])
+def _front(in_cells: list[int], times: Floats) -> list[tuple[int, float]]:
+    """Cells and times of points, without those that another one is as good as."""
+    found: list[tuple[int, float]] = []
+    for cell, time_ms in sorted(zip(in_cells, times.tolist(), strict=True)):
+        while found and found[-1][1] >= time_ms:
+            found.pop()
+        if cell and not (found and found[-1][0] == cell):
+            found.append((cell, time_ms))
+    return found
+
+
+def _behind(table: Table, order: list[int]) -> list[int]:
+    """For each unit in an order, the place behind all that is inside it."""
+    place = {u: i for i, u in enumerate(order)}
+    found = [i + 1 for i in range(len(order))]
+    for u in reversed(order):
+        outer = table.parents[u]
+        while outer >= 0 and outer not in place:
+            outer = table.parents[outer]
+        if outer >= 0:
+            found[place[outer]] = max(found[place[outer]], found[place[u]])
     return found
