@@ -202,6 +202,7 @@ class Search:
                     return Termination.INFEASIBLE
                 self._prove(min(least.all_ms, most_ms))
                 self._least_using = least.using_ms
+            self.rows = self.binding or self.rows  # fewer tell fewer units apart
         return Termination.OPTIMAL
 
     def _branch(self, budget_bytes: int) -> Termination:

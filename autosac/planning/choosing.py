@@ -344,14 +344,18 @@ class _Search:
     def run(self) -> None:
         """Move the rows until nothing is left to gain."""
         raised: IntArray | None = self.chooser.no_bytes()
-        lowest = 1
+        lowest: IntArray | None = None
         for _ in range(_ROUNDS):
             if raised is None:
                 break
-            is_lower = int(raised.min()) < lowest  # its bound holds for all others
+            # The bound of the lowest rows holds for all others.
+            is_lower = lowest is None or int(raised.min()) < int(lowest.min())
             solution = self._solve(raised, proves=is_lower)
+            bound_ms = solution.bound_ms or 0.0
             if is_lower:
-                lowest, self.bound_ms = int(raised.min()), solution.bound_ms or 0.0
+                lowest, self.bound_ms = raised, bound_ms
+            elif (raised == lowest).all() and self.options.segments is None:
+                self.bound_ms = max(self.bound_ms, bound_ms)
             raised = self._next_rows(raised, solution)
         if self.choice is not None and self._breaking:
             self.offer(
