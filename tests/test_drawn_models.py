@@ -99,7 +99,14 @@ def test_gradients_buffers_and_random_numbers_are_those_without_a_plan(
     expected = train(make(specs), habits)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # units that depart say so
-        states = train(planned(specs, habits, seed), habits)
+        try:
+            states = train(planned(specs, habits, seed), habits)
+        except RuntimeError as error:
+            # A branch that the plan has not seen draws between blocks that make each
+            # other's arguments again. That is refused, with what to do.
+            if "between its parts, which its plan does not expect" not in str(error):
+                raise
+            return
 
     for before, after in zip(expected, states, strict=True):
         assert differences(before, after) == ()
