@@ -56,6 +56,24 @@ def test_no_choice_is_faster_and_the_relaxation_not_slower(problem, knows_best):
     assert bound >= min(relaxed_ms, most_ms) - lost_ms - 1e-9
 
 
+@given(
+    problem=st.one_of(sac_problems(), layered_problems(), deep_trees()),
+    room=st.sampled_from([0.0, 0.3, math.inf]),
+)
+def test_no_choice_with_a_point_is_faster_than_is_said_of_the_point(problem, room):
+    table, model, relaxed_ms = relaxed(problem)
+    if model is None:
+        return
+    most_ms = relaxed_ms * (1.0 + room)
+    using_ms = least_times(table, model, mixed=frozenset(), most_ms=most_ms).using_ms
+
+    for time_ms, peak_bytes, choice in oracles.sac_choices(problem):
+        if peak_bytes <= problem.budget_bytes and time_ms <= most_ms:
+            for u, k in enumerate(choice):
+                if k is not None and u in using_ms:
+                    assert using_ms[u][k] <= time_ms * (1 + 1e-9) + 1e-9
+
+
 @pytest.mark.parametrize(("needed", "least"), [(3, 3.0), (4, 6.0), (5, 6.0), (7, 9.0)])
 def test_whole_units_are_counted_where_the_relaxation_takes_parts(needed, least):
     units = tuple(
