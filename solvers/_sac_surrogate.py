@@ -27,6 +27,7 @@ _FEWEST_CELLS = 2**10
 _MOST_STEPS = 2**25  # of all points together: some 0.1 s
 _MOST_STORED = 2**22  # cells of all units together: 32 MiB
 _TAIL = 128  # points that stand for mixtures
+_NOISE = 1e-9  # of a time: rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def least_times(
     least_ms = row.required - row.nesting_total
     least_ms += sum(len(m) * min(0.0, p.surcharges.min(initial=0.0)) for m, p in found)
     items = {
-        u: points.up_to(most_ms - least_ms)
+        u: points.up_to(most_ms * (1.0 + _NOISE) - least_ms)
         for members, points in found
         for u in members
     }
