@@ -173,12 +173,12 @@ class CountModel:
                 return True
         return False
 
-    def price(self) -> float:
-        """What a byte of the budget saves, in the objective's unit.
+    def prices(self) -> list[float]:
+        """What a byte of the budget saves at each row, in the objective's unit.
 
-        The sum of the duals of (3) in the relaxation solved last.
+        The duals of (3) in the relaxation solved last.
         """
-        return -sum(constraint.pi or 0.0 for constraint, _ in self._limits) / MIB
+        return [-(constraint.pi or 0.0) / MIB for constraint, _ in self._limits]
 
     def surrogate(self) -> Surrogate:
         """All rows but (2), weighted by the duals of the relaxation solved last."""

@@ -179,8 +179,9 @@ class Search:
             assert outcome.bound is not None
             self.bound = self._relaxed = max(self.bound, outcome.bound / model.scale)
             self._surcharges = model.surcharges() / model.scale
-            self.price = model.price() / model.scale
-            weights = found
+            prices = dict(zip(self.rows, model.prices(), strict=True))
+            self.price = sum(prices.values()) / model.scale
+            solved, weights = model, found
             live = self._table.live(weights)
             near = budget_bytes - _TOLERANCE_BYTES
             self.binding = [q for q in self.rows if live[q] >= near]
@@ -196,13 +197,14 @@ class Search:
             if not self._is_done():
                 most_ms = self._interesting_ms
                 least = least_times(
-                    self._table, model, mixed=self._mixed, most_ms=most_ms
+                    self._table, solved, mixed=self._mixed, most_ms=most_ms
                 )
                 if math.isinf(least.all_ms) and not self._has_best:
                     return Termination.INFEASIBLE
                 self._prove(min(least.all_ms, most_ms))
                 self._least_using = least.using_ms
-            self.rows = self.binding or self.rows  # fewer tell fewer units apart
+            # The others change no bound, and tell units apart.
+            self.rows = [q for q, price in prices.items() if price > 0.0] or self.rows
         return Termination.OPTIMAL
 
     def _branch(self, budget_bytes: int) -> Termination:
