@@ -294,17 +294,16 @@ class CountModel:
         How many members lie in which segment is counted in integers.
         """
         limit_ms = self._complete_ms(u)
-        found = self._table.segments(u, limit_ms, self._tolerance_ms)
+        found = self._table.segments(u, limit_ms, 0.0)
         if found is None:
             return []
         own = found.between(self._surcharges[columns]) + found.times
         own -= found.between(self._table.times[columns])
         if using_ms is not None:
             own[using_ms[: len(own)] > self._limit_ms] = math.inf
-        least = found.least(own) <= self._room_ms
+        kept = np.flatnonzero(own <= self._room_ms)
         terms = []
-        for n in np.flatnonzero(least).tolist():
-            vertices = found.vertices[n]
+        for n, vertices in enumerate(found.only(kept, self._tolerance_ms)):
             category = pulp.LpInteger if len(vertices) == 1 else pulp.LpContinuous
             points = []
             for v in vertices:

@@ -177,7 +177,8 @@ class Search:
                     return outcome.termination
                 break
             assert outcome.bound is not None
-            self.bound = self._relaxed = max(self.bound, outcome.bound / model.scale)
+            self._relaxed = outcome.bound / model.scale
+            self._prove(self._relaxed)
             self._surcharges = model.surcharges() / model.scale
             prices = dict(zip(self.rows, model.prices(), strict=True))
             self.price = sum(prices.values()) / model.scale

@@ -29,6 +29,7 @@ class Segments:
         index: The point of the MILP that each is or follows,
         share: how far it is on the way to the next one,
         times: and its recompute time in ms.
+        along: How far each point is, as the ratio of what it frees.
         starts: First point of every segment.
         vertices: Points of every segment whose mixtures are below all others of it.
     """
@@ -36,12 +37,14 @@ class Segments:
     index: _Ints
     share: _Floats
     times: _Floats
+    along: _Floats
     starts: _Ints
     vertices: tuple[tuple[int, ...], ...]
 
-    def least(self, values: _Floats) -> _Floats:
-        """Least value in every segment, given those of all points."""
-        return np.minimum.reduceat(values, self.starts)
+    def only(self, kept: _Ints, tolerance_ms: float) -> list[list[int]]:
+        """Vertices of the segments of some of the points."""
+        parts = _cut(self.along[kept], self.times[kept], tolerance_ms)
+        return [kept[vertices].tolist() for _, vertices in parts]
 
     def between(self, values: _Floats) -> _Floats:
         """Values at all points, given those at the points of the MILP."""
@@ -77,6 +80,7 @@ def segments(unit: Unit, limit_ms: float, tolerance_ms: float) -> Segments | Non
         index=index,
         share=share,
         times=times,
+        along=along,
         starts=np.array([start for start, _ in parts], dtype=np.int64),
         vertices=tuple(tuple(vertices) for _, vertices in parts),
     )

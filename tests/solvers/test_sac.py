@@ -311,6 +311,31 @@ def test_layers_and_trees_of_modules_match_trying_every_choice(problem):
         assert solution.bound_ms <= min(fitting)
 
 
+@given(
+    problem=st.one_of(sac_problems(), layered_problems(), deep_trees()),
+    told=st.sampled_from([0.0, 0.9, 1.0]),
+    known=st.sampled_from([1.0, 1.3, math.inf]),
+    gap=st.sampled_from([1e-3, 0.2]),
+)
+def test_no_bound_exceeds_the_optimum_whatever_is_known_before(
+    problem, told, known, gap
+):
+    best = least_time(problem)
+    if best is None:
+        return
+
+    found = Solver(problem).solve(
+        problem.budget_bytes,
+        least_ms=told * best,
+        most_ms=known * best if known < math.inf else math.inf,
+        relative_gap=gap,
+    )
+
+    assert found.bound_ms <= best * (1 + 1e-9)
+    if known == math.inf:
+        assert found.recompute_ms <= best / (1.0 - gap) * (1 + 1e-9)
+
+
 @settings(max_examples=30)
 @given(
     saving=save_problems(most=12),
