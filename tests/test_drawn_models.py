@@ -21,6 +21,13 @@ sizes = st.lists(
     st.tuples(st.sampled_from([ROWS, ROWS + 2]), st.booleans()), min_size=2, max_size=4
 )
 
+# A branch draws between blocks that make each other's arguments again; a block departs
+# after it has changed what it had read, which its plan did not expect to be read again.
+REFUSALS = (
+    "between its parts, which its plan does not expect",
+    "has been changed in place since it read",
+)
+
 
 @dataclass(frozen=True)
 class Habits:
@@ -102,9 +109,9 @@ def test_gradients_buffers_and_random_numbers_are_those_without_a_plan(
         try:
             states = train(planned(specs, habits, seed), habits)
         except RuntimeError as error:
-            # A branch that the plan has not seen draws between blocks that make each
-            # other's arguments again. That is refused, with what to do.
-            if "between its parts, which its plan does not expect" not in str(error):
+            # A step that the plan has not seen may be refused, with what to do.
+            is_seen = set(habits.sizes) == {(ROWS, False)}
+            if is_seen or not any(words in str(error) for words in REFUSALS):
                 raise
             return
 
