@@ -12,6 +12,8 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 
+from solvers._highs import QuietHighs
+
 _Floats = npt.NDArray[np.float64]
 _Row = Sequence[tuple[int, float]]  # columns and their coefficients
 
@@ -34,8 +36,7 @@ class Program:
         self._coefficients = np.array([of for _, of in pairs], dtype=np.float64)
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         self._row_of = np.repeat(np.arange(len(rows)), lengths)
-        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
-        self._highs.setOptionValue("output_flag", False)
+        self._highs = QuietHighs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("threads", 1)
         passed = highspy.HighsLp()
         passed.num_col_, passed.num_row_ = len(most), len(rows)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pulp
 from pulp import constants
 
+from solvers._highs import QuietHighs
 from solvers.solution import Termination
 
 Backend = Literal["highs", "cbc"]
@@ -250,6 +251,19 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
     start: list[float] | None = None
     most_looks: int | None = None
     looks: int = 0
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        """As PuLP does, with an instance that prints nothing."""
+        lp.solverModel = QuietHighs()  # type: ignore[no-untyped-call]
+        limits = {
+            "mip_rel_gap": self.gapRel,
+            "mip_abs_gap": self.gapAbs,
+            "threads": self.threads,
+            "time_limit": self.timeLimit,
+        }
+        for name, value in {**limits, **self.optionsDict}.items():
+            if value is not None:
+                lp.solverModel.setOptionValue(name, value)
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
         """Pass columns and rows in arrays: one by one takes longer than most solves."""

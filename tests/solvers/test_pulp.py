@@ -1,4 +1,6 @@
 import random
+import subprocess
+import sys
 
 import pulp
 import pytest
@@ -203,6 +205,18 @@ def test_a_missing_cbc_names_the_remedy(monkeypatch):
 
     with pytest.raises(FileNotFoundError, match="search path"):
         _pulp.run(cover(2), backend="cbc")
+
+
+def test_a_solve_prints_nothing():
+    script = (
+        "from solvers import _pulp\n"
+        "from tests.solvers.test_pulp import cover\n"
+        "assert _pulp.run(cover(1)).bound == 1.0"
+    )
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert ended.stdout == ended.stderr == ""
 
 
 def test_wrong_arguments_are_refused():
