@@ -294,7 +294,7 @@ class CountModel:
         How many members lie in which segment is counted in integers.
         """
         limit_ms = self._complete_ms(u)
-        found = self._table.segments(u, limit_ms, 0.0)
+        found = self._table.segments(u, limit_ms)
         if found is None:
             return []
         own = found.between(self._surcharges[columns]) + found.times
@@ -303,7 +303,7 @@ class CountModel:
             own[using_ms[: len(own)] > self._limit_ms] = math.inf
         kept = np.flatnonzero(own <= self._room_ms)
         terms = []
-        for n, vertices in enumerate(found.only(kept, self._tolerance_ms)):
+        for n, vertices in enumerate(found.vertices(kept, self._tolerance_ms)):
             category = pulp.LpInteger if len(vertices) == 1 else pulp.LpContinuous
             points = []
             for v in vertices:
@@ -332,7 +332,7 @@ class CountModel:
         if math.isinf(least_ms):
             return []
         if using_ms is not None:
-            known = self._table.segments(u, least_ms, 0.0)
+            known = self._table.segments(u, least_ms)
             num_known = 0 if known is None else len(known.times)
             if using_ms[num_known:].min(initial=math.inf) > self._limit_ms:
                 return []

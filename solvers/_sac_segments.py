@@ -30,21 +30,27 @@ class Segments:
         share: how far it is on the way to the next one,
         times: and its recompute time in ms.
         along: How far each point is, as the ratio of what it frees.
-        starts: First point of every segment.
-        vertices: Points of every segment whose mixtures are below all others of it.
     """
 
     index: _Ints
     share: _Floats
     times: _Floats
     along: _Floats
-    starts: _Ints
-    vertices: tuple[tuple[int, ...], ...]
 
-    def only(self, kept: _Ints, tolerance_ms: float) -> list[list[int]]:
-        """Vertices of the segments of some of the points."""
+    def vertices(self, kept: _Ints, tolerance_ms: float) -> list[list[int]]:
+        """Cut some of the points into as few segments as a tolerance allows.
+
+        Args:
+            kept: Which points.
+            tolerance_ms: How much faster a mixture that frees a little more than one
+                point of a segment may be than the next point.
+
+        Returns:
+            Of each segment the points whose mixtures are below all others of it, its
+            first and its last point among them.
+        """
         parts = _cut(self.along[kept], self.times[kept], tolerance_ms)
-        return [kept[vertices].tolist() for _, vertices in parts]
+        return [kept[vertices].tolist() for vertices in parts]
 
     def between(self, values: _Floats) -> _Floats:
         """Values at all points, given those at the points of the MILP."""
@@ -53,18 +59,8 @@ class Segments:
         return found + values[after] * self.share
 
 
-def segments(unit: Unit, limit_ms: float, tolerance_ms: float) -> Segments | None:
-    """Cut the points of a unit into as few segments as a tolerance allows.
-
-    Args:
-        unit: The unit.
-        limit_ms: Only points are of interest that take less time.
-        tolerance_ms: How much faster a mixture that frees a little more than one point
-            of a segment may be than the next point.
-
-    Returns:
-        The segments; None if there are no such points.
-    """
+def segments(unit: Unit, limit_ms: float) -> Segments | None:
+    """All known points of a unit that take less than a time; None if none does."""
     points = [(k, 0.0, point.recompute_ms) for k, point in enumerate(unit.points)]
     points += [(b.index, b.share, b.recompute_ms) for b in unit.between]
     points = sorted(point for point in points if point[2] < limit_ms)
@@ -75,21 +71,11 @@ def segments(unit: Unit, limit_ms: float, tolerance_ms: float) -> Segments | Non
     ratios = np.array([point.ratio for point in unit.points])
     after = np.minimum(index + 1, len(ratios) - 1)
     along = ratios[index] * (1.0 - share) + ratios[after] * share
-    parts = list(_cut(along, times, tolerance_ms))
-    return Segments(
-        index=index,
-        share=share,
-        times=times,
-        along=along,
-        starts=np.array([start for start, _ in parts], dtype=np.int64),
-        vertices=tuple(tuple(vertices) for _, vertices in parts),
-    )
+    return Segments(index=index, share=share, times=times, along=along)
 
 
-def _cut(
-    along: _Floats, times: _Floats, tolerance_ms: float
-) -> Iterator[tuple[int, list[int]]]:
-    """First point and vertices of segments, each as long as it may be."""
+def _cut(along: _Floats, times: _Floats, tolerance_ms: float) -> Iterator[list[int]]:
+    """Vertices of segments, each as long as it may be."""
     start, size = 0, len(along)
     while start < size:
         vertices, length = [start], 1
@@ -104,7 +90,7 @@ def _cut(
             else:
                 vertices, length = [start + v for v in found], length + step
                 step *= 2
-        yield start, vertices
+        yield vertices
         start += length
 
 

@@ -125,7 +125,7 @@ def _points(table: Table, u: int, row: Surrogate, is_mixed: bool) -> _Points | N
     nesting = row.nesting[columns][:1]  # the same for all
     if is_mixed:
         complete_ms = table.problem.units[u].mixed_from_ms
-        known = table.segments(u, complete_ms, 0.0)
+        known = table.segments(u, complete_ms)
         parts = [] if known is None else [(known.between(amounts), known.times)]
         if times.max() >= complete_ms:
             parts.append(_mixtures(amounts, times, complete_ms))

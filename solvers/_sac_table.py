@@ -55,7 +55,7 @@ class Table:
         self.parents = [-1 if unit.parent is None else unit.parent for unit in units]
         self.depth_first = _parents_first(self.parents)
         self._number: dict[object, int] = {}
-        self._segments: dict[tuple[int, float, float], Segments | None] = {}
+        self._segments: dict[tuple[int, float], Segments | None] = {}
         self.shapes = [self._numbered(_curve(unit)) for unit in units]
         self._by_column(units)
         self._by_position(units)
@@ -144,12 +144,12 @@ class Table:
         members = [v for family in families for v in family]
         return np.repeat(np.arange(len(families)), sizes), np.array(members, np.int64)
 
-    def segments(self, u: int, limit_ms: float, tolerance_ms: float) -> Segments | None:
+    def segments(self, u: int, limit_ms: float) -> Segments | None:
         """All known points of a unit: see `_sac_segments`."""
-        key = self.shapes[u], limit_ms, tolerance_ms
+        key = self.shapes[u], limit_ms
         if key not in self._segments:
             unit = self.problem.units[u]
-            self._segments[key] = segments(unit, limit_ms, tolerance_ms)
+            self._segments[key] = segments(unit, limit_ms)
         return self._segments[key]
 
     def working(self, column: int) -> tuple[Ints, Ints]:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -35,15 +36,22 @@ def unit(steps):
     )
 
 
+def cut(steps, tolerance_ms):
+    """Vertices of the segments of all points of a unit."""
+    return segments(unit(steps), np.inf).vertices(np.arange(len(steps)), tolerance_ms)
+
+
 @given(steps=STEPS, tolerance_ms=st.floats(0.0, 4.0))
 def test_mixtures_of_a_segment_are_below_its_points_by_the_tolerance(
     steps, tolerance_ms
 ):
     points = unit(steps).points
-    found = segments(unit(steps), np.inf, tolerance_ms)
+    found = cut(steps, tolerance_ms)
 
-    stops = [*found.starts[1:], len(points)]
-    for start, stop, vertices in zip(found.starts, stops, found.vertices, strict=True):
+    assert found[0][0] == 0 and found[-1][-1] == len(points) - 1
+    assert all(one[-1] + 1 == next_one[0] for one, next_one in pairwise(found))
+    for vertices in found:
+        start, stop = vertices[0], vertices[-1] + 1
         assert set(vertices) <= set(range(start, stop))
         freed = [points[v].freed_bytes for v in vertices]
         times = [points[v].recompute_ms for v in vertices]
@@ -56,23 +64,21 @@ def test_mixtures_of_a_segment_are_below_its_points_by_the_tolerance(
 
 @given(steps=STEPS)
 def test_without_tolerance_every_point_is_a_segment(steps):
-    found = segments(unit(steps), np.inf, 0.0)
-
-    assert found.vertices == tuple((k,) for k in range(len(steps)))
+    assert cut(steps, 0.0) == [[k] for k in range(len(steps))]
 
 
 def test_slow_points_are_left_out():
     four = unit([(1, 1.0)] * 4)
 
-    assert len(segments(four, 2.5, 0.0).times) == 2
-    assert segments(four, 0.5, 0.0) is None
+    assert len(segments(four, 2.5).times) == 2
+    assert segments(four, 0.5) is None
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
 def test_values_at_a_known_point_lie_between_those_of_its_neighbours(share):
     two = unit([(10, 1.0), (10, 1.0)])
     known = sac.Between(index=0, share=share, recompute_ms=1.5)
-    found = segments(replace(two, between=(known,)), np.inf, 0.0)
+    found = segments(replace(two, between=(known,)), np.inf)
 
     values = found.between(np.array([4.0, 8.0]))
     assert values.tolist() == [4.0, 4.0 + 4.0 * share, 8.0]
@@ -117,3 +123,23 @@ def test_no_mixture_stands_for_missing_points_where_none_is_missing():
     outcome = _pulp.run(counts.model)
 
     assert outcome.bound / counts.scale == pytest.approx(2.0)
+
+
+def test_reduced_costs_count_from_the_relaxation_whatever_was_known_before():
+    two = replace(
+        unit([(10, 6.0)]),
+        points=(sac.Breakpoint(ratio=1.0, freed_bytes=10, recompute_ms=6.0),),
+    )
+    problem = sac.SacProblem(units=(two,), base_bytes=(20, 0), budget_bytes=15)
+    search = Search(
+        Table(problem),
+        units=[0],
+        backend="highs",
+        time_limit_s=None,
+        relative_gap=0.0,
+        least_ms=6.0,
+    )
+    search.relax(15)
+
+    assert search._relaxed == pytest.approx(3.0)  # half of the unit
+    assert search.bound == pytest.approx(6.0)
