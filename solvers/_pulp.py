@@ -27,6 +27,7 @@ from solvers.solution import Termination
 
 Backend = Literal["highs", "cbc"]
 
+_FEW_ROWS = 200  # of more, a look takes longer than its coefficients tell
 _WORK_OF_COLUMN = 200  # about what presolve and root take
 _ROW_TOLERANCE = 1e-5  # 10 x the absolute row tolerance of HiGHS; rows are in MiB
 # Models are small and rounded elsewhere: HiGHS's own search for incumbents takes most
@@ -96,9 +97,9 @@ def run(
         work_limit: Stop a MILP after so much work: unlike a time, the same in every
             run; unlike nodes, each unit takes a like time, within some four times. For
             HiGHS that is the number of times that it looks at its limits (some ten a
-            node, more at the root) times the coefficients, and `_WORK_OF_COLUMN` for
-            each variable; for CBC, which can only count nodes, likewise. None for no
-            limit.
+            node, more at the root) times the coefficients, more with more rows than
+            `_FEW_ROWS`, and `_WORK_OF_COLUMN` for each variable; for CBC, which can
+            only count nodes, likewise. None for no limit.
         relative_gap: Stop as soon as the incumbent is proven this close to the best.
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
@@ -123,6 +124,7 @@ def run(
     started = time.perf_counter()
     fixed = _WORK_OF_COLUMN * len(model.variables())
     size = max(1, len(_matrix(model).columns))
+    size = int(size * max(1.0, model.numConstraints() / _FEW_ROWS))
     most_looks = None if work_limit is None else max(0, work_limit - fixed) // size
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":

@@ -144,6 +144,10 @@ class CountModel:
         for constraint, base in self._limits:
             constraint.changeRHS((budget_bytes - base) / MIB)
 
+    def num_integers(self) -> int:
+        """How many variables a MILP has to branch on at most."""
+        return sum(v.cat == pulp.LpInteger for v in self.model.variables())
+
     def totals(self, *, whole: bool) -> Floats:
         """Sums of the members' weights, in the columns of each class's first member."""
         found = np.zeros(len(self._table.times))

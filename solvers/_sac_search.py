@@ -37,6 +37,9 @@ _NEAR_PEAK = 2.0**-9  # of it: no cap is tried that is closer to the best or the
 _MOST_HALVINGS = 10  # of the distance from a peak to its bound
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
 _MOST_WORK = 7_000_000  # of all MILPs together, see `_pulp.run`: a second or two
+_POLISHING_WORK = 300_000  # of that, to get well below the gap that was asked for,
+_POLISHED = 1 / 8  # as a share of it
+_MOST_INTEGERS = 400  # of a MILP: larger ones take seconds and find nothing
 _ANY_WORK = 2**50
 _LEAST_WORK = 200_000  # no MILP is built for less
 _LATER_SHARE = 1 / 4  # of that is left for whole points, and of what is left then
@@ -161,9 +164,23 @@ class Search:
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
+        if self._is_done():
+            self._polish(budget_bytes)
         if self.choice is None:
             return Termination.NO_INCUMBENT
         return Termination.OPTIMAL if self._is_done() else Termination.FEASIBLE
+
+    def _polish(self, budget_bytes: int) -> None:
+        """Go on for a little while: what is easy is solved beyond what was asked for.
+
+        A smaller budget that is asked for later is then rarely found to be cheaper.
+        """
+        wanted, most_work = self._gap, self._most_work
+        self._gap = wanted * _POLISHED
+        self._most_work = min(most_work, self.work + _POLISHING_WORK)
+        if self._mix(budget_bytes, math.inf):
+            self._mix(budget_bytes, _TOLERANCES[-1])
+        self._gap, self._most_work = wanted, most_work
 
     def relax(self, budget_bytes: int) -> Termination:
         """Solve LP relaxations until all rows are kept; round the last one."""
@@ -196,7 +213,7 @@ class Search:
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
             if not self._is_done():
-                most_ms = self._interesting_ms
+                most_ms = self._best * (1.0 - self._gap * _POLISHED)
                 least = least_times(
                     self._table, solved, mixed=self._mixed, most_ms=most_ms
                 )
@@ -401,6 +418,11 @@ class Search:
             )
         if start is not None:
             start.model, start.model_rows = model, list(self.rows)
+        if budget_bytes is not None and not relaxed and self._is_too_large(model):
+            nothing = _pulp.Outcome(
+                termination=Termination.NO_INCUMBENT, bound=None, solve_s=0.0
+            )
+            return model, nothing, np.zeros(len(self._table.times))
         left = None
         if self._ends is not None and not relaxed:  # a relaxation takes milliseconds
             left = max(0.0, self._ends - perf_counter())
@@ -543,6 +565,12 @@ class Search:
     def _left(self) -> int:
         """Work that may still be done."""
         return self._most_work - self.work - self._reserve
+
+    def _is_too_large(self, model: CountModel) -> bool:
+        """Whether a MILP is not worth its time; with a time limit, all are."""
+        if self._ends is not None or not self._has_best:
+            return False
+        return model.num_integers() > _MOST_INTEGERS
 
     def _is_late(self) -> bool:
         """Whether what a solve may take is spent: work, or time if that is limited."""
