@@ -1,83 +1,51 @@
-"""Solve the main MILP by rows: only positions that turn out to bind are in the model.
+"""The choice of least time under a budget: only rows that turn out to bind.
 
-Every model solved here is a relaxation of the whole one: it has some of the rows, and
-counts units where these rows cannot tell them apart. So its bound holds for the whole
-problem. Its solution is dealt out to the units and checked at every position, in
-integers; the positions that are broken become rows of the next model.
+A relaxation first, then a bound by dynamic programming, then MILPs over classes of
+units, from coarse ones to those of whole points; `_sac_rows.py` has what they share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from time import perf_counter
 
 import numpy as np
 
-from solvers import _pulp
 from solvers._pulp import Backend
-from solvers._sac_classes import classify, spread
-from solvers._sac_counts import CountModel
 from solvers._sac_greedy import likely, round_and_repair
-from solvers._sac_holds import Numbers
+from solvers._sac_rows import LP_ROUNDS, NOISE, TOLERANCE_BYTES, RowSearch
 from solvers._sac_start import Start
 from solvers._sac_surrogate import least_times
 from solvers._sac_table import Choice, Floats, Table
 from solvers.solution import Termination
 
-_LP_ROUNDS = 30  # of adding rows to the relaxation: a start, no proof hangs on it
-_NEW_ROWS = 3  # at a time: every row splits classes
-_TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
-_MOST_APART = 32  # units: branching on many that are alike takes minutes
-_EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
 _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
-_NEAR_PEAK = 2.0**-9  # of it: no cap is tried that is closer to the best or the bound
-_MOST_HALVINGS = 10  # of the distance from a peak to its bound
-_FAR_BELOW = -(2.0**60)  # any peak in bytes
-_MOST_WORK = 7_000_000  # of all MILPs together, see `_pulp.run`: a second or two
-_POLISHING_WORK = 300_000  # of that, to get well below the gap that was asked for,
+_POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 8  # as a share of it
-_MOST_INTEGERS = 400  # of a MILP: larger ones take seconds and find nothing
-_ANY_WORK = 2**50
-_LEAST_WORK = 200_000  # no MILP is built for less
-_LATER_SHARE = 1 / 4  # of that is left for whole points, and of what is left then
+_LATER_SHARE = 1 / 4  # of the work is left for whole points, and of what is left then
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
-_NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 # Shares of the points of units; the time of a choice in ms.
 Finer = Callable[[Mapping[int, Floats]], float]
 
 
-class Search:
-    """One budget, or the least peak, of a table.
+class Search(RowSearch):
+    """One budget of a table.
 
     Args:
-        table: The units.
-        units: Those that may be chosen.
-        backend: Which solver to run.
-        time_limit_s: Stop branching after this long; None to stop after an amount of
-            work. Relaxations are solved in full.
-        most_work: That amount, see `_pulp.run`; None for what takes a second or two.
-        relative_gap: Stop when proven this close to the optimum.
+        table, units, backend, time_limit_s, relative_gap, most_work, mixed, start: As
+            `RowSearch`.
         least_ms: No choice takes less time, as is known already.
         most_ms: Only choices that take less time are of interest.
-        mixed: Units whose points stand for a finer curve: the bound must hold for
-            mixtures of their points as well.
         near: A choice that nearly keeps the budget; what it takes to keep it is tried.
         rows: Positions that bound a problem like this one.
         finer: Is told units of a solution in which points are mixed, and their shares;
             says the time of a choice that the caller knows by now, in finer points.
-        start: From a smaller budget of the same table and units; it is left with what
-            the next one can use. None to begin from nothing.
 
     Attributes:
-        rows: Positions that turned out to bind.
-        binding: Those that bound the last relaxation.
-        bound: Proven lower bound, in ms, or bytes for the least peak.
-        choice: Best choice so far that keeps the budget.
-        work: Of its MILPs so far, see `_pulp.run`.
+        binding: Rows that bound the last relaxation.
         price: Milliseconds that one more byte of budget saves, by the duals of the
             relaxation.
     """
@@ -99,38 +67,27 @@ class Search:
         finer: Finer | None = None,
         start: Start | None = None,
     ) -> None:
-        self._table = table
-        self._start = start
+        super().__init__(
+            table,
+            units=units,
+            backend=backend,
+            time_limit_s=time_limit_s,
+            relative_gap=relative_gap,
+            most_work=most_work,
+            mixed=mixed,
+            start=start,
+        )
         self._near = near
         self._finer = finer
-        self._units = frozenset(units)
-        self._mixed = frozenset(mixed) & self._units
-        self._backend = backend
-        self._gap = relative_gap
-        if most_work is None:
-            most_work = _MOST_WORK
-        if time_limit_s is not None:  # then it ends by that, not by its work
-            most_work = _ANY_WORK
-        self._most_work = most_work
-        self.work = 0
-        self._reserve = 0
-        self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
-        self._apart: set[int] = set() if start is None else start.apart
-        self.rows = list(rows) or [int(table.base.argmax())]
+        self.rows = list(rows) or self.rows
         if start is not None and start.rows:
             self.rows = list(start.rows)
         self.binding: list[int] = []
         self.bound = least_ms
-        self.choice: Choice | None = None
         self.price = 0.0
         self._best = most_ms
-        self._relaxed = 0.0  # optimum of the last LP relaxation, and what a column
-        self._surcharges = np.zeros(len(table.times))  # costs beyond it at least
-        self._least_using: dict[int, Floats] = {}  # points, a choice takes in all
 
-    # --- least time under a budget ------------------------------------------------
-
-    def least_time(self, budget_bytes: int) -> Termination:
+    def run(self, budget_bytes: int) -> Termination:
         """Search the choice of least time; `choice` and `bound` say what was found."""
         if self._start is not None and self._start.choice is not None:
             live = self._table.live(self._table.weights(self._start.choice))
@@ -185,7 +142,7 @@ class Search:
     def relax(self, budget_bytes: int) -> Termination:
         """Solve LP relaxations until all rows are kept; round the last one."""
         weights: Floats | None = None
-        for _ in range(_LP_ROUNDS):
+        for _ in range(LP_ROUNDS):
             if self._is_hopeless(budget_bytes):
                 return Termination.INFEASIBLE
             model, outcome, found = self._solve(budget_bytes, relaxed=True)
@@ -201,11 +158,11 @@ class Search:
             self.price = sum(prices.values()) / model.scale
             solved, weights = model, found
             live = self._table.live(weights)
-            near = budget_bytes - _TOLERANCE_BYTES
+            near = budget_bytes - TOLERANCE_BYTES
             self.binding = [q for q in self.rows if live[q] >= near]
             if self._start is not None:  # they bind at the next budget too
                 self._start.rows = self.binding
-            cap = budget_bytes + _TOLERANCE_BYTES
+            cap = budget_bytes + TOLERANCE_BYTES
             if not self._refine(model, weights, live, cap):
                 break
         if weights is not None:
@@ -232,7 +189,7 @@ class Search:
         solution that uses one of them takes `limit_ms` at least, so no bound above
         that is proven.
         """
-        target, lowered = budget_bytes, _TOLERANCE_BYTES
+        target, lowered = budget_bytes, TOLERANCE_BYTES
         share = _FIRST_SHARE + self._gap
         limit_ms = self._limit_ms(share)
         whole_bound = 0.0  # of whole points: not of mixtures, for which units may stand
@@ -307,208 +264,10 @@ class Search:
             self._offer(
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
-            live, cap = self._table.live(weights), budget_bytes + _TOLERANCE_BYTES
+            live, cap = self._table.live(weights), budget_bytes + TOLERANCE_BYTES
             if not self._refine(model, weights, live, cap):
                 return model.mixes_known()
         return False
-
-    # --- least peak ---------------------------------------------------------------
-
-    def least_peak(self) -> Termination:
-        """Search the choice of least peak; `bound` is in bytes."""
-        self.bound = _FAR_BELOW  # numbers made up may have peaks below 0
-        self._offer_peak([None] * len(self._table.parents))
-        relaxed: list[Floats] = []
-        for whole in (False, True):
-            # Relaxations are not timed: without them the peak may be that of no AC.
-            left = math.inf if whole else _LP_ROUNDS
-            while not self._is_least(_EXACT_BYTES) and not (whole and self._is_late()):
-                model, outcome, weights = self._solve(
-                    None, relaxed=not whole, whole=whole
-                )
-                if outcome.bound is not None:
-                    self._prove(outcome.bound / model.scale)
-                if not outcome.termination.has_incumbent:
-                    break
-                dealt = weights.astype(np.int64) if whole else weights
-                if whole:
-                    self._offer_peak(self._table.choice(weights))
-                else:
-                    relaxed.append(weights)
-                live = self._table.live(dealt)
-                cap = int(self.bound) + _EXACT_BYTES
-                left -= 1
-                if not self._refine(model, weights, live, cap) or not left:
-                    break
-            if not whole:  # the last first: the bound of few rows is not to be met
-                any(self._repair_peak(weights) for weights in relaxed[::-1])
-        if not self._is_least(_TOLERANCE_BYTES):
-            self._push_peak()
-        is_proven = self._is_least(_TOLERANCE_BYTES)
-        return Termination.OPTIMAL if is_proven else Termination.FEASIBLE
-
-    def _repair_peak(self, weights: Floats) -> bool:
-        """Round to whole points, close to the bound if that can be had."""
-        for share in (0.0, 0.01, 0.1, 0.3):
-            cap = int(self.bound + share * (self._best - self.bound)) + 1
-            found = round_and_repair(self._table, cap, self._units, weights)
-            if found is not None:
-                self._offer_peak(found)
-                return True
-        return False
-
-    def _push_peak(self) -> None:
-        """Repair the best choice to keep a lower cap, half way to the bound at first.
-
-        What a MILP finds before it must stop may be far from the least.
-        """
-        least = self.bound
-        for _ in range(_MOST_HALVINGS):
-            if self._best - least <= _NEAR_PEAK * self._best:
-                return
-            cap = int((self._best + least) / 2)
-            assert self.choice is not None
-            weights = self._table.weights(self.choice).astype(np.float64)
-            found = round_and_repair(self._table, cap, self._units, weights)
-            if found is None:
-                least = cap
-            else:
-                self._offer_peak(found)
-
-    def _offer_peak(self, choice: Choice) -> None:
-        peak = float(self._table.live(self._table.weights(choice)).max())
-        if peak < self._best:
-            self._best, self.choice = peak, choice
-
-    def _is_least(self, tolerance_bytes: int) -> bool:
-        left = self._best - self.bound
-        return left <= max(tolerance_bytes, self._gap * self._best)
-
-    # --- both -----------------------------------------------------------------------
-
-    def _solve(
-        self,
-        budget_bytes: int | None,
-        *,
-        relaxed: bool = False,
-        whole: bool = False,
-        limit_ms: float = math.inf,
-        tolerance_ms: float = math.inf,
-    ) -> tuple[CountModel, _pulp.Outcome, Floats]:
-        """Model of the rows, how it ended, and its weights dealt out to the units."""
-        start = self._start if relaxed else None
-        again = start is not None and start.model_rows == self.rows
-        if again and start is not None and start.model is not None:
-            assert budget_bytes is not None
-            model = start.model
-            model.set_budget(budget_bytes)
-        else:
-            model = CountModel(
-                self._table,
-                classify(self._table, self.rows, self._kinds()),
-                self.rows,
-                units=self._units,
-                budget_bytes=budget_bytes,
-                mixed=None if whole or relaxed else self._mixed,
-                surcharges=self._surcharges,
-                room_ms=limit_ms * (1.0 + _NOISE) - self._relaxed,
-                tolerance_ms=tolerance_ms,
-                least_using=self._least_using,
-                limit_ms=limit_ms * (1.0 + _NOISE),
-            )
-        if start is not None:
-            start.model, start.model_rows = model, list(self.rows)
-        if budget_bytes is not None and not relaxed and self._is_too_large(model):
-            nothing = _pulp.Outcome(
-                termination=Termination.NO_INCUMBENT, bound=None, solve_s=0.0
-            )
-            return model, nothing, np.zeros(len(self._table.times))
-        left = None
-        if self._ends is not None and not relaxed:  # a relaxation takes milliseconds
-            left = max(0.0, self._ends - perf_counter())
-        outcome = _pulp.run(
-            model.model,
-            backend=self._backend,
-            time_limit_s=left,
-            work_limit=None if relaxed else max(0, self._left()),
-            relative_gap=self._gap,
-            relaxed=relaxed,
-            again=again,
-        )
-        if not relaxed:
-            self.work += max(1, outcome.work)
-        if not outcome.termination.has_incumbent:
-            return model, outcome, np.zeros(len(self._table.times))
-        totals = model.totals(whole=whole)
-        return model, outcome, spread(self._table, model.classes, totals)
-
-    def _kinds(self) -> list[int]:
-        """Equal for units that may be in one class."""
-        return [
-            3 + u if u in self._apart else (u in self._units) + (u in self._mixed)
-            for u in range(len(self._table.parents))
-        ]
-
-    def _refine(
-        self, model: CountModel, weights: Numbers, live: Numbers, cap: int
-    ) -> bool:
-        """Add what a model lacks that a solution breaks; False if it lacks nothing.
-
-        Classes first: where they hide that a row of the model is broken, more rows
-        would be kept in the model and broken by the units in the same way.
-        """
-        return self._tell_apart(model, weights, live, cap) or self._add_rows(live, cap)
-
-    def _tell_apart(
-        self, model: CountModel, weights: Numbers, live: Numbers, cap: int
-    ) -> bool:
-        """Single out units whose classes hide that one holds what another one frees.
-
-        Or does not hold what another one keeps.
-
-        Layers repeat: what is alike is told apart at once. Where that would be more
-        than `_MOST_APART` units the model stays the relaxation that it is.
-        """
-        table = self._table
-        shares = np.bincount(table.owner, weights, len(table.parents))
-        found: set[int] = set()
-        for position in (q for q in self.rows if live[q] > cap):
-            for hold in table.holds.at(position):
-                if hold.columns is None:
-                    continue
-                by_point, held = weights[hold.columns].sum(), shares[hold.holders].max()
-                if hold.is_kept:
-                    is_hidden = abs(by_point - held) > _NOISE
-                else:
-                    is_hidden = by_point + held > 1.0 + _NOISE
-                if is_hidden:
-                    for other in table.holds.alike(hold.index):
-                        found |= table.holds.parties(other)
-        found = {u for u in found if not model.classes.is_alone(u)}
-        if not found or len(self._apart | found) > _MOST_APART:
-            return False
-        self._apart |= found
-        if self._start is not None:
-            self._start.model, self._start.model_rows = None, []
-        return True
-
-    def _add_rows(self, live: Numbers, cap: int) -> bool:
-        """Add the worst positions above a cap; False if all of them are rows."""
-        over = np.asarray(live - cap, dtype=np.float64)
-        over[self.rows] = 0.0
-        if over.max() <= 0.0:
-            return False
-        # One of each stretch above the cap: neighbours differ little.
-        bounds = np.flatnonzero(np.diff(over > 0.0)) + 1
-        peaks = [
-            (float(part.max()), int(start + part.argmax()))
-            for start, part in zip(
-                [0, *bounds.tolist()], np.split(over, bounds), strict=True
-            )
-        ]
-        worst = sorted(peaks, reverse=True)[:_NEW_ROWS]
-        self.rows += [position for excess, position in worst if excess > 0.0]
-        return True
 
     def _is_hopeless(self, budget_bytes: int) -> bool:
         """Whether a row is above the budget although all that lowers it is chosen."""
@@ -526,9 +285,6 @@ class Search:
         time_ms = float(self._table.times @ self._table.weights(choice))
         if time_ms < self._best:
             self._best, self.choice = time_ms, choice
-
-    def _prove(self, bound: float) -> None:
-        self.bound = max(self.bound, bound)
 
     def _tolerance_ms(self, tolerance: float) -> float:
         """So many gaps in time, rounded to a power of two, so that it recurs."""
@@ -550,30 +306,9 @@ class Search:
         if not self._has_best:
             return False
         left_ms = self._best - max(self.bound, bound)
-        return left_ms <= (self._gap + _NOISE) * self._best
+        return left_ms <= (self._gap + NOISE) * self._best
 
     @property
     def _interesting_ms(self) -> float:
         """What is not faster need not be told from the best choice."""
         return self._best * (1.0 - self._gap)
-
-    @property
-    def _has_best(self) -> bool:
-        """Whether a time is known that the budget allows."""
-        return math.isfinite(self._best)
-
-    def _left(self) -> int:
-        """Work that may still be done."""
-        return self._most_work - self.work - self._reserve
-
-    def _is_too_large(self, model: CountModel) -> bool:
-        """Whether a MILP is not worth its time; with a time limit, all are."""
-        if self._ends is not None or not self._has_best:
-            return False
-        return model.num_integers() > _MOST_INTEGERS
-
-    def _is_late(self) -> bool:
-        """Whether what a solve may take is spent: work, or time if that is limited."""
-        if self._left() <= _LEAST_WORK:
-            return True
-        return self._ends is not None and perf_counter() >= self._ends

@@ -1,7 +1,8 @@
 """Which modules to put under AC and how much each recomputes: the main MILP.
 
-The numbers are in `sac_problem.py`. Whole points are searched in `_sac_search.py`;
-points of fitted curves lie between breakpoints, and `_sac_model.py` has their rows.
+The numbers are in `sac_problem.py`. Whole points are searched in `_sac_search.py`, for
+the least peak in `_sac_least_peak.py`; points of fitted curves lie between breakpoints,
+and `_sac_model.py` has their rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from time import perf_counter
 from solvers import _pulp
 from solvers._pulp import Backend
 from solvers._sac_holds import Ints
+from solvers._sac_least_peak import LeastPeak
 from solvers._sac_model import SacModel, bends_upwards, least_live_bytes
+from solvers._sac_rows import NOISE
 from solvers._sac_search import Finer, Search
 from solvers._sac_start import Start
 from solvers._sac_table import Choice, Table
@@ -44,8 +47,6 @@ __all__ = [
     "lowest_peak",
     "solve",
 ]
-
-_NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class Solver:
             finer=finer,
             start=start,
         )
-        termination = search.least_time(budget_bytes)
+        termination = search.run(budget_bytes)
         if search.choice is None:
             is_infeasible = termination is Termination.INFEASIBLE
             bound_ms = None if is_infeasible and most_ms == math.inf else search.bound
@@ -162,14 +163,14 @@ class Solver:
     ) -> tuple[int, SacSolution]:
         """Find the least budget that whole points can meet: see `lowest_peak`."""
         started = perf_counter()
-        search = Search(
+        search = LeastPeak(
             self._table,
             units=_candidates(self.problem, fixed_units),
             backend=backend,
             time_limit_s=time_limit_s,
             relative_gap=relative_gap,
         )
-        termination = search.least_peak()
+        termination = search.run()
         assert search.choice is not None
         found = replace(
             self._record(search.choice),
@@ -340,7 +341,7 @@ def _peak(solution: SacSolution) -> int:
 
 def _is_within(found: SacSolution, bound_ms: float, relative_gap: float) -> bool:
     assert found.recompute_ms is not None
-    return found.recompute_ms - bound_ms <= (relative_gap + _NOISE) * found.recompute_ms
+    return found.recompute_ms - bound_ms <= (relative_gap + NOISE) * found.recompute_ms
 
 
 def _finished(

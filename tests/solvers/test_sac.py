@@ -1,6 +1,8 @@
 import bisect
 import math
+import random
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -334,6 +336,37 @@ def test_no_bound_exceeds_the_optimum_whatever_is_known_before(
     assert found.bound_ms <= best * (1 + 1e-9)
     if known == math.inf:
         assert found.recompute_ms <= best / (1.0 - gap) * (1 + 1e-9)
+
+
+@settings(max_examples=30)
+@given(problem=st.one_of(sac_problems(), layered_problems(), deep_trees()))
+def test_answers_hold_where_every_milp_is_too_large_to_be_solved(problem):
+    best = least_time(problem)
+    with patch("solvers._sac_rows._MOST_INTEGERS", 0):
+        found = solve(problem, integral=True)
+
+    assert violations(problem, found) == ()
+    assert (found.recompute_ms is None) == (best is None)
+    if best is not None:
+        assert found.bound_ms <= best * (1 + 1e-9)
+        assert best <= found.recompute_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [173, 175, 188, 197, 198])
+def test_what_is_easy_is_solved_beyond_the_gap_that_was_asked_for(seed):
+    draw = random.Random(seed)
+    units = []
+    for name in "abcdefg":
+        some, more = draw.randint(2, 9), draw.randint(0, 3)
+        half = (0.5, some, float(some + more))
+        all_ms = 2.0 * some
+        full = (1.0, some + draw.randint(1, 6), all_ms + draw.randint(2, 9))
+        units.append(unit(name, [half, full]))
+    seven = problem(*units, base=(10, 60, 10), budget=60 - draw.randint(10, 30))
+
+    found = solve(seven, integral=True, relative_gap=0.3)
+
+    assert found.recompute_ms == least_time(seven)
 
 
 @settings(max_examples=30)
