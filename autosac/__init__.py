@@ -1,42 +1,52 @@
 """autosac: the cheapest way to train a PyTorch model under a memory budget."""
 
-from autosac.applying.preceding import (
-    Checkpointed,
-    is_checkpointing,
-    is_recomputing,
-    pipeline_checkpoint,
-)
-from autosac.costs.devices import DeviceSpec
-from autosac.errors import (
-    ArgumentError,
-    AutosacError,
-    InfeasibleBudgetError,
-    PlanMismatchError,
-    SolverError,
-    TraceError,
-    UnsupportedError,
-)
-from autosac.graphs.analyzing import GraphInfo, graph_info
-from autosac.graphs.compiling import compile, compiled_plans
-from autosac.graphs.joint_graphs import joint_graph
-from autosac.measuring.verifying import Verification, verify
-from autosac.parallel.cluster_timing import calibrate_cluster
-from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.planning import min_gpus, plan_parallel
-from autosac.parallel.plans import ParallelPlan
-from autosac.parallel.sweeping import sweep_parallel
-from autosac.planning.batching import BatchSize, best_batch_size, max_batch_size
-from autosac.planning.checking import check
-from autosac.planning.estimating import Estimate, estimate
-from autosac.planning.plan_batches import plan, policy
-from autosac.planning.planning import floor
-from autosac.planning.plans import Plan
-from autosac.planning.profiling import Profile, calibrate, profile
-from autosac.planning.sweeping import Sweep, sweep
-from autosac.showing import plotting
-from autosac.sweeps.grids import sweep_grid
-from autosac.sweeps.results import GridRow, GridSweep
-from autosac.tracing.stepping import OptimizerInBackward
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autosac import plotting
+    from autosac.checkpointing.early_recompute import (
+        Checkpointed,
+        is_checkpointing,
+        is_recomputing,
+        pipeline_checkpoint,
+    )
+    from autosac.devices.specs import DeviceSpec
+    from autosac.errors import (
+        ArgumentError,
+        AutosacError,
+        InfeasibleBudgetError,
+        PlanMismatchError,
+        SolverError,
+        TraceError,
+        UnsupportedError,
+    )
+    from autosac.graphs.compiling import compile, compiled_plans
+    from autosac.graphs.joint_graphs import joint_graph
+    from autosac.parallel.cluster_timing import calibrate_cluster
+    from autosac.parallel.clusters import ClusterSpec
+    from autosac.parallel.planning import min_gpus, plan_parallel
+    from autosac.parallel.plans import ParallelPlan
+    from autosac.parallel.sweeping import ParallelSweep, sweep_parallel
+    from autosac.planning.batch_sizes import (
+        BatchSize,
+        best_batch_size,
+        max_batch_size,
+    )
+    from autosac.planning.budget_sweep import Sweep, sweep
+    from autosac.planning.checking import check
+    from autosac.planning.make_plan import floor
+    from autosac.planning.plan_batches import plan, policy
+    from autosac.planning.plans import Plan
+    from autosac.profiles.estimate import Estimate, estimate
+    from autosac.profiles.module_graph import GraphInfo, graph_info
+    from autosac.profiles.profile import Profile, calibrate, profile
+    from autosac.step.training_step import OptimizerInBackward
+    from autosac.sweeps.grids import sweep_grid
+    from autosac.sweeps.results import GridRow, GridSweep
+    from autosac.verification.verifying import Verification, verify
 
 __all__ = [
     "ArgumentError",
@@ -52,6 +62,7 @@ __all__ = [
     "InfeasibleBudgetError",
     "OptimizerInBackward",
     "ParallelPlan",
+    "ParallelSweep",
     "Plan",
     "PlanMismatchError",
     "Profile",
@@ -85,3 +96,95 @@ __all__ = [
     "sweep_parallel",
     "verify",
 ]
+
+# Each public name is imported when it is first used: `import autosac` takes no time,
+# and planning loads neither the compiler nor FSDP.
+_NAMES_OF = {
+    "autosac.checkpointing.early_recompute": (
+        "Checkpointed",
+        "is_checkpointing",
+        "is_recomputing",
+        "pipeline_checkpoint",
+    ),
+    "autosac.devices.specs": ("DeviceSpec",),
+    "autosac.errors": (
+        "ArgumentError",
+        "AutosacError",
+        "InfeasibleBudgetError",
+        "PlanMismatchError",
+        "SolverError",
+        "TraceError",
+        "UnsupportedError",
+    ),
+    "autosac.graphs.compiling": (
+        "compile",
+        "compiled_plans",
+    ),
+    "autosac.graphs.joint_graphs": ("joint_graph",),
+    "autosac.parallel.cluster_timing": ("calibrate_cluster",),
+    "autosac.parallel.clusters": ("ClusterSpec",),
+    "autosac.parallel.planning": (
+        "min_gpus",
+        "plan_parallel",
+    ),
+    "autosac.parallel.plans": ("ParallelPlan",),
+    "autosac.parallel.sweeping": ("ParallelSweep", "sweep_parallel"),
+    "autosac.planning.batch_sizes": (
+        "BatchSize",
+        "best_batch_size",
+        "max_batch_size",
+    ),
+    "autosac.planning.budget_sweep": (
+        "Sweep",
+        "sweep",
+    ),
+    "autosac.planning.checking": ("check",),
+    "autosac.planning.make_plan": ("floor",),
+    "autosac.planning.plan_batches": (
+        "plan",
+        "policy",
+    ),
+    "autosac.planning.plans": ("Plan",),
+    "autosac.profiles.estimate": (
+        "Estimate",
+        "estimate",
+    ),
+    "autosac.profiles.module_graph": (
+        "GraphInfo",
+        "graph_info",
+    ),
+    "autosac.profiles.profile": (
+        "Profile",
+        "calibrate",
+        "profile",
+    ),
+    "autosac.step.training_step": ("OptimizerInBackward",),
+    "autosac.sweeps.grids": ("sweep_grid",),
+    "autosac.sweeps.results": (
+        "GridRow",
+        "GridSweep",
+    ),
+    "autosac.verification.verifying": (
+        "Verification",
+        "verify",
+    ),
+}
+_HOME = {name: module for module, names in _NAMES_OF.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        if name in _HOME:
+            value = getattr(import_module(_HOME[name]), name)
+        else:  # a module, such as `autosac.errors`
+            value = import_module(f"autosac.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"autosac.{name}":
+            raise
+        raise AttributeError(f"module 'autosac' has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -36,11 +36,8 @@ __all__ = [
     "TRACE_ERRORS",
     "FakeTensorMode",
     "TorchDispatchMode",
-    "current_node_sequence_nr",
-    "current_node_variable",
     "fake_like",
     "is_random",
-    "next_sequence_nr",
     "written_arguments",
 ]
 
@@ -111,11 +108,11 @@ _names: dict[int, tuple[Any, str]] = {}  # by address, as ops are slow to hash
 
 
 def op_name(func: Any) -> str:
-    """Such as ``aten.mul.Tensor``: `str(func)`, which builds it anew each time."""
-    found = _names.get(id(func))
-    if found is None:
-        found = _names[id(func)] = (func, str(func))
-    return found[1]
+    """Name of an op, such as ``aten.mul.Tensor``; `str` builds it anew each time."""
+    entry = _names.get(id(func))
+    if entry is None:
+        entry = _names[id(func)] = (func, str(func))
+    return entry[1]
 
 
 def returned_arguments(func: Any) -> tuple[int, ...]:
@@ -314,12 +311,12 @@ def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
 def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A fake tensor on a device with the layout and the memory of a meta tensor."""
     of_mode = vars(mode)
-    known = of_mode.get("autosac_known")
-    if known is None:
-        known = of_mode["autosac_known"] = {}
-    attributes = known.get(device)
+    by_device = of_mode.get("autosac_known")
+    if by_device is None:
+        by_device = of_mode["autosac_known"] = {}
+    attributes = by_device.get(device)
     if attributes is None:
-        attributes = known[device] = dict(vars(FakeTensor(mode, meta, device)))
+        attributes = by_device[device] = dict(vars(FakeTensor(mode, meta, device)))
     # What the constructor does, without its checks: it is called for every result.
     backend = of_mode.get("autosac_backend", device)
     plain = bool(of_mode.get("autosac_plain"))
@@ -407,64 +404,6 @@ def is_elementwise(func: Any) -> bool:
     return torch.Tag.pointwise in getattr(func, "tags", ())
 
 
-def next_sequence_nr() -> int:
-    """Sequence number that the next autograd node will get."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
-def current_node() -> Any:
-    """The autograd node that runs now, None outside backward."""
-    return torch._C._current_autograd_node()
-
-
-# References to a gradient that only the engine's buffer holds, while an op on it is
-# dispatched to Python: to the tensor, and by it to its storage (torch 2.10 to 2.15).
-_ENGINE_TENSOR_USES, _ENGINE_STORAGE_USES = 4, 2
-
-
-def held_by_engine_only(gradient: torch.Tensor) -> bool:
-    """Whether nothing but the engine refers to an argument of the op dispatched now."""
-    counted: Any = gradient  # stubs of some versions lack the count
-    storage = gradient.untyped_storage()
-    storage_uses = int(torch._C._storage_Use_Count(storage._cdata))
-    tensor_uses = int(counted._use_count())
-    return tensor_uses <= _ENGINE_TENSOR_USES and storage_uses <= _ENGINE_STORAGE_USES
-
-
-def current_node_sequence_nr() -> int | None:
-    """Sequence number of the autograd node that runs now, None outside backward."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else sequence_nr(node)
-
-
-def sequence_nr(node: Any) -> int:
-    """Number of an autograd node, in the order in which its thread made them."""
-    return int(node._sequence_nr())
-
-
-def current_node_variable() -> torch.Tensor | None:
-    """The leaf that the running ``AccumulateGrad`` node accumulates into."""
-    return getattr(torch._C._current_autograd_node(), "variable", None)
-
-
-_HOOKS = (
-    *("_backward_hooks", "_post_accumulate_grad_hooks"),
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-)
-
-
-def has_hooks(owner: torch.nn.Parameter | torch.optim.Optimizer) -> bool:
-    """Whether hooks of any kind are registered on a parameter or an optimizer.
-
-    Those on all optimizers at once count for each.
-    """
-    if isinstance(owner, torch.optim.Optimizer):
-        of_all = sys.modules[torch.optim.Optimizer.__module__]
-        if of_all._global_optimizer_pre_hooks or of_all._global_optimizer_post_hooks:
-            return True
-    return any(getattr(owner, kind, None) for kind in _HOOKS)
-
-
 def clear_blas_workspaces() -> None:
     """Free the workspaces that cuBLAS keeps; the next matrix product makes a new one.
 
@@ -495,3 +434,12 @@ def fake_like(
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """ATen's `suggest_memory_format`: channels last if the strides say so."""
     return torch._prims_common.suggest_memory_format(tensor)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is, or was, given to ``torch.compile``."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded by what compiles
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or (
+        compiler is not None and isinstance(module, compiler.OptimizedModule)
+    )

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autosac import _compat
+from autosac import _compat, _compat_autograd
 
 
 class Traits:
@@ -68,14 +68,14 @@ def makes_all_results(func: Any) -> bool:
 
 
 def next_node_behind(func: Any) -> int:
-    """Number of the next autograd node while an op runs: that of the op is there.
+    """Number that the autograd node after the running op's own one will get.
 
     -1 for a copy: autograd makes one to save what an op is about to change, behind the
     node of that op and before its kernel (`clone` itself saves nothing).
     """
     if func is torch.ops.aten.clone.default:
         return -1
-    return _compat.next_sequence_nr()
+    return _compat_autograd.next_sequence_nr()
 
 
 _traits: dict[int, Traits] = {}
@@ -83,10 +83,10 @@ _traits: dict[int, Traits] = {}
 
 def traits(func: Any) -> Traits:
     """What an operator does."""
-    known = _traits.get(id(func))
-    if known is None:
-        known = _traits[id(func)] = Traits(func)
-    return known
+    op_traits = _traits.get(id(func))
+    if op_traits is None:
+        op_traits = _traits[id(func)] = Traits(func)
+    return op_traits
 
 
 def _keys_above_kernels() -> Any:
@@ -133,7 +133,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weak_storage(tensor: torch.Tensor) -> object:
-    """What does not keep a tensor's memory, but its storage from being another's."""
+    """A weak reference to a tensor's storage, whose address is not reused meanwhile."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -150,7 +150,7 @@ def keeps_graph() -> bool:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Take back that a tensor was changed."""
+    """Set a tensor's version counter back, as if nothing had changed it."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 

@@ -57,12 +57,12 @@ def capture_joint(
     from torch._dynamo.exc import TorchDynamoException
     from torch._functorch.partitioners import default_partition
 
-    found: list[Any] = []
+    partitioned: list[Any] = []
 
     def partition(
         joint: fx.GraphModule, num_outputs: int, static: Sequence[int]
     ) -> Partition:
-        found.extend((copy_graph(joint), num_outputs))
+        partitioned.extend((copy_graph(joint), num_outputs))
         return default_partition(joint, (), num_fwd_outputs=num_outputs)
 
     def stop(
@@ -91,7 +91,7 @@ def capture_joint(
     try:
         compiled()
     except _Captured as captured:
-        return found[0], found[1], captured.inputs
+        return partitioned[0], partitioned[1], captured.inputs
     except TorchDynamoException as error:  # wraps those of AOTAutograd as well
         raise CaptureError(str(error)) from error
     raise CaptureError("nothing requires a gradient.")
@@ -209,10 +209,10 @@ def compile_with_inductor(
         # Compiled graphs are looked up by the graph, which the partition made, and by
         # the configuration, in which the partition must not be: it has no name.
         with inductor_config.patch(custom_partitioner_fn=None):
-            made = compile_fx_inner(graph, example, **options)
+            compiled = compile_fx_inner(graph, example, **options)
         if options.get("is_inference"):
-            return made
-        return on_compiled(made, example, bool(options.get("is_backward")))
+            return compiled
+        return on_compiled(compiled, example, bool(options.get("is_backward")))
 
     patches = {"custom_partitioner_fn": _inductor_partition(partition)}
     with functorch_config.patch(**_EAGER_AND_FRESH):
@@ -246,7 +246,7 @@ def _inductor_partition(partition: PartitionFn) -> Any:
             return run(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> Any:
-            """None: nothing is looked up by what a partition depends on."""
+            """No key (None): no graph is looked up by what a partition depends on."""
             return None
 
     return Partitioner()
@@ -258,7 +258,7 @@ def split(
     num_forward_outputs: int,
     static_indices: Sequence[int],
 ) -> Partition:
-    """Forward and backward of a joint graph that communicate by these nodes."""
+    """Split a joint graph into forward and backward that communicate by some nodes."""
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
     primals = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
@@ -291,12 +291,12 @@ def is_op(target: Any) -> bool:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, as long as they are alive."""
+    """A key that is equal for tensors that share memory, as long as they are alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def placement(node: fx.Node) -> str | None:
-    """Whether a node belongs to forward, by AOTAutograd's word, backward or optimizer.
+    """Phase of a node by AOTAutograd's tag: forward, backward or optimizer.
 
     One of ``"is_forward"``, ``"is_backward"``, ``"is_optimizer"`` (see `place`), other
     words of AOTAutograd, or None.
@@ -308,14 +308,6 @@ def placement(node: fx.Node) -> str | None:
 def place(node: fx.Node, tag: str) -> None:
     """Say what `placement` tells of a node."""
     node.meta["partitioner_tag"] = tag
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is, or was, given to ``torch.compile``."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    in_place = getattr(module, "_compiled_call_impl", None) is not None
-    return in_place or isinstance(module, OptimizedModule)
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:

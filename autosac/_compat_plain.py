@@ -54,7 +54,7 @@ def is_plain(mode: FakeTensorMode | None) -> bool:
 
 
 class _Between(_compat.PlainDispatchMode):
-    """Lies between a mode and what runs on its plain fakes."""
+    """A dispatch mode between a fake tensor mode and the ops on its plain fakes."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -10,14 +10,14 @@ class AutosacError(Exception):
 
 
 class ArgumentError(AutosacError, ValueError, TypeError):
-    """What was passed cannot be meant; says what can.
+    """An argument is not valid; the message says what is.
 
     Whether a value or a type is wrong is a fine point: it is caught as either.
     """
 
 
 class UnsupportedError(AutosacError, NotImplementedError):
-    """What was asked for is not planned for; says what to change."""
+    """A request is not supported; the message says what to change."""
 
 
 class InfeasibleBudgetError(AutosacError):

@@ -27,21 +27,21 @@ _PLAIN_TYPES = frozenset(_PLAIN)  # to look up without their subclasses
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in nested lists, tuples and mappings."""
-    found: list[torch.Tensor] = []
-    _collect((value,), found)
-    return iter(found)
+    tensors: list[torch.Tensor] = []
+    _collect((value,), tensors)
+    return iter(tensors)
 
 
-def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+def _collect(values: Iterable[Any], tensors: list[torch.Tensor]) -> None:
     for value in values:
         if type(value) in _PLAIN_TYPES:
             continue
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            _collect(value, found)
+            _collect(value, tensors)
         elif isinstance(value, Mapping):
-            _collect(value.values(), found)
+            _collect(value.values(), tensors)
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:

@@ -64,6 +64,11 @@ def _unreadable(value: object, name: str) -> ArgumentError:
     )
 
 
+def rounded_up(num_bytes: int, granularity_bytes: int) -> int:
+    """The least multiple of an allocator's granularity that holds so many bytes."""
+    return -(-num_bytes // granularity_bytes) * granularity_bytes
+
+
 def format_bytes(num_bytes: int) -> str:
     """Write bytes in the largest binary unit that keeps them at or above one."""
     if abs(num_bytes) < 1024:
@@ -74,6 +79,14 @@ def format_bytes(num_bytes: int) -> str:
         if abs(amount) < 1023.95:  # 1023.95 would be written as 1024.0
             return f"{amount:.1f} {unit}"
     return f"{amount / 1024:.1f} TiB"
+
+
+def byte_unit(nbytes: int) -> tuple[str, int]:
+    """The unit in which an amount reads best, and its size."""
+    for name, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return name, size
+    return "KiB", 2**10
 
 
 def format_ms(time_ms: float) -> str:

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 
-from autosac.candidates import curves
-from autosac.measuring import verifying
-from autosac.planning import planning, profiling
+from autosac.planning import make_plan
+from autosac.profiles.profile import Profile, calibrate, profile
+from autosac.units import curves
+from autosac.verification import verifying
 from benchmarks.environment import MIB, environment
 from benchmarks.models import Workload, workloads
 
@@ -179,35 +180,35 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(work: Workload, num_budgets: int, rounds: int) -> tuple[Subject, list[Cell]]:
     """Profile a model once; plan and really train it under every budget."""
-    profile, subject = prepare(work)
+    traced, subject = prepare(work)
     print("\n".join(_heading(subject)), flush=True)
     low, high = subject.floor_bytes, subject.baseline_bytes
     cells = []
     for k in range(num_budgets):
         budget = low + (high - low) * k // (num_budgets - 1)
-        cells.append(measure(work, profile, subject, budget, rounds))
+        cells.append(measure(work, traced, subject, budget, rounds))
         print(_row(subject, cells[-1]), flush=True)
     return subject, cells
 
 
-def prepare(work: Workload) -> tuple[profiling.Profile, Subject]:
+def prepare(work: Workload) -> tuple[Profile, Subject]:
     """All that is done once per model."""
     seconds: dict[str, float] = {}
     torch.manual_seed(0)
     model = work.make_model()
     with _timed(seconds, "profile"):
-        traced = profiling.profile(
+        traced = profile(
             model,
             work.make_inputs(),
             loss_fn=work.loss_fn,
             optimizer=work.make_optimizer(model),
         )
     with _timed(seconds, "calibrate"):
-        traced = profiling.calibrate(traced)
+        traced = calibrate(traced)
     with _timed(seconds, "curves"):
         _ = traced.formulation
     with _timed(seconds, "floor"):
-        floor_bytes = planning.floor(traced)
+        floor_bytes = make_plan.floor(traced)
     return traced, Subject(
         model=work.name,
         floor_bytes=floor_bytes,
@@ -230,7 +231,7 @@ class _timed:
         self.seconds[self.name] = time.perf_counter() - self.started
 
 
-def every_block(traced: profiling.Profile, blocks: tuple[str, ...]) -> Rival:
+def every_block(traced: Profile, blocks: tuple[str, ...]) -> Rival:
     """Simulate the plan that people write by hand, at its best.
 
     Its blocks skip the ops that nobody needs again, which
@@ -251,14 +252,14 @@ def every_block(traced: profiling.Profile, blocks: tuple[str, ...]) -> Rival:
 
 def measure(
     work: Workload,
-    traced: profiling.Profile,
+    traced: Profile,
     subject: Subject,
     budget_bytes: int,
     rounds: int,
 ) -> Cell:
     """Plan one budget and train under it."""
     started = time.perf_counter()
-    plan = planning.make_plan(traced, budget_bytes)
+    plan = make_plan.make_plan(traced, budget_bytes)
     planning_s = time.perf_counter() - started
     gc.collect()
     found = verifying.verify(

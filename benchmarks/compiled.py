@@ -22,7 +22,7 @@ import torch._functorch.config
 from torch import nn
 
 import autosac
-from autosac.measuring.measuring import (
+from autosac.verification.measuring import (
     State,
     capture_state,
     differences,

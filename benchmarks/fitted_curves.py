@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from autosac.cli.demo import GPT, next_token_loss
-from autosac.planning.planning import floor, make_plan
-from autosac.planning.profiling import profile
+from autosac.planning.make_plan import floor, make_plan
+from autosac.profiles.profile import profile
 
 RESULT = Path(__file__).parent / "results" / "fitted_curves.md"
 NUM_LAYERS, WIDTH, LENGTH = 24, 1024, 1024

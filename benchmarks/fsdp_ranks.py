@@ -19,18 +19,17 @@ from pathlib import Path
 
 import torch
 
-from autosac.candidates.curves import save_problem, spell
-from autosac.candidates.policies import Policy
-from autosac.candidates.units import Unit
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.sharding import Sharding, fsdp_units
-from autosac.planning import profiling
-from autosac.planning.profiling import Profile
 from autosac.planning.spelling import spell_out
+from autosac.profiles.profile import Profile, calibrate
+from autosac.solvers.curves import knapsack
+from autosac.units.curves import save_problem, spell
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
 from benchmarks.environment import MIB, environment
 from benchmarks.ranks import RankResult, Recipe, reference, run_gloo_ranks
 from benchmarks.sharded_models import RECIPES
-from solvers import knapsack
 
 LARGEST_ERROR = 0.01  # of the measured peak
 LARGEST_DIFFERENCE = 1e-5  # of the largest element of a gradient
@@ -69,7 +68,7 @@ def main() -> int:
     cells, jobs = [], []
     for name in options.models.split(","):
         recipe = RECIPES[name]
-        profile = profiling.calibrate(recipe.profile())
+        profile = calibrate(recipe.profile())
         for cell in _cells(name, recipe, profile, options.ranks):
             cells.append(cell)
             settings = {"want_gradients": True, "num_measured": 3}

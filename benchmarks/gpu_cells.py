@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from autosac import Plan, Profile, calibrate, floor, profile
-from autosac.candidates.policies import Policy, chosen_by, op_names
-from autosac.candidates.units import Unit
-from autosac.costs.devices import device_of_product
-from autosac.planning.planning import make_plan
-from autosac.simulation.allocator import replay
+from autosac.devices.specs import device_of_product
+from autosac.planning.make_plan import make_plan
+from autosac.simulation.caching_allocator import replay
+from autosac.units.matching import chosen_by
+from autosac.units.policies import (
+    Policy,
+)
+from autosac.units.unit import Unit
 from benchmarks.gpu_models import Subject
 from benchmarks.gpu_runs import Run, clean, comparison, deterministic, train
 
@@ -147,7 +150,7 @@ def _is_telling(name: str) -> bool:
 
 
 def _through_lens(
-    work: Subject, device: str, made: Profile
+    work: Subject, device: str, profile: Profile
 ) -> tuple[Profile | None, dict[str, Any]]:
     """A profile as if no GPU were present, or why there is none."""
     planned_for = "cpu"
@@ -159,7 +162,7 @@ def _through_lens(
             "floor_bytes": floor(lens),
             "baseline_bytes": lens.baseline_peak_bytes,
             "baseline_ms": lens.baseline_ms,
-            "first_difference": _first_difference(made, lens),
+            "first_difference": _first_difference(profile, lens),
         }
     except NotImplementedError as error:
         return None, {"refused": str(error)}
@@ -168,11 +171,11 @@ def _through_lens(
         return None, {"failed": told(error)}
 
 
-def _first_difference(made: Profile, lens: Profile) -> str | None:
+def _first_difference(profile: Profile, lens: Profile) -> str | None:
     """Where the ops of the lens and of the GPU part; None if they never do."""
     expected, found = (
         [(op.name, op.phase, op.shapes) for op in p.tape.ops if not op.is_view]
-        for p in (made, lens)
+        for p in (profile, lens)
     )
     for place, (a, b) in enumerate(zip(expected, found, strict=False)):
         if a != b:
@@ -196,13 +199,13 @@ def _alone(lens: Profile, budget_bytes: int, record: dict[str, Any]) -> Plan | N
 
 
 def _predicted(
-    share: float | None, plan: Plan, made: Profile, lens: Profile | None
+    share: float | None, plan: Plan, profile: Profile, lens: Profile | None
 ) -> dict[str, Any]:
     """What is predicted of one plan."""
-    chosen, _ = same_choice(made, plan)
+    chosen, _ = same_choice(profile, plan)
     replayed = None
-    if made.device.type == "cuda":
-        allocations = made.simulator.allocations(chosen)
+    if profile.device.type == "cuda":
+        allocations = profile.simulator.ledger(chosen)
         replayed = replay(allocations).peak_allocated_bytes
     found = {
         "share": share,
@@ -229,18 +232,18 @@ def _predicted(
     return found
 
 
-def same_choice(made: Profile, plan: Plan) -> tuple[dict[Unit, Policy], list[str]]:
+def same_choice(profile: Profile, plan: Plan) -> tuple[dict[Unit, Policy], list[str]]:
     """A plan's units and policies in a profile, or FQNs of units with other ops."""
-    single = (*made.units.candidates, *made.slices)
+    single = (*profile.units.candidates, *profile.slices)
     calls = {(unit.label, unit.call_index): unit for unit in single}
     departures = []
     for spelled in plan.op_policies:
         unit = calls.get((spelled.label, spelled.call_index))
-        if unit is None or op_names(made.tape, unit) != spelled.names:
+        if unit is None or unit.op_names(profile.tape) != spelled.names:
             departures.append(spelled.fqn)
     if departures:
         return {}, departures
-    return chosen_by(made.tape, made.candidates, plan.op_policies), []
+    return chosen_by(profile.tape, profile.candidates, plan.op_policies), []
 
 
 # --- real steps -------------------------------------------------------------------

@@ -14,7 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from autosac import Plan
-from autosac.measuring.measuring import (
+from autosac.step.training_step import normalize_inputs, training_step
+from autosac.verification.measuring import (
     State,
     capture_state,
     differences,
@@ -22,7 +23,6 @@ from autosac.measuring.measuring import (
     optimizer_tensors,
     storage_bytes,
 )
-from autosac.tracing.stepping import normalize_inputs, training_step
 from benchmarks.gpu_models import Subject
 
 STEPS = 3  # before states are compared; the last one's peak counts

@@ -24,9 +24,9 @@ from torch import nn
 import autosac
 from autosac.graphs import plans as graph_plans
 from autosac.graphs.joint_graphs import JointGraph, joint_graph
-from autosac.measuring import verifying
-from autosac.measuring.measuring import measure_peak
-from autosac.planning import planning
+from autosac.planning import make_plan
+from autosac.verification import verifying
+from autosac.verification.measuring import measure_peak
 from benchmarks.environment import MIB, environment
 from benchmarks.models import Workload, diffusion, language, vision
 
@@ -196,7 +196,7 @@ def _graph_cell(
 
 
 def _module_cell(work: Workload, profile: autosac.Profile, budget: int) -> Cell:
-    plan = planning.make_plan(profile, budget)
+    plan = make_plan.make_plan(profile, budget)
     found = verifying.verify(
         plan,
         lambda: make_model(work),

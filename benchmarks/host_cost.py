@@ -25,8 +25,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from autosac.planning.planning import floor, make_plan
-from autosac.planning.profiling import Profile, profile
+from autosac.planning.make_plan import floor, make_plan
+from autosac.profiles.profile import Profile, profile
 from benchmarks.environment import environment
 
 RESULT = Path(__file__).parent / "results" / "host_cost.md"
@@ -68,12 +68,12 @@ def _save_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def planned(made: Profile, share: float) -> nn.Sequential:
+def planned(profile: Profile, share: float) -> nn.Sequential:
     """The model under the plan for a budget."""
-    lowest = floor(made)
-    budget_bytes = int(lowest + share * (made.baseline_peak_bytes - lowest))
+    lowest = floor(profile)
+    budget_bytes = int(lowest + share * (profile.baseline_peak_bytes - lowest))
     model = make_model()
-    make_plan(made, budget_bytes).apply(model)
+    make_plan(profile, budget_bytes).apply(model)
     return model
 
 

@@ -23,14 +23,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import autosac
-from autosac.measuring.measuring import (
+from autosac.step.training_step import training_step
+from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,
     optimizer_tensors,
     storage_bytes,
 )
-from autosac.tracing.stepping import training_step
 from benchmarks.environment import MIB, environment
 
 RESULT = Path(__file__).parent / "results" / "lengths.md"

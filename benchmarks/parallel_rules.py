@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autosac.candidates import curves
-from autosac.candidates.policies import RERUN, SAVE, SKIP, Policy
-from autosac.candidates.units import Unit
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import ParallelFormulation
-from autosac.tracing.tape import Op
-from solvers import step_time
-from solvers.fsdp import FsdpChoice, schedule
+from autosac.solvers.fsdp import FsdpChoice, schedule, step_time
+from autosac.step.tape import Op
+from autosac.units import curves
+from autosac.units.policies import RERUN, SAVE, SKIP, Policy
+from autosac.units.unit import Unit
 
 _HEAVY = ("aten.mm.", "aten.addmm.", "aten.bmm.", "scaled_dot_product")
 

@@ -27,8 +27,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from autosac.applying.checkpointed_call import RECOMPUTATION
-from autosac.measuring.measuring import differences, recorded_events
+from autosac.checkpointing.checkpointed_call import RECOMPUTATION
+from autosac.devices.allocator_events import recorded_events
+from autosac.verification.measuring import differences
 from benchmarks.environment import environment
 from examples.pipeline_two_stages import (
     LAST_STAGE,

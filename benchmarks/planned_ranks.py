@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 import autosac
-from autosac.costs.devices import device_spec
+from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.planning import shard_degrees
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.solving import ParallelChooser
-from autosac.planning.choosing import SolveOptions
-from autosac.planning.profiling import Profile
+from autosac.profiles.profile import Profile
+from autosac.solving.choosing import SolveOptions
 from benchmarks.environment import MIB, environment
 from benchmarks.fsdp_ranks import (
     LARGEST_DIFFERENCE,

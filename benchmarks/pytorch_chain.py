@@ -34,8 +34,9 @@ from torch.utils.checkpoint import (
 
 from autosac.cli import demo
 from autosac.errors import InfeasibleBudgetError
-from autosac.measuring.measuring import measure_peak, storage_bytes
-from autosac.planning import planning, profiling
+from autosac.planning import make_plan
+from autosac.profiles.profile import Profile, calibrate, profile
+from autosac.verification.measuring import measure_peak, storage_bytes
 from benchmarks.environment import MIB, environment
 from benchmarks.rivals import sac_milp
 
@@ -197,19 +198,19 @@ def _checkpoint(module: nn.Module, names: list[str], flags: list[int]) -> None:
 # --- autosac ------------------------------------------------------------------
 
 
-def autosac_profile() -> profiling.Profile:
+def autosac_profile() -> Profile:
     """The same step, as autosac sees it."""
-    traced = profiling.profile(make_model(), make_inputs(), loss_fn=lambda loss: loss)
-    return profiling.calibrate(traced)
+    traced = profile(make_model(), make_inputs(), loss_fn=lambda loss: loss)
+    return calibrate(traced)
 
 
 def autosac_cell(
-    traced: profiling.Profile, share: float, budget_bytes: int, plain: Run, rounds: int
+    traced: Profile, share: float, budget_bytes: int, plain: Run, rounds: int
 ) -> Cell:
     """Plan, apply and measure one budget with autosac."""
     started = time.perf_counter()
     try:
-        plan = planning.make_plan(traced, budget_bytes)
+        plan = make_plan.make_plan(traced, budget_bytes)
     except InfeasibleBudgetError:
         plan = None
     cell = Cell(
@@ -272,10 +273,8 @@ def main(arguments: list[str] | None = None) -> None:
     _write(lines, cells, options.output)
 
 
-def _baselines(
-    plain: Run, pytorch_bytes: int, traced: profiling.Profile
-) -> Iterator[str]:
-    own_bytes, floor_bytes = traced.baseline_peak_bytes, planning.floor(traced)
+def _baselines(plain: Run, pytorch_bytes: int, traced: Profile) -> Iterator[str]:
+    own_bytes, floor_bytes = traced.baseline_peak_bytes, make_plan.floor(traced)
     yield (
         f"\nPlain forward and backward: real peak {plain.peak_bytes / MIB:.2f} MiB;"
         f" PyTorch's chain says {pytorch_bytes / MIB:.2f}, autosac"

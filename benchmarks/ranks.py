@@ -29,20 +29,24 @@ from torch.profiler import profile as profiler
 from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autosac.applying import applying
-from autosac.candidates.policies import OpPolicy
-from autosac.measuring.measuring import (
+from autosac.checkpointing import installing
+from autosac.devices.allocator_events import (
     cpu_events,
-    optimizer_tensors,
     recorded_events,
 )
 from autosac.parallel.fsdp_applying import shard
 from autosac.parallel.fsdp_memory import GLOO_THREADS
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.sharding import Sharding
-from autosac.planning import profiling
-from autosac.planning.profiling import Profile
-from autosac.tracing.stepping import LossFn, finish_step, micro_step, normalize_inputs
+from autosac.profiles.profile import Profile, profile
+from autosac.step.training_step import (
+    LossFn,
+    finish_step,
+    micro_step,
+    normalize_inputs,
+)
+from autosac.units.policies import OpPolicy
+from autosac.verification.measuring import optimizer_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class Recipe:
 
     def profile(self) -> Profile:
         """The step that one process runs."""
-        return profiling.profile(
+        return profile(
             self.model(),
             self.inputs(),
             loss_fn=self.loss_fn,
@@ -139,10 +143,10 @@ def run_rank(
         plan.apply(model, _mesh(plan.sharding))
     else:
         if ac_first:
-            applying.install(model, policies)
+            installing.install(model, policies)
         shard(model, sharding, _mesh(sharding))
         if not ac_first:
-            applying.install(model, policies)
+            installing.install(model, policies)
     make = recipe.make_optimizer
     optimizer = None if make is None else make(model.parameters())
     args, kwargs = normalize_inputs(recipe.inputs(dist.get_rank()))

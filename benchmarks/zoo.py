@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 from autosac import OptimizerInBackward, calibrate, floor, profile
-from autosac.candidates.policies import chosen_by
-from autosac.measuring.verifying import Recipe, verify_each
-from autosac.planning.planning import make_plan
+from autosac.planning.make_plan import make_plan
+from autosac.units.matching import chosen_by
+from autosac.verification.verifying import Recipe, verify_each
 from benchmarks.environment import environment
 from benchmarks.models import Workload, zoo
 

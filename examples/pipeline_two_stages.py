@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autosac
 from autosac.cli.demo import GPT, next_token_loss
-from autosac.measuring.measuring import differences
+from autosac.verification.measuring import differences
 
 MODES = ("no checkpoint", "torch.utils.checkpoint", "preceding recomputation")
 LAST_STAGE = "last stage"  # of its ranges in a profile

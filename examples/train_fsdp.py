@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autosac
 from autosac.cli.demo import GPT
-from autosac.costs.devices import device_spec
+from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 
 VOCABULARY, LENGTH, BATCH, WIDTH = 1031, 64, 6, 96

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import overload
 
-from solvers import knapsack
-from solvers.knapsack import SaveProblem, SaveSolution
-from solvers.sac import SacProblem, SacSolution, live_bytes
-from solvers.sac_problem import Unit
+from .curves import knapsack
+from .curves.knapsack import SaveProblem, SaveSolution
+from .sac import SacProblem, SacSolution, Unit, live_bytes
 
 # Continuous weights hold to 1e-6, and so do rows in MiB, some thousands of them
 # chained; whole points are checked exactly.

@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from autosac.measuring.measuring import storage_bytes
+from autosac.verification.measuring import storage_bytes
 
 
 def tensors_alive():

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autosac._compat import IGNORED_OPS, is_fake
-from autosac.costs.devices import DeviceSpec
+from autosac.devices.specs import DeviceSpec
+from autosac.fake_tensors.values import run_op
 from autosac.lens.mode import lens
-from autosac.tracing.values import run_op
 
 Call = tuple[str, tuple[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], ...]]
 

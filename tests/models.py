@@ -12,14 +12,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autosac.candidates.curves import made_onward, save_problem, spell
-from autosac.candidates.policies import Policy
-from autosac.candidates.units import Unit
 from autosac.cli.demo import GPT
-from autosac.planning.profiling import Profile, profile
-from autosac.tracing.stepping import LossFn
-from autosac.tracing.tape import ModuleCall
-from solvers.knapsack import rerun_closure
+from autosac.profiles.profile import Profile, profile
+from autosac.solvers.curves.knapsack import rerun_closure
+from autosac.step.tape import ModuleCall
+from autosac.step.training_step import LossFn
+from autosac.units.chains import Chain
+from autosac.units.curves import made_onward, save_problem, spell
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
 
 WIDTH, BATCH = 8, 4
 
@@ -463,7 +464,7 @@ def random_policy(
 ) -> Policy | None:
     """A policy, or None if something would have to be both saved and rerun."""
     draw = random.Random(seed)
-    if unit.blocks:
+    if isinstance(unit, Chain):
         parts = [
             policy and made_onward(block, policy)
             for block in unit.blocks

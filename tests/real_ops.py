@@ -6,8 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosac import _compat
-from autosac.tracing.random_streams import seeded_streams
-from autosac.tracing.stepping import micro_step
+from autosac.step.random_streams import seeded_streams
+from autosac.step.training_step import micro_step
 
 _DETACH = "aten.detach.default"
 # Under a dispatch mode autograd never adds gradients in place.

@@ -12,8 +12,12 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 import autosac
 from autosac._compat_profiler import a_profiler_is_active
 from autosac.errors import UnsupportedError
-from autosac.measuring.measuring import capture_state, differences, measure_peak
-from autosac.tracing.stepping import training_step
+from autosac.step.training_step import training_step
+from autosac.verification.measuring import (
+    capture_state,
+    differences,
+    measure_peak,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosac.simulation.allocator import (
-    Allocations,
+from autosac.simulation.caching_allocator import (
     CachingAllocator,
     OutOfMemory,
     replay,
     segment_bytes,
 )
+from autosac.step.ledger import Ledger
 from tests.models import CASES, random_choice
 
 KIB, MIB = 2**10, 2**20
@@ -246,7 +246,7 @@ def test_a_capacity_is_kept(sequence, mib):
 
 def step_of(*rows, end=100):
     born, died, nbytes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    return Allocations(born=born, died=died, nbytes=nbytes * MIB, end=end)
+    return Ledger(born=born, died=died, nbytes=nbytes * MIB, end=end)
 
 
 def test_steps_are_replayed_on_what_is_always_there():

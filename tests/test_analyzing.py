@@ -10,11 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autosac
 from autosac.cli.demo import GPT
+from autosac.devices.allocator_events import (
+    cpu_events,
+    recorded_events,
+)
 from autosac.errors import TraceError
-from autosac.graphs.analyzing import ModuleInfo
-from autosac.measuring.measuring import cpu_events, recorded_events
+from autosac.profiles.module_graph import ModuleInfo
 from autosac.pytrees import tensors_in
-from autosac.tracing.stepping import default_loss, normalize_inputs
+from autosac.step.training_step import default_loss, normalize_inputs
 from tests.models import CASES, ConvNet
 
 BACKWARD = "test::backward"

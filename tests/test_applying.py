@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from autosac.applying import applying
-from autosac.measuring.measuring import differences
-from autosac.planning.rules import policy_saving
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
-from autosac.simulation.simulating import Simulator
-from autosac.tracing.stepping import normalize_inputs
-from autosac.tracing.tracing import dry_run
+from autosac.simulation.simulator import Simulator
+from autosac.solving.rules_of_thumb import policy_saving
+from autosac.step.training_step import normalize_inputs
+from autosac.tracing.trace import dry_run
+from autosac.verification.measuring import differences
 from tests.models import (
     CASES,
     WIDTH,
@@ -33,7 +33,7 @@ def test_two_steps_are_bit_identical_with_any_policy(case):
     for seed in range(NUM_PLANS):
         chosen = random_choice(made, seed, save_share=shares.get(seed))
         model = case.model()
-        applying.install(model, spell_out(made, chosen))
+        installing.install(model, spell_out(made, chosen))
 
         assert_equal(expected, train(case, model))
 
@@ -57,13 +57,13 @@ def test_names_stay_the_same(case):
 def test_unapplying_restores_every_module(case):
     model = case.model()
     before = [dict(module.__dict__) for module in model.modules()]
-    applying.install(model, random_policies(case, save_share=0.0))
+    installing.install(model, random_policies(case, save_share=0.0))
 
-    applying.remove(model)
+    installing.remove(model)
 
     after = [dict(module.__dict__) for module in model.modules()]
     assert [list(entry) for entry in after] == [list(entry) for entry in before]
-    assert applying.installed(model) == ()
+    assert installing.installed(model) == ()
 
 
 def test_unapplying_restores_a_forward_that_the_user_set():
@@ -71,8 +71,8 @@ def test_unapplying_restores_a_forward_that_the_user_set():
     model = case.model()
     own = [module.__dict__.setdefault("forward", module.forward) for module in model]
 
-    applying.install(model, random_policies(case, save_share=0.0))
-    applying.remove(model)
+    installing.install(model, random_policies(case, save_share=0.0))
+    installing.remove(model)
 
     assert [module.__dict__["forward"] for module in model] == own
 
@@ -85,8 +85,8 @@ def test_a_deepcopy_trains_on_its_own_modules(name):
 
     twin = copy.deepcopy(model)
 
-    assert applying.installed(twin) == applying.installed(model)
-    for fqn in applying.installed(twin):
+    assert installing.installed(twin) == installing.installed(model)
+    for fqn in installing.installed(twin):
         module = twin.get_submodule(fqn)
         assert module.forward.module is module
     assert_equal(train(case, case.model()), train(case, twin))
@@ -101,7 +101,7 @@ def test_a_pickled_model_comes_back_with_its_plan(name):
 
     back = pickle.loads(pickle.dumps(model))
 
-    assert applying.installed(back) == applying.installed(model)
+    assert installing.installed(back) == installing.installed(model)
     assert_equal(train(case, case.model()), train(case, back))
 
 
@@ -121,7 +121,7 @@ def no_units(monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a unit ran under its plan")
 
-    monkeypatch.setattr(applying, "Frame", fail)
+    monkeypatch.setattr(installing, "Frame", fail)
 
 
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "gpt"])
@@ -164,7 +164,7 @@ def test_a_saved_in_place_random_op_trains():
     assert any("bernoulli_" in name for name in saved)
 
     model = case.model()
-    applying.install(model, policies)
+    installing.install(model, policies)
 
     assert_equal(train(case, case.model()), train(case, model))
 
@@ -207,7 +207,7 @@ def test_an_argument_that_changes_in_place_leaves_gradients_exact(seed, inside):
     case = Case(lambda: Accumulates(inside), rows)
     made = case.profile()
     model = case.model()
-    applying.install(model, spell_out(made, random_choice(made, seed)))
+    installing.install(model, spell_out(made, random_choice(made, seed)))
 
     assert_equal(train(case, case.model()), train(case, model))
 
@@ -290,7 +290,7 @@ def test_calls_inside_another_unit_count_as_calls_of_a_module():
     chosen = {units[key]: policy_saving(units[key], ()) for key in keys}
     policies = spell_out(made, chosen)
 
-    dry = dry_run(made.step, lambda model: applying.install(model, policies))
+    dry = dry_run(made.step, lambda model: installing.install(model, policies))
 
     assert _kept_bytes(Simulator(dry), {}) == _kept_bytes(made.simulator, chosen)
 

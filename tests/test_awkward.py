@@ -11,13 +11,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import autosac
-from autosac.applying import applying
-from autosac.measuring.measuring import capture_state, differences
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
-from autosac.simulation.simulating import Simulator
-from autosac.tracing import tracing
-from autosac.tracing.stepping import normalize_inputs, training_step
-from autosac.tracing.tracing import dry_run
+from autosac.simulation.simulator import Simulator
+from autosac.step.training_step import normalize_inputs, training_step
+from autosac.tracing import trace
+from autosac.tracing.trace import dry_run
+from autosac.verification.measuring import capture_state, differences
 from tests.awkward import AWKWARD, angles
 from tests.models import random_choice
 
@@ -43,7 +43,7 @@ def attributes(model):
 
 def train(case, policies):
     model = case.model()
-    applying.install(model, policies)
+    installing.install(model, policies)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     args, kwargs = normalize_inputs(case.inputs())
     states = []
@@ -57,7 +57,7 @@ def train(case, policies):
                 model, args, kwargs, loss_fn=case.loss_fn, optimizer=optimizer
             )
             states.append(capture_state(model, optimizer, loss))
-    applying.remove(model)
+    installing.remove(model)
     return states, attributes(model)
 
 
@@ -67,7 +67,7 @@ def test_the_simulated_peak_is_the_dry_runs_byte_for_byte(name):
     for chosen in choices(made):
         policies = spell_out(made, chosen)
 
-        dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
+        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
 
         expected = Simulator(dry).baseline.peak_bytes
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
@@ -127,7 +127,7 @@ def test_a_module_that_draws_in_python_is_refused():
 
 def test_traces_agree_whatever_order_autocast_drops_its_weights_in(monkeypatch):
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(8)])
-    monkeypatch.setattr(tracing, "is_watched", lambda: True)
+    monkeypatch.setattr(trace, "is_watched", lambda: True)
 
     made = autosac.profile(model, torch.ones(2, 8), autocast=torch.bfloat16)
 
@@ -136,7 +136,7 @@ def test_traces_agree_whatever_order_autocast_drops_its_weights_in(monkeypatch):
 
 @pytest.mark.parametrize("disturbed", [[1, 0, 0], [0, 2, 1, 1], range(20)])
 def test_traces_that_other_threads_may_disturb_must_agree(disturbed, monkeypatch):
-    case, run = AWKWARD["own checkpointing"], tracing._run
+    case, run = AWKWARD["own checkpointing"], trace._run
     missing = iter(disturbed)
 
     def run_disturbed(*args, **options):
@@ -144,8 +144,8 @@ def test_traces_that_other_threads_may_disturb_must_agree(disturbed, monkeypatch
         return dataclasses.replace(tape, ops=tape.ops[next(missing) :])
 
     alone = autosac.profile(case.model(), case.inputs()).tape
-    monkeypatch.setattr(tracing, "is_watched", lambda: True)
-    monkeypatch.setattr(tracing, "_run", run_disturbed)
+    monkeypatch.setattr(trace, "is_watched", lambda: True)
+    monkeypatch.setattr(trace, "_run", run_disturbed)
 
     if len(disturbed) == 20:
         with pytest.raises(autosac.TraceError, match="No two of 9 traces agree"):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.applying import applying
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
-from autosac.simulation.simulating import Simulator
-from autosac.tracing.tracing import dry_run
+from autosac.simulation.simulator import Simulator
+from autosac.tracing.trace import dry_run
 from tests.models import random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,7 +155,7 @@ def test_a_dry_run_of_any_policies_peaks_where_the_simulation_does(name):
     for seed in range(4):
         choice = random_choice(made, seed)
         policies = spell_out(made, choice)
-        dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
+        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
 
         assert Simulator(dry).peak_bytes({}) == made.simulator.peak_bytes(
             choice, workspaces=False

@@ -16,19 +16,19 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import autosac
-from autosac.applying import applying, varying
+from autosac.checkpointing import batch_variants, installing
 from autosac.errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
-from autosac.measuring.measuring import (
+from autosac.planning.batch_kinds import Kind, assign, buckets
+from autosac.planning.spelling import spell_out
+from autosac.step.batch_signatures import BatchSignature, signature_of
+from autosac.step.training_step import training_step
+from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,
     optimizer_tensors,
     storage_bytes,
 )
-from autosac.planning.batch_kinds import Kind, assign, buckets
-from autosac.planning.spelling import spell_out
-from autosac.tracing.batch_signatures import BatchSignature, signature_of
-from autosac.tracing.stepping import training_step
 from tests.models import random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -212,7 +212,7 @@ def test_so_is_one_under_random_policies_of_every_unit(profiles, seed, acts):
         for number, made in enumerate(profiles)
     ]
     plain, model = Training(), make_model()
-    varying.install_plans(model, plans, lambda *_: seed % len(plans))
+    batch_variants.install_plans(model, plans, lambda *_: seed % len(plans))
     planned = Training(model=model)
     for act in acts:
         assert differences(plain.run(act), planned.run(act)) == ()
@@ -332,7 +332,7 @@ def test_a_copy_follows_its_own_plans(plan, twin_of):
     for batch in (*BATCHES, batch_of(10)):
         assert differences(plain.run(step(batch)), planned.run(step(batch))) == ()
 
-    assert applying.installed(twin) == applying.installed(model)
+    assert installing.installed(twin) == installing.installed(model)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert "forward" not in vars(plan.unapply(model))
 

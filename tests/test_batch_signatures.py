@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosac.tracing.batch_signatures import positional_names, signature_of
+from autosac.step.batch_signatures import positional_names, signature_of
 
 
 class Model(nn.Module):

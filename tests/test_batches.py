@@ -12,7 +12,7 @@ from torch.utils.data import (
 )
 
 import autosac
-from autosac.tracing.batches import first_batch
+from autosac.step.batches import first_batch
 
 
 class Pictures(Dataset):

@@ -15,7 +15,7 @@ from torch import nn
 import autosac
 from autosac.costs import caching, timing
 from autosac.costs.timing import OpMeasurement
-from autosac.tracing.signatures import Layout, Signature, signature
+from autosac.step.op_signatures import Layout, Signature, signature
 from tests.models import CASES
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 import autosac
-from autosac.costs import inventing, timing
+from autosac.costs import synthetic_inputs, timing
 from autosac.costs.timing import OpSizes, measure_ops
-from autosac.tracing.signatures import Layout, Signature, signature
+from autosac.step.op_signatures import Layout, Signature, signature
 from tests.models import CASES
 
 CPU = torch.device("cpu")
@@ -293,7 +293,7 @@ def test_indices_are_spread_and_valid():
     )
     call = Signature(aten.embedding.default, (weight, indices), ())
 
-    args, _ = inventing.arguments(call, CPU)
+    args, _ = synthetic_inputs.arguments(call, CPU)
 
     assert sorted(set(args[1].tolist())) == list(range(7))
 
@@ -313,7 +313,7 @@ def test_random_data_fills_everything(size, dtype):
     layout = Layout((size,), (1,), dtype)
     call = Signature(aten.neg.default, (layout,), ())
 
-    (x,), _ = inventing.arguments(call, CPU)
+    (x,), _ = synthetic_inputs.arguments(call, CPU)
 
     assert x.shape == (size,) and x.dtype == dtype
     assert bool((x.abs() <= 2).all())

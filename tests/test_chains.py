@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.applying import applying
-from autosac.candidates import curves
+from autosac.checkpointing import installing
 from autosac.cli.demo import GPT
-from autosac.measuring.verifying import Recipe, verify_each
 from autosac.planning.spelling import spell_out
-from autosac.simulation.simulating import Simulator
-from autosac.tracing.tracing import dry_run
+from autosac.simulation.simulator import Simulator
+from autosac.tracing.trace import dry_run
+from autosac.units import curves
+from autosac.verification.verifying import Recipe, verify_each
 from tests.models import Case
 from tests.training import assert_equal, train
 
@@ -181,7 +181,7 @@ class Applied:
     budget_bytes: int = 2**40
 
     def apply(self, model):
-        applying.install(model, self.policies)
+        installing.install(model, self.policies)
 
 
 def points(made):
@@ -223,7 +223,7 @@ def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):
 
     for chosen in points(made):
         policies = spell_out(made, chosen)
-        dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
+        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
         expected = Simulator(dry).baseline.peak_bytes
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
 
@@ -252,7 +252,7 @@ def test_chains_hold_under_autocast_and_accumulation(case):
     plans = []
     for chosen in [end for found in of_wanted for end in (found[0], found[-1])]:
         policies = spell_out(made, chosen)
-        dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
+        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
         expected = Simulator(dry).baseline.peak_bytes
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
         plans.append(Applied(policies, made.peak_bytes(chosen)))
@@ -268,7 +268,7 @@ def test_steps_with_a_chain_are_bit_identical(case):
 
     for chosen in points(made):
         model = case.model()
-        applying.install(model, spell_out(made, chosen))
+        installing.install(model, spell_out(made, chosen))
         assert_equal(expected, train(case, model))
 
 
@@ -296,7 +296,7 @@ def test_a_nest_that_runs_other_ops_still_computes_the_same():
     case = CHAINS["blocks in parts"]
     made = case.profile()
     model, plain = case.model(), case.model()
-    applying.install(model, spell_out(made, points(made)[-1]))
+    installing.install(model, spell_out(made, points(made)[-1]))
     for twin in (model, plain):
         twin.blocks[-1].extra = True
 
@@ -307,7 +307,7 @@ def test_a_nest_that_draws_random_numbers_between_its_parts_is_an_error():
     case = CHAINS["blocks in parts"]
     made = case.profile()
     model = case.model()
-    applying.install(model, spell_out(made, points(made)[-1]))
+    installing.install(model, spell_out(made, points(made)[-1]))
     model.blocks[-1].noisy = True
 
     with pytest.raises(RuntimeError, match=r"`blocks\.4` runs aten\.\w+.* between"):
@@ -359,7 +359,7 @@ def test_blocks_whose_input_is_another_tensor_at_run_time_keep_it():
     case = CHAINS["noise"]
     made = case.profile()
     model, plain = case.model(), case.model()
-    applying.install(model, spell_out(made, points(made)[-1]))
+    installing.install(model, spell_out(made, points(made)[-1]))
     model.shift = plain.shift = True
 
     with pytest.warns(UserWarning, match="does not get what the block before it made"):
@@ -372,7 +372,7 @@ def test_an_argument_that_is_changed_before_backward_is_an_error():
     case = CHAINS["blocks"]
     made = case.profile()
     model, x = case.model(), case.inputs()
-    applying.install(model, spell_out(made, points(made)[-1]))
+    installing.install(model, spell_out(made, points(made)[-1]))
 
     loss = model(x).sum()
     x.add_(1)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import autosac
-from autosac.candidates.curves import kept, trade_off
 from autosac.cli.demo import GPT
-from autosac.planning.choosing import SolveOptions
-from autosac.planning.incumbents import recompute_ms
+from autosac.solving.choosing import SolveOptions
+from autosac.solving.incumbents import recompute_ms
+from autosac.units.curves import kept, trade_off
 from tests.busy import alone_and_in_turns
 from tests.models import CASES, SMALL_GPT, Case
 

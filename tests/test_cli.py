@@ -9,8 +9,8 @@ import autosac
 from autosac.cli import commands as cli
 from autosac.cli import demo
 from autosac.cli.models import target
-from autosac.costs.devices import KNOWN_DEVICES
-from autosac.measuring.verifying import Verification
+from autosac.devices.specs import KNOWN_DEVICES
+from autosac.verification.verifying import Verification
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPT = "tests.factories:gpt"
@@ -313,7 +313,7 @@ def test_a_plan_that_does_not_hold_is_an_error(plan_file, monkeypatch):
         step_ms=1.0,
         differences=("loss",),
     )
-    monkeypatch.setattr(cli, "verify_plan", lambda *_, **__: broken)
+    monkeypatch.setattr(autosac, "verify", lambda *_, **__: broken)
 
     found = run_json("verify", str(plan_file), GPT, "--optimizer", "adamw", code=1)
 

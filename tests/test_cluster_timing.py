@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import autosac
 from autosac.parallel.cluster_timing import CollectiveTiming, fit_ring
 from autosac.parallel.clusters import cluster_spec
-from solvers.collectives import Fabric, Group, affine_cost
+from autosac.solvers.fsdp.collectives import Fabric, Group, affine_cost
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.parallel.clusters import KNOWN_CLUSTERS, cluster_spec
-from solvers.collectives import Group
+from autosac.solvers.fsdp.collectives import Group
 
 
 def test_knows_clusters_by_name_in_any_case():

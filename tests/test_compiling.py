@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.measuring.measuring import (
+from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,

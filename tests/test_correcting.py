@@ -1,7 +1,7 @@
 import numpy as np
 
-from autosac.planning.correcting import Rows
-from autosac.simulation.simulating import Timeline
+from autosac.solving.corrections import Rows
+from autosac.step.ledger import Timeline
 
 
 def array(*values):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from autosac import _compat
-from autosac.costs import cpu_workspaces
 from autosac.costs.timing import OpSizes, measure_ops
-from autosac.tracing.signatures import signature
+from autosac.devices import cpu_workspaces
+from autosac.step.op_signatures import signature
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autosac.applying import applying
-from autosac.measuring.measuring import measure_peak
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
-from autosac.tracing.stepping import normalize_inputs
+from autosac.step.training_step import normalize_inputs
+from autosac.verification.measuring import measure_peak
 from tests.models import BATCH, CASES, WIDTH, Case, random_policy
 from tests.training import Branching, Stack, assert_equal, planned, rows, train
 
@@ -29,7 +29,7 @@ def branching(branch, seed, num_rows=BATCH):
         if unit.fqn in ("parts.0", "parts.1")
     }
     model, plain = case.model(), case.model()
-    applying.install(model, spell_out(made, chosen))
+    installing.install(model, spell_out(made, chosen))
     for twin in (model, plain):
         twin.parts[0].branch = branch
     return case, model, plain
@@ -96,7 +96,7 @@ def test_what_nobody_was_expected_to_need_is_there_for_a_longer_branch(kind, see
     (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
     policies = spell_out(made, {unit: random_policy(unit, seed)})
     plain, model = case.model(), case.model()
-    applying.install(model, policies)
+    installing.install(model, policies)
     plain[0].goes_on = model[0].goes_on = True
     expected = train(case, plain, steps=2)
 
@@ -130,7 +130,7 @@ def test_a_departure_that_overwrites_a_result_keeps_gradients_exact(seed):
     (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
     policies = spell_out(made, {unit: random_policy(unit, seed)})
     plain, model = case.model(), case.model()
-    applying.install(model, policies)
+    installing.install(model, policies)
     plain[0].overwrites = model[0].overwrites = True
     expected = train(case, plain, steps=1)
 
@@ -175,8 +175,8 @@ def test_a_unit_called_inside_a_departed_one_is_a_part_of_it(seed):
         if unit.fqn in ("shared", "last")
     }
     model, plain = case.model(), case.model()
-    applying.install(model, spell_out(profile, chosen))
-    assert applying.installed(model) == ("shared", "last")
+    installing.install(model, spell_out(profile, chosen))
+    assert installing.installed(model) == ("shared", "last")
     plain.last.departs = model.last.departs = True
     expected = train(case, plain, steps=1)
 
@@ -214,7 +214,7 @@ def updating(reads):
     assert policy.names[:2] == ("aten.add.Tensor", "aten.floor.default")
     policy = replace(policy, actions="-S" + policy.actions[2:])  # `level` is dropped
     model, plain = case.model(), case.model()
-    applying.install(model, (policy,))
+    installing.install(model, (policy,))
     plain[0].departs = model[0].departs = True
     return case, plain, model
 
@@ -260,7 +260,7 @@ def test_departed_units_take_no_more_memory_than_checkpointed_ones():
     case = Case(Wide, lambda: torch.randn(64, WIDTH))
     peaks = []
     for model in (case.model(), planned(case, save_share=0.0)):
-        is_plain = not applying.installed(model)
+        is_plain = not installing.installed(model)
         for part in model.parts:
             part.branch = "longer"
             if is_plain:

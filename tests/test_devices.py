@@ -2,7 +2,11 @@ import dataclasses
 
 import pytest
 
-from autosac.costs.devices import KNOWN_DEVICES, device_of_product, device_spec
+from autosac.devices.specs import (
+    KNOWN_DEVICES,
+    device_of_product,
+    device_spec,
+)
 
 
 def test_knows_devices_by_name_in_any_case():

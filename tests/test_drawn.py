@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from autosac.tracing.stepping import default_loss, normalize_inputs
+from autosac.step.training_step import default_loss, normalize_inputs
 from benchmarks.models import drawn
 from benchmarks.models.drawn import configs, of_transformers
 

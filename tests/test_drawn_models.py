@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import autosac
-from autosac.applying import applying
-from autosac.measuring.measuring import capture_state, differences
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
+from autosac.verification.measuring import capture_state, differences
 from tests.drawn_models import LENGTH, ROWS, WIDTH, BlockSpec, Drawn, models
 from tests.models import random_choice
 
@@ -84,7 +84,7 @@ def planned(specs, habits, seed):
     share = {0: 0.0, 1: 1.0}.get(seed)
     model = make(specs)
     chosen = random_choice(traced, seed, save_share=share)
-    applying.install(model, spell_out(traced, chosen))
+    installing.install(model, spell_out(traced, chosen))
     return model
 
 

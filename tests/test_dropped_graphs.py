@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.applying import applying
-from autosac.candidates.policies import SAVE, SKIP, Policy
-from autosac.measuring.measuring import measure_peak, storage_bytes
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
-from autosac.tracing.stepping import training_step
+from autosac.step.training_step import training_step
+from autosac.units.policies import SAVE, SKIP, Policy
+from autosac.verification.measuring import measure_peak, storage_bytes
 from tests.awkward import ComputesInVain
 from tests.models import WIDTH
 
@@ -57,7 +57,7 @@ def test_later_steps_take_what_the_first_one_takes_and_the_simulation_says():
         if unit.fqn in BLOCKS
     }
     model, inputs = make_model(), make_inputs()
-    applying.install(model, spell_out(made(), chosen))
+    installing.install(model, spell_out(made(), chosen))
     optimizer = torch.optim.SGD(model.parameters())
 
     def step():

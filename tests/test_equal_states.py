@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autosac import OptimizerInBackward, profile
-from autosac.tracing.equal_states import EqualStates
+from autosac.fake_tensors.equal_states import EqualStates
 
 optim = torch.optim
 

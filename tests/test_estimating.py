@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.candidates import curves
-from autosac.planning.estimating import estimate_of
-from autosac.planning.planning import lowest
-from autosac.simulation import anatomy
-from autosac.tracing.tape import CATEGORIES
+from autosac.planning.make_plan import lowest
+from autosac.profiles import memory_history
+from autosac.profiles.estimate import estimate_of
+from autosac.step.tape import CATEGORIES
+from autosac.units import curves
 from tests.models import CASES, SMALL_GPT, random_choice, random_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +31,7 @@ each_of_some = pytest.mark.parametrize("name", SOME)
 def test_the_history_peaks_where_the_simulation_does_and_counts_each_byte(name):
     made = CASES[name].profile(torch.optim.SGD)
     for chosen in ({}, random_choice(made, 0), random_choice(made, 1)):
-        found = anatomy.history(made, chosen)
+        found = memory_history.history(made, chosen)
 
         assert found.peak_bytes == made.simulator.peak_bytes(chosen)
         assert found.live_bytes.min() >= 0
@@ -47,9 +47,9 @@ def test_the_history_peaks_where_the_simulation_does_and_counts_each_byte(name):
 def test_chains_and_nests_take_their_time_in_the_history():
     made = SMALL_GPT.profile(torch.optim.AdamW)
     chosen = lowest(made)
-    assert any(unit.blocks for unit in chosen)
+    assert any(len(unit.calls) > 1 for unit in chosen)
 
-    found = anatomy.history(made, chosen)
+    found = memory_history.history(made, chosen)
 
     recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
     assert found.end_ms == pytest.approx(made.baseline_ms + recompute_ms)
@@ -92,7 +92,7 @@ def test_a_rerun_can_be_the_place_of_the_peak():
     (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
     policy = random_policy(unit, 0, save_share=0.0)
 
-    place = anatomy.peak_place(made, {unit: policy})
+    place = memory_history.peak_place(made, {unit: policy})
 
     assert str(place) == "recomputation of `0`"
     assert place.op == "aten.sum.dim_IntList"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autosac import _compat
-from autosac.tracing.foreach import run_distinct
+from autosac.fake_tensors.foreach import run_distinct
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import autosac
 from autosac.cli.demo import GPT
-from autosac.planning import formulating
-from solvers import sac
+from autosac.solvers import sac
+from autosac.solving.formulation import formulate
 from tests.models import CASES
 
 
@@ -199,8 +199,8 @@ def test_units_that_look_alike_are_formulated_alike(monkeypatch):
     moved = made.formulation
     seen = len(moved.units)
 
-    monkeypatch.setattr(formulating, "_moved", lambda *_: None)
-    one_by_one = formulating.formulate(made.simulator, moved.units, moved.curves)
+    monkeypatch.setattr("autosac.solving.formulation._moved", lambda *_: None)
+    one_by_one = formulate(made.simulator, moved.units, moved.curves)
 
     assert moved.solver_units == one_by_one.solver_units
     assert len({unit.key for unit in moved.units}) < seen / 2

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from autosac.candidates.curves import save_problem, spell
-from autosac.candidates.policies import Policy
 from autosac.parallel.fsdp_hooks import PLACES
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.sharding import FsdpUnit, Sharding, fsdp_units
-from autosac.planning.profiling import calibrate, in_compute_dtype, profile
 from autosac.planning.spelling import spell_out
-from autosac.tracing.stepping import OptimizerInBackward
+from autosac.profiles.profile import calibrate, in_compute_dtype, profile
+from autosac.step.training_step import OptimizerInBackward
+from autosac.units.curves import save_problem, spell
+from autosac.units.policies import Policy
 from benchmarks.ranks import Recipe, reference, run_fake_rank, run_gloo_ranks
 from tests.models import CASES, SMALL_GPT, gpt, random_choice, tokens
 
@@ -74,7 +74,7 @@ def phase_peaks(ranks, timeline):
 
 def rerun_all(unit):
     problem = save_problem(unit)
-    from solvers import knapsack
+    from autosac.solvers.curves import knapsack
 
     cheapest = knapsack.front(problem).solutions[-1]
     return Policy(spell(cheapest.saved, cheapest.rerun))

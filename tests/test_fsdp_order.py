@@ -12,9 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from solvers.collectives import AffineCost
-from solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem, schedule
-from solvers.sac import SacProblem
+from autosac.solvers.fsdp import (
+    FsdpChoice,
+    FsdpModule,
+    FsdpProblem,
+    schedule,
+)
+from autosac.solvers.fsdp.collectives import AffineCost
+from autosac.solvers.sac import SacProblem
 
 WORDS = {"FSDP::all_gather": "gather", "FSDP::post_backward_reduce": "reduce"}
 

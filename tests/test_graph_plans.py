@@ -7,8 +7,8 @@ from autosac import _compat
 from autosac.errors import InfeasibleBudgetError
 from autosac.graphs.joint_graphs import joint_graph
 from autosac.graphs.plans import GraphPlanner
-from autosac.measuring.measuring import measure_peak
-from solvers import recomputation
+from autosac.solvers.graph import recomputation
+from autosac.verification.measuring import measure_peak
 from tests.models import ConvNet, Mlp
 from tests.test_joint_graphs import Views
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import autosac
-from autosac.costs.devices import KNOWN_DEVICES
+from autosac.devices.specs import KNOWN_DEVICES
 from autosac.sweeps import running
 from autosac.sweeps.describing import described
 from tests.grid_steps import interrupted_step, make_step

@@ -4,7 +4,7 @@ from torch.utils.data import Dataset
 
 from autosac import TraceError
 from autosac.errors import InfeasibleBudgetError
-from autosac.measuring.measuring import measure_peak
+from autosac.verification.measuring import measure_peak
 from tests.alive import bytes_since, tensors_alive
 
 transformers = pytest.importorskip("transformers")

@@ -6,7 +6,7 @@ from torch import nn
 
 from autosac.errors import TraceError
 from autosac.graphs.joint_graphs import joint_graph
-from autosac.measuring.measuring import measure_peak
+from autosac.verification.measuring import measure_peak
 from tests.models import ConvNet, Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread_throughout")

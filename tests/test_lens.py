@@ -5,10 +5,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autosac import _compat_gpu
-from autosac.costs.devices import device_spec
+from autosac.devices.specs import device_spec
 from autosac.lens import attention_choice
 from autosac.lens.autocast import Autocast
-from autosac.planning.profiling import profile
+from autosac.profiles.profile import profile
 from tests.fake_gpu import Attention, Language, gpu_calls, lens_calls
 
 A100, H100, MI300X = map(device_spec, ("a100", "h100", "mi300x"))

@@ -9,13 +9,13 @@ from torch.nn import functional
 import autosac
 from autosac import _compat, _compat_gpu
 from autosac.cli.demo import GPT, next_token_loss
-from autosac.costs.devices import DeviceSpec, device_spec
+from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
 from autosac.lens import attention_choice
 from autosac.lens.mode import lens
-from autosac.planning.planning import _confirm, floor, make_plan
-from autosac.planning.profiling import profile
+from autosac.planning.make_plan import _confirm, floor, make_plan
 from autosac.planning.spelling import spell_out
+from autosac.profiles.profile import profile
 from tests.fake_gpu import Attention, Language
 from tests.models import CASES, random_choice
 

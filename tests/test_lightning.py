@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from autosac.measuring.measuring import measure_peak
+from autosac.verification.measuring import measure_peak
 from tests.alive import bytes_since, tensors_alive
 
 lightning = pytest.importorskip("lightning.pytorch")

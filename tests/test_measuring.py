@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from autosac.measuring.measuring import (
+from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autosac
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
-from autosac.measuring.measuring import capture_state, differences
-from autosac.tracing import tracing
+from autosac.tracing import trace as tracing
+from autosac.verification.measuring import capture_state, differences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

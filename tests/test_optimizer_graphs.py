@@ -9,7 +9,7 @@ from autosac.errors import InfeasibleBudgetError, TraceError
 from autosac.graphs.joint_graphs import joint_graph
 from autosac.graphs.optimizer_steps import captured_step
 from autosac.graphs.plans import GraphPlanner
-from autosac.measuring.measuring import (
+from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,

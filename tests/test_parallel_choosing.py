@@ -10,8 +10,8 @@ from autosac.cli.demo import GPT
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.solving import Degree, ParallelChooser
-from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
-from solvers import fsdp
+from autosac.solvers import fsdp
+from autosac.solving.choosing import RELATIVE_GAP, SolveOptions
 from tests.busy import alone_and_in_turns
 
 NUM_GPUS = 4

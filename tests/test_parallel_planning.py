@@ -1,6 +1,7 @@
 import itertools
 from dataclasses import replace
 
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -8,9 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import autosac
-from autosac.candidates.curves import save_problem, spell
-from autosac.candidates.policies import Policy
-from autosac.costs.devices import device_spec
+from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import ParallelFormulation, Types
@@ -21,12 +20,15 @@ from autosac.parallel.planning import (
 )
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import ParallelChooser
-from autosac.planning.choosing import SolveOptions
+from autosac.solvers import fsdp
+from autosac.solvers.curves import knapsack
+from autosac.solvers.fsdp import FsdpChoice
+from autosac.solving.choosing import SolveOptions
+from autosac.units.curves import save_problem, spell
+from autosac.units.policies import Policy
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
 from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
-from solvers import fsdp, knapsack
-from solvers.fsdp import FsdpChoice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPT = RECIPES["GPT"]
@@ -316,6 +318,12 @@ def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(made, lowest_bytes):
             memory_budget=row.budget_bytes,
         )
         assert row.plan == alone and row.reason is None
+    table = rows.to_dataframe()
+    assert table.feasible.tolist() == [row.plan is not None for row in rows]
+    assert table.num_gpus.tolist() == [2, 2, 4, 4]
+    assert [None if pandas.isna(b) else b for b in table.peak_bytes] == [
+        row.plan and row.plan.peak_bytes for row in rows
+    ]
 
 
 # --- against every choice -----------------------------------------------------

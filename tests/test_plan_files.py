@@ -13,7 +13,11 @@ from torch import nn
 
 import autosac
 from autosac.planning import plan_files
-from autosac.planning.fingerprints import digest, fingerprint, first_difference
+from autosac.profiles.fingerprints import (
+    digest,
+    fingerprint,
+    first_difference,
+)
 from tests.models import CASES, SMALL_GPT, WIDTH
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -3,10 +3,10 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.applying import applying
-from autosac.candidates.curves import trade_off
-from autosac.planning import planning
-from autosac.tracing.tracing import dry_run
+from autosac.checkpointing import installing
+from autosac.planning import make_plan
+from autosac.tracing.trace import dry_run
+from autosac.units.curves import trade_off
 from tests.models import BATCH, CASES, WIDTH, Case, Mlp, each_case, gpt, random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -257,7 +257,7 @@ def dry_runs(monkeypatch):
         made.append(args)
         return dry_run(*args, **options)
 
-    monkeypatch.setattr(planning, "dry_run", counted)
+    monkeypatch.setattr(make_plan, "dry_run", counted)
     return made
 
 
@@ -280,7 +280,7 @@ def test_every_plan_of_a_small_step_is_dry_run_once(dry_runs):
 
 def test_one_plan_of_a_large_step_is_dry_run(dry_runs, monkeypatch):
     made = profile_of("mlp")
-    monkeypatch.setattr(planning, "_MANY_OPS", len(made.tape.ops) - 1)
+    monkeypatch.setattr(make_plan, "_MANY_OPS", len(made.tape.ops) - 1)
 
     plans = _plans(made, 3)
 
@@ -291,7 +291,7 @@ def test_one_plan_of_a_large_step_is_dry_run(dry_runs, monkeypatch):
 
 def test_the_plan_that_recomputes_nothing_confirms_no_other_one(dry_runs, monkeypatch):
     made = profile_of("mlp")
-    monkeypatch.setattr(planning, "_MANY_OPS", len(made.tape.ops) - 1)
+    monkeypatch.setattr(make_plan, "_MANY_OPS", len(made.tape.ops) - 1)
 
     autosac.plan(made, memory_budget=made.baseline_peak_bytes)
     plan = autosac.plan(made, memory_budget=autosac.floor(made))
@@ -303,7 +303,7 @@ def test_the_plan_that_recomputes_nothing_confirms_no_other_one(dry_runs, monkey
 @pytest.mark.parametrize(("wanted", "num_runs"), [(True, 6), (False, 0)])
 def test_dry_runs_are_made_as_asked_for(wanted, num_runs, dry_runs, monkeypatch):
     made = profile_of("mlp")
-    monkeypatch.setattr(planning, "_MANY_OPS", len(made.tape.ops) - 1)
+    monkeypatch.setattr(make_plan, "_MANY_OPS", len(made.tape.ops) - 1)
 
     plans = _plans(made, 3, dry_run=wanted) + _plans(made, 3, dry_run=wanted)
 
@@ -312,14 +312,14 @@ def test_dry_runs_are_made_as_asked_for(wanted, num_runs, dry_runs, monkeypatch)
 
 
 def test_a_dry_run_of_memory_that_stays_for_the_optimizer_disagrees(monkeypatch):
-    made, kept, install = profile_of("mlp"), [], applying.install
+    made, kept, install = profile_of("mlp"), [], installing.install
 
     def leaking(model, policies):
         handle = install(model, policies)
         model.register_forward_hook(lambda *_: kept.append(torch.ones(64)))
         return handle
 
-    monkeypatch.setattr(applying, "install", leaking)
+    monkeypatch.setattr(installing, "install", leaking)
 
     with pytest.raises(autosac.SolverError, match="to the optimizer, its simulation"):
         autosac.plan(made, memory_budget=made.baseline_peak_bytes - 1)
@@ -328,7 +328,7 @@ def test_a_dry_run_of_memory_that_stays_for_the_optimizer_disagrees(monkeypatch)
 def test_a_dry_run_that_disagrees_is_an_error_and_confirms_nothing(monkeypatch):
     made = profile_of("mlp")
     unplanned = dry_run(made.step, lambda model: None)
-    monkeypatch.setattr(planning, "dry_run", lambda *_, **__: unplanned)
+    monkeypatch.setattr(make_plan, "dry_run", lambda *_, **__: unplanned)
 
     for _ in range(2):
         with pytest.raises(autosac.SolverError, match="dry run of the plan peaks"):
@@ -395,7 +395,7 @@ def test_another_model_is_refused_with_the_first_difference(tight):
         tight.apply(model)
 
     assert f"({3 * WIDTH}, {WIDTH})" in str(e.value)
-    assert applying.installed(model) == ()
+    assert installing.installed(model) == ()
 
 
 @pytest.mark.parametrize("change", ["class", "fewer", "more"])

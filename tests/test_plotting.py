@@ -7,11 +7,18 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.pictures.pictures import (
+    Grid,
+    Layer,
+    Line,
+    Note,
+    Panel,
+    Picture,
+)
+from autosac.planning import plotting
 from autosac.planning.checking import chosen
-from autosac.showing import plotting
-from autosac.showing.pictures import Grid, Layer, Line, Note, Panel, Picture
-from autosac.simulation.anatomy import history
-from autosac.tracing.tape import CATEGORIES
+from autosac.profiles.memory_history import history
+from autosac.step.tape import CATEGORIES
 from tests.models import SMALL_GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,8 +81,8 @@ def test_what_is_in_a_picture_can_be_told_apart_in_grey(pictures):
 
 
 def test_neighbouring_layers_differ_in_hatch_or_in_lightness():
-    from autosac.showing.drawing import _HATCHES
-    from autosac.showing.pictures import FILLS
+    from autosac.pictures.matplotlib_figure import _HATCHES
+    from autosac.pictures.pictures import FILLS
 
     assert len(FILLS) == len(_HATCHES) == len(CATEGORIES)
     greys = [

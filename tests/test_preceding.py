@@ -12,9 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 import autosac
 from autosac import is_checkpointing, is_recomputing, pipeline_checkpoint
-from autosac.measuring.measuring import capture_state, differences, measure_peak
-from autosac.tracing.stepping import default_loss, normalize_inputs
-from autosac.tracing.streams import Moment
+from autosac.checkpointing.cuda_streams import Moment
+from autosac.step.training_step import default_loss, normalize_inputs
+from autosac.verification.measuring import (
+    capture_state,
+    differences,
+    measure_peak,
+)
 from tests.models import CASES, Counting
 
 WIDTH = 8

@@ -10,11 +10,11 @@ from torch.nn import functional
 
 from autosac import _compat, calibrate, floor, plan
 from autosac.errors import TraceError
-from autosac.measuring.measuring import capture_state, differences
-from autosac.planning.profiling import profile
+from autosac.fake_tensors.values import run_op
+from autosac.profiles.profile import profile
 from autosac.tracing.real_steps import first_departure
-from autosac.tracing.tracing import trace
-from autosac.tracing.values import run_op
+from autosac.tracing.trace import trace
+from autosac.verification.measuring import capture_state, differences
 from tests.models import each_case
 from tests.real_ops import real_ops, traced_ops
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosac.applying import applying
-from autosac.candidates.policies import RERUN, SAVE, Policy
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
+from autosac.units.policies import RERUN, SAVE, Policy
 from tests.models import WIDTH, Case
 from tests.training import rows
 
@@ -63,7 +63,7 @@ def _planned(holds):
     saved = {"aten.addmm.default": SAVE, "aten.add.Tensor": RERUN}
     saved["aten.exp.default"] = RERUN
     actions = "".join(map(saved.get, policy.names, policy.actions))
-    applying.install(model, (replace(policy, actions=actions),))
+    installing.install(model, (replace(policy, actions=actions),))
     return model
 
 

@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from autosac import _compat
+from autosac.fake_tensors import real_layouts
+from autosac.fake_tensors.repeated_calls import RepeatedCalls
+from autosac.fake_tensors.values import (
+    _BY_LAYOUT,
+    _BY_LAYOUT_IN_FLOAT32,
+    run_op,
+)
 from autosac.pytrees import tensors_in
-from autosac.tracing import real_layouts
-from autosac.tracing.repeating import RepeatedCalls
-from autosac.tracing.values import _BY_LAYOUT, _BY_LAYOUT_IN_FLOAT32, run_op
 from tests.models import each_case
 
 aten = torch.ops.aten

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import autosac
-from autosac.candidates import curves
 from autosac.cli import demo
+from autosac.planning import reporting
 from autosac.planning.checking import chosen
 from autosac.quantities import format_bytes
-from autosac.showing import reporting
-from solvers import sac
+from autosac.solvers import sac
+from autosac.units import curves
 from tests.models import CASES, SMALL_GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,10 +15,10 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
 import autosac
-from autosac.applying import applying
-from autosac.measuring.measuring import storage_bytes
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
-from autosac.tracing.stepping import normalize_inputs
+from autosac.step.training_step import normalize_inputs
+from autosac.verification.measuring import storage_bytes
 from tests.alive import tensors_alive
 from tests.models import CASES, WIDTH, Case, random_choice, random_policy
 from tests.test_chains import CHAINS
@@ -155,7 +155,7 @@ def planned(name, seed, save_share=None):
     """A model under policies drawn at random."""
     choice = random_choice(profile_of(name), seed, save_share=save_share)
     model = MODELS[name].model()
-    applying.install(model, spell_out(profile_of(name), choice))
+    installing.install(model, spell_out(profile_of(name), choice))
     return model
 
 
@@ -235,7 +235,7 @@ def heads(seed):
     (unit,) = (unit for unit in profile.candidates if unit.fqn == "0")
     share = {0: 0.0, 1: 1.0}.get(seed)
     policy = random_policy(unit, seed, save_share=share)
-    applying.install(model, spell_out(profile, {unit: policy}))
+    installing.install(model, spell_out(profile, {unit: policy}))
     return model
 
 
@@ -409,7 +409,7 @@ SMOOTH = Case(smooth, rows)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_under_a_transform_nothing_is_recomputed_and_that_is_said(transform):
     model = SMOOTH.model()
-    applying.install(model, random_policies(SMOOTH))
+    installing.install(model, random_policies(SMOOTH))
 
     expected = transform(SMOOTH.model(), SMOOTH.inputs())
     with pytest.warns(UserWarning, match=r"AC unit .* runs under a transform"):
@@ -439,7 +439,7 @@ def test_hessians_are_those_of_the_plain_model(name, vectorize):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_planned_model_that_is_compiled_says_what_to_do(in_place):
     model = SMOOTH.model()
-    applying.install(model, random_policies(SMOOTH))
+    installing.install(model, random_policies(SMOOTH))
     compiled = model
     if in_place:
         model.compile(backend="eager")

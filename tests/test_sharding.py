@@ -11,8 +11,8 @@ from autosac.parallel.sharding import (
     local_numel,
     owned_parameters,
 )
-from autosac.planning.profiling import profile
-from autosac.tracing.tape import Parameter
+from autosac.profiles.profile import profile
+from autosac.step.tape import Parameter
 from tests.models import CASES
 
 ROOT = FsdpUnit(fqn="", reshard_after_forward=False)

@@ -3,13 +3,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from autosac.applying import applying
-from autosac.candidates.policies import SAVE, OpPolicy, Policy
-from autosac.measuring.verifying import verify
-from autosac.planning.profiling import calibrate, profile
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
-from autosac.simulation.simulating import Simulator
-from autosac.tracing.tracing import dry_run
+from autosac.profiles.profile import calibrate, profile
+from autosac.simulation.simulator import Simulator
+from autosac.tracing.trace import dry_run
+from autosac.units.policies import SAVE, OpPolicy, Policy
+from autosac.verification.verifying import verify
 from tests.models import CASES, each_case, random_choice
 
 NUM_PLANS = 5
@@ -24,7 +24,7 @@ def test_a_simulated_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
         chosen = random_choice(made, seed, save_share=shares.get(seed))
         policies = spell_out(made, chosen)
 
-        dry = dry_run(made.step, lambda model, p=policies: applying.install(model, p))
+        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
 
         expected = Simulator(dry).baseline.peak_bytes
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected, chosen
@@ -50,7 +50,7 @@ class Installed:
     budget_bytes: int = 2**40
 
     def apply(self, model):
-        applying.install(model, self.policies)
+        installing.install(model, self.policies)
 
 
 def test_random_ops_that_no_rerun_reaches_keep_a_random_state_too():

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import autosac
 from autosac import Plan
-from autosac.candidates.policies import chosen_by
-from autosac.measuring.measuring import measure_peak, storage_bytes
+from autosac.units.matching import chosen_by
+from autosac.verification.measuring import measure_peak, storage_bytes
 
 WIDTH, BATCH = 64, 512
 

@@ -13,11 +13,11 @@ from torch.utils.flop_counter import flop_registry
 from autosac.cli.demo import GPT
 from autosac.statistics.by_module import ModuleStatistics, module_statistics
 from autosac.statistics.trackers import from_trackers
+from autosac.step.training_step import training_step
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.probing import module_tree
 from autosac.tracing.step import Step
-from autosac.tracing.stepping import training_step
-from autosac.tracing.tracing import trace
+from autosac.tracing.trace import trace
 
 FLOPS_PER_MS = 2**20  # a power of two, so that times add up exactly
 SEED_BYTES = 4  # the gradient that backward starts from, a float32

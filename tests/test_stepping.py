@@ -6,11 +6,15 @@ from torch import nn
 
 import autosac
 from autosac import OptimizerInBackward
-from autosac.measuring.measuring import capture_state, differences, optimizer_tensors
-from autosac.planning.profiling import profile
-from autosac.simulation.simulating import Simulator
-from autosac.tracing.stepping import training_step
-from autosac.tracing.tracing import dry_run
+from autosac.profiles.profile import profile
+from autosac.simulation.simulator import Simulator
+from autosac.step.training_step import training_step
+from autosac.tracing.trace import dry_run
+from autosac.verification.measuring import (
+    capture_state,
+    differences,
+    optimizer_tensors,
+)
 from tests.models import CASES
 from tests.test_tracing import LiveBytes
 

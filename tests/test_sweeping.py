@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import autosac
-from autosac.planning.planning import make_plan
+from autosac.planning.make_plan import make_plan
 from tests.models import CASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")

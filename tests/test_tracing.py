@@ -11,17 +11,17 @@ from torch.utils._pytree import tree_leaves
 
 from autosac.cli.demo import GPT
 from autosac.errors import TraceError
-from autosac.measuring.measuring import (
+from autosac.profiles.profile import calibrate, profile
+from autosac.simulation.simulator import Simulator
+from autosac.step.training_step import normalize_inputs, training_step
+from autosac.tracing.trace import dry_run
+from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,
     optimizer_tensors,
     storage_bytes,
 )
-from autosac.planning.profiling import calibrate, profile
-from autosac.simulation.simulating import Simulator
-from autosac.tracing.stepping import normalize_inputs, training_step
-from autosac.tracing.tracing import dry_run
 from tests.models import CASES, WIDTH, ResidualBlock, each_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autosac.planning.profiling import profile
-from autosac.tracing.tape import Tape
+from autosac.profiles.profile import profile
+from autosac.step.tape import Tape
 from tests.models import BATCH, CASES, WIDTH, ConvNet, each_case, gpt, tokens
 
 

@@ -14,16 +14,17 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosac import OptimizerInBackward, _compat, floor, plan, verify
-from autosac.applying import applying
+from autosac.checkpointing import installing
 from autosac.errors import ArgumentError, TraceError
-from autosac.measuring.measuring import capture_state, differences
-from autosac.planning.planning import spell_out
-from autosac.planning.profiling import profile
-from autosac.tracing import real_layouts, tracing
+from autosac.fake_tensors import real_layouts
+from autosac.planning.make_plan import spell_out
+from autosac.profiles.profile import profile
+from autosac.step.training_step import training_step
+from autosac.tracing import trace as tracing
 from autosac.tracing.draws import may_decide, plain_peak_bytes, training_may_decide
 from autosac.tracing.learned import Learned
-from autosac.tracing.stepping import training_step
-from autosac.tracing.tracing import trace
+from autosac.tracing.trace import trace
+from autosac.verification.measuring import capture_state, differences
 from tests.models import BATCH, WIDTH, Case, each_case, random_policy
 from tests.training import assert_equal, planned, random_policies, train
 from tests.value_models import (
@@ -343,7 +344,7 @@ def test_another_branch_than_planned_keeps_gradients_exact(seed):
     case = Case(stack(Peeks), rows)
     policies = random_policies(case, seed, save_share=0.3)
     plain, model = case.model(), case.model()
-    applying.install(model, policies)
+    installing.install(model, policies)
     for twin in (plain, model):
         twin[0].threshold = 1e9
     expected = train(case, plain)
@@ -361,14 +362,14 @@ def test_an_expert_without_rows_keeps_gradients_exact(seed):
     few = Case(stack(Routes), lambda: torch.randn(1, WIDTH))
     policies = random_policies(case, seed, save_share=0.3)
     model = case.model()
-    applying.install(model, policies)
+    installing.install(model, policies)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for other in (few, case, few):
             expected = train(other, case.model(), steps=1)
             twin = case.model()
-            applying.install(twin, policies)
+            installing.install(twin, policies)
             assert_equal(expected, train(other, twin, steps=1))
 
 
@@ -399,7 +400,7 @@ def test_a_number_that_decided_in_forward_is_not_read_again():
     (unit,) = (unit for unit in traced.units.candidates if unit.fqn == "0")
     policy = random_policy(unit, 0, save_share=0.0)
     model, plain = case.model(), case.model()
-    applying.install(model, spell_out(traced, {unit: policy}))
+    installing.install(model, spell_out(traced, {unit: policy}))
     for twin in (model, plain):
         twin[0].departs = True
     plain(case.inputs()).sum().backward()

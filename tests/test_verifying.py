@@ -6,8 +6,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from autosac import calibrate, floor, plan, profile
-from autosac.measuring.measuring import storage_bytes
-from autosac.measuring.verifying import Verification, verify
+from autosac.verification.measuring import storage_bytes
+from autosac.verification.verifying import Verification, verify
 
 WIDTH, BATCH = 32, 128
 

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from autosac.applying import applying
-from autosac.measuring.measuring import capture_state, differences
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
-from autosac.tracing.stepping import normalize_inputs, training_step
+from autosac.step.training_step import normalize_inputs, training_step
+from autosac.verification.measuring import capture_state, differences
 from tests.models import BATCH, WIDTH, random_choice
 
 
@@ -17,8 +17,8 @@ def random_policies(case, seed=0, **options):
 
 def planned(case, seed=0, **options):
     model = case.model()
-    applying.install(model, random_policies(case, seed, **options))
-    assert applying.installed(model)
+    installing.install(model, random_policies(case, seed, **options))
+    assert installing.installed(model)
     return model
 
 

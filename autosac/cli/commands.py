@@ -12,30 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from autosac.cli import demo as demo_model
-from autosac.cli import grids, tables
-from autosac.cli.models import Target, UsageError, asked, usage
-from autosac.costs.devices import KNOWN_DEVICES
+import autosac
+from autosac import cli
+from autosac.cli.usage import OPTIONS, UsageError, usage
+from autosac.devices.specs import KNOWN_DEVICES
 from autosac.errors import AutosacError, InfeasibleBudgetError
-from autosac.measuring.verifying import verify as verify_plan
-from autosac.planning.batch_kinds import are_several
-from autosac.planning.checking import check
-from autosac.planning.estimating import estimate_of
-from autosac.planning.plan_batches import plan as plan_batches
-from autosac.planning.planning import calibrated_if_present, floor, make_plan
-from autosac.planning.plans import Plan
-from autosac.planning.profiling import calibrate as calibrated
-from autosac.planning.profiling import profile
-from autosac.planning.sweeping import sweep as sweep_budgets
 from autosac.quantities import parse_bytes
-from autosac.showing import plotting
-from autosac.sweeps.results import GridSweep
+
+if TYPE_CHECKING:
+    from autosac.cli.models import Target
+    from autosac.sweeps.results import GridSweep
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INFEASIBLE = 1, 2, 3
 _EPILOG = (
@@ -50,7 +41,7 @@ _MODEL = (
 _OF_A_GRID = "(with --grid)"
 _GRID = (
     "Values of an argument of the factory, as --set takes them, or of one of these"
-    f" options: {', '.join(grids.OPTIONS)}. Repeat for more axes."
+    f" options: {', '.join(OPTIONS)}. Repeat for more axes."
 )
 
 app = typer.Typer(
@@ -171,7 +162,7 @@ def demo() -> None:
 
     On one thread, unless OMP_NUM_THREADS says on how many.
     """
-    if not demo_model.run(Console(width=130)):
+    if not cli.demo.run(Console(width=130)):
         raise typer.Exit(code=EXIT_ERROR)
 
 
@@ -203,23 +194,27 @@ def plan(
     """Find the cheapest plan that fits a budget."""
     with _exit_codes(as_json):
         _check_folders(out, html)
-        step = asked(
+        step = cli.models.asked(
             model, settings, optimizer, device, on, batch, length, autocast,
             accumulate, exclude, opaque,
         )  # fmt: skip
         parts = step.parts()
-        if are_several(parts["inputs"]):
+        if step.has_several(parts):
             options = {**parts, **step.options, "relative_gap": gap}
-            found = plan_batches(**options, memory_budget=budget)
+            cheapest_plan = autosac.plan(**options, memory_budget=budget)
         else:
-            made = calibrated_if_present(profile(**parts, **step.options))
-            budget_bytes = _bytes(budget, made.device.memory_bytes)
-            found = make_plan(made, budget_bytes, relative_gap=gap)
+            traced = step.calibrated(parts)
+            budget_bytes = _bytes(budget, traced.device.memory_bytes)
+            cheapest_plan = autosac.plan(
+                traced, memory_budget=budget_bytes, relative_gap=gap
+            )
         if out is not None:
-            found.save(out)
+            cheapest_plan.save(out)
         if html is not None:
-            found.to_html(html)
-        _show(as_json, lambda: tables.plan_record(found), str(found))
+            cheapest_plan.to_html(html)
+        _show(
+            as_json, lambda: cli.tables.plan_record(cheapest_plan), str(cheapest_plan)
+        )
 
 
 @app.command(epilog=_EPILOG)
@@ -275,10 +270,10 @@ def sweep(
     with _exit_codes(as_json):
         _check_folders(out, csv, parquet)
         if grid:
-            step = grids.GridStep(
+            step = cli.grids.GridStep(
                 model=model, settings=tuple(settings or ()), options=options
             )
-            cells = grids.swept(
+            cells = cli.grids.swept(
                 step, grid, budgets=budgets or (), n=n, calibrate=calibrate,
                 jobs=jobs, directory=directory,
             )  # fmt: skip
@@ -288,7 +283,9 @@ def sweep(
             raise UsageError(
                 "--jobs, --directory, --parquet and --calibrate need --grid."
             )
-        _sweep_budgets(asked(model, settings, **options), budgets, n, out, csv, as_json)
+        _sweep_budgets(
+            cli.models.asked(model, settings, **options), budgets, n, out, csv, as_json
+        )
 
 
 def _sweep_budgets(
@@ -300,34 +297,44 @@ def _sweep_budgets(
     as_json: bool,
 ) -> None:
     """One step under many budgets."""
-    made = step.calibrated()
-    wanted = [_bytes(text, made.device.memory_bytes) for text in budgets or ()]
-    found = sweep_budgets(made, memory_budgets=wanted or None, n=None if wanted else n)
+    traced = step.calibrated()
+    wanted = [_bytes(text, traced.device.memory_bytes) for text in budgets or ()]
+    budget_sweep = autosac.sweep(
+        traced, memory_budgets=wanted or None, n=None if wanted else n
+    )
     if out is not None:
-        plotting.budgets(found).save(out)
+        autosac.plotting.budgets(budget_sweep).save(out)
     if csv is not None:
-        found.to_dataframe().to_csv(csv, index=False)
-    _show(as_json, lambda: tables.sweep_record(found), tables.sweep_table(found))
-    if not any(row.feasible for row in found.rows):
+        budget_sweep.to_dataframe().to_csv(csv, index=False)
+    _show(
+        as_json,
+        lambda: cli.tables.sweep_record(budget_sweep),
+        cli.tables.sweep_table(budget_sweep),
+    )
+    if not any(row.feasible for row in budget_sweep.rows):
         raise typer.Exit(code=EXIT_INFEASIBLE)
 
 
 def _show_grid(
-    found: GridSweep,
+    grid_sweep: GridSweep,
     out: Path | None,
     csv: Path | None,
     parquet: Path | None,
     as_json: bool,
 ) -> None:
-    """Files first, then the table; the exit code says if there is no plan at all."""
+    """Write the files, then show the table; exit with a code if nothing is planned."""
     if csv is not None:
-        found.to_csv(csv)
+        grid_sweep.to_csv(csv)
     if parquet is not None:
-        found.to_parquet(parquet)
-    kinds = {row.status for row in found.rows}
+        grid_sweep.to_parquet(parquet)
+    kinds = {row.status for row in grid_sweep.rows}
     if out is not None and "planned" in kinds:
-        found.picture().save(out)
-    _show(as_json, lambda: grids.grid_record(found), grids.grid_table(found))
+        grid_sweep.picture().save(out)
+    _show(
+        as_json,
+        lambda: cli.grids.grid_record(grid_sweep),
+        cli.grids.grid_table(grid_sweep),
+    )
     if "planned" not in kinds:
         code = EXIT_INFEASIBLE if "infeasible" in kinds else EXIT_ERROR
         raise typer.Exit(code=code)
@@ -352,21 +359,21 @@ def estimate(
 ) -> None:
     """Say what a plain step takes: peak, where, and of what."""
     with _exit_codes(as_json):
-        step = asked(
+        step = cli.models.asked(
             model, settings, optimizer, device, on, batch, length, autocast,
             accumulate, None,
         )  # fmt: skip
-        made = step.calibrated()
-        found = estimate_of(made)
+        traced = step.calibrated()
+        plain_estimate = autosac.estimate(traced)
         with usage():
-            does_fit = found.fits(fits or None)
-        least = floor(made)
+            does_fit = plain_estimate.fits(fits or None)
+        least = autosac.floor(traced)
 
         def record() -> dict[str, Any]:
-            facts = tables.estimate_record(found)
+            facts = cli.tables.estimate_record(plain_estimate)
             return {**facts, "fits": does_fit, "floor_bytes": least}
 
-        shown = f"{found}\n\n{tables.floor_line(found, least)}"
+        shown = f"{plain_estimate}\n\n{cli.tables.floor_line(plain_estimate, least)}"
         _show(as_json, record, shown)
         if fits and not does_fit:
             raise typer.Exit(code=EXIT_INFEASIBLE)
@@ -388,19 +395,19 @@ def verify(
 ) -> None:
     """Really train with and without a plan: peak, time, every bit of the state."""
     with _exit_codes(as_json):
-        step = asked(
+        step = cli.models.asked(
             model, settings, optimizer, "", on, batch, length, autocast, accumulate,
             None,
         )  # fmt: skip
-        loaded = Plan.load(plan_file)
+        loaded = autosac.Plan.load(plan_file)
         parts = step.parts()
         maker = parts.get("optimizer")
-        if isinstance(maker, torch.optim.Optimizer):
+        if cli.models.is_optimizer(maker):
             raise UsageError(
                 "verify builds models anew: the factory must return a callable on the"
                 " parameters as optimizer, not an instance; or use --optimizer."
             )
-        found = verify_plan(
+        verification = autosac.verify(
             loaded,
             lambda: step.parts()["model"],
             lambda: step.parts()["inputs"],
@@ -410,8 +417,12 @@ def verify(
             autocast=step.options.get("autocast"),
             accumulate=accumulate,
         )
-        _show(as_json, lambda: tables.verification_record(found), str(found))
-        if not (found.identical and found.within_budget):
+        _show(
+            as_json,
+            lambda: cli.tables.verification_record(verification),
+            str(verification),
+        )
+        if not (verification.identical and verification.within_budget):
             raise typer.Exit(code=EXIT_ERROR)
 
 
@@ -438,26 +449,26 @@ def report(
     """Explain a plan: why each module is recomputed, what more memory buys."""
     with _exit_codes(as_json=False):
         _check_folders(html)
-        loaded = Plan.load(plan_file)
-        made = None
+        loaded = autosac.Plan.load(plan_file)
+        traced = None
         if model:
-            step = asked(
+            step = cli.models.asked(
                 model, settings, optimizer, device, on, batch, length, autocast,
                 accumulate, exclude, opaque,
             )  # fmt: skip
-            made = step.calibrated() if loaded.calibrated else step.profile()
-            check(loaded, made)
+            traced = step.calibrated() if loaded.calibrated else step.profile()
+            autosac.check(loaded, traced)
         if html is None:
-            Console().print(loaded.report(made))
+            Console().print(loaded.report(traced))
         else:
-            loaded.to_html(html, made)
+            loaded.to_html(html, traced)
 
 
 @app.command(epilog=_EPILOG)
 def devices(as_json: Json = False) -> None:
     """List the devices that can be planned for without being present."""
-    records = [tables.device_record(spec) for spec in KNOWN_DEVICES.values()]
-    _show(as_json, lambda: records, tables.device_table(KNOWN_DEVICES.values()))
+    records = [cli.tables.device_record(spec) for spec in KNOWN_DEVICES.values()]
+    _show(as_json, lambda: records, cli.tables.device_table(KNOWN_DEVICES.values()))
 
 
 @app.command(epilog=_EPILOG)
@@ -476,11 +487,11 @@ def calibrate(
 ) -> None:
     """Measure every distinct op of a step here; figures are kept for later plans."""
     with _exit_codes(as_json):
-        step = asked(
+        step = cli.models.asked(
             model, settings, optimizer, "", on, batch, length, autocast, 1, None
         )
-        found = calibrated(step.profile(), refresh=refresh).calibration
-        _show(as_json, lambda: asdict(found), str(found))
+        calibration = autosac.calibrate(step.profile(), refresh=refresh).calibration
+        _show(as_json, lambda: asdict(calibration), str(calibration))
 
 
 def main() -> None:

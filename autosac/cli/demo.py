@@ -12,12 +12,12 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
-from autosac.measuring.verifying import Verification, verify
-from autosac.planning.planning import floor, make_plan
+from autosac.planning.make_plan import floor, make_plan
 from autosac.planning.plans import Plan
-from autosac.planning.profiling import calibrate, profile
+from autosac.profiles.profile import calibrate, profile
 from autosac.quantities import format_bytes, format_ms
-from autosac.tracing.stepping import LossFn
+from autosac.step.training_step import LossFn
+from autosac.verification.verifying import Verification, verify
 
 VOCABULARY, LENGTH, BATCH = 2048, 256, 4
 SHARES = (0.75, 0.4, 0.1)  # of the way from the least feasible budget to the baseline
@@ -155,9 +155,9 @@ def run(console: Console) -> bool:
     plans = []
     for share in SHARES:
         plan = make_plan(traced, round(lowest + share * (baseline - lowest)))
-        found = _measure(plan, tokens, loss)
-        kept = kept and found.identical and found.within_budget
-        table.add_row(*_row(plan, found))
+        verification = _measure(plan, tokens, loss)
+        kept = kept and verification.identical and verification.within_budget
+        table.add_row(*_row(plan, verification))
         plans.append(plan)
     console.print(table)
     console.print(_policies(plans))
@@ -183,14 +183,19 @@ def _table() -> Table:
     return table
 
 
-def _row(plan: Plan, found: Verification) -> Iterator[str]:
+def _row(plan: Plan, verification: Verification) -> Iterator[str]:
     yield format_bytes(plan.budget_bytes)
-    yield f"{format_bytes(plan.peak_bytes)} ({100 * found.prediction_error:+.2f} %)"
-    yield format_bytes(found.measured_peak_bytes)
-    yield format_bytes(found.baseline_peak_bytes)
+    error = 100 * verification.prediction_error
+    yield f"{format_bytes(plan.peak_bytes)} ({error:+.2f} %)"
+    yield format_bytes(verification.measured_peak_bytes)
+    yield format_bytes(verification.baseline_peak_bytes)
     yield format_ms(plan.recompute_ms)
-    yield f"x{found.step_ms / found.baseline_step_ms:.2f}"
-    yield "identical" if found.identical else "DIFFERENT: " + found.differences[0]
+    yield f"x{verification.step_ms / verification.baseline_step_ms:.2f}"
+    yield (
+        "identical"
+        if verification.identical
+        else "DIFFERENT: " + verification.differences[0]
+    )
 
 
 def _policies(plans: list[Plan]) -> Table:

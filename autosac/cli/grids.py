@@ -12,13 +12,12 @@ from typing import Any
 
 from rich.table import Table
 
-from autosac.cli.models import Target, UsageError, asked, factory_of, hf_path, usage
+from autosac.cli.models import Target, asked, factory_of, hf_path
+from autosac.cli.usage import OPTIONS, UsageError, usage
 from autosac.quantities import format_bytes, format_ms
 from autosac.sweeps.describing import described
 from autosac.sweeps.grids import sweep_grid
 from autosac.sweeps.results import GridSweep
-
-OPTIONS = ("optimizer", "device", "autocast", "accumulate", "on", "batch", "length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,8 @@ class GridStep:
 
     def __call__(self, **values: Any) -> dict[str, Any]:
         """Model, inputs and options of `autosac.profile`."""
-        found = self.target(values)
-        return {**found.parts(), **found.options}
+        target = self.target(values)
+        return {**target.parts(), **target.options}
 
 
 def swept(
@@ -68,7 +67,7 @@ def swept(
     jobs: int,
     directory: Path | None,
 ) -> GridSweep:
-    """Sweep over what was typed.
+    """Sweep over the grid that was typed.
 
     Args:
         step: Builds steps.
@@ -103,16 +102,16 @@ def swept(
         )
 
 
-def grid_table(found: GridSweep) -> Table:
+def grid_table(sweep: GridSweep) -> Table:
     """A row for each budget of each cell."""
-    measured = "measured" if any(row.calibrated for row in found.rows) else "modelled"
+    measured = "measured" if any(row.calibrated for row in sweep.rows) else "modelled"
     table = Table(title=f"A grid of steps, {measured} figures", title_justify="left")
-    for name in found.axes:
+    for name in sweep.axes:
         table.add_column(name)
     for head in ("budget", "peak", "recompute", "at least", "step", "floor"):
         table.add_column(head, justify="right")
     table.add_column("why not")
-    for row in found.rows:
+    for row in sweep.rows:
         reason = row.reason or ""
         if row.status == "infeasible":
             reason = "below the floor"
@@ -128,9 +127,9 @@ def grid_table(found: GridSweep) -> Table:
     return table
 
 
-def grid_record(found: GridSweep) -> dict[str, Any]:
+def grid_record(sweep: GridSweep) -> dict[str, Any]:
     """A sweep as plain data."""
-    return {"axes": list(found.axes), "rows": found.records()}
+    return {"axes": list(sweep.axes), "rows": sweep.records()}
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -158,5 +157,5 @@ def _arguments(model: str) -> frozenset[str]:
     if hf_path(model) is not None:
         return frozenset()
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(factory_of(model)).parameters.values()
-    return frozenset(p.name for p in found if p.kind in kinds)
+    parameters = inspect.signature(factory_of(model)).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind in kinds)

@@ -9,27 +9,24 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autosac.costs.devices import device_spec
+from autosac.cli.usage import UsageError, usage
+from autosac.devices.specs import device_spec
 from autosac.errors import AutosacError
-from autosac.planning.planning import calibrated_if_present
-from autosac.planning.profiling import Profile, profile
-from autosac.tracing import source_lines
-from autosac.tracing.arguments import optimizer_class, read_dtype
+from autosac.planning.batch_kinds import are_several
+from autosac.profiles.given import calibrated_if_present
+from autosac.profiles.profile import Profile, profile
+from autosac.step import source_lines
+from autosac.step.arguments import optimizer_class, read_dtype
 
 _KEYS = ("model", "inputs", "loss_fn", "optimizer")
 _HF = "hf:"
-
-
-class UsageError(ValueError):
-    """What was typed cannot be meant; says what can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +47,31 @@ class Target:
         """Model, inputs, loss and optimizer, built anew from the same seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            made = self.make()
+            parts = self.make()
         if self.optimizer:
-            made = {**made, "optimizer": optimizer_class(self.optimizer)}
-        return made
+            parts = {**parts, "optimizer": optimizer_class(self.optimizer)}
+        return parts
 
     def profile(self) -> Profile:
         """The step, traced."""
         return profile(**self.parts(), **self.options)
 
-    def calibrated(self) -> Profile:
-        """The step, traced and measured if its model lies on this machine."""
-        return calibrated_if_present(self.profile())
+    def calibrated(self, parts: Mapping[str, Any] | None = None) -> Profile:
+        """The step, traced and measured if its model lies on this machine.
+
+        Args:
+            parts: Those that were built already.
+        """
+        built = self.parts() if parts is None else parts
+        return calibrated_if_present(profile(**built, **self.options))
+
+    @staticmethod
+    def has_several(parts: Mapping[str, Any]) -> bool:
+        """Whether its inputs are several batches."""
+        return are_several(parts["inputs"])
 
     def on(self, place: str) -> Target:
-        """The same, built on a device (``cpu``, ``cuda``, ``meta``)."""
+        """The same step, built on a device (``cpu``, ``cuda``, ``meta``)."""
 
         def make() -> dict[str, Any]:
             with torch.device(place):
@@ -146,7 +153,7 @@ def asked(
     if autocast:
         with usage():
             options["autocast"] = read_dtype(autocast)
-    found = target(
+    asked_target = target(
         model,
         settings=settings or (),
         optimizer=optimizer,
@@ -154,16 +161,7 @@ def asked(
         length=length,
         options=options,
     )
-    return found.on(on)
-
-
-@contextmanager
-def usage() -> Iterator[None]:
-    """What is wrong with a value that was typed is a matter of usage."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    return asked_target.on(on)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -174,6 +172,11 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value  # a word is a text
+
+
+def is_optimizer(maker: Any) -> bool:
+    """Whether a factory returned an optimizer where a maker of one is wanted."""
+    return isinstance(maker, torch.optim.Optimizer)
 
 
 def hf_path(name: str) -> Path | None:
@@ -205,16 +208,16 @@ def factory_of(name: str) -> Callable[..., Any]:
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules beside the user, as for `python -m`
     try:
-        found: Any = importlib.import_module(module_name)
+        resolved: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UsageError(f"{name!r}: {error}.") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(resolved, part):
             raise UsageError(f"{name!r}: {module_name} has no {attribute!r}.")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"{name!r} is no function, but {type(found).__name__}.")
-    factory: Callable[..., Any] = found
+        resolved = getattr(resolved, part)
+    if not callable(resolved):
+        raise UsageError(f"{name!r} is no function, but {type(resolved).__name__}.")
+    factory: Callable[..., Any] = resolved
     return factory
 
 
@@ -245,24 +248,24 @@ def _called(
         ) from error
 
 
-def _parts_of(name: str, made: Any) -> dict[str, Any]:
+def _parts_of(name: str, parts: Any) -> dict[str, Any]:
     """What a factory returned, by name."""
-    if isinstance(made, tuple) and 2 <= len(made) <= len(_KEYS):
-        made = dict(zip(_KEYS, made, strict=False))
-    is_right = isinstance(made, Mapping) and {"model", "inputs"} <= made.keys()
-    if not is_right or not made.keys() <= set(_KEYS):
+    if isinstance(parts, tuple) and 2 <= len(parts) <= len(_KEYS):
+        parts = dict(zip(_KEYS, parts, strict=False))
+    is_right = isinstance(parts, Mapping) and {"model", "inputs"} <= parts.keys()
+    if not is_right or not parts.keys() <= set(_KEYS):
         raise UsageError(
             f"{name!r} must return (model, inputs), (model, inputs, loss_fn) or"
             " (model, inputs, loss_fn, optimizer), or a dict with these keys; it"
-            f" returned {_described(made)}."
+            f" returned {_described(parts)}."
         )
-    return dict(made)
+    return dict(parts)
 
 
-def _described(made: Any) -> str:
-    if isinstance(made, Mapping):
-        return f"a dict with {sorted(map(str, made))}"
-    return type(made).__name__
+def _described(returned: Any) -> str:
+    if isinstance(returned, Mapping):
+        return f"a dict with {sorted(map(str, returned))}"
+    return type(returned).__name__
 
 
 def _from_config(
@@ -305,10 +308,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _check_entries(kind: str, plain: Any, changes: Mapping[str, Any]) -> None:
     """Refuse entries that configs of a kind do not have: they would change nothing."""
-    known = {*plain.to_dict(), *plain.attribute_map, "architectures"}
+    entries = {*plain.to_dict(), *plain.attribute_map, "architectures"}
     for key in changes:
-        if key not in known:
-            close = difflib.get_close_matches(key, sorted(known), 1)
+        if key not in entries:
+            close = difflib.get_close_matches(key, sorted(entries), 1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
             raise UsageError(f"--set {key}: a config of {kind} has no {key!r}{hint}")
 

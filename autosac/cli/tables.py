@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
-from autosac.costs.devices import DeviceSpec
-from autosac.measuring.verifying import Verification
-from autosac.planning.estimating import Estimate
+from autosac.devices.specs import DeviceSpec
+from autosac.planning.budget_sweep import Sweep, SweepRow
 from autosac.planning.plans import Plan
-from autosac.planning.sweeping import Sweep, SweepRow
+from autosac.profiles.estimate import Estimate
 from autosac.quantities import format_bytes, format_ms
+from autosac.verification.verifying import Verification
 
 _PLAN_FIELDS = (
     "policy", "budget_bytes", "peak_bytes", "baseline_peak_bytes", "recompute_ms",
@@ -40,20 +40,20 @@ def sweep_record(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def estimate_record(found: Estimate) -> dict[str, Any]:
+def estimate_record(estimate: Estimate) -> dict[str, Any]:
     """The figures of an estimate, with the name of its device."""
-    record = {name: getattr(found, name) for name in Estimate.__slots__}
-    modules = [asdict(row) for row in found.modules]
-    return {**record, "device": found.device.name, "modules": modules}
+    record = {name: getattr(estimate, name) for name in Estimate.__slots__}
+    modules = [asdict(row) for row in estimate.modules]
+    return {**record, "device": estimate.device.name, "modules": modules}
 
 
-def verification_record(found: Verification) -> dict[str, Any]:
+def verification_record(verification: Verification) -> dict[str, Any]:
     """What real steps showed, with the verdicts."""
     return {
-        **asdict(found),
-        "identical": found.identical,
-        "within_budget": found.within_budget,
-        "prediction_error": found.prediction_error,
+        **asdict(verification),
+        "identical": verification.identical,
+        "within_budget": verification.within_budget,
+        "prediction_error": verification.prediction_error,
     }
 
 
@@ -103,9 +103,9 @@ def device_table(specs: Iterable[DeviceSpec]) -> Table:
     return table
 
 
-def floor_line(found: Estimate, floor_bytes: int) -> str:
+def floor_line(estimate: Estimate, floor_bytes: int) -> str:
     """What recomputation could make of a step."""
-    share = floor_bytes / found.peak_bytes
+    share = floor_bytes / estimate.peak_bytes
     return (
         f"With recomputation the step fits into {format_bytes(floor_bytes)}"
         f" ({share:.0%} of that): see `autosac plan`."

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from autosac.costs.timing import OpMeasurement
-from autosac.tracing.signatures import Layout, Signature
+from autosac.step.op_signatures import Layout, Signature
 
 _FORMAT_VERSION = 3  # rises when the way of measuring changes
 _NAMESPACES = ("aten.", "prims.")  # PyTorch's own: others change with no new version
@@ -72,22 +72,22 @@ def _text(value: Any) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """All that decides what an op costs, but the op."""
-    found = {
+    """Settings, versions and hardware that decide what ops cost."""
+    settings = {
         "torch": torch.__version__,
         "precision": _precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "dtype": str(torch.get_default_dtype()),
     }
     if device.type == "cuda":
-        return found | {
+        return settings | {
             "device": torch.cuda.get_device_name(device),
             "libraries": f"{torch.version.cuda} {torch.version.hip}"
             f" {torch.backends.cudnn.version()}",
             "cudnn": f"{torch.backends.cudnn.enabled}"
             f" {torch.backends.cudnn.benchmark} {torch.backends.cudnn.deterministic}",
         }
-    return found | {
+    return settings | {
         "device": _processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),

@@ -10,8 +10,8 @@ import torch
 from autosac.costs import caching
 from autosac.costs.sources import Source, modelled
 from autosac.costs.timing import OpMeasurement, OpSizes, blas_bytes, measure_ops
-from autosac.tracing.signatures import Signature
-from autosac.tracing.tape import Op, Tape
+from autosac.step.op_signatures import Signature
+from autosac.step.tape import Op, Tape
 
 _PRODUCTS = frozenset(  # ops that call cuBLAS
     f"aten.{name}.default"
@@ -21,7 +21,7 @@ _PRODUCTS = frozenset(  # ops that call cuBLAS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """What is known of a tape's ops.
+    """Measured or modelled costs of a tape's ops.
 
     Attributes:
         ops: They, with their workspaces.
@@ -59,10 +59,10 @@ def calibrated(
         refresh: Measure what the table knows, too.
         progress: As in `measure_ops`.
     """
-    found, failures = look_up(
+    costs, failures = look_up(
         _sizes(tape), device=device, cache=cache, refresh=refresh, progress=progress
     )
-    return _replaced(tape, op_ms, found, failures, _library_bytes(tape, device))
+    return _replaced(tape, op_ms, costs, failures, _library_bytes(tape, device))
 
 
 Found = dict[Signature, tuple[OpMeasurement, Source]]
@@ -88,29 +88,29 @@ def look_up(
         progress: As in `measure_ops`.
     """
     texts = {s: text for s in needed if (text := caching.text_of(s))} if cache else {}
-    found: Found = {}
+    costs: Found = {}
     unsteady: dict[Signature, OpMeasurement] = {}
     if cache:
         environment = caching.environment(device)
         path = caching.path_of(environment)
         table = {} if refresh else caching.read(path)
         for signature, text in texts.items():
-            if (known := table.get(text)) is None:
+            if (cached := table.get(text)) is None:
                 continue
-            if known.is_steady:
-                found[signature] = (known, "cached")
+            if cached.is_steady:
+                costs[signature] = (cached, "cached")
             else:
-                unsteady[signature] = known
-    missing = {s: sizes for s, sizes in needed.items() if s not in found}
-    made = measure_ops(missing, device=device, progress=progress)
-    for signature, cost in made.costs.items():
+                unsteady[signature] = cached
+    missing = {s: sizes for s, sizes in needed.items() if s not in costs}
+    measured = measure_ops(missing, device=device, progress=progress)
+    for signature, cost in measured.costs.items():
         if signature in unsteady:
             cost = cost.or_earlier(unsteady[signature])
-        found[signature] = (cost, "measured")
+        costs[signature] = (cost, "measured")
     if cache:
-        new = {texts[s]: found[s][0] for s in made.costs if s in texts}
+        new = {texts[s]: costs[s][0] for s in measured.costs if s in texts}
         caching.add(path, environment, new)
-    return found, made.failures
+    return costs, measured.failures
 
 
 def _library_bytes(tape: Tape, device: torch.device) -> tuple[int, ...]:
@@ -123,34 +123,34 @@ def _library_bytes(tape: Tape, device: torch.device) -> tuple[int, ...]:
 
 def _sizes(tape: Tape) -> dict[Signature, OpSizes]:
     """Distinct ops that do some work -> what the tape counts of each."""
-    found: dict[Signature, OpSizes] = {}
+    sizes: dict[Signature, OpSizes] = {}
     for op in tape.ops:
         if isinstance(op.signature, Signature) and not op.is_view:
             made_bytes = sum(tape.storages[i].nbytes for i in op.creates)
-            found[op.signature] = OpSizes(
+            sizes[op.signature] = OpSizes(
                 moved_bytes=op.moved_bytes, made_bytes=made_bytes
             )
-    return found
+    return sizes
 
 
 def _replaced(
     tape: Tape,
     op_ms: tuple[float, ...],
-    found: Found,
+    costs: Found,
     failed: dict[Signature, str],
     library_bytes: tuple[int, ...],
 ) -> Calibrated:
     ops, times, sources, unsteady_ms = [], [], [], 0.0
     for op, modelled_ms in zip(tape.ops, op_ms, strict=True):
-        known = None
+        cost_and_source = None
         if isinstance(op.signature, Signature) and not op.is_view:
-            known = found.get(op.signature)
-        if known is None:
+            cost_and_source = costs.get(op.signature)
+        if cost_and_source is None:
             ops.append(op)
             times.append(modelled_ms)
             source = modelled(op)
         else:
-            cost, source = known
+            cost, source = cost_and_source
             ops.append(replace(op, workspace_bytes=cost.workspace_bytes))
             times.append(cost.runtime_ms)
             unsteady_ms += 0.0 if cost.is_steady else cost.runtime_ms

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autosac.costs.devices import DeviceSpec
-from autosac.tracing.tape import Op, Tape
+from autosac.devices.specs import DeviceSpec
+from autosac.step.tape import Op, Tape
 
 
 def op_ms(op: Op, device: DeviceSpec) -> float:
@@ -18,7 +18,7 @@ def op_ms(op: Op, device: DeviceSpec) -> float:
 
 
 def roofline_ms(flops: int, dtype: str, moved_bytes: int, device: DeviceSpec) -> float:
-    """Predicted time of so much work in ms, see `op_ms`."""
+    """Predicted time in ms of so many FLOPs and moved bytes, see `op_ms`."""
     compute_s = flops / device.flops_per_s(dtype)
     memory_s = moved_bytes / device.bandwidth_bytes_per_s
     return max(compute_s, memory_s) * 1e3 + device.launch_overhead_ms

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autosac.quantities import format_bytes, format_ms
-from autosac.tracing.tape import Op
+from autosac.step.tape import Op
 
 Source = Literal["measured", "cached", "modelled", "view"]
 
@@ -50,15 +50,15 @@ class Calibration:
     @property
     def measured_fraction(self) -> float:
         """Share of the step's time that was measured, now or before."""
-        known = self.measured.ms + self.cached.ms
-        total = known + self.modelled.ms
-        return known / total if total else 1.0
+        measured_ms = self.measured.ms + self.cached.ms
+        total = measured_ms + self.modelled.ms
+        return measured_ms / total if total else 1.0
 
     @property
     def unsteady_fraction(self) -> float:
         """Share of the measured time that is of ops whose runs disagreed."""
-        known = self.measured.ms + self.cached.ms
-        return self.unsteady_ms / known if known else 0.0
+        measured_ms = self.measured.ms + self.cached.ms
+        return self.unsteady_ms / measured_ms if measured_ms else 0.0
 
     def __str__(self) -> str:
         parts = [("measured", self.measured), ("from the cache", self.cached)]
@@ -106,9 +106,11 @@ def calibration(
             formula_ms[op.name] = formula_ms.get(op.name, 0.0) + ms
     shares = {
         source: Share(
-            num_ops=len(found), ms=times[source], workspace_bytes=sum(found.values())
+            num_ops=len(workspaces),
+            ms=times[source],
+            workspace_bytes=sum(workspaces.values()),
         )
-        for source, found in distinct.items()
+        for source, workspaces in distinct.items()
     }
     names = sorted(formula_ms, key=lambda name: -formula_ms[name])
     reasons = tuple((name, failures.get(name, "not calibrated")) for name in names)

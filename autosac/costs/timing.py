@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from torch.profiler import record_function
 
 from autosac import _compat
 from autosac._compat_profiler import a_profiler_is_active
-from autosac.costs import inventing
-from autosac.measuring.measuring import cpu_events, recorded_events
+from autosac.costs import synthetic_inputs
+from autosac.devices.allocator_events import cpu_events, recorded_events
+from autosac.devices.free_memory import available_bytes
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
-from autosac.tracing.arguments import warn
-from autosac.tracing.signatures import Signature
+from autosac.step.arguments import warn
+from autosac.step.op_signatures import Signature
 
 _FEWEST = 2  # runs: the first one may find a machine that does something else, too
 _REPEATS = 6  # noise only adds: the least of so many times is taken,
@@ -86,7 +86,7 @@ class OpMeasurement:
         return self.spread <= STEADY
 
     def or_earlier(self, other: OpMeasurement) -> OpMeasurement:
-        """Of it and one made before, that which noise added less to."""
+        """The less noisy one of this measurement and an earlier one."""
         least, more = sorted((self, other), key=lambda one: one.runtime_ms)
         gap = spread_of((least.runtime_ms, more.runtime_ms))
         return replace(least, spread=min(least.spread, gap))
@@ -135,7 +135,9 @@ def measure_ops(
     allowed: dict[Signature, OpSizes] = {}
     failures: dict[Signature, str] = {}
     for signature, size in sizes.items():
-        reason = inventing.refusal(signature) or _too_large(size.moved_bytes, device)
+        reason = synthetic_inputs.refusal(signature) or _too_large(
+            size.moved_bytes, device
+        )
         if reason is None:
             allowed[signature] = size
         else:
@@ -189,7 +191,7 @@ def _first_run_on_cpu(
     And the bytes of its results if their shapes depend on values: with made-up ones
     they may be larger than in the step.
     """
-    args, kwargs = inventing.arguments(signature, device)
+    args, kwargs = synthetic_inputs.arguments(signature, device)
     call = partial(signature.func, *args, **kwargs)
     clock = _clock(device)
     begin = clock()
@@ -225,7 +227,7 @@ def _first_runs_on_gpu(
 
 
 def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasurement:
-    args, kwargs = inventing.arguments(signature, device)
+    args, kwargs = synthetic_inputs.arguments(signature, device)
     call = partial(signature.func, *args, **kwargs)
     call()  # libraries are loaded and allocate at their first call
     torch.cuda.synchronize(device)
@@ -248,8 +250,8 @@ def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasureme
 def _without_recording(
     signature: Signature, first: OpMeasurement, device: torch.device
 ) -> OpMeasurement:
-    """A measurement with a better time."""
-    args, kwargs = inventing.arguments(signature, device)
+    """A first measurement with a better time, taken without the profiler."""
+    args, kwargs = synthetic_inputs.arguments(signature, device)
     call = partial(signature.func, *args, **kwargs)
     in_a_row = _IN_A_ROW if device.type == "cuda" else 1
     try:
@@ -294,7 +296,7 @@ def _run_ms(call: Callable[[], Any], device: torch.device, in_a_row: int = 1) ->
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds; an op that runs on this thread alone does not count who else runs."""
+    """Clock in seconds: this thread's own one if ops run on this thread alone."""
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if is_alone else time.perf_counter
 
@@ -344,23 +346,6 @@ def _too_large(num_bytes: int, device: torch.device) -> str | None:
     if free_bytes is None or num_bytes <= _MEMORY_SHARE * free_bytes:
         return None
     return f"it needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} are free"
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Memory that can be allocated; None where that cannot be known."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device
-        )
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
-    try:  # as `free` does (proc_meminfo(5)); Linux only
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 # --- progress -----------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The same questions about joint graphs: capture, plan, rewrite, compile."""
+"""Memory plans for joint graphs: capture, plan, rewrite, compile."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autosac import _compat_graphs
-from autosac.measuring.measuring import measure_peak, storage_bytes
+from autosac.verification.measuring import measure_peak, storage_bytes
 
 
 class Run(NamedTuple):
@@ -40,12 +40,12 @@ def guarded_forward(
                 " for its backward pass; the budget would not hold for both. Compile"
                 " the whole model as one graph, and call it once per backward pass."
             )
-        known = _storages(args)
+        caller_storages = _storages(args)
         results = compiled(args)
-        known |= _storages(results[:num_outputs])
+        caller_storages |= _storages(results[:num_outputs])
         _waiting.clear()
         for tensor in _tensors(results[num_outputs:]):
-            if (key := _compat_graphs.storage_key(tensor)) not in known:
+            if (key := _compat_graphs.storage_key(tensor)) not in caller_storages:
                 _waiting[key] = _compat_graphs.weak_storage(tensor)
         return results
 
@@ -101,7 +101,7 @@ def _invented(example: Any) -> Any:
     """Made-up data with the layout of a fake tensor; 0 is a valid index."""
     if not isinstance(example, torch.Tensor):
         return example
-    made = torch.empty_strided(
+    tensor = torch.empty_strided(
         example.shape, example.stride(), dtype=example.dtype, device="cpu"
     )
-    return made.fill_(0.5 if example.is_floating_point() else 0)
+    return tensor.fill_(0.5 if example.is_floating_point() else 0)

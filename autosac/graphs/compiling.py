@@ -15,12 +15,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import fx
 
-from autosac import _compat_graphs
+from autosac import _compat, _compat_graphs
 from autosac.errors import AutosacError, InfeasibleBudgetError
 from autosac.graphs import compiled_runs
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy
-from autosac.planning.mistakes import check_unplanned
+from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, parse_bytes
 
 CompilerBackend = Literal["aot_eager", "inductor"]
@@ -91,7 +91,7 @@ def compile(
         raise TypeError(f"`model` must be a module, got {type(model).__name__}.")
     check_unplanned(model)
     for fqn, module in model.named_modules():
-        if _compat_graphs.is_compiled(module):
+        if _compat.is_compiled(module):
             raise ValueError(
                 f"`{fqn or 'model'}` is compiled already; the budget caps one graph:"
                 " compile the whole model with `autosac.compile`, or leave it out."
@@ -110,9 +110,9 @@ def compile(
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
     )
-    made = torch.compile(model, backend=compiler.run, fullgraph=True, dynamic=False)
-    _plans[made] = compiler.plans
-    return made
+    compiled = torch.compile(model, backend=compiler.run, fullgraph=True, dynamic=False)
+    _plans[compiled] = compiler.plans
+    return compiled
 
 
 _plans: weakref.WeakKeyDictionary[Any, list[CompiledPlan]] = weakref.WeakKeyDictionary()
@@ -160,7 +160,7 @@ class _Compiler:
 
     @property
     def _beside_bytes(self) -> int:
-        """What is alive beside the graph."""
+        """Bytes alive beside the graph: accumulated gradients and the user's extra."""
         held = self.extra_bytes
         if self.accumulate:
             held += sum(p.nbytes for p in self._parameters() if p.requires_grad)
@@ -172,13 +172,13 @@ class _Compiler:
 
     def _compile_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         partition = _Partition(self, self.budget_bytes - self._beside_bytes)
-        made = _compat_graphs.compile_eagerly(
+        compiled = _compat_graphs.compile_eagerly(
             gm, inputs, partition.run, partition.guarded
         )
         if partition.plan is not None:
             peak_bytes = partition.plan.peak_bytes + self._beside_bytes
             self.plans.append(CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes))
-        return made
+        return compiled
 
     def _compile_with_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile and measure plans, less and less memory, until one fits.
@@ -190,18 +190,18 @@ class _Compiler:
         least_bytes = rung = 0
         while rung <= _NUM_RUNGS:
             partition = _Partition(self, wanted_bytes, rung=rung)
-            made = _compat_graphs.compile_with_inductor(
+            compiled = _compat_graphs.compile_with_inductor(
                 _compat_graphs.copy_graph(gm), inputs, partition.run, partition.guarded
             )
             if partition.plan is None:  # no backward pass
-                return made
+                return compiled
             real_bytes = partition.measured_bytes()
             if real_bytes <= wanted_bytes:
                 peak_bytes = real_bytes + self._beside_bytes
                 self.plans.append(
                     CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes)
                 )
-                return made
+                return compiled
             least_bytes = min(real_bytes, least_bytes or real_bytes)
             assert partition.rung is not None
             rung = partition.rung + 1
@@ -264,11 +264,11 @@ class _Partition:
         self, module: fx.GraphModule, num_outputs: int, static: Sequence[int]
     ) -> _compat_graphs.Partition:
         """Forward and backward of a joint graph, within the budget."""
-        found = normalized(module, num_outputs)
+        captured = normalized(module, num_outputs)
         joint = JointGraph(
             module=module,
             num_forward_outputs=num_outputs,
-            memory=found.memory.measured(),
+            memory=captured.memory.measured(),
         )
         self.plan = self._planned(
             GraphPlanner(joint, floor_limit_s=self.compiler.time_limit_s)
@@ -311,7 +311,7 @@ class _Partition:
         return plan
 
     def _with_all_bytes(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
-        """The same error in terms of the whole budget."""
+        """An infeasible budget's error in terms of the whole budget."""
         beside_bytes = self.compiler.budget_bytes - self.budget_bytes
         if not beside_bytes:
             return error
@@ -360,7 +360,7 @@ def saved_nodes(joint: JointGraph) -> list[fx.Node]:
 
 
 def least_real_bytes(joint: JointGraph) -> int:
-    """What is alive where forward ends, or backward, however nodes are fused."""
+    """Bytes alive where forward ends, or backward, however nodes are fused."""
     results: Any = joint.module.graph.output_node().args[0]
     returned = results[: joint.num_forward_outputs]
     at_loss = [*_kept_inputs(joint), *returned, *saved_nodes(joint)]
@@ -368,7 +368,7 @@ def least_real_bytes(joint: JointGraph) -> int:
 
 
 def least_bytes_of_any_plan(joint: JointGraph) -> int:
-    """What is alive where backward ends, whatever is recomputed."""
+    """Bytes alive where backward ends, whatever is recomputed."""
     results: Any = joint.module.graph.output_node().args[0]
     return _bytes_of(joint, [*_kept_inputs(joint), *results])
 

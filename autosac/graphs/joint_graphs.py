@@ -16,7 +16,11 @@ from autosac.errors import TraceError, UnsupportedError
 from autosac.graphs.memory import GraphMemory, graph_memory
 from autosac.graphs.optimizer_stage import append_step
 from autosac.graphs.optimizer_steps import captured_step
-from autosac.tracing.stepping import LossFn, default_loss, normalize_inputs
+from autosac.step.training_step import (
+    LossFn,
+    default_loss,
+    normalize_inputs,
+)
 
 Stage = Literal["placeholder", "forward", "loss", "backward", "optimizer"]
 
@@ -72,7 +76,7 @@ class JointGraph:
     input_names: tuple[str, ...] = ()
 
     def run(self) -> tuple[Any, ...]:
-        """Run it node by node; values are freed after their last use.
+        """Run the graph node by node; values are freed after their last use.
 
         What it updates is updated in `inputs`: the next run is the next step.
 
@@ -86,25 +90,25 @@ class JointGraph:
 
     @property
     def named_inputs(self) -> dict[str, torch.Tensor]:
-        """The inputs by name: after a run, parameters and state as it left them."""
+        """Inputs by name; after a run, parameters and state as the run left them."""
         return dict(zip(self.input_names, self.inputs, strict=True))
 
     @property
     def persistent_bytes(self) -> int:
-        """Its inputs: alive before, while and after it runs."""
+        """Bytes of the inputs: alive before, while and after the graph runs."""
         return self.memory.input_bytes
 
     def stage_peaks(self) -> dict[Stage, int]:
         """Most bytes alive at once in every stage, in the order of the stages."""
-        found: dict[Stage, int] = {}
+        peaks: dict[Stage, int] = {}
         for node, num_bytes in self.memory.live():
             if (stage := self.stages.get(node)) not in (None, "placeholder"):
-                found[stage] = max(found.get(stage, 0), num_bytes)
-        return found
+                peaks[stage] = max(peaks.get(stage, 0), num_bytes)
+        return peaks
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it ends with a step of an optimizer."""
+        """Whether the graph ends with a step of an optimizer."""
         return "optimizer" in self.stages.values()
 
     @cached_property
@@ -121,19 +125,19 @@ class JointGraph:
     def stages(self) -> dict[fx.Node, Stage]:
         """The stage of every node but constants and the output."""
         last = _last_forward_node(self.module.graph, self.num_forward_outputs)
-        found: dict[fx.Node, Stage] = {}
+        stages: dict[fx.Node, Stage] = {}
         is_forward = True
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
-                found[node] = "placeholder"
+                stages[node] = "placeholder"
             elif node.op == "call_function" and _is_of_optimizer(node):
-                found[node] = "optimizer"
+                stages[node] = "optimizer"
             elif node.op == "call_function":
-                found[node] = "forward" if is_forward else "backward"
+                stages[node] = "forward" if is_forward else "backward"
             is_forward = is_forward and node is not last
-        for node in _loss_nodes([n for n, s in found.items() if s == "forward"]):
-            found[node] = "forward" if _is_update(node) else "loss"
-        return found
+        for node in _loss_nodes([n for n, s in stages.items() if s == "forward"]):
+            stages[node] = "forward" if _is_update(node) else "loss"
+        return stages
 
     def intermediates(self) -> list[Intermediate]:
         """Every storage that forward or loss makes, in order."""
@@ -142,7 +146,7 @@ class JointGraph:
             for argument in node.all_input_nodes:
                 for storage in self.memory.nodes[argument].storages:
                     readers.setdefault(storage, []).append(node)
-        found = []
+        intermediates = []
         for node in self.forward_nodes:
             memory = self.memory.nodes[node]
             for storage in memory.makes:
@@ -151,7 +155,7 @@ class JointGraph:
                 before = [
                     n.name for n in reads if self.stages.get(n) not in _AFTER_FORWARD
                 ]
-                found.append(
+                intermediates.append(
                     Intermediate(
                         node=node.name,
                         op=str(node.target),
@@ -162,7 +166,7 @@ class JointGraph:
                         first_backward_access=after[0] if after else None,
                     )
                 )
-        return found
+        return intermediates
 
 
 def joint_graph(
@@ -213,15 +217,15 @@ def joint_graph(
         raise TraceError(
             f"The step cannot be captured as one graph: {error}"
         ) from error
-    found = normalized(module, num_outputs)
+    captured = normalized(module, num_outputs)
     tangents = [
         torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype)
         for node in module.graph.nodes
         if _compat_graphs.is_tangent(node)
     ]
     joint = replace(
-        found,
-        inputs=_without_updated(found, (*primals, *tangents)),
+        captured,
+        inputs=_without_updated(captured, (*primals, *tangents)),
         input_names=(
             *_names(model, primals),
             *("gradient of the loss" for _ in tangents),
@@ -233,12 +237,12 @@ def joint_graph(
 
 
 def _names(model: torch.nn.Module, primals: Sequence[Any]) -> list[str]:
-    """What the inputs of forward are."""
-    known = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
-    known |= {id(b): f"buffer {name}" for name, b in model.named_buffers()}
-    given = [p for p in primals if id(p) not in known]
-    known |= {id(value): f"input {i}" for i, value in enumerate(given)}
-    return [known[id(p)] for p in primals]
+    """A name for each input of forward, for people."""
+    names = {id(p): f"parameter {name}" for name, p in model.named_parameters()}
+    names |= {id(b): f"buffer {name}" for name, b in model.named_buffers()}
+    given = [p for p in primals if id(p) not in names]
+    names |= {id(value): f"input {i}" for i, value in enumerate(given)}
+    return [names[id(p)] for p in primals]
 
 
 def _without_updated(
@@ -341,8 +345,8 @@ def _check(node: fx.Node) -> None:
             f"`{node.name}` is on {value.device}: graphs are planned for the CPU only,"
             " so far; use `autosac.plan` on a GPU."
         )
-    known = _compat_graphs.is_op(node.target)
-    if node.op == "call_function" and not known and node.target != operator.getitem:
+    is_op = _compat_graphs.is_op(node.target)
+    if node.op == "call_function" and not is_op and node.target != operator.getitem:
         raise UnsupportedError(
             f"`{node.name}` is no plain operator ({node.target}); its memory cannot be"
             " planned."
@@ -358,7 +362,7 @@ def _is_of_optimizer(node: fx.Node) -> bool:
 
 
 def _updates_of_forward(graph: fx.Graph) -> list[fx.Node]:
-    """Updates of inputs; others are the optimizer's, or copy gradients for it."""
+    """Nodes of forward that update inputs, without the optimizer's updates."""
     return [
         node
         for node in graph.nodes

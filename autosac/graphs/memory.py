@@ -18,12 +18,12 @@ from torch import fx
 
 from autosac import _compat, _compat_graphs
 from autosac.costs.calibrating import look_up
-from autosac.costs.devices import device_spec
 from autosac.costs.roofline import roofline_ms
 from autosac.costs.timing import OpMeasurement, OpSizes
+from autosac.devices.specs import device_spec
+from autosac.fake_tensors import op_facts, real_layouts
 from autosac.pytrees import tensors_in
-from autosac.tracing import op_facts, real_layouts
-from autosac.tracing.signatures import Signature
+from autosac.step.op_signatures import Signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +61,19 @@ class GraphMemory:
 
     @property
     def input_bytes(self) -> int:
-        """Size of what is there before and after a run."""
+        """Bytes of the inputs, which are there before and after a run."""
         return sum(self.nbytes[storage] for storage in self._held(()))
 
     def measured(self) -> GraphMemory:
-        """The same with times and workspaces that were measured here, or before."""
+        """A copy with times and workspaces that were measured here, or before."""
         needed = {
             memory.signature: memory.sizes
             for memory in self.nodes.values()
             if memory.signature is not None and memory.sizes is not None
         }
         with _compat.no_modes():  # AOTAutograd's fake tensors cost nothing
-            found, _ = look_up(needed, device=torch.device("cpu"))
-        return self.with_costs({s: cost for s, (cost, _) in found.items()})
+            measurements, _ = look_up(needed, device=torch.device("cpu"))
+        return self.with_costs({s: cost for s, (cost, _) in measurements.items()})
 
     @cached_property
     def costs(self) -> dict[Signature, OpMeasurement]:
@@ -87,9 +87,9 @@ class GraphMemory:
         }
 
     def with_costs(self, costs: Mapping[Signature, OpMeasurement]) -> GraphMemory:
-        """The same with these times and workspaces, where they are known."""
+        """A copy with these times and workspaces, where they are known."""
 
-        def known(memory: NodeMemory) -> NodeMemory:
+        def with_cost(memory: NodeMemory) -> NodeMemory:
             cost = None if memory.signature is None else costs.get(memory.signature)
             if cost is None:
                 return memory
@@ -99,17 +99,17 @@ class GraphMemory:
                 workspace_bytes=cost.workspace_bytes,
             )
 
-        nodes = {node: known(memory) for node, memory in self.nodes.items()}
+        nodes = {node: with_cost(memory) for node, memory in self.nodes.items()}
         return replace(self, nodes=nodes)
 
     def last_users(self) -> dict[fx.Node, int]:
         """Place in the order of the last user of each node, else its own place."""
-        found: dict[fx.Node, int] = {}
+        last_places: dict[fx.Node, int] = {}
         for place, node in enumerate(self.nodes):
-            found[node] = place
+            last_places[node] = place
             for argument in node.all_input_nodes:
-                found[argument] = place
-        return found
+                last_places[argument] = place
+        return last_places
 
     def lives(self, freed: Collection[fx.Node] = ()) -> dict[int, tuple[int, int]]:
         """Storages -> first and last place at which they are alive.
@@ -119,16 +119,16 @@ class GraphMemory:
                 not listed.
         """
         last_users, held = self.last_users(), self._held(freed)
-        found: dict[int, tuple[int, int]] = {}
+        spans: dict[int, tuple[int, int]] = {}
         for place, (node, memory) in enumerate(self.nodes.items()):
             for storage in memory.storages if node in freed else memory.makes:
                 if storage not in held:
-                    found[storage] = (0 if node in freed else place), place
+                    spans[storage] = (0 if node in freed else place), place
             for storage in memory.storages:
-                if storage in found:
-                    first, last = found[storage]
-                    found[storage] = first, max(last, last_users[node])
-        return found
+                if storage in spans:
+                    first, last = spans[storage]
+                    spans[storage] = first, max(last, last_users[node])
+        return spans
 
     def _held(self, freed: Collection[fx.Node]) -> frozenset[int]:
         """Storages of inputs that outlive a run."""
@@ -184,7 +184,7 @@ class _FakeRun(fx.Interpreter):
         self._device = device_spec("cpu")
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and note its storages; a number is what its node says."""
+        """Run a node and note its storages; numbers come from the node's metadata."""
         self._node = n
         self._costs: dict[str, Any] = {}
         value = n.meta.get("val") if n.op == "call_function" else None

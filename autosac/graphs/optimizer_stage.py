@@ -59,7 +59,7 @@ def append_step(
 
 
 def _meta_of(node: fx.Node) -> dict[str, Any]:
-    """What is known of a node of a step: for a number, one that it might be."""
+    """Metadata of a node of an optimizer's step; an example value for a number."""
     value = node.meta.get("val")
     kept: dict[str, Any] = {"partitioner_tag": "is_optimizer"}
     if isinstance(value, (torch.SymFloat, float)):
@@ -99,25 +99,25 @@ class _Gradients:
             empty = self._graph.call_function(
                 torch.ops.aten.new_empty_strided.default, (node, size, list(stride))
             )
-            made = self._graph.call_function(
+            call = self._graph.call_function(
                 torch.ops.aten.copy_.default, (empty, node)
             )
-        for new in (empty, made):
+        for new in (empty, call):
             _compat_graphs.place(new, "is_backward")
             new.meta["val"] = node.meta["val"].new_empty_strided(size, stride)
-        results[result] = made
+        results[result] = call
         output.args = (tuple(results),)
-        return made
+        return call
 
     def _is_shared(self, node: fx.Node, others: Sequence[Any]) -> bool:
         """Whether memory of a gradient is that of an input, or of another result."""
-        known = [
+        other_nodes = [
             n for n in others if isinstance(n, fx.Node) and n in self._memory.nodes
         ]
         own = self._range(node)
         return any(
             storage == own[0] and begin < own[2] and own[1] < end
-            for storage, begin, end in (*map(self._range, known), *self._inputs())
+            for storage, begin, end in (*map(self._range, other_nodes), *self._inputs())
         )
 
     def _inputs(self) -> Iterator[tuple[int, int, int]]:

@@ -16,10 +16,13 @@ import torch
 from torch import fx
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from autosac import _compat, _compat_gpu, _compat_graphs
+from autosac import _compat, _compat_autograd, _compat_gpu, _compat_graphs
 from autosac.errors import TraceError, UnsupportedError
 from autosac.pytrees import tensors_in
-from autosac.tracing.stepping import OptimizerInBackward, check_optimizer
+from autosac.step.training_step import (
+    OptimizerInBackward,
+    check_optimizer,
+)
 
 # What optimizers raise that cannot step on copies, or on numbers that nobody knows.
 _STEP_ERRORS = (
@@ -74,13 +77,13 @@ def captured_step(
     own, copies = _copied(optimizer, model, trained)
     _check_kind(own)
     for name, parameter in model.named_parameters():
-        if _compat.has_hooks(parameter):
+        if _compat_autograd.has_hooks(parameter):
             raise UnsupportedError(
                 f"The parameter `{name}` has a hook, which a graph with an optimizer"
                 " would leave out; remove it while planning."
             )
-    found = _stepped(own, copies, trained)
-    parameters = [copies[id(p)] for p in found]
+    stepped = _stepped(own, copies, trained)
+    parameters = [copies[id(p)] for p in stepped]
     _keep_only(own, parameters)
     names = {
         id(copies[id(p)]): n for n, p in model.named_parameters() if id(p) in copies
@@ -101,7 +104,7 @@ def captured_step(
     _check_trace(type(own).__name__, traced)
     return OptimizerStep(
         module=traced.module,
-        trained=tuple(found),
+        trained=tuple(stepped),
         parameters=tuple(parameters),
         states=tuple(states.values()),
         state_names=tuple(states),
@@ -120,13 +123,13 @@ def _stepped(
             "`optimizer` makes an optimizer of other parameters than it is given; let"
             " it use its argument, or pass the optimizer itself."
         )
-    found = [p for p in trained if id(p) in copies and id(copies[id(p)]) in held]
-    if not found:
+    stepped = [p for p in trained if id(p) in copies and id(copies[id(p)]) in held]
+    if not stepped:
         raise TraceError(
             "`optimizer` has no parameter that gets a gradient from this step; make it"
             " from the model's own parameters."
         )
-    return found
+    return stepped
 
 
 def _first_line(error: BaseException) -> str:
@@ -180,7 +183,7 @@ def _copy_of(parameter: torch.nn.Parameter, *, with_memory: bool) -> torch.nn.Pa
 
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what is known to be no graph, or another one at the next step."""
+    """Refuse optimizers whose step is no graph, or another one each time."""
     check_optimizer(optimizer, 1, None)
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -189,7 +192,7 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
             f"`{name}.step` needs a closure that runs the model; a graph has one"
             " forward and one backward: use an optimizer that does without."
         )
-    if _compat.has_hooks(optimizer):
+    if _compat_autograd.has_hooks(optimizer):
         raise UnsupportedError(
             f"`{name}` has hooks around its step, which are Python and not part of a"
             " graph; remove them while planning."
@@ -265,7 +268,7 @@ class _Writes(_compat.TorchDispatchMode):
         return out
 
     def undo(self) -> None:
-        """Put back what was there."""
+        """Put back what memory held before it was first updated."""
         for storage, before in self._before.values():
             storage.copy_(before)
 
@@ -279,15 +282,15 @@ def _named_states(
     names: dict[int, str],
 ) -> dict[str, torch.Tensor]:
     """Tensors that an optimizer keeps."""
-    found: dict[str, torch.Tensor] = {}
+    states: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for parameter in parameters:
         owner = names.get(id(parameter), "another parameter")
         for path, leaf in tree_flatten_with_path(optimizer.state.get(parameter, {}))[0]:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
-                found[f"optimizer state {keystr(path)} of {owner}"] = leaf
+                states[f"optimizer state {keystr(path)} of {owner}"] = leaf
                 seen.add(id(leaf))
-    return found
+    return states
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,14 +10,15 @@ from typing import Any, Literal, get_args
 from torch import fx
 
 from autosac import _compat
-from autosac.candidates.groups import BATCH_NORM_OPS, NEVER_RERUN
 from autosac.errors import InfeasibleBudgetError
 from autosac.graphs import rewriting as graph_rewriting
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.memory import GraphMemory
 from autosac.quantities import format_bytes, parse_bytes
-from solvers import capuchin, graph, recomputation
-from solvers.recomputation import GraphProblem
+from autosac.solvers import graph
+from autosac.solvers.graph import capuchin, recomputation
+from autosac.solvers.graph.recomputation import GraphProblem
+from autosac.units.groups import BATCH_NORM_OPS, NEVER_RERUN
 
 Strategy = Literal["milp", "capuchin"]
 
@@ -115,22 +116,22 @@ class GraphPlanner:
             if greedy.kept is None:
                 raise self._infeasible(budget_bytes, greedy.lowest, strategy)
             return self._made(budget_bytes, greedy.kept, None, strategy)
-        found = _solved(
+        solution = _solved(
             self.problem, budget_bytes, greedy.lowest, time_limit_s, relative_gap
         )
-        if found.kept is None:
+        if solution.kept is None:
             if self.lowest[0] > budget_bytes:
                 raise self._infeasible(budget_bytes, self.lowest[1], strategy)
             return self._made(budget_bytes, self.lowest[1], 0.0, strategy)
-        return self._made(budget_bytes, found.kept, found.bound_ms, strategy)
+        return self._made(budget_bytes, solution.kept, solution.bound_ms, strategy)
 
     @cached_property
     def lowest(self) -> tuple[int, frozenset[int]]:
         """Least peak that the MILP finds, and what is kept there."""
         greedy = capuchin.solve(self.problem, budget_bytes=0)
-        found = _lowest(self.problem, greedy.lowest, self.floor_limit_s)
-        assert found.kept is not None and found.peak_bytes is not None
-        return found.peak_bytes, found.kept
+        solution = _lowest(self.problem, greedy.lowest, self.floor_limit_s)
+        assert solution.kept is not None and solution.peak_bytes is not None
+        return solution.peak_bytes, solution.kept
 
     def _made(
         self,
@@ -223,8 +224,8 @@ class _Reader:
         self.memory: GraphMemory = joint.memory
         self.ops = [n for n in joint.forward_nodes if self._is_op(n)]
         self.steps = [*joint.nodes_after_forward, joint.module.graph.output_node()]
-        made = [s for n in self.ops for s in self.memory.nodes[n].makes]
-        self.values = {storage: value for value, storage in enumerate(made)}
+        storages = [s for n in self.ops for s in self.memory.nodes[n].makes]
+        self.values = {storage: value for value, storage in enumerate(storages)}
 
     def _is_op(self, node: fx.Node) -> bool:
         return bool(self.memory.nodes[node].makes) or node.is_impure()
@@ -246,10 +247,12 @@ class _Reader:
             if isinstance(r, fx.Node)
         ]
         carried, during = self._beside_values()
-        made = [r for r in results[self.joint.num_forward_outputs :] if r is not None]
+        tensors = [
+            r for r in results[self.joint.num_forward_outputs :] if r is not None
+        ]
         step_reads = (
             *(self._of(n.all_input_nodes) for n in self.steps[:-1]),
-            self._of(made),
+            self._of(tensors),
         )
         return GraphProblem(
             value_bytes=tuple(nbytes[storage] for storage in self.values),
@@ -299,7 +302,7 @@ class _Reader:
         return tuple(before), tuple(during)
 
     def _is_pinned(self, node: fx.Node) -> bool:
-        """Never made twice: random draws, choices, updates and what they change."""
+        """Whether a node must not run twice, such as random draws and updates."""
         target: Any = node.target
         name = str(target)
         if _compat.is_random(target) or node.is_impure():
@@ -329,8 +332,8 @@ class _Reader:
     ) -> JointGraph:
         """The graph that keeps some values and runs some ops again."""
         problem = self.problem()
-        made = {v for ops in again.values() for op in ops for v in problem.makes[op]}
-        dropped = made - set(kept) - problem.returned
+        remade = {v for ops in again.values() for op in ops for v in problem.makes[op]}
+        dropped = remade - set(kept) - problem.returned
         return graph_rewriting.rewritten(
             self.joint,
             {

@@ -95,10 +95,10 @@ class _Writer:
             results: Any = node.args[0]
             count = self.joint.num_forward_outputs
             kept = [self._twin(r) for r in results[:count]]
-            made = [
+            copies = [
                 self.source(r) if isinstance(r, fx.Node) else r for r in results[count:]
             ]
-            twin.args = ((*kept, *made),)
+            twin.args = ((*kept, *copies),)
             return
         for argument in node.all_input_nodes:
             if (source := self.source(argument)) is not self.twins[argument]:

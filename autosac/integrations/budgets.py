@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from autosac.errors import InfeasibleBudgetError
-from autosac.planning.planning import calibrated_if_present, lowest_plan, make_plan
+from autosac.planning.make_plan import lowest_plan, make_plan
 from autosac.planning.plans import Plan
-from autosac.planning.profiling import Profile, profile
-from autosac.planning.unseen import OnMismatch, check_on_mismatch
+from autosac.planning.unseen_batches import OnMismatch, check_on_mismatch
+from autosac.profiles.given import calibrated_if_present
+from autosac.profiles.profile import Profile, profile
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 
@@ -66,25 +67,25 @@ def plan_loss(
         return num_other_batches * one_bytes + _SCALARS_BYTES
 
     def traced(model: torch.nn.Module, inputs: Any, *, real_step: bool) -> Profile:
-        made = profile(model, inputs, loss_fn=_same, **options)
-        return calibrated_if_present(made, real_step=real_step)
+        step_profile = profile(model, inputs, loss_fn=_same, **options)
+        return calibrated_if_present(step_profile, real_step=real_step)
 
     def replan(model: torch.nn.Module, args: Any, kwargs: Any) -> Plan:
         with forward_replaced(model, forward(model)):
-            made = traced(model, (args, kwargs), real_step=False)
+            step_profile = traced(model, (args, kwargs), real_step=False)
             left_bytes = budget_bytes - held_bytes((args, kwargs))
             try:
-                return make_plan(made, left_bytes)
+                return make_plan(step_profile, left_bytes)
             except InfeasibleBudgetError:
-                return lowest_plan(made, left_bytes)
+                return lowest_plan(step_profile, left_bytes)
 
     others_bytes = held_bytes(inputs)
     try:
         with forward_replaced(model, forward(model)):
-            made = traced(model, inputs, real_step=True)
-            whole = made.device.memory_bytes
+            step_profile = traced(model, inputs, real_step=True)
+            whole = step_profile.device.memory_bytes
             budget_bytes = parse_bytes(memory_budget, total_bytes=whole)
-            plan = make_plan(made, budget_bytes - others_bytes)
+            plan = make_plan(step_profile, budget_bytes - others_bytes)
     except InfeasibleBudgetError as error:
         error.args = (
             f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"

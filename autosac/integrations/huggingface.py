@@ -3,7 +3,7 @@
     trainer = Trainer(model, args, callbacks=[MemoryBudget("6GiB")], ...)
 
 What the loop of transformers 5.23 (trainer.py, `_inner_training_loop`) does to memory,
-beyond `autosac.tracing.stepping`: the model's outputs are gone before backward, all
+beyond `autosac.step.training_step`: the model's outputs are gone before backward, all
 batches of an optimizer step are fetched before its first micro-step, and accelerate
 (data_loader.py, `DataLoaderShard.__iter__`) fetches one more ahead. Autocast is part of
 the model's ``forward``, so that the trace runs into it.
@@ -25,8 +25,8 @@ from autosac.integrations.budgets import (
     summary,
 )
 from autosac.planning.plans import Plan
-from autosac.planning.unseen import OnMismatch
-from autosac.tracing.arguments import marks_of
+from autosac.planning.unseen_batches import OnMismatch
+from autosac.step.arguments import marks_of
 
 _LIKELY = "`compute_loss_func`, `label_smoothing_factor` or a `compute_loss` of its own"
 
@@ -66,16 +66,18 @@ class MemoryBudget(TrainerCallback):
         self.plan: Plan | None = None
         self._undo: list[Callable[[], object]] = []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
         """Wait for the first batch."""
         self._clean_up()  # of a training that was cut off
-        model = known["model"]
+        model = kwargs["model"]
         _refuse(args, model)
-        waiting = _FirstForward(self, model, args, known["optimizer"])
+        waiting = _FirstForward(self, model, args, kwargs["optimizer"])
         self._undo.append(waiting.remove)
         model.forward = waiting
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was found."""
         self._clean_up()
 
@@ -189,6 +191,6 @@ def _refuse(args: Any, model: torch.nn.Module) -> None:
             args.label_smoothing_factor != 0
         ),
     }
-    for sentence, found in refused.items():
-        if found:
+    for sentence, applies in refused.items():
+        if applies:
             raise UnsupportedError(f"`MemoryBudget` cannot plan this: {sentence}.")

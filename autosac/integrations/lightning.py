@@ -3,7 +3,7 @@
     trainer = Trainer(callbacks=[MemoryBudget("6GiB")], ...)
 
 What the loop of lightning 2.6 (pytorch/loops/optimization/automatic.py, `Closure`) does
-to memory, beyond `autosac.tracing.stepping`: it zeroes gradients between forward and
+to memory, beyond `autosac.step.training_step`: it zeroes gradients between forward and
 backward, so that those of the step before are alive in forward; loss and forward are
 `training_step`, under the precision plugin's context.
 """
@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from autosac.applying.varying import steps_by_hand
+from autosac.checkpointing.batch_variants import steps_by_hand
 from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
     checkpointing_already,
@@ -28,8 +28,8 @@ from autosac.integrations.budgets import (
     summary,
 )
 from autosac.planning.plans import Plan
-from autosac.planning.unseen import OnMismatch
-from autosac.tracing.arguments import marks_of
+from autosac.planning.unseen_batches import OnMismatch
+from autosac.step.arguments import marks_of
 
 _OWN_LOOP = (
     "backward",
@@ -95,7 +95,7 @@ class MemoryBudget(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Likewise."""
+        """Leave the module as it was found, after an error too."""
         self._clean_up(pl_module)
 
     def _apply(
@@ -143,12 +143,12 @@ class _TrainingStep:
         self.__wrapped__ = module.training_step  # for those who look at the signature
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _TrainingStep:
-        found: _TrainingStep = object.__new__(type(self))
-        memo[id(self)] = found
-        found.module = copy.deepcopy(self.module, memo)
-        found.trainer = self.trainer
-        found.own = copy.deepcopy(self.own, memo)
-        return found
+        copied: _TrainingStep = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.module = copy.deepcopy(self.module, memo)
+        copied.trainer = self.trainer
+        copied.own = copy.deepcopy(self.own, memo)
+        return copied
 
     def __call__(self, *args: Any) -> torch.Tensor:
         module = self.module
@@ -166,7 +166,7 @@ class _TrainingStep:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What a step that is only traced logs."""
+    """Log nothing, as a step that is only traced does."""
 
 
 def _loss(output: Any) -> torch.Tensor:
@@ -223,6 +223,6 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
         f"`{checkpointing}` has gradient checkpointing already; switch"
         " it off, the plan decides what is recomputed": bool(checkpointing),
     }
-    for sentence, found in refused.items():
-        if found:
+    for sentence, applies in refused.items():
+        if applies:
             raise UnsupportedError(f"`MemoryBudget` cannot plan this: {sentence}.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autosac import _compat
-from autosac.costs.devices import DeviceSpec
+from autosac.devices.specs import DeviceSpec
 from autosac.lens import attention_choice as choice
 from autosac.lens.on_gpu import on_fake_gpu
 
@@ -62,7 +62,7 @@ def attend(
         return out if out.shape[-1] == width else aten.slice.Tensor(out, -1, 0, width)
     mask = _additive(attn_mask, query.dtype)
     if kernel == choice.MATH:
-        found: torch.Tensor = aten._scaled_dot_product_attention_math(
+        composite: torch.Tensor = aten._scaled_dot_product_attention_math(
             query,
             key,
             value,
@@ -73,7 +73,7 @@ def attend(
             scale=scale,
             enable_gqa=enable_gqa,
         )[0]
-        return found
+        return composite
     options: tuple[Any, ...] = (call.needs_gradients, dropout_p, is_causal)
     if kernel == choice.CUDNN:
         fused: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
@@ -90,7 +90,7 @@ def attend(
 
 @functools.cache
 def _makes_batches() -> bool:
-    """Whether this version turns inputs of three dimensions into a batch of one."""
+    """Whether this PyTorch turns inputs of three dimensions into a batch of one."""
     with _compat.no_modes():
         probe = torch.empty(2, 2, 2, device="meta")
     seen = _Names()
@@ -104,7 +104,7 @@ def _makes_batches() -> bool:
 
 
 class _Names(_compat.TorchDispatchMode):
-    """Lists the ops that run."""
+    """A dispatch mode that lists the ops that run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

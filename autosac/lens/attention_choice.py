@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from autosac import _compat_gpu
-from autosac.costs.devices import DeviceSpec
+from autosac.devices.specs import DeviceSpec
 from autosac.errors import UnsupportedError
 
 CUDNN, FLASH, EFFICIENT, MATH = "cudnn", "flash", "efficient", "math"
@@ -81,17 +81,17 @@ def backend(call: Call, device: DeviceSpec) -> str:
 def _order(device: DeviceSpec) -> tuple[str, ...]:
     names = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
     order = _compat_gpu.sdp_priority_order()
-    found = tuple(names[i] for i in order if i in names)
+    backends = tuple(names[i] for i in order if i in names)
     if order == _compat_gpu.DEFAULT_SDP_ORDER and _prefers_cudnn(device):
-        return (CUDNN, *(name for name in found if name != CUDNN))
-    return found
+        return (CUDNN, *(name for name in backends if name != CUDNN))
+    return backends
 
 
 def cudnn_version() -> int:
     """Version of cuDNN: the installed one, or what PyTorch's CUDA wheels ship."""
-    found = torch.backends.cudnn.version()
-    if found is not None:
-        return int(found)
+    installed = torch.backends.cudnn.version()
+    if installed is not None:
+        return int(installed)
     return _compat_gpu.WHEEL_CUDNN
 
 
@@ -127,7 +127,10 @@ def _flash(call: Call, device: DeviceSpec) -> bool:
 
 
 def _flash_differentiates(call: Call, device: DeviceSpec) -> bool:
-    """Compute capabilities 8.6 to 8.9 and 12.x lack backward for some head sizes."""
+    """Whether flash attention has a backward kernel for the head size of a call.
+
+    Compute capabilities 8.6 to 8.9 and 12.x lack some.
+    """
     capability = _capability(device)
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     if device.vendor == "amd" or not small:

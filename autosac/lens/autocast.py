@@ -58,7 +58,7 @@ Kernel = Callable[..., Any]
 
 
 class Autocast:
-    """The kernels, and the casts that are kept until the outermost region ends."""
+    """Autocast's kernels, and the casts kept until the outermost region ends."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -75,16 +75,16 @@ class Autocast:
             (_FLOAT32_RESULT, self._float32_result),
             (_WIDEST, self._widest),
         )
-        found: dict[str, Kernel] = {}
+        by_name: dict[str, Kernel] = {}
         for names, policy in policies:
             for name in names.split():
-                found[name] = functools.partial(policy, _overload(name))
+                by_name[name] = functools.partial(policy, _overload(name))
         for name in _NORMS:
-            found[name] = functools.partial(self._norm, name)
-        known = _compat_gpu.autocast_ops()
-        for name in known - set(found):
-            found[name] = functools.partial(_refuse, name)
-        return {name: kernel for name, kernel in found.items() if name in known}
+            by_name[name] = functools.partial(self._norm, name)
+        overloads = _compat_gpu.autocast_ops()
+        for name in overloads - set(by_name):
+            by_name[name] = functools.partial(_refuse, name)
+        return {name: kernel for name, kernel in by_name.items() if name in overloads}
 
     def _lower(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         return self._call(op, torch.get_autocast_dtype("cuda"), args, kwargs)
@@ -127,7 +127,7 @@ class Autocast:
     def _cast_all(
         self, op: Any, args: Any, kwargs: Any, dtype: torch.dtype
     ) -> tuple[Any, Any]:
-        """Cast the last argument first: GCC, which builds the wheels, does so."""
+        """Cast all arguments, the last first: GCC, which builds the wheels, does so."""
         cast = functools.partial(self._cast, dtype=dtype)
         names = [argument.name for argument in op._schema.arguments]
         order = sorted(kwargs, key=names.index, reverse=True)
@@ -212,7 +212,7 @@ def gpu_autocast() -> Iterator[None]:
         nonlocal depth, ready
         depth += 1
         self._autosac_before = _state()
-        found = originals[1](self)
+        result = originals[1](self)
         if self._enabled and not ready:
             ready = True
             for name, kernel in casts.kernels().items():
@@ -222,18 +222,18 @@ def gpu_autocast() -> Iterator[None]:
         if self.device == "cpu":
             torch.set_autocast_enabled("cuda", self._enabled)
             torch.set_autocast_dtype("cuda", self.fast_dtype)
-        return found
+        return result
 
     def leave(self: Any, *error: Any) -> Any:
         nonlocal depth
         depth -= 1
-        found = originals[2](self, *error)
+        result = originals[2](self, *error)
         enabled, dtype = self._autosac_before
         torch.set_autocast_enabled("cuda", enabled)
         torch.set_autocast_dtype("cuda", dtype)
         if depth == 0:
             casts.forget()
-        return found
+        return result
 
     patched = (init, enter, leave)
     with installed:

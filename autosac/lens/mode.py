@@ -32,11 +32,11 @@ from typing import Any
 import torch
 
 from autosac import _compat, _compat_gpu
-from autosac.costs.devices import DeviceSpec
+from autosac.devices.specs import DeviceSpec
 from autosac.errors import UnsupportedError
 from autosac.lens import attention
 from autosac.lens.autocast import gpu_autocast
-from autosac.tracing.stepping import AnyOptimizer
+from autosac.step.training_step import AnyOptimizer
 
 # Composite ops that would choose a kernel whose memory is not known here.
 _RECURRENT = (
@@ -106,7 +106,7 @@ def host_state(optimizer: AnyOptimizer) -> list[torch.Tensor]:
 
 def _kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
     """Composite op -> what the device does."""
-    found: dict[str, Callable[..., Any]] = {
+    kernels: dict[str, Callable[..., Any]] = {
         "dropout": _dropout,
         "softmax.int": functools.partial(_softmax, "softmax"),
         "log_softmax.int": functools.partial(_softmax, "log_softmax"),
@@ -115,9 +115,9 @@ def _kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
         "_batch_norm_impl_index": functools.partial(_batch_norm, device),
         "scaled_dot_product_attention": functools.partial(attention.attend, device),
     }
-    found |= {name: functools.partial(_refuse, name) for name in _RECURRENT}
-    found |= {name: functools.partial(_refuse, name) for name in _CTC_LOSS}
-    return found
+    kernels |= {name: functools.partial(_refuse, name) for name in _RECURRENT}
+    kernels |= {name: functools.partial(_refuse, name) for name in _CTC_LOSS}
+    return kernels
 
 
 def _overload(name: str) -> Any:
@@ -167,7 +167,7 @@ def _softmax(
 
 
 def _group_norm(input: torch.Tensor, *args: Any) -> torch.Tensor:
-    """The CPU keeps channels last; it depends on the version what a GPU does."""
+    """Group norm of a GPU: unlike the CPU's, some versions drop channels last."""
     if _compat_gpu.GROUP_NORM_COPIES_FIRST:
         input = input.contiguous()
     out: torch.Tensor = _compat_gpu.composite(
@@ -183,7 +183,7 @@ def _grid_sampler(
     padding_mode: int,
     align_corners: bool,
 ) -> torch.Tensor:
-    """cuDNN samples bilinearly with zero padding (`cond_cudnn_grid_sampler`)."""
+    """Grid sampling of a GPU; cuDNN's is refused (`cond_cudnn_grid_sampler`)."""
     bilinear, zeros = interpolation_mode == 0, padding_mode == 0
     if bilinear and zeros and align_corners and input.dim() == 4:
         _refuse("grid_sampler")

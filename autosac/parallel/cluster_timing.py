@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autosac.parallel.clusters import ClusterSpec
-from solvers.collectives import Collective, Fabric, Group, affine_cost
+from autosac.solvers.fsdp.collectives import (
+    Collective,
+    Fabric,
+    Group,
+    affine_cost,
+)
 
 _SIZES_BYTES = (2**12, 2**16, 2**20, 2**23)
 _COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
@@ -94,8 +99,8 @@ def calibrate_cluster(
         group = Group(ranks_per_node=1, num_nodes=cluster.num_nodes)
         timings = _measured(mesh.get_group(0), sizes_bytes, num_runs, device)
         # What a collective takes before its first step is known from inside the node.
-        known = fabric.base_latency_ms if cluster.gpus_per_node > 1 else None
-        base_ms, step_ms, bandwidth = fit_ring(group, timings, base_ms=known)
+        fixed_base_ms = fabric.base_latency_ms if cluster.gpus_per_node > 1 else None
+        base_ms, step_ms, bandwidth = fit_ring(group, timings, base_ms=fixed_base_ms)
         fabric = replace(
             fabric,
             base_latency_ms=base_ms,
@@ -140,10 +145,10 @@ def fit_ring(
                 continue
             error = float(np.square(scaled @ values - target).sum())
             if best is None or error < best[0]:
-                found = [fixed, 0.0, 0.0]
+                constants = [fixed, 0.0, 0.0]
                 for column, value in zip(used, values.tolist(), strict=True):
-                    found[column] = value
-                best = (error, found)
+                    constants[column] = value
+                best = (error, constants)
     if best is None or best[1][2] == 0.0:
         raise ValueError(
             f"No bandwidth fits the measured times {times.tolist()} ms: they do not"
@@ -154,7 +159,7 @@ def fit_ring(
 
 
 def _ring_terms(group: Group, timing: CollectiveTiming) -> tuple[float, float, float]:
-    """What base latency, latency of a step and ms per wire byte are multiplied by."""
+    """Factors of base latency, step latency and ms per wire byte in a ring's time."""
     unit = Fabric(
         base_latency_ms=0.0,
         intra_latency_ms=1.0,
@@ -179,23 +184,27 @@ def _measured(
     num_runs: int,
     device: torch.device,
 ) -> list[CollectiveTiming]:
-    found = []
+    timings = []
     for collective in _COLLECTIVES:
         for size in sorted(set(sizes_bytes)):
             run, nbytes = _runner(collective, size, group, device)
-            found.append((collective, nbytes, _least_ms(run, num_runs, group, device)))
-    times = torch.tensor([ms for _, _, ms in found], dtype=torch.float64, device=device)
+            timings.append(
+                (collective, nbytes, _least_ms(run, num_runs, group, device))
+            )
+    times = torch.tensor(
+        [ms for _, _, ms in timings], dtype=torch.float64, device=device
+    )
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return [
         CollectiveTiming(collective=collective, nbytes=nbytes, ms=ms)
-        for (collective, nbytes, _), ms in zip(found, times.tolist(), strict=True)
+        for (collective, nbytes, _), ms in zip(timings, times.tolist(), strict=True)
     ]
 
 
 def _runner(
     collective: Collective, size: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Callable[[], object], int]:
-    """What runs a collective of about a size, and its whole bytes."""
+    """A function that runs a collective of about a size, and its buffer's bytes."""
     num_ranks = dist.get_world_size(group)
     shard = torch.ones(-(-size // (4 * num_ranks)), device=device)
     whole = torch.ones(shard.numel() * num_ranks, device=device)
@@ -216,15 +225,15 @@ def _least_ms(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> float:
-    found = []
+    times_ms = []
     for _ in range(num_runs + 1):  # the first one sets up connections
         dist.barrier(group=group)
         _synchronize(device)
         started = perf_counter()
         run()
         _synchronize(device)
-        found.append(1e3 * (perf_counter() - started))
-    return min(found[1:])
+        times_ms.append(1e3 * (perf_counter() - started))
+    return min(times_ms[1:])
 
 
 def _synchronize(device: torch.device) -> None:

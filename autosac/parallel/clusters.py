@@ -15,9 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from autosac.costs.devices import DeviceSpec, device_spec
-from solvers import collectives
-from solvers.collectives import AffineCost, Algorithm, Collective, Fabric, Group
+from autosac.devices.specs import DeviceSpec, device_spec
+from autosac.solvers.fsdp import collectives
+from autosac.solvers.fsdp.collectives import (
+    AffineCost,
+    Algorithm,
+    Collective,
+    Fabric,
+    Group,
+)
 
 _GB = 10**9
 _GBIT = _GB / 8
@@ -75,7 +81,7 @@ class ClusterSpec:
         return self.gpus_per_node * self.num_nodes
 
     def resized(self, num_gpus: int) -> ClusterSpec:
-        """The same with another number of GPUs: part of one node, or whole nodes.
+        """The cluster with another number of GPUs: part of one node, or whole nodes.
 
         Raises:
             ValueError: `num_gpus` is neither.
@@ -125,7 +131,7 @@ class ClusterSpec:
         *,
         algorithms: Sequence[Algorithm] | None = None,
     ) -> AffineCost:
-        """The line of the algorithm that is fastest for a size: see `fastest`.
+        """Affine cost of the algorithm that is fastest for a size: see `fastest`.
 
         Args:
             collective: What the ranks do.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.solving import Found, ParallelChooser
-from autosac.planning.choosing import SolveOptions
+from autosac.solving.choosing import SolveOptions
 
 
 def fewest_gpus(
@@ -39,13 +39,13 @@ def fewest_gpus(
     if fits_alone and lowest_on(1).highest_peak_bytes <= budget_bytes:
         return 1
     some = min(spec.gpus_per_node, most_gpus)
-    found = guess or lowest_on(some)
+    lowest = guess or lowest_on(some)
 
     def highest_peak_bytes(place: int) -> int:
         sharding = replace(
-            found.sharding, shard_degree=sizes[place], replicate_degree=1
+            lowest.sharding, shard_degree=sizes[place], replicate_degree=1
         )
-        peak_bytes = ranks.peak_bytes(sharding, found.chosen)
+        peak_bytes = ranks.peak_bytes(sharding, lowest.chosen)
         return peak_bytes + ranks.late_bytes(sharding)
 
     def fits(place: int) -> bool:
@@ -55,12 +55,12 @@ def fewest_gpus(
     place = next(filter(fits, doubled), None)
     if place is None:
         place = min(doubled, key=highest_peak_bytes)
-        found = lowest_on(sizes[place])
+        lowest = lowest_on(sizes[place])
         if not fits(place):
             return None
     place = bisect_left(range(place), True, key=fits)
     while place:
-        found = lowest_on(sizes[place - 1])
+        lowest = lowest_on(sizes[place - 1])
         if not fits(place - 1):
             break
         place = bisect_left(range(place - 1), True, key=fits)

@@ -8,21 +8,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autosac.candidates import curves
-from autosac.candidates.curves import UnitCurve
-from autosac.candidates.policies import Policy
-from autosac.candidates.units import Unit
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fsdp_candidates import Candidate, find_candidates
 from autosac.parallel.fsdp_hooks import PLACES
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.positions import Positions, hook_ticks, place
 from autosac.parallel.sharding import FsdpUnit, Sharding, chunk_numel
-from autosac.planning.formulating import formulate
-from autosac.planning.profiling import Profile
-from autosac.tracing.tape import IntArray
-from solvers import knapsack, sac
-from solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem
+from autosac.profiles.profile import Profile
+from autosac.solvers import sac
+from autosac.solvers.curves import knapsack
+from autosac.solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem
+from autosac.solving.formulation import formulate
+from autosac.step.tape import IntArray
+from autosac.units import curves
+from autosac.units.curves import UnitCurve
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
 
 _MOST_POINTS = 1600  # of all AC units together
 _NUM_POINTS = (8, 16, 24, 48, 96)  # of each of them, as many as fit
@@ -58,12 +59,12 @@ class ParallelFormulation:
         self.ranks = RankSimulator(profile)
         schedule = self.ranks.schedule
         self.candidates = find_candidates(schedule, types.param_dtype)
-        found = _ac_units(profile, self.candidates)
+        ac_units = _ac_units(profile, self.candidates)
         ticks = hook_ticks(self.candidates, schedule.final)
         self._cells = formulate(
             self.ranks.simulator,
-            [unit for unit, _ in found],
-            [curve for _, curve in found],
+            [unit for unit, _ in ac_units],
+            [curve for _, curve in ac_units],
             live=self.ranks.base_by_tick(1),
             cuts={tick + late for tick in ticks for late in (0, 1)},
         )
@@ -143,15 +144,15 @@ class ParallelFormulation:
     def policies(self, choice: FsdpChoice) -> dict[Unit, Policy]:
         """The AC units of a choice."""
         return {
-            unit: made.policies[point]
-            for unit, made, point in zip(
+            unit: curve.policies[point]
+            for unit, curve, point in zip(
                 self.units, self._cells.curves, choice.points, strict=True
             )
             if point is not None
         }
 
     def no_bytes(self) -> IntArray:
-        """Nothing at every position."""
+        """Zero bytes at every position."""
         return np.zeros(len(self._positions.cell_of), dtype=np.int64)
 
     def understated_bytes(
@@ -184,7 +185,7 @@ class ParallelFormulation:
         return costs.gather.ms(gathered) + costs.reduce.ms(reduced)
 
     def resident_bytes(self, degree: int) -> int:
-        """What is there before the step: shards, optimizer state, buffers, inputs."""
+        """Bytes alive before the step: shards, optimizer state, buffers, inputs."""
         return int(self.ranks.base_by_tick(degree)[0])
 
     def _sharding(
@@ -203,15 +204,15 @@ class ParallelFormulation:
         cells = np.zeros(len(self._cells.edges))
         ops = self.ranks.tape.ops
         starts = [op.start for op in ops]
-        at = np.searchsorted(self._cells.edges, starts, side="right") - 1
+        cell_of_op = np.searchsorted(self._cells.edges, starts, side="right") - 1
         times = [
             ms / degree if op.phase == "optimizer" else ms
             for op, ms in zip(ops, self.profile.op_ms, strict=True)
         ]
-        np.add.at(cells, at, times)
-        found = np.zeros(len(self._positions.cell_of))
-        found[self._positions.rest] = cells
-        return tuple(found.tolist())
+        np.add.at(cells, cell_of_op, times)
+        position_ms = np.zeros(len(self._positions.cell_of))
+        position_ms[self._positions.rest] = cells
+        return tuple(position_ms.tolist())
 
     def _module(self, index: int, degree: int) -> FsdpModule:
         candidate, span = self.candidates[index], self._positions.spans[index]
@@ -282,7 +283,7 @@ def _ac_units(
 def _placed(
     by_point: tuple[tuple[int, tuple[int, ...]], ...], first: list[int]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Positions in place of cells, by point of each unit."""
+    """Cells turned into their first positions, for each unit."""
     return tuple((u, tuple(first[cell] for cell in cells)) for u, cells in by_point)
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_schedule import Hooks, Schedule
-from autosac.tracing.tape import Parameter, Tape
-from solvers.fsdp import owner_of_shared
+from autosac.solvers.fsdp import owner_of_shared
+from autosac.step.tape import Parameter, Tape
 
 _LEAST_SHARE = 0.05  # of a block's parameters, to be a candidate inside it
 
@@ -63,9 +63,9 @@ def find_candidates(schedule: Schedule, param_dtype: str | None) -> list[Candida
             " no gradient; call the model itself and give a loss of its output."
         )
     for module in _wanted(tape, looks):
-        found = _hooks(schedule, module, param_dtype)
-        if found is not None and found.pre_backward is not None:
-            hooks[module] = found
+        module_hooks = _hooks(schedule, module, param_dtype)
+        if module_hooks is not None and module_hooks.pre_backward is not None:
+            hooks[module] = module_hooks
     modules = sorted(hooks)
     places = {module: place for place, module in enumerate(modules)}
     parents: list[int | None] = [None]
@@ -117,9 +117,9 @@ def _looks(tape: Tape) -> dict[int, Hashable]:
         module: (
             re.sub(r"\d+", "*", tape.modules[module].fqn),
             tape.modules[module].class_name,
-            tuple(found),
+            tuple(parameter_looks),
         )
-        for module, found in parts.items()
+        for module, parameter_looks in parts.items()
     }
 
 
@@ -135,19 +135,19 @@ def _wanted(tape: Tape, looks: Mapping[int, Hashable]) -> list[int]:
             blocks.add(module)
     outermost = {m for m in blocks if not blocks & {*tree.ancestors(m)}}
     around = {outer for block in outermost for outer in tree.ancestors(block)}
-    found = []
+    wanted = []
     for module in sorted(looks):
         block = next((b for b in tree.ancestors(module) if b in outermost), None)
         if module in outermost:
-            found.append(module)
+            wanted.append(module)
         elif block is not None:
             least = _LEAST_SHARE * tree[block].parameter_bytes
             is_large = tree[module].parameter_bytes >= least
             if tree[module].parent == block and is_large:
-                found.append(module)
+                wanted.append(module)
         elif module and module not in around:
-            found.append(module)
-    return found
+            wanted.append(module)
+    return wanted
 
 
 def _owned(

@@ -26,7 +26,8 @@ from autosac.parallel.sharding import (
     chunk_numel,
     is_uneven,
 )
-from autosac.tracing.tape import Parameter
+from autosac.quantities import rounded_up
+from autosac.step.tape import Parameter
 
 PLACES = 2**20  # instants between two keys of the tape
 # A tensor is divided by a Python number, which becomes a tensor of 8 bytes on the CPU
@@ -53,7 +54,7 @@ class Collectives:
 
     def rounded(self, num_bytes: int) -> int:
         """Size of a block for so many bytes."""
-        return -(-num_bytes // self.granularity_bytes) * self.granularity_bytes
+        return rounded_up(num_bytes, self.granularity_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ def make_group(
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """What a group holds at the moment."""
+    """Buffers that a group holds at the moment, and how far its hooks have come."""
 
     group: Group
     unsharded: list[int] = field(default_factory=list)
@@ -197,7 +198,7 @@ class Replay:
         self.order: list[_State] = []  # FSDPCommContext.post_forward_order
 
     def at(self, key: int) -> None:
-        """Go on at a key of the tape, after what happens there."""
+        """Move the replay on to a key of the tape, after what happens there."""
         self.now = max(self.now, key * PLACES)
 
     # --- hooks ------------------------------------------------------------
@@ -230,7 +231,7 @@ class Replay:
             self._release()
 
     def pre_backward(self, state: _State) -> None:
-        """Gather what is not there, and begin to gather for the next unit."""
+        """Gather parameters that are not there, and begin to gather the next unit's."""
         hooks = state.group.hooks
         if hooks is not None and hooks.late_bytes and hooks.post_backward is not None:
             state.late = self._allocate(hooks.late_bytes, "activation")
@@ -270,7 +271,7 @@ class Replay:
         self._free(state.late)
 
     def final(self) -> None:
-        """Reduce what is left; drop all buffers."""
+        """Reduce the gradients that are left; drop all buffers."""
         for state in self.states:
             if not state.is_done and state.group.unsharded_bytes:
                 self.post_backward(state)
@@ -283,7 +284,7 @@ class Replay:
     # --- their parts ------------------------------------------------------
 
     def _unshard(self, state: _State) -> None:
-        """Gather into a buffer, unless it is under way or done."""
+        """Gather a group into a buffer, unless that is under way or done."""
         group = state.group
         if state.unsharded or state.pending is not None or not group.gathered_bytes:
             return

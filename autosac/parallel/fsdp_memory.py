@@ -42,8 +42,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autosac import _compat
-from autosac.candidates.policies import Policy
-from autosac.candidates.units import Unit
 from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
 from autosac.parallel.fsdp_optimizer import Shards, find_shards
@@ -54,10 +52,13 @@ from autosac.parallel.sharding import (
     owned_parameters,
     unit_around,
 )
-from autosac.planning.profiling import Profile
-from autosac.simulation.simulating import Simulator, Timeline
-from autosac.tracing.stepping import OptimizerInBackward
-from autosac.tracing.tape import CATEGORIES, IntArray, Tape
+from autosac.profiles.profile import Profile
+from autosac.simulation.simulator import Simulator
+from autosac.step.ledger import Ledger, Timeline
+from autosac.step.tape import CATEGORIES, IntArray, Tape
+from autosac.step.training_step import OptimizerInBackward
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
 
 GLOO_THREADS = 2  # of a process group, unless its options say otherwise
 
@@ -177,28 +178,31 @@ class RankSimulator:
                 f"`rank`={rank} must be at least 0 and less than the shard degree"
                 f" {sharding.shard_degree}."
             )
-        found = self._shard(sharding)
+        sharded = self._shard(sharding)
         _check_ac_units(sharding, chosen)
-        base = self.simulator.allocations(chosen, workspaces=workspaces)
+        base = self.simulator.ledger(chosen, workspaces=workspaces)
         num_storages = len(self.tape.storages)
         nbytes = base.nbytes.copy()
         self._resize(nbytes, sharding.shard_degree, rank)
         died = base.died * PLACES
-        died[found.gradients] = found.gradients_died
-        born = np.concatenate([base.born * PLACES, found.born])
+        died[sharded.gradients] = sharded.gradients_died
+        born = np.concatenate([base.born * PLACES, sharded.born])
         end = base.end * PLACES
-        died = np.concatenate([died, np.where(found.died < 0, end, found.died)])
-        nbytes = np.concatenate([nbytes, found.nbytes])
-        extra = self.simulator.number_bytes if workspaces else 0
-        keys, live = _live(born, died, nbytes, extra)
-        peak = int(keys[live.argmax()])
-        alive = np.flatnonzero((born <= peak) & (died > peak))
+        died = np.concatenate([died, np.where(sharded.died < 0, end, sharded.died)])
+        ledger = Ledger(
+            born=born,
+            died=died,
+            nbytes=np.concatenate([nbytes, sharded.nbytes]),
+            end=end,
+            constant_bytes=base.constant_bytes,
+        )
+        timeline = ledger.timeline()
         return RankTimeline(
-            keys=keys,
-            live_bytes=live,
+            keys=timeline.keys,
+            live_bytes=timeline.live_bytes,
             rank=rank,
             composition=self._composition(
-                alive, nbytes, found, num_storages, len(base.nbytes), extra
+                ledger, timeline.peak_key, sharded, num_storages, len(base.nbytes)
             ),
         )
 
@@ -214,16 +218,14 @@ class RankSimulator:
         Returns:
             Shape (num_ticks + 1,).
         """
-        base = self.simulator.allocations({}, workspaces=True)
+        base = self.simulator.ledger({})
         nbytes = base.nbytes.copy()
         self._resize(nbytes, degree, 0)
         gradients = [p.gradient for p in self.tape.parameters]
         nbytes[[g for g in gradients if g is not None]] = 0
-        keys, live = _live(base.born, base.died, nbytes, self.simulator.number_bytes)
-        change = np.zeros(self.tape.num_ticks + 2, dtype=np.int64)
-        ticks = np.minimum(keys // self.simulator.span, self.tape.num_ticks + 1)
-        np.add.at(change, ticks, np.diff(live, prepend=0))
-        return np.cumsum(change)[:-1]
+        return replace(base, nbytes=nbytes).after_ticks(
+            self.tape.num_ticks, self.simulator.span
+        )
 
     def _shard(self, sharding: Sharding) -> _Sharded:
         if sharding not in self._sharded:
@@ -302,18 +304,17 @@ class RankSimulator:
 
     def _composition(
         self,
-        alive: IntArray,
-        nbytes: IntArray,
-        found: _Sharded,
+        ledger: Ledger,
+        key: int,
+        sharded: _Sharded,
         num_storages: int,
         num_base: int,
-        extra: int,
     ) -> dict[str, int]:
-        """Bytes alive per category; reruns count as activations."""
+        """Bytes alive at an instant per category; reruns count as activations."""
         total = dict.fromkeys(CATEGORIES, 0)
-        total["temporary"] += extra
-        gradients = set(found.gradients.tolist())
-        for i in alive.tolist():
+        total["temporary"] += ledger.constant_bytes
+        gradients = set(sharded.gradients.tolist())
+        for i in np.flatnonzero(ledger.alive(key)).tolist():
             if i in gradients:
                 category = "unsharded gradient"
             elif i < num_storages:
@@ -321,8 +322,8 @@ class RankSimulator:
             elif i < num_base:
                 category = "activation"
             else:
-                category = found.category[i - num_base]
-            total[category] = total.get(category, 0) + int(nbytes[i])
+                category = sharded.category[i - num_base]
+            total[category] = total.get(category, 0) + int(ledger.nbytes[i])
         return total
 
     def _check_types(self, sharding: Sharding) -> None:
@@ -367,18 +368,6 @@ def _in_real_types(profile: Profile) -> Tape:
     return replace(tape, ops=tuple(ops))
 
 
-def _live(
-    born: IntArray, died: IntArray, nbytes: IntArray, extra: int
-) -> tuple[IntArray, IntArray]:
-    """Instants at which memory changes, and what is alive after each."""
-    key = np.concatenate([born, died])
-    delta = np.concatenate([nbytes, -nbytes])
-    order = np.argsort(key, kind="stable")
-    key, live = key[order], np.cumsum(delta[order]) + extra
-    last = np.append(key[1:] != key[:-1], True)
-    return key[last], live[last]
-
-
 def _check_step(profile: Profile) -> None:
     if profile.step.accumulate > 1:
         raise UnsupportedError(
@@ -404,7 +393,7 @@ def _check_ac_units(sharding: Sharding, chosen: Mapping[Unit, Policy]) -> None:
     """Refuse AC units whose rerun would meet parameters that are not gathered."""
     fqns = {unit.fqn: unit for unit in sharding.units}
     for unit in chosen:
-        names = [block.unit.fqn for block in unit.blocks] or [unit.fqn]
+        names = [call.fqn for call in unit.calls]
         for name in names:
             inner = [fqn for fqn in fqns if fqn.startswith(f"{name}.")]
             if inner:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autosac.parallel.sharding import local_numel
-from autosac.tracing.tape import IntArray, Op, Parameter, Tape
+from autosac.step.tape import IntArray, Op, Parameter, Tape
 
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -31,8 +31,8 @@ class Shards:
 
     def local_numel(self, degree: int, rank: int) -> IntArray:
         """Elements of every parameter that a rank has, shape (num_parameters,)."""
-        found = [local_numel(p, degree, rank) for p in self.parameters]
-        return np.array(found, dtype=np.int64)
+        numels = [local_numel(p, degree, rank) for p in self.parameters]
+        return np.array(numels, dtype=np.int64)
 
 
 def find_shards(tape: Tape) -> Shards:
@@ -44,8 +44,8 @@ def find_shards(tape: Tape) -> Shards:
         states = zip(parameter.states, parameter.state_itemsizes, strict=True)
         for storage, size in states:
             itemsize[storage] = _real_itemsize(parameter, size)
-        known = (parameter.storage, parameter.gradient, *parameter.states)
-        owner.update({s: i for s in known if s is not None})
+        storages = (parameter.storage, parameter.gradient, *parameter.states)
+        owner.update({s: i for s in storages if s is not None})
     for op in tape.ops:
         if op.phase == "optimizer" and op.creates:
             for storage, source, shape in _made(op, owner, parameters):

@@ -21,14 +21,14 @@ from functools import cached_property
 import numpy as np
 
 from autosac.errors import UnsupportedError
-from autosac.tracing.tape import IntArray, ModuleCall, Tape
+from autosac.step.tape import IntArray, ModuleCall, Tape
 
 _SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # how autograd sums gradients
 _NEVER = np.iinfo(np.int64).max
 
 
 class Hook(IntEnum):
-    """What runs; at the same tick in this order."""
+    """Kinds of FSDP2 hooks; at the same tick they run in this order."""
 
     POST_FORWARD = 0
     PRE_FORWARD = 1
@@ -158,13 +158,13 @@ class Schedule:
 
     def _shared_inputs(self, call: ModuleCall) -> list[tuple[int, int]]:
         """Arguments that ops outside of a call read too, and how many inside do."""
-        found = []
+        shared = []
         for storage in call.inputs:
             readers = self._readers.get(storage, [])
             inside = sum(call.enter < start < call.exit for start in readers)
             if 0 < inside < len(readers):
-                found.append((storage, inside))
-        return found
+                shared.append((storage, inside))
+        return shared
 
     @cached_property
     def _readers(self) -> dict[int, list[int]]:
@@ -173,13 +173,13 @@ class Schedule:
         Ops that only look at it in another shape or change it in place do not count.
         """
         wanted = {s for calls in self._calls.values() for c in calls for s in c.inputs}
-        found: dict[int, list[int]] = {}
+        readers: dict[int, list[int]] = {}
         for op in self.tape.ops:
             if op.phase in ("forward", "loss") and not op.is_view:
                 for storage in op.reads:
                     if storage in wanted and storage not in op.writes:
-                        found.setdefault(storage, []).append(op.start)
-        return found
+                        readers.setdefault(storage, []).append(op.start)
+        return readers
 
     def _backward_spans(self) -> tuple[IntArray, IntArray, IntArray]:
         """For each module: its first backward op's start and its last one's end.

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from autosac.candidates import curves
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.fewest import fewest_gpus
@@ -19,12 +18,14 @@ from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import Degree, Found, ParallelChooser, Search
-from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
-from autosac.planning.planning import policy_ratios, profile_of
-from autosac.planning.profiling import Profile, calibrate, in_compute_dtype
+from autosac.planning.make_plan import policy_ratios
 from autosac.planning.spelling import spell_out
+from autosac.profiles.given import profile_of
+from autosac.profiles.profile import Profile, calibrate, in_compute_dtype
 from autosac.quantities import format_bytes, format_ms, parse_bytes
-from solvers._pulp import Backend
+from autosac.solvers.milp.solution import Backend
+from autosac.solving.choosing import RELATIVE_GAP, SolveOptions
+from autosac.units import curves
 
 _LATE = "held by slow threads of gloo"  # beside the categories of the tape
 
@@ -140,7 +141,7 @@ def chooser_of(
     reduce_dtype: str | None,
     options: dict[str, Any],
 ) -> ParallelChooser:
-    """Trace the step on a GPU of the cluster; a profile's is kept with it."""
+    """Trace the step on a GPU of the cluster; a profile keeps its chooser."""
     if "device" in options:
         raise ValueError("`device` is that of `cluster`; leave it out.")
     if isinstance(model, Profile):
@@ -180,15 +181,15 @@ def _in_gathered_type(profile: Profile, types: Types) -> Profile:
 def shard_degrees(spec: ClusterSpec) -> list[int]:
     """Sharding degrees that fit a cluster, most ranks first."""
     total = spec.num_gpus
-    found = []
+    degrees = []
     for degree in range(1, total + 1):
         if total % degree == 0:
             try:
                 spec.shard_group(degree)
             except ValueError:
                 continue
-            found.append(degree)
-    return found[::-1]
+            degrees.append(degree)
+    return degrees[::-1]
 
 
 def make_parallel_plan(
@@ -199,7 +200,7 @@ def make_parallel_plan(
     degrees: Sequence[int] | None = None,
     options: SolveOptions | None = None,
 ) -> ParallelPlan:
-    """The plan of a step that is written down already.
+    """Make the parallel plan of a step that is formulated already.
 
     Raises:
         InfeasibleBudgetError: No plan fits.
@@ -249,17 +250,19 @@ class _Race:
         """Compare one more degree with the best so far."""
         reason = self._lost_before(degree)
         if not reason:
-            at = self.chooser.at(self.spec, degree)
-            reason = self._lost_to_best(at) or self._worked_out(at)
+            sharded_step = self.chooser.at(self.spec, degree)
+            reason = self._lost_to_best(sharded_step) or self._worked_out(sharded_step)
         if reason:
             self.others.append(_unseen(self.spec, degree, reason))
 
-    def _worked_out(self, at: Degree) -> str:
-        """Why no choice of a degree is better or second, if so."""
-        search = at.search(self.budget_bytes, self.options, before=self._search)
+    def _worked_out(self, sharded_step: Degree) -> str:
+        """Search a degree; say why no choice of it fits the budget, '' if one does."""
+        search = sharded_step.search(
+            self.budget_bytes, self.options, before=self._search
+        )
         self._search, best = search, self.best
         if search.best is None:
-            lowest = at.lowest(self.options)
+            lowest = sharded_step.lowest(self.options)
             self.least = _lower(lowest, self.least)
             return f"its least peak is {format_bytes(lowest.highest_peak_bytes)}"
         if best is None:
@@ -271,11 +274,11 @@ class _Race:
         return ""
 
     def _is_known_to_be_faster(self, degree: int, best: Found) -> bool:
-        known = self.chooser.fastest_known(self.spec, degree, self.budget_bytes)
-        return known is not None and known.step.total_ms < best.step.total_ms
+        fastest = self.chooser.fastest_known(self.spec, degree, self.budget_bytes)
+        return fastest is not None and fastest.step.total_ms < best.step.total_ms
 
     def _lost_before(self, degree: int) -> str:
-        """Why a degree need not be worked out, if so."""
+        """Why a degree need not be searched, '' if it must be."""
         form, spec = self.chooser.form, self.spec
         resident_bytes = form.resident_bytes(degree)
         if resident_bytes > self.budget_bytes:
@@ -291,30 +294,32 @@ class _Race:
             return f"its step takes {format_ms(least_ms)} at least"
         return ""
 
-    def _lost_to_best(self, at: Degree) -> str:
-        """Why a degree is not better than the best so far by its relaxation, if so.
+    def _lost_to_best(self, sharded_step: Degree) -> str:
+        """Why a degree cannot beat the best so far by its relaxation, '' if it may.
 
         Ranks that share nothing take less than the MILP sees, which says nothing then.
         """
         best, search = self.best, self._search
-        if best is None or search is None or at.degree == 1:
+        if best is None or search is None or sharded_step.degree == 1:
             return ""
-        if self._is_known_to_be_faster(at.degree, best):
+        if self._is_known_to_be_faster(sharded_step.degree, best):
             return ""
         bound_ms = None
-        if not any(other.problem.is_below(at.problem) for other in self._too_large):
-            bound_ms = at.lower_bound(self.budget_bytes, self.options, search)
+        if not any(
+            other.problem.is_below(sharded_step.problem) for other in self._too_large
+        ):
+            bound_ms = sharded_step.lower_bound(self.budget_bytes, self.options, search)
         if bound_ms is None:
-            self._too_large.append(at)
+            self._too_large.append(sharded_step)
             return f"nothing of it fits {format_bytes(self.budget_bytes)}"
         if best.milp_ms <= (1 + self.options.relative_gap) * bound_ms:
             return f"its step takes {format_ms(bound_ms)} at least"
         return ""
 
 
-def _lower(found: Found, least: Found | None) -> Found:
-    if least is None or found.highest_peak_bytes < least.highest_peak_bytes:
-        return found
+def _lower(choice: Found, least: Found | None) -> Found:
+    if least is None or choice.highest_peak_bytes < least.highest_peak_bytes:
+        return choice
     return least
 
 
@@ -324,14 +329,14 @@ def _unseen(spec: ClusterSpec, degree: int, reason: str) -> Alternative:
     )
 
 
-def _slower(found: Found, best: Found) -> Alternative:
-    more_ms = found.step.total_ms - best.step.total_ms
+def _slower(choice: Found, best: Found) -> Alternative:
+    more_ms = choice.step.total_ms - best.step.total_ms
     return Alternative(
-        shard_degree=found.sharding.shard_degree,
-        replicate_degree=found.sharding.replicate_degree,
+        shard_degree=choice.sharding.shard_degree,
+        replicate_degree=choice.sharding.replicate_degree,
         reason=f"its step takes {format_ms(more_ms)} more",
-        step_ms=found.step.total_ms,
-        peak_bytes=found.peak_bytes,
+        step_ms=choice.step.total_ms,
+        peak_bytes=choice.peak_bytes,
     )
 
 

@@ -11,15 +11,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from autosac.applying import applying
-from autosac.candidates.policies import OpPolicy
+from autosac.checkpointing import installing
 from autosac.parallel import fsdp_applying
 from autosac.parallel.sharding import FsdpUnit, Sharding
-from autosac.planning.fingerprints import Fingerprint
-from autosac.planning.mistakes import check_unplanned
 from autosac.planning.plans import LARGE_GAP, check_model
+from autosac.profiles.fingerprints import Fingerprint
+from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms
-from autosac.tracing import arguments
+from autosac.step import arguments
+from autosac.units.policies import OpPolicy
 
 _FORMAT_VERSION = 1
 
@@ -97,10 +97,10 @@ class ParallelPlan:
     @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Shape of the mesh: ``(shard,)``, or ``(replicate, shard)`` with replicas."""
-        found = self.sharding
-        if found.replicate_degree > 1:
-            return (found.replicate_degree, found.shard_degree)
-        return (found.shard_degree,)
+        sharding = self.sharding
+        if sharding.replicate_degree > 1:
+            return (sharding.replicate_degree, sharding.shard_degree)
+        return (sharding.shard_degree,)
 
     @property
     def num_gpus(self) -> int:
@@ -162,7 +162,7 @@ class ParallelPlan:
         check_unplanned(model)
         check_model(self.model, model)
         fsdp_applying.check_mesh(self.sharding, mesh)
-        applying.install(model, self.op_policies)
+        installing.install(model, self.op_policies)
         fsdp_applying.shard(model, self.sharding, mesh)
         return model
 
@@ -244,13 +244,14 @@ def _record(path: str | Path) -> dict[str, Any]:
     """The JSON object of a saved plan without its format."""
     try:
         record: dict[str, Any] = json.loads(Path(path).read_text())
-        found = record.pop("format")
+        format_version = record.pop("format")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no parallel plan saved by autosac.") from error
-    if found != _FORMAT_VERSION:
+    if format_version != _FORMAT_VERSION:
         raise ValueError(
-            f"{path} has parallel plan format {found}; this autosac reads format"
-            f" {_FORMAT_VERSION}. Plan again, or use the autosac it was made with."
+            f"{path} has parallel plan format {format_version}; this autosac reads"
+            f" format {_FORMAT_VERSION}. Plan again, or use the autosac it was made"
+            " with."
         )
     return record
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autosac.parallel.fsdp_candidates import Candidate
-from autosac.tracing.tape import IntArray
+from autosac.step.tape import IntArray
 
 _ENTER, _END, _BEGIN, _FINAL = range(4)  # at one tick in this order
 
@@ -49,12 +49,12 @@ class Positions:
 
 def hook_ticks(candidates: Sequence[Candidate], final: int) -> set[int]:
     """Ticks after which hooks of candidates run: each must be a cell of its own."""
-    found = {final}
+    ticks = {final}
     for candidate in candidates:
         hooks = candidate.hooks
-        found |= {hooks.pre_forward, hooks.post_forward}
-        found |= {t for t in (hooks.pre_backward, hooks.post_backward) if t is not None}
-    return found
+        ticks |= {hooks.pre_forward, hooks.post_forward}
+        ticks |= {t for t in (hooks.pre_backward, hooks.post_backward) if t is not None}
+    return ticks
 
 
 def place(candidates: Sequence[Candidate], edges: IntArray, final: int) -> Positions:
@@ -69,12 +69,12 @@ def place(candidates: Sequence[Candidate], edges: IntArray, final: int) -> Posit
     for part, tick, index in _events(candidates, final):
         cell = int(np.searchsorted(edges, tick, side="right")) - 1
         instants[cell].append((part, index))
-    sizes = np.array([len(found) + 1 for found in instants])
+    sizes = np.array([len(events) + 1 for events in instants])
     rest = np.cumsum(sizes) - 1
     first = rest - sizes + 1
-    at: dict[tuple[int, int], int] = {}
-    for cell, found in enumerate(instants):
-        at.update({key: int(first[cell]) + i for i, key in enumerate(found)})
+    position_of: dict[tuple[int, int], int] = {}
+    for cell, events in enumerate(instants):
+        position_of.update({key: int(first[cell]) + i for i, key in enumerate(events)})
 
     def cell_at(tick: int) -> int:
         return int(np.searchsorted(edges, tick, side="right")) - 1
@@ -85,8 +85,11 @@ def place(candidates: Sequence[Candidate], edges: IntArray, final: int) -> Posit
         rest=rest,
         spans=tuple(
             Span(
-                forward=(at[_ENTER, i], int(first[cell_at(c.hooks.post_forward)])),
-                backward=(at[_BEGIN, i], at[_END, i] + 1),
+                forward=(
+                    position_of[_ENTER, i],
+                    int(first[cell_at(c.hooks.post_forward)]),
+                ),
+                backward=(position_of[_BEGIN, i], position_of[_END, i] + 1),
             )
             for i, c in enumerate(candidates)
         ),
@@ -96,7 +99,7 @@ def place(candidates: Sequence[Candidate], edges: IntArray, final: int) -> Posit
 def _events(
     candidates: Sequence[Candidate], final: int
 ) -> Iterator[tuple[int, int, int]]:
-    """What happens, its tick and the candidate, in an order in which modules nest."""
+    """Kind, tick and candidate of every hook, in an order in which modules nest."""
     for index in sorted(
         range(len(candidates)), key=lambda i: candidates[i].hooks.pre_forward
     ):

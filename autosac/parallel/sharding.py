@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import prod
 
 from autosac.errors import UnsupportedError
-from autosac.tracing.modules import ModuleTree
-from autosac.tracing.tape import Parameter, Tape
+from autosac.step.modules import ModuleTree
+from autosac.step.tape import Parameter, Tape
 
 # Bytes of one element of the types that a mixed-precision policy may name.
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -215,12 +215,12 @@ def _places_after_inner(modules: ModuleTree) -> dict[str, int]:
     for module in range(1, len(modules)):
         children.setdefault(modules[module].parent, []).append(module)
     # The reverse is: a module, then those inside it, from the last to the first.
-    found, pending = [], [0]
+    fqns, pending = [], [0]
     while pending:
         module = pending.pop()
-        found.append(modules[module].fqn)
+        fqns.append(modules[module].fqn)
         pending += children.get(module, [])
-    return {fqn: place for place, fqn in enumerate(reversed(found))}
+    return {fqn: place for place, fqn in enumerate(reversed(fqns))}
 
 
 def unit_around(fqn: str, units: Mapping[str, object]) -> str:
@@ -231,10 +231,10 @@ def unit_around(fqn: str, units: Mapping[str, object]) -> str:
 
 
 def _check_dtypes(fqn: str, parameters: list[Parameter]) -> None:
-    found = sorted({p.dtype for p in parameters if p.trained})
-    if len(found) > 1:
+    dtypes = sorted({p.dtype for p in parameters if p.trained})
+    if len(dtypes) > 1:
         raise ValueError(
             f"FSDP unit `{fqn or 'the model itself'}` would hold parameters of types"
-            f" {' and '.join(found)}; FSDP2 wants one type per unit. Make the modules"
+            f" {' and '.join(dtypes)}; FSDP2 wants one type per unit. Make the modules"
             " of one type units of their own."
         )

@@ -15,18 +15,18 @@ from functools import cached_property
 
 import numpy as np
 
-from autosac.candidates.policies import Policy
-from autosac.candidates.units import Unit
 from autosac.errors import UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import ParallelFormulation
 from autosac.parallel.sharding import Sharding
-from autosac.planning.choosing import SolveOptions
-from autosac.planning.correcting import Rows
-from autosac.tracing.tape import IntArray
-from solvers import fsdp, step_time
-from solvers.fsdp import FsdpChoice, FsdpProblem, FsdpSolution
-from solvers.step_time import StepTime
+from autosac.solvers import fsdp
+from autosac.solvers.fsdp import FsdpChoice, FsdpProblem, FsdpSolution, step_time
+from autosac.solvers.fsdp.step_time import StepTime
+from autosac.solving.choosing import SolveOptions
+from autosac.solving.corrections import Rows
+from autosac.step.tape import IntArray
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
 
 _ROUNDS = 6  # of moving the rows
 _NEAR = 2**-10  # of the budget: rows this close to each other give the same plan
@@ -64,7 +64,7 @@ class Found:
 
     @property
     def times(self) -> tuple[float, float]:
-        """By which choices are compared: first as played, then as the MILP sees it."""
+        """Sort key of choices: the step time as played, then as the MILP sees it."""
         return self.step.total_ms, self.milp_ms
 
 
@@ -90,7 +90,7 @@ class Degree:
 
     @cached_property
     def rules_by_time(self) -> tuple[tuple[float, FsdpChoice], ...]:
-        """Choices made by hand, whatever fits, each after its step time."""
+        """Rules of thumb with their step times, fastest first, fitting or not."""
         timed = [
             (step_time.simulate(fsdp.schedule(self.problem, choice)).total_ms, choice)
             for choice in fsdp.by_hand(self.problem)
@@ -118,11 +118,11 @@ class Degree:
     def fastest_known(self, budget_bytes: int) -> Found | None:
         """The fastest choice so far that fits a budget."""
         fitting = (
-            found
-            for found in self._known.values()
-            if found.highest_peak_bytes <= budget_bytes
+            choice
+            for choice in self._known.values()
+            if choice.highest_peak_bytes <= budget_bytes
         )
-        return min(fitting, key=lambda found: found.times, default=None)
+        return min(fitting, key=lambda choice: choice.times, default=None)
 
     def lowest(self, options: SolveOptions) -> Found:
         """The choice of least peak; its time has no bound.
@@ -145,7 +145,7 @@ class Degree:
                 )
             self.simulated(solution.choice)
             self._least_of.add(options)
-        return min(self._known.values(), key=lambda found: found.highest_peak_bytes)
+        return min(self._known.values(), key=lambda choice: choice.highest_peak_bytes)
 
     def has_lowest(self, options: SolveOptions) -> bool:
         """Whether the least peak was looked for, so that nothing is sought below it."""
@@ -226,7 +226,7 @@ class Search:
 
     @property
     def lowered(self) -> IntArray:
-        """The rows of the last solve where they were lowered: others are its own."""
+        """Changes of the last solve's rows, only where they were lowered."""
         if self.raised is None:
             return self.at.form.no_bytes()
         return np.minimum(self.raised, 0)
@@ -279,24 +279,24 @@ class Search:
                 # The MILP may see more memory than there is.
                 return self._rows_of_lowest(raised)
         else:
-            found = self.at.simulated(solution.choice)
-            predicted = fsdp.live(self.at.problem, found.choice)
+            simulated = self.at.simulated(solution.choice)
+            predicted = fsdp.live(self.at.problem, simulated.choice)
             off = self.at.form.understated_bytes(
-                found.sharding, found.chosen, predicted
+                simulated.sharding, simulated.chosen, predicted
             )
-            if found.highest_peak_bytes > self.budget_bytes:
-                self._breaking_ms = found.milp_ms
+            if simulated.highest_peak_bytes > self.budget_bytes:
+                self._breaking_ms = simulated.milp_ms
                 kept = (self.budget_bytes - predicted).astype(np.int64)
                 higher = moves.after_breaking(raised, off, kept)
                 if moves.enough is None:
                     return higher
             else:
-                self._offer(found)
+                self._offer(simulated)
                 assert solution.predicted_peak_bytes is not None
-                spare = solution.predicted_peak_bytes - found.highest_peak_bytes
+                spare = solution.predicted_peak_bytes - simulated.highest_peak_bytes
                 overstated = spare > _SLACK_SHARE * self.budget_bytes
                 # Where nothing is recomputed, hardly anything is left to gain.
-                overstated = overstated and bool(found.chosen)
+                overstated = overstated and bool(simulated.chosen)
                 lower = moves.after_fitting(raised, off, overstated=overstated)
                 if moves.too_low is None:
                     return lower
@@ -313,12 +313,12 @@ class Search:
         )
         return self._moves.after_fitting(raised, off, overstated=True)
 
-    def _offer(self, found: Found) -> None:
+    def _offer(self, choice: Found) -> None:
         """Keep a choice if it fits and none is known that is faster."""
-        if found.highest_peak_bytes > self.budget_bytes:
+        if choice.highest_peak_bytes > self.budget_bytes:
             return
-        if self.best is None or found.times < self.best.times:
-            self.best = found
+        if self.best is None or choice.times < self.best.times:
+            self.best = choice
 
     def _is_settled(self) -> bool:
         """Whether what is left to gain is within the gap that was asked for."""
@@ -355,10 +355,12 @@ class ParallelChooser:
         self, spec: ClusterSpec, degree: int, budget_bytes: int
     ) -> Found | None:
         """The fastest choice so far that fits a budget; None if there is none."""
-        at = self._degrees.get(self._key(spec, degree))
-        return None if at is None else at.fastest_known(budget_bytes)
+        sharded_step = self._degrees.get(self._key(spec, degree))
+        return (
+            None if sharded_step is None else sharded_step.fastest_known(budget_bytes)
+        )
 
     @staticmethod
     def _key(spec: ClusterSpec, degree: int) -> Hashable:
-        """All that matters: the GPUs are those of the step."""
+        """What tells degrees apart: the cluster's links and shape, not its GPUs."""
         return spec.fabric, spec.gpus_per_node, spec.num_nodes, degree

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from autosac.errors import InfeasibleBudgetError
+from autosac.optional import needed
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.planning import (
     chooser_of,
@@ -16,9 +17,13 @@ from autosac.parallel.planning import (
     make_parallel_plan,
 )
 from autosac.parallel.plans import ParallelPlan
-from autosac.planning.choosing import RELATIVE_GAP, SolveOptions
-from autosac.planning.profiling import Profile
+from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes
+from autosac.solving.choosing import RELATIVE_GAP, SolveOptions
+
+_FIGURES = (
+    "peak_bytes", "recompute_ms", "step_ms", "batches_per_s", "mesh_shape",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,51 @@ class ParallelSweepRow:
     reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSweep(Sequence[ParallelSweepRow]):
+    """Plans for many numbers of GPUs and caps: a sequence of rows.
+
+    Attributes:
+        rows: All caps of the first number of GPUs first.
+    """
+
+    rows: tuple[ParallelSweepRow, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> ParallelSweepRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ParallelSweepRow, ...]: ...
+
+    def __getitem__(
+        self, index: int | slice
+    ) -> ParallelSweepRow | tuple[ParallelSweepRow, ...]:
+        return self.rows[index]
+
+    def to_dataframe(self) -> Any:
+        """The rows as a pandas table, with the plans' figures instead of the plans.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = needed("pandas", "`ParallelSweep.to_dataframe`")
+        records = [
+            {
+                "num_gpus": row.num_gpus,
+                "budget_bytes": row.budget_bytes,
+                "feasible": row.plan is not None,
+                **{name: getattr(row.plan, name, None) for name in _FIGURES},
+                "reason": row.reason,
+            }
+            for row in self.rows
+        ]
+        table = pandas.DataFrame(records)
+        return table.astype({"peak_bytes": "Int64"})  # None would make it a float
+
+
 def sweep_parallel(
     model: torch.nn.Module | Profile,
     inputs: Any = None,
@@ -50,7 +100,7 @@ def sweep_parallel(
     relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = None,
     **options: Any,
-) -> tuple[ParallelSweepRow, ...]:
+) -> ParallelSweep:
     """Plan for every number of GPUs and every cap; the step is traced once.
 
     Another batch or sequence length is another step: call this once for each.
@@ -96,4 +146,4 @@ def sweep_parallel(
                     reason=reason,
                 )
             )
-    return tuple(rows)
+    return ParallelSweep(rows=tuple(rows))

@@ -1,1 +1,1 @@
-"""A profile and a budget in, a plan out: formulate, solve, simulate, dry-run."""
+"""A profile and a budget in, a plan out: choose, dry-run, apply, explain."""

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 
 from autosac.errors import ArgumentError
 from autosac.pytrees import tensors_in
-from autosac.tracing.batch_signatures import (
+from autosac.step.batch_signatures import (
     BatchSignature,
     positional_names,
     signature_of,
 )
-from autosac.tracing.batches import batches_at, spread_batches
-from autosac.tracing.stepping import normalize_inputs
+from autosac.step.batches import batches_at, spread_batches
+from autosac.step.training_step import normalize_inputs
 
 MOST_KINDS = 16  # that are traced
 _MOST_ALIKE = 32  # batches of a loader in a row that show no other kind
@@ -32,7 +32,7 @@ _MOST_ALIKE = 32  # batches of a loader in a row that show no other kind
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What batches have in common.
+    """A batch kind: the signature and constants that its batches have in common.
 
     Attributes:
         signature: Of each.
@@ -97,8 +97,8 @@ def buckets(model: torch.nn.Module, inputs: Any) -> list[Bucket]:
         batches: Iterable[tuple[int, Any]] = ((n, inputs[n]) for n in wanted)
     else:
         batches = batches_at(inputs, wanted)
-    made = [_bucket(batch, served[wanted[n]], counts) for n, batch in batches]
-    return sorted(made, key=lambda one: -one.signatures[0].num_elements)
+    buckets = [_bucket(batch, served[wanted[n]], counts) for n, batch in batches]
+    return sorted(buckets, key=lambda one: -one.signatures[0].num_elements)
 
 
 def assign(counts: dict[Kind, int], most: int) -> dict[Kind, list[Kind]]:
@@ -144,15 +144,15 @@ def assign(counts: dict[Kind, int], most: int) -> dict[Kind, list[Kind]]:
 
 def _covers(kinds: Sequence[Kind]) -> npt.NDArray[np.bool_]:
     """Whether the kind of a row covers that of a column."""
-    found = np.zeros((len(kinds), len(kinds)), dtype=bool)
+    covers = np.zeros((len(kinds), len(kinds)), dtype=bool)
     alike: dict[Hashable, list[int]] = {}
     for place, kind in enumerate(kinds):
         alike.setdefault((kind.constant, kind.signature.form), []).append(place)
     for places in alike.values():
         sizes = np.array([kinds[place].signature.sizes for place in places])
         sizes = sizes.reshape(len(places), -1)
-        found[np.ix_(places, places)] = (sizes[:, None] >= sizes).all(axis=2)
-    return found
+        covers[np.ix_(places, places)] = (sizes[:, None] >= sizes).all(axis=2)
+    return covers
 
 
 def _bucket(batch: Any, kinds: Sequence[Kind], counts: dict[Kind, int]) -> Bucket:

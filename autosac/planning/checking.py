@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
-from autosac.candidates.policies import OpPolicy, Policy, chosen_by, op_names
-from autosac.candidates.units import Unit
 from autosac.errors import PlanMismatchError
-from autosac.planning.fingerprints import first_difference
 from autosac.planning.plans import Plan
-from autosac.planning.profiling import TracedStep
+from autosac.profiles.fingerprints import first_difference
+from autosac.profiles.profile import TracedStep
 from autosac.quantities import format_bytes
+from autosac.units.matching import chosen_by
+from autosac.units.policies import (
+    OpPolicy,
+    Policy,
+)
+from autosac.units.unit import Unit
 
 
 def check(plan: Plan, profile: TracedStep) -> int:
@@ -87,10 +91,10 @@ def _difference(one: OpPolicy, unit: Unit | None, profile: TracedStep) -> str | 
         return (
             f"it expects {one.num_calls} calls of `{one.label}`, not {unit.num_calls}"
         )
-    found = op_names(profile.tape, unit)
-    if found == one.names:
+    names = unit.op_names(profile.tape)
+    if names == one.names:
         return None
-    for place, (expected, name) in enumerate(zip(one.names, found, strict=False)):
+    for place, (expected, name) in enumerate(zip(one.names, names, strict=False)):
         if name != expected:
             return f"op {place} of `{one.label}` is {name} here, and {expected} there"
-    return f"`{one.label}` runs {len(found)} ops here, and {len(one.names)} there"
+    return f"`{one.label}` runs {len(names)} ops here, and {len(one.names)} there"

@@ -16,22 +16,21 @@ import torch
 from autosac import _compat_dispatch
 from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.planning.batch_kinds import Bucket, are_several, buckets
-from autosac.planning.choosing import RELATIVE_GAP
-from autosac.planning.planning import (
-    calibrated_if_present,
-    floor,
-    lowest_plan,
-    make_plan,
-    profile_of,
-)
+from autosac.planning.make_plan import floor, lowest_plan, make_plan
 from autosac.planning.plans import Plan
-from autosac.planning.profiling import Profile, TracedStep, profile
-from autosac.planning.unseen import OnMismatch, Replan, check_on_mismatch
+from autosac.planning.unseen_batches import (
+    OnMismatch,
+    Replan,
+    check_on_mismatch,
+)
+from autosac.profiles.given import calibrated_if_present, profile_of
+from autosac.profiles.profile import Profile, TracedStep, profile
 from autosac.quantities import format_bytes, parse_bytes
-from autosac.tracing.arguments import fits_forward
+from autosac.solvers.milp.solution import Backend
+from autosac.solving.choosing import RELATIVE_GAP
+from autosac.step.arguments import fits_forward
+from autosac.step.training_step import LossFn
 from autosac.tracing.real_steps import names_of_forward
-from autosac.tracing.stepping import LossFn
-from solvers._pulp import Backend
 
 MakeLoss = Callable[[Any], LossFn]
 _Planned = list[tuple[Bucket, Profile]]
@@ -293,7 +292,7 @@ def _replan(
     make_loss_fn: MakeLoss | None,
     form: Any,
 ) -> Replan:
-    """Plans for a batch of the training that goes on, as for one of a profile.
+    """A function that plans a batch during training, with the options of a profile.
 
     The real step that a profile is held against does not run: there may be no memory
     for it besides the training.
@@ -314,7 +313,7 @@ def _replan(
     kind = type(form)
 
     def shaped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call's arguments as inputs were passed."""
+        """Arguments of a call in the form in which `inputs` were passed."""
         if is_pair or (args and kwargs):
             return args, kwargs
         if kwargs:

@@ -12,9 +12,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autosac.candidates.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
-from autosac.planning.fingerprints import digest
-from autosac.tracing.batch_signatures import BatchSignature
+from autosac.profiles.fingerprints import digest
+from autosac.step.batch_signatures import BatchSignature
+from autosac.units.policies import (
+    DETACHED,
+    RERUN,
+    SAVE,
+    SKIP,
+    VIEW,
+    OpPolicy,
+)
 
 FORMAT = 3
 _WORDS = {

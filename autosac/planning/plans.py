@@ -10,20 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autosac.applying import applying, varying
-from autosac.candidates.policies import OpPolicy
+from autosac.checkpointing import batch_variants, installing
 from autosac.errors import PlanMismatchError
 from autosac.planning import plan_files
-from autosac.planning.fingerprints import Fingerprint, fingerprint, first_difference
-from autosac.planning.mistakes import check_unplanned, hints
-from autosac.planning.profiling import TracedStep
-from autosac.planning.unseen import OnMismatch, Replan, UnseenBatches, largest
+from autosac.planning.unseen_batches import (
+    OnMismatch,
+    Replan,
+    UnseenBatches,
+    largest,
+)
+from autosac.profiles.fingerprints import (
+    Fingerprint,
+    fingerprint,
+    first_difference,
+)
+from autosac.profiles.mistakes import check_unplanned, hints
+from autosac.profiles.profile import TracedStep
 from autosac.quantities import format_bytes, format_ms
-from autosac.tracing import arguments
-from autosac.tracing.batch_signatures import BatchSignature
+from autosac.step import arguments
+from autosac.step.batch_signatures import BatchSignature
+from autosac.units.policies import OpPolicy
 
 if TYPE_CHECKING:
-    from autosac.showing.reporting import Report
+    from autosac.planning.reporting import Report
 
 LARGE_GAP = 0.05  # worth a warning
 _MUCH_UNSTEADY = 0.1  # of the measured time
@@ -104,8 +113,8 @@ class Plan:
 
     def of(self, signature: BatchSignature) -> tuple[Plan, ...]:
         """The plans that batches of a signature follow, or that of the highest peak."""
-        found = tuple(plan for plan in self.each if signature in plan.signatures)
-        return found or self.each[:1]
+        matching = tuple(plan for plan in self.each if signature in plan.signatures)
+        return matching or self.each[:1]
 
     def _shown(self, profile: TracedStep | None) -> Plan:
         return self.each[0] if profile is None else self.of(profile.signature)[0]
@@ -148,7 +157,7 @@ class Plan:
         # What a larger batch may need is kept with the model.
         kept = largest(self.each) if self.on_mismatch == "recompute" else ()
         each = [p if p in kept else replace(p, traced=None) for p in self.each]
-        varying.install_plans(model, each, unseen)
+        batch_variants.install_plans(model, each, unseen)
         return model
 
     def unapply(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -157,7 +166,7 @@ class Plan:
         Returns:
             The model.
         """
-        applying.remove(model)
+        installing.remove(model)
         return model
 
     def save(self, path: str | Path) -> None:
@@ -220,9 +229,7 @@ class Plan:
         Raises:
             PlanMismatchError: The profile is of another step.
         """
-        from autosac.showing.reporting import (
-            report,  # which plans itself: a cycle otherwise
-        )
+        from autosac.planning.reporting import report
 
         return report(self._shown(profile), profile)
 
@@ -237,7 +244,7 @@ class Plan:
             ImportError: Matplotlib is not installed.
             PlanMismatchError: The profile is of another step.
         """
-        from autosac.showing.html_report import page  # like `report`
+        from autosac.planning.html_report import page  # like `report`
 
         text = page(self._shown(profile), profile)
         Path(path).write_text(text, encoding="utf-8")

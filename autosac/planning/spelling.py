@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from autosac.candidates.policies import OpPolicy, op_policies
-from autosac.planning.profiling import TracedStep
-from autosac.planning.rules import Choice
+from autosac.profiles.profile import TracedStep
+from autosac.solving.rules_of_thumb import Choice
+from autosac.units.policies import OpPolicy
 
 
-def spell_out(made: TracedStep, chosen: Choice) -> tuple[OpPolicy, ...]:
+def spell_out(profile: TracedStep, chosen: Choice) -> tuple[OpPolicy, ...]:
     """What a choice does to every op of its units."""
     return tuple(
         spelled
         for unit, policy in chosen.items()
-        for spelled in op_policies(made.tape, unit, policy, training=made.training)
+        for spelled in unit.op_policies(profile.tape, policy, training=profile.training)
     )

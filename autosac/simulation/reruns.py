@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autosac.candidates.policies import RERUN, SAVE, SKIP, Policy
-from autosac.candidates.units import Unit
-from autosac.tracing.tape import IntArray, Op, Tape
+from autosac.step.tape import IntArray, Op, Tape
+from autosac.units.policies import RERUN, SAVE, SKIP, Policy
+from autosac.units.unit import Unit
 
 # Of `torch.get_rng_state()`: the generator's legacy state of the Mersenne twister
 # (aten/src/ATen/CPUGeneratorImpl.cpp).
 _RANDOM_STATE_BYTES = 5056
 
-Piece = tuple[int, int, int]  # memory: key from which, key to which, bytes
+Span = tuple[int, int, int]  # memory: key from which, key to which, bytes
 
 
 @dataclass(slots=True)
@@ -42,16 +42,19 @@ class Lifetimes:
         self.held[storage] = max(self.held.get(storage, 0), until)
 
     def add(self, other: Lifetimes) -> None:
-        """What happens to another part of the same unit."""
-        for storage, until in other.held.items():
-            self.hold(storage, until)
+        """Add the lifetimes of another part of the same unit."""
+        if not self.held:
+            self.held = dict(other.held)
+        else:
+            for storage, until in other.held.items():
+                self.hold(storage, until)
         self.copies += other.copies
         self.works += other.works
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rerun:
-    """All that a rerun may do.
+    """All that a rerun of a module call may do to lifetimes, whatever the policy.
 
     Attributes:
         kept: Storages that the call does not make -> key until when it keeps them.
@@ -74,7 +77,7 @@ class _Rerun:
     works: IntArray
 
     def under(self, policy: Policy) -> Lifetimes:
-        """What a policy leaves of it."""
+        """Lifetimes that the rerun leaves under a policy."""
         choices = np.frombuffer(policy.choices.encode(), dtype=np.uint8)
         own = choices[self.made_by]
         saved = own == ord(SAVE)
@@ -83,17 +86,17 @@ class _Rerun:
         skipped = (own == ord(SKIP)) & (self.dropped > 0)
         storages, until = self.storages[skipped], self.dropped[skipped]
         dropped = zip(storages.tolist(), until.tolist(), strict=True)
-        found = Lifetimes(
+        lifetimes = Lifetimes(
             held={**self.kept, **dict(kept), **dict(dropped)},
             copies=[self.pieces[own == ord(RERUN)]],
         )
         if len(self.states):
-            found.works.append(self.states)
+            lifetimes.works.append(self.states)
         if len(self.works):
             own, is_kernel = choices[self.works[:, 0]], self.works[:, 1] > 0
             works = np.where(is_kernel, own == ord(RERUN), own != ord(SAVE))
-            found.works.append(self.works[works, 2:])
-        return found
+            lifetimes.works.append(self.works[works, 2:])
+        return lifetimes
 
 
 class Reruns:
@@ -144,7 +147,7 @@ class Reruns:
             self._until[unit] = until
         return self._until[unit]
 
-    def workspaces(self, ops: Iterable[Op], begin: int) -> list[Piece]:
+    def workspaces(self, ops: Iterable[Op], begin: int) -> list[Span]:
         """What kernels that run again allocate inside themselves."""
         held = []
         for op in ops:
@@ -159,18 +162,18 @@ class Reruns:
         # Only a chain runs again what comes after the last saved tensor.
         tail = [] if relayed is None else self._tail(unit)
         until = self.saved_until(unit)
-        made = [s for group in unit.groups for s in group.storages]
-        storages = np.array(made, dtype=np.int64)
+        produced = [s for group in unit.groups for s in group.storages]
+        storages = np.array(produced, dtype=np.int64)
         counts = [len(group.storages) for group in unit.groups]
         born, died = tape.born[storages], tape.died[storages]
         stop = unit.trigger * span - 1
-        kept_until = np.array([until.get(s, -1) for s in made], dtype=np.int64)
+        kept_until = np.array([until.get(s, -1) for s in produced], dtype=np.int64)
         is_early = (kept_until < 0) & (died <= unit.last_pack)
         end = np.where(is_early, begin + died, np.maximum(stop, kept_until * span))
         return _Rerun(
             kept={
                 s: until[s] * span
-                for s in until.keys() - set(made) - set(relayed or ())
+                for s in until.keys() - set(produced) - set(relayed or ())
             },
             storages=storages,
             made_by=np.repeat(np.arange(len(counts)), counts),
@@ -184,12 +187,12 @@ class Reruns:
         """Rows of `_Rerun.works`, group by group."""
         ops = unit.ops
         first = bisect_left(self._places, ops.start)
-        found = self._places[first : bisect_left(self._places, ops.stop)]
-        if not found:
+        indices = self._places[first : bisect_left(self._places, ops.stop)]
+        if not indices:
             return
         group_of = {i: g for g, group in enumerate(unit.groups) for i in group.ops}
         by_group: dict[int, list[Op]] = {}
-        for i in found:
+        for i in indices:
             g = group_of.get(i - ops.start)
             if g is not None:
                 by_group.setdefault(g, []).append(self._tape.ops[i])
@@ -199,15 +202,15 @@ class Reruns:
 
     def _tail(self, unit: Unit) -> list[Op]:
         """Ops of a chain's block after its last saved tensor, which no group has."""
-        found = []
+        tail = []
         for i in reversed(unit.ops):
             op = self._tape.ops[i]
             if op.start < unit.last_pack:
                 break
-            found.append(op)
-        return found[::-1]
+            tail.append(op)
+        return tail[::-1]
 
-    def _states(self, ops: Iterable[Op]) -> list[Piece]:
+    def _states(self, ops: Iterable[Op]) -> list[Span]:
         """Random states that are copied before random ops that are not saved."""
         if not self._copies_states:
             return []
@@ -218,6 +221,6 @@ class Reruns:
         ]
 
 
-def rows(found: Iterable[tuple[int, ...]], width: int) -> IntArray:
+def rows(tuples: Iterable[tuple[int, ...]], width: int) -> IntArray:
     """Tuples of so many numbers as an array, shape (., width)."""
-    return np.array(list(found), dtype=np.int64).reshape(-1, width)
+    return np.array(list(tuples), dtype=np.int64).reshape(-1, width)

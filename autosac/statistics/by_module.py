@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autosac.tracing.modules import ModuleTree
-from autosac.tracing.tape import IntArray, ModuleCall, Op, Tape
+from autosac.step.ledger import Ledger
+from autosac.step.modules import ModuleTree
+from autosac.step.tape import IntArray, ModuleCall, Op, Tape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,7 @@ def _figures(
     backward: _Backward | None,
 ) -> ModuleStatistics:
     node = tape.modules[module]
-    found = ModuleStatistics(
+    figures = ModuleStatistics(
         fqn=node.fqn,
         is_leaf=node.is_leaf,
         parameter_bytes=node.parameter_bytes,
@@ -173,11 +174,11 @@ def _figures(
         buffer_bytes=node.buffer_bytes,
     )
     if forward is None:
-        return found
+        return figures
     inputs = {s for call in forward.calls for s in call.inputs}
     outputs = {s for call in forward.calls for s in call.outputs}
-    found = replace(
-        found,
+    figures = replace(
+        figures,
         calls=len(forward.calls),
         input_bytes=sum(tape.storages[s].nbytes for s in inputs),
         output_bytes=sum(tape.storages[s].nbytes for s in outputs),
@@ -188,11 +189,11 @@ def _figures(
         backward_ms=0.0,
     )
     if backward is None:
-        return found
+        return figures
     begin, peak = backward.first.start, backward.peak
     growth = memory.temporaries[peak] - memory.temporaries[begin]
     return replace(
-        found,
+        figures,
         total_gradient_bytes=int(memory.gradients[begin]),
         backward_activation_bytes=int(memory.activations[peak]),
         backward_temporary_bytes=int(growth),
@@ -231,26 +232,24 @@ class _Memory:
         self.gradients = self._live(received[kind], freed[kind], nbytes[kind])
         in_flight = self._live(born[kind], received[kind], nbytes[kind])
         kind = category == "temporary"
-        made = self._live(born[kind], freed[kind], nbytes[kind])
-        self.temporaries = made + in_flight + workspaces
+        temporaries = self._live(born[kind], freed[kind], nbytes[kind])
+        self.temporaries = temporaries + in_flight + workspaces
         self.total = self._live(born, freed, nbytes) + workspaces
 
-    def _live(self, begin: IntArray, end: IntArray, nbytes: IntArray) -> IntArray:
-        change = np.zeros(self.size, dtype=np.int64)
-        np.add.at(change, begin, nbytes)
-        np.subtract.at(change, end, nbytes)
-        return np.cumsum(change)
+    def _live(self, born: IntArray, died: IntArray, nbytes: IntArray) -> IntArray:
+        ledger = Ledger(born=born, died=died, nbytes=nbytes)
+        return ledger.after_ticks(self.size - 1)
 
 
 def _last_touches(tape: Tape, wanted: npt.NDArray[np.bool_]) -> dict[int, Op]:
     """The last backward op that touches each wanted storage."""
-    found = {}
+    last_ops = {}
     for op in tape.ops:
         if op.phase == "backward":
             for storage in (*op.reads, *op.writes, *op.creates):
                 if wanted[storage]:
-                    found[storage] = op
-    return found
+                    last_ops[storage] = op
+    return last_ops
 
 
 def with_descendants(tree: ModuleTree, own: Sequence[int]) -> list[int]:
@@ -273,24 +272,24 @@ class _Forward:
 
 
 def _forward(tape: Tape, op_ms: Sequence[float]) -> dict[int, _Forward]:
-    found: dict[int, _Forward] = defaultdict(_Forward)
+    by_module: dict[int, _Forward] = defaultdict(_Forward)
     for call in tape.calls:
-        figures = found[call.module]
+        figures = by_module[call.module]
         figures.calls.append(call)
         figures.exit = max(figures.exit, call.exit)
     open_calls = OpenCalls(tape.calls)
     for op, ms in zip(tape.ops, op_ms, strict=True):
         for call in open_calls.at(op.start):
-            found[call.module].ms += ms
+            by_module[call.module].ms += ms
     freed = tape.freed.tolist()
     for index, storage in enumerate(tape.storages):
         if storage.category == "activation":
             for call in open_calls.at(storage.born):
                 if index not in call.outputs:
-                    found[call.module].candidate_bytes += storage.nbytes
+                    by_module[call.module].candidate_bytes += storage.nbytes
                     if freed[index] > call.exit:
-                        found[call.module].activation_bytes += storage.nbytes
-    return dict(found)
+                        by_module[call.module].activation_bytes += storage.nbytes
+    return dict(by_module)
 
 
 class OpenCalls:
@@ -334,16 +333,16 @@ def _backward(
 ) -> dict[int, _Backward]:
     chains = [(i, *tape.modules.ancestors(i)) for i in range(len(tape.modules))]
     live = memory.total.tolist()
-    found: dict[int, _Backward] = {}
+    by_module: dict[int, _Backward] = {}
     for op, ms in zip(tape.ops, op_ms, strict=True):
         if op.phase != "backward":
             continue
         for module in chains[op.module]:
-            figures = found.get(module)
+            figures = by_module.get(module)
             if figures is None:
-                figures = found[module] = _Backward(op, op, op.made)
+                figures = by_module[module] = _Backward(op, op, op.made)
             if live[op.made] > live[figures.peak]:
                 figures.peak = op.made
             figures.last = op
             figures.ms += ms
-    return found
+    return by_module

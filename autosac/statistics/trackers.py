@@ -18,7 +18,7 @@ from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 from torch.distributed._tools.sac_estimator import SACEstimator, SACStats
 
 from autosac.statistics.by_module import ModuleStatistics, Statistics, with_descendants
-from autosac.tracing.modules import ModuleTree
+from autosac.step.modules import ModuleTree
 from autosac.tracing.probing import module_tree
 
 
@@ -53,7 +53,7 @@ def from_trackers(
     calls = Counter(runtime_estimator.mod_fw_pre_order)
     figures = []
     for node, gradient, memory in zip(tree.nodes, gradient_bytes, tracked, strict=True):
-        found = ModuleStatistics(
+        module_figures = ModuleStatistics(
             fqn=node.fqn,
             is_leaf=node.is_leaf,
             parameter_bytes=node.parameter_bytes,
@@ -63,15 +63,15 @@ def from_trackers(
         if memory is not None:
             name = memory.mod_fqn
             owner = name if node.fqn else "Global"  # all of backward is the model's
-            found = replace(
-                found,
+            module_figures = replace(
+                module_figures,
                 calls=calls[name],
                 candidate_bytes=_candidate_bytes(sac_estimator.sac_mod_stats.get(name)),
                 forward_ms=_ms(runtime_estimator, name, "fw"),
                 backward_ms=_ms(runtime_estimator, owner, "bw"),
             )
-            found = _with_memory(found, memory, torch.device(device))
-        figures.append(found)
+            module_figures = _with_memory(module_figures, memory, torch.device(device))
+        figures.append(module_figures)
     fqn_of = {
         memory.mod_fqn: node.fqn
         for node, memory in zip(tree.nodes, tracked, strict=True)
@@ -102,35 +102,35 @@ def _ms(estimator: RuntimeEstimator, name: str, phase: str) -> float:
 
 
 def _with_memory(
-    found: ModuleStatistics, stats: Any, device: torch.device
+    figures: ModuleStatistics, stats: Any, device: torch.device
 ) -> ModuleStatistics:
     """Add the figures of a module's only call, as ``aggregate_stats`` reads them."""
-    found = replace(
-        found, parameter_bytes=stats.parameter_mem, buffer_bytes=stats.buffer_mem
+    figures = replace(
+        figures, parameter_bytes=stats.parameter_mem, buffer_bytes=stats.buffer_mem
     )
-    if found.calls != 1:
-        return found
+    if figures.calls != 1:
+        return figures
 
-    def at(state: _ModState, kind: _MemRefType) -> int:
+    def live_bytes(state: _ModState, kind: _MemRefType) -> int:
         return int(stats.snapshots[state][-1].get(device, {}).get(kind, 0))
 
     act, temp, grad = _MemRefType.ACT, _MemRefType.TEMP, _MemRefType.GRAD
-    made = at(_ModState.POST_FW, act) - at(_ModState.PRE_FW, act)
-    found = replace(
-        found,
+    added = live_bytes(_ModState.POST_FW, act) - live_bytes(_ModState.PRE_FW, act)
+    figures = replace(
+        figures,
         input_bytes=stats.input_mem,
         output_bytes=stats.output_mem,
-        activation_bytes=max(0, made - stats.output_mem),
-        total_activation_bytes=at(_ModState.POST_FW, act),
+        activation_bytes=max(0, added - stats.output_mem),
+        total_activation_bytes=live_bytes(_ModState.POST_FW, act),
     )
     if _ModState.PEAK_BW not in stats.snapshots:
-        return found
+        return figures
     return replace(
-        found,
-        total_gradient_bytes=at(_ModState.PRE_BW, grad),
-        backward_activation_bytes=at(_ModState.PEAK_BW, act),
-        backward_temporary_bytes=at(_ModState.PEAK_BW, temp)
-        - at(_ModState.PRE_BW, temp),
+        figures,
+        total_gradient_bytes=live_bytes(_ModState.PRE_BW, grad),
+        backward_activation_bytes=live_bytes(_ModState.PEAK_BW, act),
+        backward_temporary_bytes=live_bytes(_ModState.PEAK_BW, temp)
+        - live_bytes(_ModState.PRE_BW, temp),
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from autosac.costs import caching
-from autosac.planning.planning import calibrated_if_present
-from autosac.planning.profiling import Profile, profile
-from autosac.planning.sweeping import SweepRow, sweep
+from autosac.planning.budget_sweep import SweepRow, sweep
+from autosac.profiles.given import calibrated_if_present
+from autosac.profiles.profile import Profile, profile
 from autosac.sweeps import files
 from autosac.sweeps.results import GridRow, Label
 
@@ -34,14 +34,14 @@ class Surroundings:
 
     @staticmethod
     def here() -> Surroundings:
-        """Those of this process."""
+        """The surroundings of this process."""
         return Surroundings(
             num_threads=torch.get_num_threads(), default_dtype=torch.get_default_dtype()
         )
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Take them over for a while, with the random numbers of a seed."""
+        """Take the surroundings over for a while, with the random numbers of a seed."""
         before = Surroundings.here()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -59,7 +59,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What a worker gets.
+    """One cell of a grid, as a worker gets it.
 
     Attributes:
         make_step: Builds the step,
@@ -84,7 +84,7 @@ class Cell:
     file: files.CellFile | None
 
     def run(self) -> Record:
-        """Its rows; a cell that fails is a row too. Finished ones go to the file."""
+        """Rows of the cell, one if it fails; a finished cell's go to the file."""
         with _ONE_AT_A_TIME, self.surroundings.taken():
             try:
                 record = self._planned()
@@ -105,20 +105,20 @@ class Cell:
         return tuple(GridRow(**{**row, "cell": self.labels}) for row in record)
 
     def _planned(self) -> Record:
-        made = self._profile()
-        found = sweep(
-            made,
+        traced = self._profile()
+        budget_sweep = sweep(
+            traced,
             memory_budgets=self.budgets,
             n=self.n,
             plan_options=dict(self.plan_options),
         )
         facts = {
-            "floor_bytes": found.floor_bytes,
-            "baseline_peak_bytes": found.baseline_peak_bytes,
-            "planned_for": made.device.name,
-            "calibrated": made.calibrated,
+            "floor_bytes": budget_sweep.floor_bytes,
+            "baseline_peak_bytes": budget_sweep.baseline_peak_bytes,
+            "planned_for": traced.device.name,
+            "calibrated": traced.calibrated,
         }
-        return [asdict(self._row(row, facts)) for row in found.rows]
+        return [asdict(self._row(row, facts)) for row in budget_sweep.rows]
 
     def _row(self, row: SweepRow, facts: Mapping[str, Any]) -> GridRow:
         reason = None if row.reason is None else f"InfeasibleBudgetError: {row.reason}"
@@ -138,21 +138,21 @@ class Cell:
 
     def _profile(self) -> Profile:
         parts = _parts_of(self.make_step(**self.values))
-        made = profile(parts.pop("model"), parts.pop("inputs"), **parts)
+        traced = profile(parts.pop("model"), parts.pop("inputs"), **parts)
         if not self.calibrate:
-            return made
+            return traced
         with caching.alone():  # what others run meanwhile would be measured too
-            return calibrated_if_present(made, progress=False)
+            return calibrated_if_present(traced, progress=False)
 
 
-def _parts_of(made: Any) -> dict[str, Any]:
+def _parts_of(parts: Any) -> dict[str, Any]:
     """What `make_step` returned, by name."""
-    if isinstance(made, tuple) and 2 <= len(made) <= len(_PARTS):
-        made = dict(zip(_PARTS, made, strict=False))
-    if not isinstance(made, Mapping) or not {"model", "inputs"} <= made.keys():
+    if isinstance(parts, tuple) and 2 <= len(parts) <= len(_PARTS):
+        parts = dict(zip(_PARTS, parts, strict=False))
+    if not isinstance(parts, Mapping) or not {"model", "inputs"} <= parts.keys():
         raise TypeError(
             "`make_step` must return a dict with `model`, `inputs` and options of"
             " `autosac.profile`, or a tuple (model, inputs[, loss_fn[, optimizer]]);"
-            f" it returned {type(made).__name__}."
+            f" it returned {type(parts).__name__}."
         )
-    return dict(made)
+    return dict(parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import pickle
 import sys
 import types
@@ -38,12 +39,13 @@ def described(value: Any) -> str:
 @functools.lru_cache(maxsize=1)
 def own_version() -> str:
     """autosac's version and a digest of its source, solvers included."""
-    found = hashlib.sha256()
-    for package in ("autosac", "solvers"):
-        for path in sorted((_ROOT / package).rglob("*.py")):
-            found.update(path.relative_to(_ROOT).as_posix().encode())
-            found.update(path.read_bytes())
-    return f"{_version('autosac')} {found.hexdigest()[:16]}"
+    digest = hashlib.sha256()
+    for folder, _, names in sorted(os.walk(_ROOT / "autosac", followlinks=True)):
+        for path in (Path(folder, name) for name in sorted(names)):
+            if path.suffix == ".py":
+                digest.update(path.relative_to(_ROOT).as_posix().encode())
+                digest.update(path.read_bytes())
+    return f"{_version('autosac')} {digest.hexdigest()[:16]}"
 
 
 def versions(packages: Iterable[str]) -> str:
@@ -118,19 +120,21 @@ class _Describer:
         code = self._code(function.__code__, function.__globals__)
         return f"{name} {code} {self._joined(rest)}"
 
-    def _code(self, code: types.CodeType, known: Mapping[str, Any]) -> str:
+    def _code(self, code: types.CodeType, namespace: Mapping[str, Any]) -> str:
         """Instructions, constants and what they name; lines and comments are left out.
 
         Attributes have names too: a global one of the same name is described for
         nothing.
         """
         inner = [
-            self._code(item, known)
+            self._code(item, namespace)
             if isinstance(item, types.CodeType)
             else self.text(item)
             for item in code.co_consts
         ]
-        names = [f"{n}={self.text(known[n])}" for n in code.co_names if n in known]
+        names = [
+            f"{n}={self.text(namespace[n])}" for n in code.co_names if n in namespace
+        ]
         parts = (code.co_code.hex(), *code.co_names, *code.co_varnames, *inner, *names)
         return f"code({', '.join(parts)})"
 
@@ -188,7 +192,7 @@ def _values(tensor: torch.Tensor) -> str:
 def _installed(module_name: str | None) -> str | None:
     """Version of what is not the user's own code; None if it is."""
     top = (module_name or "builtins").partition(".")[0]
-    if top in ("autosac", "solvers"):
+    if top == "autosac":
         return own_version()
     if top in sys.stdlib_module_names:
         return ""

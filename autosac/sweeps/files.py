@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autosac.planning.fingerprints import digest
+from autosac.profiles.fingerprints import digest
 
 _FORMAT_VERSION = 1
 _MOST_CHARACTERS = 80  # of the readable part of a name
@@ -36,7 +36,7 @@ class CellFile:
     facts: Mapping[str, str]
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The rows; None if there are none that can be used."""
+        """The rows of the file; None if there are none that can be used."""
         try:
             record = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -55,7 +55,7 @@ class CellFile:
         return rows if is_this and rows else None
 
     def write(self, rows: list[dict[str, Any]]) -> None:
-        """Keep the rows, in one step."""
+        """Write the rows to the file, in one step."""
         record = {"format": _FORMAT_VERSION, "facts": dict(self.facts), "rows": rows}
         text = json.dumps(record, indent=1, allow_nan=False)
         with tempfile.NamedTemporaryFile(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autosac.costs import caching
-from autosac.costs.devices import DeviceSpec
+from autosac.devices.specs import DeviceSpec
 from autosac.quantities import parse_bytes
 from autosac.sweeps import describing, files, running
 from autosac.sweeps.cells import (
@@ -126,25 +126,25 @@ def _rows(
     cells: Sequence[Cell], n_jobs: int | None, progress: bool | None
 ) -> tuple[GridRow, ...]:
     """Rows of all cells in their order; those with files are not done again."""
-    found: dict[int, Record] = {}
+    records: dict[int, Record] = {}
     for index, cell in enumerate(cells):
         record = None if cell.file is None else cell.file.read()
         if record is not None:
-            found[index] = record
-    todo = [index for index in range(len(cells)) if index not in found]
+            records[index] = record
+    todo = [index for index in range(len(cells)) if index not in records]
 
     def keep(place: int, record: Record) -> None:
         cell = cells[todo[place]]
-        found[todo[place]] = record
+        records[todo[place]] = record
         has_failed = any(row["status"] == "failed" for row in record)
         if cell.file is not None and not has_failed and not cell.file.path.exists():
             cell.file.write(record)  # the worker could not
 
-    with running.progress_bar(len(cells), len(found), show=progress) as advance:
+    with running.progress_bar(len(cells), len(records), show=progress) as advance:
         waiting = [cells[index] for index in todo]
         running.run_all(waiting, keep, n_jobs=n_jobs, advance=advance)
     return tuple(
-        row for index, cell in enumerate(cells) for row in cell.rows(found[index])
+        row for index, cell in enumerate(cells) for row in cell.rows(records[index])
     )
 
 
@@ -170,7 +170,7 @@ def _budgets(
 
 
 def _axis(name: str, values: Sequence[Any] | Mapping[str, Any]) -> dict[Label, Any]:
-    """Label -> value."""
+    """Label -> value for one axis of a grid."""
     if not name.isidentifier() or name in _COLUMNS:
         raise ValueError(
             f"`grid` has an axis {name!r}, which must be the name of an argument and no"
@@ -184,17 +184,17 @@ def _axis(name: str, values: Sequence[Any] | Mapping[str, Any]) -> dict[Label, A
     if not values:
         raise ValueError(f"`grid[{name!r}]` is empty: give at least one value.")
     pairs = values.items() if isinstance(values, Mapping) else [(v, v) for v in values]
-    found: dict[Label, Any] = {_label(name, label): value for label, value in pairs}
-    if len(found) < len(values):
+    labelled: dict[Label, Any] = {_label(name, label): value for label, value in pairs}
+    if len(labelled) < len(values):
         raise ValueError(
             f"`grid[{name!r}]` has values with equal labels; give a dict of labels and"
             " values."
         )
-    return found
+    return labelled
 
 
 def _label(name: str, value: Any) -> Label:
-    """What tables call a value."""
+    """The label of a value in tables."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.dtype):

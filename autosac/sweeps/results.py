@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autosac.optional import needed
 
 if TYPE_CHECKING:
-    from autosac.showing.pictures import Picture
+    from autosac.pictures.pictures import Picture
 
 Label = bool | int | float | str | None
 Status = Literal["planned", "infeasible", "failed"]
@@ -133,19 +133,22 @@ class GridSweep:
         parquet.write_table(arrow.table(columns), path)
 
     def picture(self) -> Picture:
-        """Step time against the budget, as `autosac.plotting.grid` draws it.
+        """Step time against the budget for every cell.
+
+        A panel has the values of the last axis as lines; there is one for each
+        combination of the others, at most 12 in all.
 
         Raises:
             ValueError: No budget of any cell is feasible.
         """
-        from autosac.showing.plotting import grid
+        from autosac.sweeps.plotting import picture_of
 
-        return grid(self)
+        return picture_of(cells_of(self))
 
     def _columns(self) -> dict[str, tuple[list[Any], str]]:
         """Name -> values and type of each column."""
         records = self.records()
-        found = {}
+        columns = {}
         for name in (*self.axes, *_FIGURES):
             values: list[Any] = [record[name] for record in records]
             kind = _NUMBERS.get(name, "string")
@@ -153,8 +156,8 @@ class GridSweep:
                 kind = _type_of(values)
                 if kind == "string":
                     values = [None if x is None else str(x) for x in values]
-            found[name] = (values, kind)
-        return found
+            columns[name] = (values, kind)
+        return columns
 
 
 def _type_of(values: list[Label]) -> str:
@@ -168,10 +171,10 @@ def _type_of(values: list[Label]) -> str:
     return "string"
 
 
-def cells_of(found: GridSweep) -> list[tuple[Mapping[str, Label], list[GridRow]]]:
+def cells_of(sweep: GridSweep) -> list[tuple[Mapping[str, Label], list[GridRow]]]:
     """Each cell with its rows."""
     cells: list[tuple[Mapping[str, Label], list[GridRow]]] = []
-    for row in found.rows:
+    for row in sweep.rows:
         if not cells or cells[-1][0] != row.cell:
             cells.append((row.cell, []))
         cells[-1][1].append(row)

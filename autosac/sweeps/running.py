@@ -46,12 +46,12 @@ def run_all(
         kept: set[int] = set()
         results = _results(cells, todo, sent, n_jobs, advance)
         with contextlib.closing(results):
-            while (found := _next(results)) is not None:
-                if isinstance(found, Exception):
+            while (outcome := _next(results)) is not None:
+                if isinstance(outcome, Exception):
                     if not sent:
-                        raise found  # there is no pool
+                        raise outcome  # there is no pool
                     break
-                index, record = found
+                index, record = outcome
                 keep(index, record)
                 kept.add(index)
         for index in (index for index in sent if index not in kept):
@@ -63,7 +63,7 @@ def run_all(
 def _next(
     results: Iterator[tuple[int, Record]],
 ) -> tuple[int, Record] | Exception | None:
-    """What comes next, or what is wrong with the pool: faults of cells are rows."""
+    """The next result, or the pool's error: errors of cells are rows."""
     try:
         return next(results, None)
     except Exception as error:  # every backend has its own
@@ -86,13 +86,13 @@ def _results(
             yield joblib.delayed(_numbered)(index, cells[index])
 
     pool = _pool(n_jobs, advance)
-    found = pool(calls())
+    results = pool(calls())
     try:
-        yield from found
+        yield from results
     finally:
-        if hasattr(found, "close"):
+        if hasattr(results, "close"):
             with contextlib.suppress(Exception):  # the first error is the one to show
-                found.close()
+                results.close()
 
 
 def _numbered(index: int, cell: Cell) -> tuple[int, Record]:
@@ -101,9 +101,9 @@ def _numbered(index: int, cell: Cell) -> tuple[int, Record]:
 
 def _alone(cell: Cell) -> Record:
     """The rows of a cell that was lost with its worker."""
-    found = None if cell.file is None else cell.file.read()
-    if found is not None:
-        return found
+    record = None if cell.file is None else cell.file.read()
+    if record is not None:
+        return record
     try:  # two jobs, as a single one would run in this process
         calls = [joblib.delayed(_numbered)(0, cell)]
         pairs: list[tuple[int, Record]] = joblib.Parallel(n_jobs=2)(calls)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from autosac.quantities import rounded_up
+
 
 class Account:
     """Storages on one type of device, each counted once, and a clock of events.
@@ -128,7 +130,7 @@ class Account:
         return index
 
     def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.granularity_bytes) * self.granularity_bytes
+        return rounded_up(num_bytes, self.granularity_bytes)
 
     def _watch(self, storage: Any, on_death: Callable[[int], None], index: int) -> None:
         key = storage._cdata
@@ -152,7 +154,7 @@ class Account:
         strided: bool = False,
     ) -> tuple[int, ...]:
         """Indices of storages, each once; knowing that all are strided saves time."""
-        found = []
+        indices = []
         for tensor in tensors:
             index = None
             if strided:
@@ -163,8 +165,8 @@ class Account:
             if index is None and self._counts(tensor):
                 index = self._index(tensor, born, category)
             if index is not None:
-                found.append(index)
-        return tuple(found) if len(found) < 2 else tuple(dict.fromkeys(found))
+                indices.append(index)
+        return tuple(indices) if len(indices) < 2 else tuple(dict.fromkeys(indices))
 
 
 def _following_each_other(items: list[int], ticks: list[int]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat_autograd
 
 _Target = tuple[Hashable, int]  # a function of the graph and one of its inputs
 
@@ -36,7 +36,7 @@ class Accumulations:
         """Whether an op of backward is a sum that a real step makes in place."""
         if func is not torch.ops.aten.add.Tensor or len(args) != 2:
             return False
-        node = _compat.current_node()
+        node = _compat_autograd.current_node()
         if node is None or not any(target in self._shared for target in _targets(node)):
             return False
         into, gradient = args
@@ -46,7 +46,7 @@ class Accumulations:
             and into.shape == gradient.shape
             and into.dtype == gradient.dtype
             and _is_dense(into)
-            and _compat.held_by_engine_only(into)
+            and _compat_autograd.held_by_engine_only(into)
         )
 
 
@@ -84,6 +84,6 @@ def _edges(root: Any) -> Iterator[tuple[Hashable, _Target]]:
 
 
 def _key(function: Any) -> Hashable:
-    """Tells functions apart; their Python objects come and go."""
+    """Key of an autograd function, whose Python objects come and go."""
     variable = getattr(function, "variable", None)
     return function._sequence_nr() if variable is None else ("leaf", id(variable))

@@ -11,11 +11,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from autosac import _compat, _compat_plain
+from autosac import _compat, _compat_autograd, _compat_plain
 from autosac.errors import ArgumentError, TraceError
+from autosac.fake_tensors.values import keeps_values
+from autosac.step.training_step import OptimizerInBackward
 from autosac.tracing.step import Step
-from autosac.tracing.stepping import OptimizerInBackward
-from autosac.tracing.values import keeps_values
 
 _OPTIMIZERS = (torch.optim.Optimizer, OptimizerInBackward)
 
@@ -95,7 +95,7 @@ def copied(step: Step, mode: _compat.FakeTensorMode | None) -> tuple[Any, ...]:
 def _conversion(
     step: Step, mode: _compat.FakeTensorMode
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes fake tensors of real ones."""
+    """The function that makes fake tensors of real ones."""
     device = torch.device(step.traced_type)
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _cast_inputs(
 def _check_hooks(model: torch.nn.Module) -> None:
     """Refuse hooks of parameters, which the fake copy does not have."""
     for name, parameter in model.named_parameters():
-        if _compat.has_hooks(parameter):
+        if _compat_autograd.has_hooks(parameter):
             raise TraceError(
                 f"The parameter `{name}` has a hook, which would be left out of the"
                 " trace. If it steps an optimizer, pass `optimizer=autosac."

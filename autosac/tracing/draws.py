@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable
 import numpy as np
 
 from autosac.errors import TraceError
+from autosac.step.tape import Tape
 from autosac.tracing.probing import DRAWS
-from autosac.tracing.tape import Tape
 
 _FEW, _MANY = 3, 8  # seeds: to see whether draws decide anything, and if they do
 MOST_UPDATES = 2  # training steps before a traced one

@@ -6,7 +6,7 @@ import traceback
 from types import TracebackType
 
 from autosac import _compat
-from autosac.tracing import source_lines
+from autosac.step import source_lines
 
 _MOST_CHARACTERS = 500  # of a message that is quoted; some of PyTorch's are pages long
 _VALUES = (

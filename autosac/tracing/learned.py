@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from autosac import _compat
-from autosac.tracing.repeating import KnownCalls
-from autosac.tracing.tape import Tape
+from autosac.fake_tensors.repeated_calls import KnownCalls
+from autosac.step.tape import Tape
 
 
 class Retrace(BaseException):
@@ -64,7 +64,7 @@ class LiveViews:
         outputs: list[torch.Tensor],
         storages: tuple[int, ...],
     ) -> bool:
-        """Whether an op that makes no memory is such a write.
+        """Whether an op writes to memory of live views, and autograd follows that.
 
         Args:
             func: The operator.

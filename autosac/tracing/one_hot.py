@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from autosac import _compat, _compat_gpu
-from autosac.tracing.recording import Recorder
+from autosac.tracing.recorder import Recorder
 
 _OP = torch.ops.aten.one_hot.default
 

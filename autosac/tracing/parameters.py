@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from autosac.pytrees import tensors_in
+from autosac.step.tape import Parameter
+from autosac.step.training_step import AnyOptimizer
 from autosac.tracing.probing import dtype_name
-from autosac.tracing.recording import Recorder
-from autosac.tracing.stepping import AnyOptimizer
-from autosac.tracing.tape import Parameter
+from autosac.tracing.recorder import Recorder
 
 
 def find_parameters(
@@ -29,13 +29,13 @@ def find_parameters(
     for fqn, parameter in own.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
     states = {} if optimizer is None else optimizer.state
-    found = []
+    parameters = []
     for original, parameter in zip(own.parameters(), model.parameters(), strict=True):
         tensors = list(tensors_in(states.get(parameter, {})))
         alike = [t for t in tensors if t.shape == parameter.shape and t.dim()]
         others = [t for t in tensors if t.shape != parameter.shape and t.numel() > 1]
         gradient = recorder.storages_of([parameter.grad])
-        found.append(
+        parameters.append(
             Parameter(
                 fqns=tuple(names[id(original)]),
                 shape=tuple(original.shape),
@@ -50,4 +50,4 @@ def find_parameters(
                 other_states=tuple(tuple(t.shape) for t in others),
             )
         )
-    return tuple(found)
+    return tuple(parameters)

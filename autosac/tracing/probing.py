@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from autosac.pytrees import opaque_type
-from autosac.tracing.modules import ModuleNode, ModuleTree
-from autosac.tracing.tape import ModuleCall
+from autosac.step.modules import ModuleNode, ModuleTree
+from autosac.step.tape import ModuleCall
 
 
 def module_tree(model: torch.nn.Module) -> ModuleTree:
@@ -36,13 +36,13 @@ def module_tree(model: torch.nn.Module) -> ModuleTree:
 
 
 def random_numbers() -> int:
-    """Changes when any thread draws from Python's or NumPy's global generator."""
+    """Hash that changes when any thread draws from Python's or NumPy's generator."""
     _, numpy_keys, numpy_place, *_ = sys.modules["numpy"].random.get_state()
     return hash((random.getstate(), numpy_keys.tobytes(), numpy_place))
 
 
 class Follower(Protocol):
-    """Whoever wants to know which module runs."""
+    """An observer that is told which module runs."""
 
     failed_in: int
 
@@ -50,7 +50,7 @@ class Follower(Protocol):
         """A module's ``forward`` begins."""
 
     def leave(self, call: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """It ends, with what `enter` returned."""
+        """A module's ``forward`` ends; ``call`` is what `enter` returned."""
 
 
 DRAWS = "it draws from Python's or NumPy's random numbers"
@@ -139,5 +139,5 @@ class Call:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as ``float32``."""
+    """Name of a type, such as ``float32``."""
     return str(dtype).removeprefix("torch.")

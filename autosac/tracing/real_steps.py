@@ -19,17 +19,17 @@ import torch
 from autosac import _compat
 from autosac.errors import AutosacError, TraceError
 from autosac.pytrees import tensors_in
-from autosac.tracing import source_lines
-from autosac.tracing.arguments import warn
+from autosac.step import source_lines
+from autosac.step.arguments import warn
+from autosac.step.random_streams import seeded_streams
+from autosac.step.tape import Tape
+from autosac.step.training_step import output_and_loss
 from autosac.tracing.copying import AnyCopies
 from autosac.tracing.failures import explanation, place_of
 from autosac.tracing.learned import Learned
 from autosac.tracing.probing import Probe
-from autosac.tracing.random_streams import seeded_streams
 from autosac.tracing.step import Step
-from autosac.tracing.stepping import output_and_loss
-from autosac.tracing.tape import Tape
-from autosac.tracing.tracing import trace
+from autosac.tracing.trace import trace
 
 _FORWARD = ("forward", "loss")
 _IGNORED = frozenset(map(_compat.op_name, _compat.IGNORED_OPS))
@@ -181,7 +181,7 @@ class _NeedsMore(BaseException):
 
 
 def _drop(tensor: torch.Tensor) -> None:
-    """What autograd keeps of a tensor that it wants to save."""
+    """Keep nothing of a tensor that autograd wants to save."""
 
 
 def _miss(nothing: None) -> torch.Tensor:

@@ -14,8 +14,12 @@ from typing import Any
 import torch
 
 from autosac import _compat
+from autosac.fake_tensors.repeated_calls import (
+    Call,
+    RepeatedCalls,
+    Tensors,
+)
 from autosac.pytrees import tensors_in
-from autosac.tracing.repeating import Call, RepeatedCalls, Tensors
 
 
 class RealCalls(RepeatedCalls):
@@ -25,12 +29,12 @@ class RealCalls(RepeatedCalls):
         super().__init__(None)
 
     def key(self, func: Any, args: Any, kwargs: Any, tensors: Tensors) -> Hashable:
-        """None: each call is made. Its tensors are appended."""
+        """No key (None), as each call is made; its tensors are appended."""
         tensors.extend(tensors_in((args, kwargs)))
         return None
 
     def learn(self, key: Hashable, func: Any, args: Any, kwargs: Any, out: Any) -> Call:
-        """Nothing is."""
+        """Learn nothing, as no two calls are equal."""
         return Call()
 
 
@@ -72,14 +76,14 @@ class SavedCopies:
 
 
 def twin(kept: torch.Tensor) -> torch.Tensor:
-    """Once more the data of a tensor, in memory of its own."""
+    """A copy of a kept tensor, in memory of its own."""
     with _compat.no_modes():
         return _within(kept.untyped_storage().clone(), kept)
 
 
 def _within(storage: Any, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of another one's layout in other memory."""
-    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    found = found.conj() if tensor.is_conj() else found
-    return torch._neg_view(found) if tensor.is_neg() else found
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    view = view.conj() if tensor.is_conj() else view
+    return torch._neg_view(view) if tensor.is_neg() else view

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from autosac import _compat_dispatch
-from autosac.tracing.tape import SavedTensor
+from autosac.step.tape import SavedTensor
 
 if TYPE_CHECKING:
-    from autosac.tracing.recording import Recorder
+    from autosac.tracing.recorder import Recorder
 
 
 class Holder:
@@ -51,13 +51,13 @@ class Saved:
         self.used_again = False
 
     def is_read_first(self) -> bool:
-        """Backward reads it: whether it has not done so before."""
+        """Note that backward reads the tensor, and say whether for the first time."""
         is_first = self.unpacked is None
         self.used_again |= not is_first or _compat_dispatch.keeps_graph()
         return is_first
 
     def finished(self, end: int) -> SavedTensor:
-        """What was written, at the last tick of the step."""
+        """The finished `SavedTensor`, at the last tick of the step."""
         released = end if self.released is None else self.released
         return SavedTensor(
             storage=self.storage,

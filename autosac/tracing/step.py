@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from autosac import _compat
-from autosac.costs.devices import DeviceSpec
+from autosac.devices.specs import DeviceSpec
 from autosac.pytrees import tensors_in
+from autosac.step.training_step import LossFn
 from autosac.tracing.learned import Learned
-from autosac.tracing.stepping import LossFn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Step:
 
     @property
     def is_present(self) -> bool:
-        """Whether it can really run: model and batch are here, on its device."""
+        """Whether the step can really run: model and batch are here, on its device."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         tensors += tensors_in((self.args, self.kwargs))
         return (

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.measuring.measuring import storage_bytes
-from autosac.measuring.verifying import Recipe
-from autosac.tracing.stepping import normalize_inputs
+from autosac.step.training_step import normalize_inputs
+from autosac.verification.measuring import storage_bytes
+from autosac.verification.verifying import Recipe
 from benchmarks import pytorch_chain
 from benchmarks.comparing.profiles import budget_at
 from benchmarks.comparing.timing import measure

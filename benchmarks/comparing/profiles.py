@@ -24,7 +24,7 @@ def calibrated_profile(work: Workload) -> autosac.Profile:
     )
 
 
-def budget_at(made: autosac.Profile, fraction: float) -> int:
+def budget_at(profile: autosac.Profile, fraction: float) -> int:
     """Bytes a fraction of the way from the floor to the plain step's peak."""
-    low, high = autosac.floor(made), made.baseline_peak_bytes
+    low, high = autosac.floor(profile), profile.baseline_peak_bytes
     return low + int(fraction * (high - low))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import autosac
-from autosac.measuring.verifying import AppliesToModel, Recipe
+from autosac.verification.verifying import AppliesToModel, Recipe
 from benchmarks.comparing.profiles import budget_at, calibrated_profile
 from benchmarks.comparing.timing import measure
 from benchmarks.environment import MIB
@@ -66,7 +66,7 @@ def run(name: str, rounds: int) -> Record:
 
 
 def _of_rivals(
-    made: autosac.Profile, systems: Iterable[Rival], budget_bytes: int
+    profile: autosac.Profile, systems: Iterable[Rival], budget_bytes: int
 ) -> Iterator[tuple[Record, AppliesToModel]]:
     for rival in systems:
         if rival.settings:
@@ -78,20 +78,20 @@ def _of_rivals(
                 "fits": fitting is not None,
                 "recompute_ms": setting.recompute_ms,
             }
-            yield row, as_plan(made, setting, budget_bytes)
+            yield row, as_plan(profile, setting, budget_bytes)
 
 
 def _of_autosac(
-    made: autosac.Profile,
+    profile: autosac.Profile,
     others: Iterable[tuple[Record, AppliesToModel]],
     budget_bytes: int,
 ) -> Iterator[tuple[Record, AppliesToModel]]:
-    plan = autosac.plan(made, memory_budget=budget_bytes)
+    plan = autosac.plan(profile, memory_budget=budget_bytes)
     yield _ours(plan, "at the budget"), plan
     fitting = [pair for pair in others if pair[0]["fits"]]
     if fitting:
         row, best = min(fitting, key=lambda pair: pair[0]["recompute_ms"])
-        plan = autosac.plan(made, memory_budget=best.peak_bytes)
+        plan = autosac.plan(profile, memory_budget=best.peak_bytes)
         yield _ours(plan, f"at the peak of {row['system']}"), plan
 
 

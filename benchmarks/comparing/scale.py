@@ -161,18 +161,18 @@ _LLAMA_KINDS: tuple[tuple[str, Any, bool, str], ...] = (
 
 
 def _planned(
-    made: autosac.Profile, clock: _Clock, shares: list[float | None]
+    profile: autosac.Profile, clock: _Clock, shares: list[float | None]
 ) -> Record:
     """Plans at shares of the baseline; None for half way up from the floor."""
     found: Record = {"statistics": clock.lap()}
-    baseline = made.baseline_peak_bytes
+    baseline = profile.baseline_peak_bytes
     for name, share in zip(("plan", "next"), shares, strict=False):
         if share is None:
-            budget_bytes = budget_at(made, 0.5 if name == "plan" else 0.25)
+            budget_bytes = budget_at(profile, 0.5 if name == "plan" else 0.25)
         else:
             budget_bytes = int(share * baseline)
         try:
-            plan = autosac.plan(made, memory_budget=budget_bytes)
+            plan = autosac.plan(profile, memory_budget=budget_bytes)
         except autosac.InfeasibleBudgetError:
             found[name] = {**clock.lap(), "feasible": False}
             continue
@@ -185,9 +185,9 @@ def _planned(
         }
     return {
         **found,
-        "floor_bytes": autosac.floor(made),
+        "floor_bytes": autosac.floor(profile),
         "baseline_bytes": baseline,
-        "num_ops": len(made.tape.ops),
+        "num_ops": len(profile.tape.ops),
     }
 
 

@@ -168,19 +168,19 @@ def _timed(do: Callable[[], _T]) -> tuple[_T, dict[str, float]]:
     }
 
 
-def budget_at(made: autosac.Profile, floor_bytes: int, fraction: float) -> int:
+def budget_at(profile: autosac.Profile, floor_bytes: int, fraction: float) -> int:
     """Bytes a fraction of the way from the floor to the plain step's peak."""
-    return floor_bytes + int(fraction * (made.baseline_peak_bytes - floor_bytes))
+    return floor_bytes + int(fraction * (profile.baseline_peak_bytes - floor_bytes))
 
 
 def _cell(
-    made: autosac.Profile,
+    profile: autosac.Profile,
     floor_bytes: int,
     fraction: float,
     systems: tuple[Rival, ...],
 ) -> Record:
     """Our plan at a budget and the cheapest setting of every rival that fits."""
-    budget_bytes = budget_at(made, floor_bytes, fraction)
+    budget_bytes = budget_at(profile, floor_bytes, fraction)
     fitting = {rival.name: rival.at(budget_bytes) for rival in systems}
     cell: Record = {
         "fraction": fraction,
@@ -193,7 +193,7 @@ def _cell(
     }
     try:
         plan, seconds = _timed(
-            lambda: autosac.plan(made, memory_budget=budget_bytes, dry_run=False)
+            lambda: autosac.plan(profile, memory_budget=budget_bytes, dry_run=False)
         )
     except Exception as error:  # a budget that fails is a finding, others go on
         return cell | {"error": _sentence(error)}

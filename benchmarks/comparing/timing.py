@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from autosac.measuring.verifying import (
+from autosac.step.training_step import normalize_inputs, training_step
+from autosac.verification.verifying import (
     AppliesToModel,
     Recipe,
     Verification,
     verify_each,
 )
-from autosac.tracing.stepping import normalize_inputs, training_step
 
 
 def measure(

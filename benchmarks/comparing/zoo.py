@@ -15,7 +15,7 @@ from typing import Any
 
 import autosac
 from autosac import Plan, Profile
-from autosac.planning import choosing
+from autosac.solving import choosing
 from benchmarks.comparing.profiles import budget_at, calibrated_profile
 from benchmarks.environment import MIB
 from benchmarks.models import zoo
@@ -57,8 +57,8 @@ def run(name: str, num_budgets: int) -> Record:
 class _Plans:
     """Plans of one profile, each budget once."""
 
-    def __init__(self, made: Profile) -> None:
-        self.made = made
+    def __init__(self, profile: Profile) -> None:
+        self.made = profile
         self.known: dict[int, Plan] = {}
 
     def at(self, budget_bytes: int) -> Plan:

@@ -27,7 +27,11 @@ import torch
 
 import autosac
 from autosac.errors import AutosacError, SolverError
-from autosac.measuring.verifying import Recipe, Verification, verify_each
+from autosac.verification.verifying import (
+    Recipe,
+    Verification,
+    verify_each,
+)
 from benchmarks.models.drawn import NotBuiltError, build_small
 from benchmarks.models.workload import Workload
 

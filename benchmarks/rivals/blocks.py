@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autosac.candidates.curves import UnitCurve
-from autosac.candidates.units import Unit
-from autosac.planning.profiling import TracedStep
-from autosac.planning.rules import policy_saving
+from autosac.profiles.profile import TracedStep
+from autosac.solving.rules_of_thumb import policy_saving
+from autosac.units.curves import UnitCurve
+from autosac.units.unit import Unit
 
 __all__ = ["find_blocks", "overlap", "policy_saving", "unit_curves"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autosac.planning.profiling import TracedStep
-from autosac.planning.rules import Choice
+from autosac.profiles.profile import TracedStep
+from autosac.solving.rules_of_thumb import Choice
 
 
 def no_checkpointing(profile: TracedStep) -> Choice:

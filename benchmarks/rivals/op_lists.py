@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from autosac.candidates.units import Unit
-from autosac.planning.profiling import Profile
-from autosac.planning.rules import Choice
-from autosac.tracing.tape import Tape
+from autosac.profiles.profile import Profile
+from autosac.solving.rules_of_thumb import Choice
+from autosac.step.tape import Tape
+from autosac.units.unit import Unit
 from benchmarks.rivals.blocks import find_blocks, overlap, policy_saving
 
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})

@@ -35,10 +35,14 @@ from torch.distributed._tools.sac_ilp import (
 )
 from torch.utils._pytree import tree_map_only
 
-from autosac.candidates.units import Unit
-from autosac.planning.profiling import Profile
-from autosac.planning.rules import Choice
-from autosac.tracing.stepping import LossFn, default_loss, normalize_inputs
+from autosac.profiles.profile import Profile
+from autosac.solving.rules_of_thumb import Choice
+from autosac.step.training_step import (
+    LossFn,
+    default_loss,
+    normalize_inputs,
+)
+from autosac.units.unit import Unit
 from benchmarks.rivals.blocks import policy_saving
 from benchmarks.rivals.settings import Rival, priced
 

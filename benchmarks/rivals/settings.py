@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from autosac.applying import applying
-from autosac.candidates import curves
-from autosac.candidates.policies import OpPolicy
-from autosac.planning.profiling import Profile
-from autosac.planning.rules import Choice
+from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
+from autosac.profiles.profile import Profile
+from autosac.solving.rules_of_thumb import Choice
+from autosac.units import curves
+from autosac.units.policies import OpPolicy
 from benchmarks.rivals import checkpointing, op_lists
 from benchmarks.rivals.greedy import greedy_path
 
@@ -63,7 +63,7 @@ class Rival:
 
 @dataclass(frozen=True, kw_only=True)
 class RivalPlan:
-    """A setting as `autosac.measuring.verifying` takes plans.
+    """A setting as `autosac.verification.verifying` takes plans.
 
     Attributes:
         op_policies: What happens to every op of each unit.
@@ -77,7 +77,7 @@ class RivalPlan:
 
     def apply(self, model: torch.nn.Module) -> object:
         """Make the model train so, in place."""
-        applying.install(model, self.op_policies)
+        installing.install(model, self.op_policies)
         return model
 
 

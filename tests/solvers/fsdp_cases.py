@@ -7,9 +7,14 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from solvers.collectives import AffineCost
-from solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem, broken_rules
-from solvers.sac import Breakpoint, Hold, SacProblem, Unit
+from autosac.solvers.fsdp import (
+    FsdpChoice,
+    FsdpModule,
+    FsdpProblem,
+    broken_rules,
+)
+from autosac.solvers.fsdp.collectives import AffineCost
+from autosac.solvers.sac import Breakpoint, Hold, SacProblem, Unit
 
 MIB = 2**20
 

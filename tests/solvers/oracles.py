@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from itertools import product
 
-from solvers.knapsack import SaveProblem
-from solvers.recomputation import (
+from autosac.solvers.curves.knapsack import SaveProblem
+from autosac.solvers.graph.recomputation import (
     GraphProblem,
     Position,
     peak_bytes,
     recompute_ms,
 )
-from solvers.sac import SacProblem
+from autosac.solvers.sac import SacProblem
 
 Flags = tuple[bool, ...]
 

@@ -1,8 +1,8 @@
 """The save-or-rerun choice as a MILP: an oracle for the dynamic program.
 
-It shares no code with `solvers._save_front`. The rows are those that
-`solvers.knapsack` states. e_g may stay continuous: times are not negative, so with s_g
-fixed to 0 or 1 the least e_g that keep (2) and (3) are 0 or 1. Of equally fast
+It shares no code with `solvers.curves.front`. The rows are those that
+`solvers.curves.knapsack` states. e_g may stay continuous: times are not negative, so
+with s_g fixed to 0 or 1 the least e_g that keep (2) and (3) are 0 or 1. Of equally fast
 solutions the one with the fewest bytes is taken, by a second solve.
 """
 
@@ -14,16 +14,15 @@ from time import perf_counter
 
 import pulp
 
-from solvers import _pulp
-from solvers._pulp import Backend
-from solvers.knapsack import (
+from autosac.solvers.curves.knapsack import (
     SaveProblem,
     SaveSolution,
     recompute_ms,
     rerun_closure,
     saved_bytes,
 )
-from solvers.solution import Termination
+from autosac.solvers.milp import pulp_runner
+from autosac.solvers.milp.solution import Backend, Termination
 
 _MIB = 2**20  # bytes without a large common divisor stay within row tolerances in MiB
 _LARGEST_COEFFICIENT = 2**20  # of a row in units of the common divisor
@@ -66,10 +65,10 @@ class _Model:
         self._scale = math.ldexp(1.0, exponent)
         self._add_variables()
         self._add_dependencies()
-        self._time = _pulp.row(
+        self._time = pulp_runner.row(
             (e, problem.runtime_ms[g] * self._scale) for g, e in self._rerun.items()
         )
-        self._bytes = _pulp.row(
+        self._bytes = pulp_runner.row(
             (s, problem.saved_bytes[g] / self._unit) for g, s in self._saved.items()
         )
         self._capacity_row: pulp.LpConstraint | None = None
@@ -128,11 +127,11 @@ class _Model:
         """Rows (2) and (3)."""
         for g in self._groups:
             if g in self._problem.needed:
-                self._model += _pulp.row(self._available(g)) >= 1
+                self._model += pulp_runner.row(self._available(g)) >= 1
             if g in self._rerun:
                 for h in set(self._problem.inputs[g]):
                     terms = [*self._available(h), (self._rerun[g], -1.0)]
-                    self._model += _pulp.row(terms) >= 0
+                    self._model += pulp_runner.row(terms) >= 0
 
     def _available(self, g: int) -> list[tuple[pulp.LpVariable, float]]:
         kinds = (self._saved, self._rerun)
@@ -140,12 +139,12 @@ class _Model:
 
     def _run(
         self, objective: pulp.LpAffineExpression, capacity_bytes: int, limit_ms: float
-    ) -> tuple[_pulp.Outcome, SaveSolution | None]:
+    ) -> tuple[pulp_runner.Outcome, SaveSolution | None]:
         """Minimise; again with less capacity while (1) is broken in integers."""
         problem = self._problem
         if not objective and self._saved:
             # PuLP's dummy for an objective without terms breaks CBC's next run.
-            objective = _pulp.row([(next(iter(self._saved.values())), 0.0)])
+            objective = pulp_runner.row([(next(iter(self._saved.values())), 0.0)])
         self._model.setObjective(objective.copy())
         if self._time_row is not None:
             limit = self._most if math.isinf(limit_ms) else limit_ms * self._scale
@@ -167,18 +166,18 @@ class _Model:
             f"{problem.capacity_bytes} however often it is lowered."
         )
 
-    def _run_within(self, capacity_bytes: int) -> _pulp.Outcome:
+    def _run_within(self, capacity_bytes: int) -> pulp_runner.Outcome:
         if self._capacity_row is not None:
             is_whole = self._unit != _MIB
             divide = int.__floordiv__ if is_whole else int.__truediv__
             self._capacity_row.changeRHS(divide(capacity_bytes, self._unit))
         elif capacity_bytes < 0:
-            return _pulp.Outcome(
+            return pulp_runner.Outcome(
                 termination=Termination.INFEASIBLE, bound=None, solve_s=0.0
             )
-        return _pulp.run(self._model, backend=self._backend)
+        return pulp_runner.run(self._model, backend=self._backend)
 
-    def _record(self, outcome: _pulp.Outcome) -> SaveSolution:
+    def _record(self, outcome: pulp_runner.Outcome) -> SaveSolution:
         """Reruns follow from what is saved; saves that nobody reads are dropped."""
         problem = self._problem
         flags = [

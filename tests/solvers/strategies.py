@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from solvers.curve import TradeoffCurve
-from solvers.knapsack import SaveProblem
-from solvers.recomputation import GraphProblem
-from solvers.sac import Breakpoint, Hold, SacProblem, Unit
+from autosac.solvers.curves.curve import TradeoffCurve
+from autosac.solvers.curves.knapsack import SaveProblem
+from autosac.solvers.graph.recomputation import GraphProblem
+from autosac.solvers.sac import Breakpoint, Hold, SacProblem, Unit
 
 MIB = 2**20
 

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solvers.capuchin import Bookkeeping, choices, solve
-from solvers.recomputation import peak_bytes, recompute_ms
+from autosac.solvers.graph.capuchin import Bookkeeping, choices, solve
+from autosac.solvers.graph.recomputation import peak_bytes, recompute_ms
 from tests.solvers.oracles import separate_recompute_ms
 from tests.solvers.strategies import MIB, graph_problems
 from tests.solvers.test_recomputation import chain

@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from solvers import knapsack, sac
-from solvers.check import violations
+from autosac.solvers import sac
+from autosac.solvers.check import violations
+from autosac.solvers.curves import knapsack
 from tests.solvers import save_milp
 from tests.solvers.strategies import MIB
 

@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solvers.collectives import FREE, Fabric, Group, affine_cost, fastest
+from autosac.solvers.fsdp.collectives import (
+    FREE,
+    Fabric,
+    Group,
+    affine_cost,
+    fastest,
+)
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 ALGORITHMS = ("ring", "tree", "two-level")

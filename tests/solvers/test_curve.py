@@ -3,7 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers.curve import TradeoffCurve, fit, is_convex, pareto
+from autosac.solvers.curves.curve import (
+    TradeoffCurve,
+    fit,
+    is_convex,
+    pareto,
+)
 from tests.solvers.strategies import tradeoff_curves
 
 

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import fsdp
-from solvers.collectives import AffineCost
-from solvers.fsdp import (
+from autosac.solvers import fsdp
+from autosac.solvers.fsdp import (
     FsdpChoice,
     FsdpModule,
     FsdpProblem,
@@ -16,9 +15,10 @@ from solvers.fsdp import (
     lowest_peak,
     owner_of_shared,
 )
-from solvers.fsdp import schedule as schedule_of
-from solvers.sac import Breakpoint, SacProblem, Unit
-from solvers.solution import Termination
+from autosac.solvers.fsdp import schedule as schedule_of
+from autosac.solvers.fsdp.collectives import AffineCost
+from autosac.solvers.milp.solution import Termination
+from autosac.solvers.sac import Breakpoint, SacProblem, Unit
 from tests.solvers.fsdp_cases import MIB, every_choice, fsdp_problems, layers
 
 few = settings(max_examples=25)

@@ -1,9 +1,13 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers.graph import lowest, solve
-from solvers.recomputation import GraphProblem, peak_bytes, recompute_ms
-from solvers.solution import Termination
+from autosac.solvers.graph import lowest, solve
+from autosac.solvers.graph.recomputation import (
+    GraphProblem,
+    peak_bytes,
+    recompute_ms,
+)
+from autosac.solvers.milp.solution import Termination
 from tests.solvers.oracles import every_kept_set
 from tests.solvers.strategies import MIB, graph_problems
 from tests.solvers.test_recomputation import chain

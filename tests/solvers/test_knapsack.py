@@ -1,15 +1,16 @@
 import math
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solvers import knapsack
-from solvers._save_front import save_front
-from solvers.check import violations
-from solvers.knapsack import (
+from autosac.solvers.check import violations
+from autosac.solvers.curves import knapsack
+from autosac.solvers.curves.front import save_front
+from autosac.solvers.curves.knapsack import (
     SaveProblem,
     front,
     recompute_ms,
@@ -17,7 +18,7 @@ from solvers.knapsack import (
     saved_bytes,
     trade_off,
 )
-from solvers.solution import Termination
+from autosac.solvers.milp.solution import Termination
 from tests.solvers.oracles import best_save, pareto_saves
 from tests.solvers.save_milp import solve
 from tests.solvers.strategies import MIB, save_problems
@@ -228,21 +229,25 @@ def test_wrong_problems_are_refused(changes, match):
         chain(**changes)
 
 
-def front_of_programs(problem):
-    """The front of a problem whose dynamic program gives up at once."""
-    with patch.object(knapsack, "save_front", lambda problem, most_labels: None):
+def front_of_few_frontiers(problem):
+    """The front of a problem whose dynamic program follows a single frontier."""
+    one = partial(save_front, most_frontiers=0)
+    with (
+        patch.object(knapsack, "save_front", one),
+        patch("autosac.solvers.curves.front._FEWEST_AT_ONCE", 1),
+    ):
         return front(problem)
 
 
 @pytest.mark.parametrize(
-    "partial", [lambda problem: front(problem, most_labels=2), front_of_programs]
+    "thin", [lambda problem: front(problem, most_labels=2), front_of_few_frontiers]
 )
 @settings(max_examples=60)
 @given(
     problem=save_problems(most=8), prices=st.lists(st.floats(1e-9, 1e-4), max_size=5)
 )
-def test_a_partial_front_has_the_vertices_of_the_hull(partial, problem, prices):
-    complete, thinned = front(problem), partial(problem)
+def test_a_partial_front_has_the_vertices_of_the_hull(thin, problem, prices):
+    complete, thinned = front(problem), thin(problem)
 
     ends = [complete.solutions[i] for i in (0, -1)] if complete.solutions else []
     steepness = [
@@ -266,11 +271,17 @@ def test_a_partial_front_has_the_vertices_of_the_hull(partial, problem, prices):
         assert least[0] == pytest.approx(least[1], rel=1e-6)
 
 
-@given(problem=save_problems(most=10), most_labels=st.integers(2, 12))
-def test_a_thinned_front_misses_no_point_that_is_faster_than_it_says(
-    problem, most_labels
-):
-    complete, thinned = front(problem), front(problem, most_labels=most_labels)
+@pytest.mark.parametrize(
+    "thin",
+    [
+        lambda problem: front(problem, most_labels=2),
+        lambda problem: front(problem, most_labels=7),
+        front_of_few_frontiers,
+    ],
+)
+@given(problem=save_problems(most=10))
+def test_a_thinned_front_misses_no_point_that_is_faster_than_it_says(thin, problem):
+    complete, thinned = front(problem), thin(problem)
 
     limit_ms = thinned.complete_below_ms * (1 - 1e-9)  # sums in another order
     fast = {s.saved_bytes for s in complete.solutions if s.recompute_ms < limit_ms}

@@ -5,8 +5,8 @@ import sys
 import pulp
 import pytest
 
-from solvers import _pulp
-from solvers.solution import Termination
+from autosac.solvers.milp import pulp_runner
+from autosac.solvers.milp.solution import Termination
 
 both = pytest.mark.parametrize("backend", ["highs", "cbc"])
 
@@ -15,8 +15,8 @@ def cover(least, *, cat=pulp.LpBinary, num_items=3):
     """Pick items of cost 1, 2, 3, ... until `least` of them are picked."""
     model = pulp.LpProblem("cover", pulp.LpMinimize)
     items = [model.add_variable(f"x{i:03d}", 0, 1, cat) for i in range(num_items)]
-    model.setObjective(_pulp.row((x, i + 1.0) for i, x in enumerate(items)))
-    model += _pulp.row((x, 1.0) for x in items) >= least
+    model.setObjective(pulp_runner.row((x, i + 1.0) for i, x in enumerate(items)))
+    model += pulp_runner.row((x, 1.0) for x in items) >= least
     return model
 
 
@@ -29,13 +29,13 @@ def market_split(*, elastic):
     model = pulp.LpProblem("market", pulp.LpMinimize)
     items = [model.add_variable(f"x{i:03d}", 0, 1, pulp.LpBinary) for i in range(40)]
     missed = [(model.add_variable(f"missed{r}", 0), 1.0) for r in range(10)]
-    model.setObjective(_pulp.row([*missed, (items[0], 1.0)]))
+    model.setObjective(pulp_runner.row([*missed, (items[0], 1.0)]))
     for r in range(5):
         weights = [draw.randrange(100) for _ in items]
         terms = list(zip(items, map(float, weights), strict=True))
         if elastic:
             terms += [(missed[2 * r][0], 1.0), (missed[2 * r + 1][0], -1.0)]
-        model += _pulp.row(terms) == sum(weights) // 2
+        model += pulp_runner.row(terms) == sum(weights) // 2
     return model
 
 
@@ -44,7 +44,7 @@ def test_the_optimum_comes_with_its_bound(backend):
     # The two cheapest items cost 1 + 2 = 3.
     model = cover(2)
 
-    outcome = _pulp.run(model, backend=backend)
+    outcome = pulp_runner.run(model, backend=backend)
 
     assert outcome.termination is Termination.OPTIMAL
     assert outcome.bound == pytest.approx(3.0)
@@ -55,12 +55,14 @@ def test_the_optimum_comes_with_its_bound(backend):
 def test_a_relaxation_run_again_has_the_optimum_of_its_new_right_hand_sides(backend):
     model = cover(1, num_items=5)
     constraint = model.constraints()[0]
-    _pulp.run(model, backend=backend, relaxed=True)
+    pulp_runner.run(model, backend=backend, relaxed=True)
 
     for least in (3, 2, 6, 5):
         constraint.changeRHS(least)
-        outcome = _pulp.run(model, backend=backend, relaxed=True, again=True)
-        fresh = _pulp.run(cover(least, num_items=5), backend=backend, relaxed=True)
+        outcome = pulp_runner.run(model, backend=backend, relaxed=True, again=True)
+        fresh = pulp_runner.run(
+            cover(least, num_items=5), backend=backend, relaxed=True
+        )
         assert outcome.termination is fresh.termination
         assert outcome.bound == pytest.approx(fresh.bound)
 
@@ -70,13 +72,13 @@ def test_a_constant_in_the_objective_counts_in_the_bound(backend):
     model = cover(2)
     model.setObjective(model.objective + 10)
 
-    assert _pulp.run(model, backend=backend).bound == pytest.approx(13.0)
+    assert pulp_runner.run(model, backend=backend).bound == pytest.approx(13.0)
 
 
 @both
 @pytest.mark.parametrize("cat", [pulp.LpBinary, pulp.LpContinuous])
 def test_an_infeasible_model_is_told_from_a_time_limit(backend, cat):
-    outcome = _pulp.run(cover(4, cat=cat), backend=backend)
+    outcome = pulp_runner.run(cover(4, cat=cat), backend=backend)
 
     assert outcome.termination is Termination.INFEASIBLE
 
@@ -89,14 +91,16 @@ def test_a_model_that_only_shares_could_meet_is_infeasible(backend):
     model += pulp.lpSum(picked)
     model += pulp.lpSum(w * x for w, x in zip(weights, picked, strict=True)) == 75
 
-    outcome = _pulp.run(model, backend=backend)
+    outcome = pulp_runner.run(model, backend=backend)
 
     assert outcome.termination is Termination.INFEASIBLE
 
 
 @both
 def test_a_time_limit_without_an_incumbent_is_no_incumbent(backend):
-    outcome = _pulp.run(market_split(elastic=False), backend=backend, time_limit_s=0.2)
+    outcome = pulp_runner.run(
+        market_split(elastic=False), backend=backend, time_limit_s=0.2
+    )
 
     assert outcome.termination is Termination.NO_INCUMBENT
 
@@ -105,7 +109,7 @@ def test_a_time_limit_without_an_incumbent_is_no_incumbent(backend):
 def test_a_time_limit_with_an_incumbent_is_feasible(backend):
     model = market_split(elastic=True)
 
-    outcome = _pulp.run(model, backend=backend, time_limit_s=0.5)
+    outcome = pulp_runner.run(model, backend=backend, time_limit_s=0.5)
 
     assert outcome.termination is Termination.FEASIBLE
     assert 0.0 <= outcome.bound < pulp.value(model.objective)
@@ -113,7 +117,9 @@ def test_a_time_limit_with_an_incumbent_is_feasible(backend):
 
 @both
 def test_a_limit_on_work_without_an_incumbent_is_no_incumbent(backend):
-    outcome = _pulp.run(market_split(elastic=False), backend=backend, work_limit=4000)
+    outcome = pulp_runner.run(
+        market_split(elastic=False), backend=backend, work_limit=4000
+    )
 
     assert outcome.termination is Termination.NO_INCUMBENT
 
@@ -125,7 +131,7 @@ def test_a_start_that_is_not_optimal_is_improved(backend):
     for variable in model.variables():
         variable.varValue = 1.0
 
-    outcome = _pulp.run(model, backend=backend, warm_start=True)
+    outcome = pulp_runner.run(model, backend=backend, warm_start=True)
 
     assert outcome.termination is Termination.OPTIMAL
     assert outcome.bound == pytest.approx(3.0)
@@ -139,7 +145,7 @@ def test_an_unbounded_model_is_told_from_an_infeasible_one(backend):
     model += x + y
     model += x + y <= 3
 
-    outcome = _pulp.run(model, backend=backend)
+    outcome = pulp_runner.run(model, backend=backend)
 
     assert outcome.termination is Termination.UNBOUNDED
 
@@ -149,14 +155,14 @@ def test_the_relaxation_ignores_that_variables_are_whole(backend):
     # 1 + half of 2 = 2.
     model = cover(1.5)
 
-    outcome = _pulp.run(model, backend=backend, relaxed=True)
+    outcome = pulp_runner.run(model, backend=backend, relaxed=True)
 
     assert outcome.bound == pytest.approx(2.0)
     assert model.variables()[1].varValue == pytest.approx(0.5)
 
 
 def test_highs_may_be_asked_for_another_number_of_threads():
-    outcomes = [_pulp.run(cover(2), threads=threads) for threads in (1, 2, 1)]
+    outcomes = [pulp_runner.run(cover(2), threads=threads) for threads in (1, 2, 1)]
 
     assert [o.termination for o in outcomes] == [Termination.OPTIMAL] * 3
 
@@ -167,22 +173,22 @@ def test_numbers_that_break_a_row_are_no_incumbent(monkeypatch):
             variable.varValue = 0.0
         return claimed, 0.0, 1
 
-    monkeypatch.setattr(_pulp, "_run_highs", lying)
+    monkeypatch.setattr(pulp_runner, "_run_highs", lying)
 
     claimed = Termination.FEASIBLE
-    assert _pulp.run(cover(2)).termination is Termination.NO_INCUMBENT
+    assert pulp_runner.run(cover(2)).termination is Termination.NO_INCUMBENT
     claimed = Termination.OPTIMAL
     with pytest.raises(ArithmeticError, match="breaks a row"):
-        _pulp.run(cover(2))
+        pulp_runner.run(cover(2))
 
 
 @pytest.mark.parametrize("number", [float("inf"), 1e16])
 def test_a_model_of_infinite_or_huge_numbers_is_refused(number):
     model = cover(1)
-    model += _pulp.row([(model.variables()[0], number)]) <= 1
+    model += pulp_runner.row([(model.variables()[0], number)]) <= 1
 
     with pytest.raises(ArithmeticError, match="'cover'"):
-        _pulp.run(model)
+        pulp_runner.run(model)
 
 
 @both
@@ -190,7 +196,7 @@ def test_a_limit_on_work_ends_a_solve_at_the_same_place_each_time(backend):
     ends = []
     for limit in (40_000, 80_000, 80_000):
         model = market_split(elastic=True)
-        outcome = _pulp.run(model, backend=backend, work_limit=limit)
+        outcome = pulp_runner.run(model, backend=backend, work_limit=limit)
         ends.append((outcome.work, outcome.bound, pulp.value(model.objective)))
         assert outcome.termination is Termination.FEASIBLE
 
@@ -201,17 +207,17 @@ def test_a_limit_on_work_ends_a_solve_at_the_same_place_each_time(backend):
 
 
 def test_a_missing_cbc_names_the_remedy(monkeypatch):
-    monkeypatch.setattr(_pulp.shutil, "which", lambda _: None)
+    monkeypatch.setattr(pulp_runner.shutil, "which", lambda _: None)
 
     with pytest.raises(FileNotFoundError, match="search path"):
-        _pulp.run(cover(2), backend="cbc")
+        pulp_runner.run(cover(2), backend="cbc")
 
 
 def test_a_solve_prints_nothing():
     script = (
-        "from solvers import _pulp\n"
+        "from autosac.solvers.milp import pulp_runner\n"
         "from tests.solvers.test_pulp import cover\n"
-        "assert _pulp.run(cover(1)).bound == 1.0"
+        "assert pulp_runner.run(cover(1)).bound == 1.0"
     )
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -221,6 +227,6 @@ def test_a_solve_prints_nothing():
 
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="backend"):
-        _pulp.run(cover(2), backend="glpk")
+        pulp_runner.run(cover(2), backend="glpk")
     with pytest.raises(ValueError, match="minimisation"):
-        _pulp.run(pulp.LpProblem("up", pulp.LpMaximize))
+        pulp_runner.run(pulp.LpProblem("up", pulp.LpMaximize))

@@ -2,7 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solvers.recomputation import GraphProblem, peak_bytes, reruns, timeline
+from autosac.solvers.graph.recomputation import (
+    GraphProblem,
+    peak_bytes,
+    reruns,
+    timeline,
+)
 from tests.solvers.oracles import replayed_timeline
 from tests.solvers.strategies import MIB, graph_problems
 

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solvers import _pulp, sac
-from solvers._sac_classes import classify
-from solvers._sac_counts import CountModel
-from solvers._sac_search import Search
-from solvers._sac_segments import segments
-from solvers._sac_table import Table
+from autosac.solvers import sac
+from autosac.solvers.milp import pulp_runner
+from autosac.solvers.sac.classes import classify
+from autosac.solvers.sac.counts import CountModel
+from autosac.solvers.sac.search import Search
+from autosac.solvers.sac.segments import segments
+from autosac.solvers.sac.table import Table
 
 STEPS = st.lists(
     st.tuples(st.integers(1, 50), st.floats(0.01, 5.0)), min_size=1, max_size=60
@@ -120,7 +121,7 @@ def test_no_mixture_stands_for_missing_points_where_none_is_missing():
         tolerance_ms=0.0,
     )
 
-    outcome = _pulp.run(counts.model)
+    outcome = pulp_runner.run(counts.model)
 
     assert outcome.bound / counts.scale == pytest.approx(2.0)
 

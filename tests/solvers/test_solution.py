@@ -1,6 +1,6 @@
 import pytest
 
-from solvers.solution import Solution, Termination
+from autosac.solvers.milp.solution import Solution, Termination
 
 
 def test_only_optimal_and_feasible_have_an_incumbent():

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solvers.step_time import BackwardEvent, Schedule, UnitTimes, linear, simulate
+from autosac.solvers.fsdp.step_time import (
+    BackwardEvent,
+    Schedule,
+    UnitTimes,
+    linear,
+    simulate,
+)
 
 times = st.integers(0, 6).map(float)
 

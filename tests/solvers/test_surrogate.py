@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from solvers import _pulp, sac
-from solvers._sac_classes import classify
-from solvers._sac_counts import CountModel
-from solvers._sac_surrogate import least_times
-from solvers._sac_table import Table
-from solvers.solution import Termination
+from autosac.solvers import sac
+from autosac.solvers.milp import pulp_runner
+from autosac.solvers.milp.solution import Termination
+from autosac.solvers.sac.classes import classify
+from autosac.solvers.sac.counts import CountModel
+from autosac.solvers.sac.surrogate import least_times
+from autosac.solvers.sac.table import Table
 from tests.solvers import oracles
 from tests.solvers.strategies import MIB, deep_trees, layered_problems, sac_problems
 
@@ -30,7 +31,7 @@ def relaxed(problem, rows=None):
         units=units,
         budget_bytes=problem.budget_bytes,
     )
-    outcome = _pulp.run(model.model, relaxed=True)
+    outcome = pulp_runner.run(model.model, relaxed=True)
     if outcome.termination is not Termination.OPTIMAL:
         return table, None, math.inf
     return table, model, outcome.bound / model.scale

@@ -11,7 +11,7 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from autosac.tracing.stepping import default_loss
+from autosac.step.training_step import default_loss
 from benchmarks.models.drawn.batches import Batch, batches
 from benchmarks.models.drawn.configs import DEGREES, shrunken
 from benchmarks.models.drawn.errors import NotBuiltError

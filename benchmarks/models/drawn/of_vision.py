@@ -11,7 +11,7 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
-from autosac.tracing.stepping import default_loss
+from autosac.step.training_step import default_loss
 from benchmarks.models.workload import Workload, adamw, integers, normal
 
 _FRAMES, _PIXELS = 16, 224

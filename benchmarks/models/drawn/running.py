@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from autosac.tracing.stepping import normalize_inputs, training_step
+from autosac.step.training_step import normalize_inputs, training_step
 from benchmarks.models.drawn.errors import NotBuiltError
 from benchmarks.models.workload import Workload
 

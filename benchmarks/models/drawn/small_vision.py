@@ -18,7 +18,7 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
-from autosac.tracing.stepping import default_loss
+from autosac.step.training_step import default_loss
 from benchmarks.models.drawn import of_vision
 from benchmarks.models.drawn.errors import NotBuiltError
 from benchmarks.models.drawn.running import copied, first_that_runs, optimizer_by_size

@@ -1,0 +1,66 @@
+"""Private PyTorch APIs of the autograd engine (checked for torch 2.10 to 2.15)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def next_sequence_nr() -> int:
+    """Sequence number that the next autograd node will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def current_node() -> Any:
+    """The autograd node that runs now, None outside backward."""
+    return torch._C._current_autograd_node()
+
+
+# References to a gradient that only the engine's buffer holds, while an op on it is
+# dispatched to Python: to the tensor, and by it to its storage (torch 2.10 to 2.15).
+_ENGINE_TENSOR_USES, _ENGINE_STORAGE_USES = 4, 2
+
+
+def held_by_engine_only(gradient: torch.Tensor) -> bool:
+    """Whether nothing but the engine refers to an argument of the op dispatched now."""
+    counted: Any = gradient  # stubs of some versions lack the count
+    storage = gradient.untyped_storage()
+    storage_uses = int(torch._C._storage_Use_Count(storage._cdata))
+    tensor_uses = int(counted._use_count())
+    return tensor_uses <= _ENGINE_TENSOR_USES and storage_uses <= _ENGINE_STORAGE_USES
+
+
+def current_node_sequence_nr() -> int | None:
+    """Sequence number of the autograd node that runs now, None outside backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else sequence_nr(node)
+
+
+def sequence_nr(node: Any) -> int:
+    """Number of an autograd node, in the order in which its thread made them."""
+    return int(node._sequence_nr())
+
+
+def current_node_variable() -> torch.Tensor | None:
+    """The leaf that the running ``AccumulateGrad`` node accumulates into."""
+    return getattr(torch._C._current_autograd_node(), "variable", None)
+
+
+_HOOKS = (
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+)
+
+
+def has_hooks(owner: torch.nn.Parameter | torch.optim.Optimizer) -> bool:
+    """Whether hooks of any kind are registered on a parameter or an optimizer.
+
+    Those on all optimizers at once count for each.
+    """
+    if isinstance(owner, torch.optim.Optimizer):
+        of_all = sys.modules[torch.optim.Optimizer.__module__]
+        if of_all._global_optimizer_pre_hooks or of_all._global_optimizer_post_hooks:
+            return True
+    return any(getattr(owner, kind, None) for kind in _HOOKS)

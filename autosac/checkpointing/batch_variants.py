@@ -1,0 +1,342 @@
+"""Units of a model under the plans of several batches: each step follows its own.
+
+The whole model's ``forward`` looks at what it is called with. That tells the plan in
+most cases. Where batches of one signature take several branches, the ops before the
+first unit tell which: a dispatch mode looks at them until they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from autosac import _compat, _compat_dispatch
+from autosac.checkpointing.ambient_state import thread
+from autosac.checkpointing.installing import (
+    CountedForward,
+    StandIn,
+    Step,
+    install,
+    remove,
+)
+from autosac.step.batch_signatures import (
+    BatchSignature,
+    positional_names,
+    signature_of,
+)
+from autosac.tracing.real_steps import is_mark
+from autosac.units.policies import OpPolicy
+
+_StandIns = dict[torch.nn.Module, StandIn]
+
+
+class Planned(Protocol):
+    """A plan for batches of some signatures.
+
+    Attributes:
+        op_policies: What its units do.
+        signatures: Of the batches that it is for.
+        opening: Names of the first ops of forward, up to the one that tells it from
+            the other plans for such batches, or '' where one of their units begins;
+            empty if nothing tells.
+    """
+
+    @property
+    def op_policies(self) -> tuple[OpPolicy, ...]: ...
+    @property
+    def signatures(self) -> tuple[BatchSignature, ...]: ...
+    @property
+    def opening(self) -> tuple[str, ...]: ...
+
+
+class Unseen(Protocol):
+    """Says what becomes of a batch that no plan is for."""
+
+    def __call__(
+        self,
+        model: torch.nn.Module | None,
+        signature: BatchSignature,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        variants: Variants,
+    ) -> int | Sequence[Planned]:
+        """The number of the plan to follow, or further plans, one for each branch.
+
+        Args:
+            model: Without any plan; None if that cannot be had, as somebody replaced
+                a ``forward``: then no further plan can be followed.
+            signature: Of the batch.
+            arguments: The batch.
+            variants: What is planned for.
+        """
+
+
+class Variants:
+    """The plans of a model, and which of them it follows now.
+
+    Args:
+        plans: The plans.
+        names: Of the arguments that the model takes by position.
+        unseen: As in `Unseen`.
+
+    Attributes:
+        training: The mode that the plans are for.
+        current: Number of the plan that forward follows,
+        rerun: and of the one that a rerun in backward follows, if one runs modules.
+        said: What was warned of.
+    """
+
+    def __init__(
+        self, plans: Sequence[Planned], names: tuple[str, ...], unseen: Unseen
+    ) -> None:
+        self.plans = list(plans)
+        self.names = names
+        self.unseen = unseen
+        policies = [policy for plan in plans for policy in plan.op_policies]
+        self.training = policies[0].training if policies else True
+        self.by_signature: dict[BatchSignature, tuple[int, ...]] = {}
+        for number, plan in enumerate(plans):
+            for signature in plan.signatures:
+                earlier = self.by_signature.get(signature, ())
+                self.by_signature[signature] = (*earlier, number)
+        self.current = 0
+        self.rerun: int | None = None
+        self.is_running = False
+        self.said: set[str] = set()
+        self._opening: _Opening | None = None
+
+    def open(self, numbers: tuple[int, ...]) -> None:
+        """Follow one of some plans; the step's first ops will tell which."""
+        self.current = numbers[0]
+        if len(numbers) > 1:
+            openings = {number: self.plans[number].opening for number in numbers}
+            self._opening = _Opening(openings)
+            self._opening.__enter__()  # type: ignore[no-untyped-call]
+
+    def settle(self, numbers: Container[int]) -> int:
+        """The plan to follow where a module begins that is a unit under some plans."""
+        opening = self._opening
+        if opening is not None and any(n in numbers for n in opening.openings):
+            opening.see("")
+            self.current = opening.left[0]
+            if _compat_dispatch.num_modes() == opening.depth + 1:  # ours is the last
+                self.close()
+        return self.current if self.rerun is None else self.rerun
+
+    def close(self) -> None:
+        """Stop comparing the step's first ops with those of plans."""
+        if self._opening is not None:
+            self._opening.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._opening = None
+
+
+class _Opening(_compat.PlainDispatchMode):
+    """Compares the first ops of a step with those of several plans.
+
+    Args:
+        openings: Number of a plan -> its `Planned.opening`.
+
+    Attributes:
+        left: Numbers of the plans whose ops ran so far.
+        depth: How many modes there were before this one.
+    """
+
+    def __init__(self, openings: Mapping[int, tuple[str, ...]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.openings = openings
+        self.left = list(openings)
+        self.depth = _compat_dispatch.num_modes()
+        self._place = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if len(self.left) > 1 and id(func) not in _compat.IGNORED_IDS:
+            name = _compat.op_name(func)
+            if not is_mark(name):
+                self.see(name)
+        return func(*args, **(kwargs or {}))
+
+    def see(self, name: str) -> None:
+        """Keep the plans that expect this op next, or a unit's begin ('')."""
+        if len(self.left) == 1:
+            return
+        here = slice(self._place, self._place + 1)
+        left = [n for n in self.left if self.openings[n][here] == (name,)]
+        self._place += 1
+        # What no plan expects tells nothing; units will look for themselves.
+        self.left = left or self.left[:1]
+
+
+class VariedForward(StandIn):
+    """Stands in for a module's ``forward`` that is a unit under some of the plans.
+
+    Args:
+        module: The module.
+        variants: Know which plan to follow.
+        stand_ins: Number of a plan -> what stands in under it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        variants: Variants,
+        stand_ins: Mapping[int, StandIn],
+    ) -> None:
+        super().__init__(module)
+        self.variants = variants
+        self.stand_ins = dict(stand_ins)
+        self.is_unit = any(one.is_unit for one in stand_ins.values())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stand_in = self.stand_ins.get(self.variants.settle(self.stand_ins))
+        forward = self.__wrapped__ if stand_in is None else stand_in
+        return forward(*args, **kwargs)
+
+
+class BatchForward(StandIn):
+    """Stands in for the whole model's ``forward``, where every step begins.
+
+    Args:
+        model: The model, without a plan.
+        variants: Its plans.
+    """
+
+    def __init__(self, model: torch.nn.Module, variants: Variants) -> None:
+        super().__init__(model)
+        self.variants = variants
+        self.by_hand = False
+        self.steps: list[Step] = []
+        self.stand_ins: list[_StandIns] = []
+        self.put: _StandIns = {}
+        for plan in variants.plans:
+            self._add(plan)
+        self._put_on()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        variants = self.variants
+        if thread.is_inside or variants.is_running or self.by_hand:
+            return self._forward()(*args, **kwargs)
+        if torch.is_grad_enabled() and self.module.training == variants.training:
+            self.begin(args, kwargs)
+        else:
+            self.steps[variants.current].calls.clear()
+        variants.is_running = True
+        try:
+            return self._forward()(*args, **kwargs)
+        finally:
+            variants.is_running = False
+            variants.close()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A step begins: follow the plan for its batch."""
+        variants = self.variants
+        signature = signature_of(args, kwargs, variants.names)
+        numbers = variants.by_signature.get(signature)
+        if numbers is None:
+            numbers = self._meet(signature, args, kwargs)
+            variants.by_signature[signature] = numbers
+        for number in numbers:
+            self.steps[number].calls.clear()
+        variants.open(numbers)
+
+    def begin_by_hand(self, *args: Any) -> None:
+        """A step begins that does not begin with a call of the model.
+
+        Args:
+            args: What the plans take for the model's arguments.
+        """
+        self.begin(args, {})
+        self.variants.close()
+
+    def _forward(self) -> Callable[..., Any]:
+        stand_in = self.stand_ins[self.variants.current].get(self.module)
+        if stand_in is None:
+            return self.__wrapped__
+        self.variants.settle((self.variants.current,))
+        return stand_in
+
+    def _meet(
+        self, signature: BatchSignature, args: Any, kwargs: Any
+    ) -> tuple[int, ...]:
+        """Numbers of the plans for a batch that none was made for."""
+        variants = self.variants
+        with self._put_off() as model:
+            answer = variants.unseen(model, signature, (args, kwargs), variants)
+            if isinstance(answer, int):
+                (planned_signature, *_) = variants.plans[answer].signatures
+                return variants.by_signature.get(planned_signature, (answer,))
+            first = len(variants.plans)
+            variants.plans.extend(answer)
+            for plan in answer:
+                self._add(plan)
+        return tuple(range(first, len(variants.plans)))
+
+    def _add(self, plan: Planned) -> None:
+        """Make the stand-ins of a plan of the model, which has none now."""
+        model, step = self.module, Step(self.variants, len(self.steps))
+        install(model, plan.op_policies, step)
+        own = {module: module.__dict__.get("forward") for module in model.modules()}
+        remove(model)
+        if isinstance(counted := own[model], CountedForward):
+            own[model] = counted.own_forward  # `begin` counts
+        self.steps.append(step)
+        self.stand_ins.append({m: f for m, f in own.items() if isinstance(f, StandIn)})
+
+    def _put_on(self) -> None:
+        modules = dict.fromkeys(module for one in self.stand_ins for module in one)
+        modules.pop(self.module, None)
+        self.put = {self.module: self}
+        for module in modules:
+            stand_ins = {
+                n: s[module] for n, s in enumerate(self.stand_ins) if module in s
+            }
+            is_only = len(self.stand_ins) == 1
+            self.put[module] = (
+                stand_ins[0]
+                if is_only
+                else VariedForward(module, self.variants, stand_ins)
+            )
+        for module, stand_in in self.put.items():
+            module.__dict__["forward"] = stand_in
+
+    @contextmanager
+    def _put_off(self) -> Iterator[torch.nn.Module | None]:
+        """Take the plans off the model inside; None if somebody replaced a stand-in."""
+        pairs = self.put.items()
+        if any(module.__dict__.get("forward") is not own for module, own in pairs):
+            yield None
+            return
+        remove(self.module)
+        try:
+            yield self.module
+        finally:
+            self._put_on()
+
+
+def install_plans(
+    model: torch.nn.Module, plans: Sequence[Planned], unseen: Unseen
+) -> None:
+    """Let every step of a model follow the plan for its batch.
+
+    Args:
+        model: Without a plan.
+        plans: The plans; the first one is followed where no batch tells.
+        unseen: As in `Unseen`.
+    """
+    BatchForward(model, Variants(plans, positional_names(model), unseen))
+
+
+def steps_by_hand(model: torch.nn.Module) -> Callable[..., None]:
+    """Return a function that begins a step, where not every call of the model does.
+
+    Calls of modules are counted from one step to the next, and a step's batch tells its
+    plan. After `install_plans` a call of the whole model begins a step; after this,
+    nothing does but the function returned, which takes what the plans were made for.
+    """
+    forward = model.__dict__.get("forward")
+    assert isinstance(forward, BatchForward)
+    forward.by_hand = True
+    return forward.begin_by_hand

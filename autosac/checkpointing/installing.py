@@ -1,0 +1,402 @@
+"""Make modules of a model AC units, and undo it.
+
+A unit runs as a `Frame` (`saved_tensors.py`), which records what it does and makes
+again what its policy does not save. Blocks of a chain run as units too, but keep only
+arguments from outside the chain (`chained_calls.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from autosac import _compat_dispatch
+from autosac.checkpointing.ambient_state import Present, thread
+from autosac.checkpointing.call_arguments import Kept, Source, leaves
+from autosac.checkpointing.chained_calls import (
+    Nest,
+    NestedCall,
+    RelayedCall,
+)
+from autosac.checkpointing.departed_units import Code
+from autosac.checkpointing.module_attributes import Snapshots
+from autosac.checkpointing.op_programs import KnownMode, Program
+from autosac.checkpointing.op_records import Record
+from autosac.checkpointing.recording_mode import RecordingMode
+from autosac.checkpointing.saved_tensors import Frame
+from autosac.errors import UnsupportedError
+from autosac.units.policies import OpPolicy
+
+_MOST_LOSSES = 3  # batches that differ have lost as often: look at every op then
+
+
+class Followed(Protocol):
+    """Knows which of a model's plans is followed.
+
+    Attributes:
+        rerun: Number of the plan that a rerun follows, if one runs modules.
+    """
+
+    rerun: int | None
+
+
+class Step:
+    """What the stand-ins of one plan know of the step that runs.
+
+    Args:
+        variants: Know which plan is followed, if a model has several.
+        number: The plan's own.
+
+    Attributes:
+        calls: How often each module was called.
+        latest: Chain -> its last call, as long as backward can need it.
+        nests: Nest -> the call of its module that runs forward now.
+        losses: How often a unit did not do what it had done before.
+        onward: The nest that runs onward now, for the sake of a rerun.
+    """
+
+    def __init__(self, variants: Followed | None = None, number: int = 0) -> None:
+        self.variants = variants
+        self.number = number
+        self.calls: Counter[str] = Counter()
+        self.latest: weakref.WeakValueDictionary[str, RelayedCall] = (
+            weakref.WeakValueDictionary()
+        )
+        self.nests: dict[str, Nest] = {}
+        self.onward: Nest | None = None
+        self.losses = 0
+
+    def __reduce__(self) -> tuple[type[Step], tuple[Followed | None, int]]:
+        return Step, (self.variants, self.number)  # a copy has begun no step
+
+    @contextlib.contextmanager
+    def running_onward(self, nest: Nest) -> Iterator[None]:
+        """Inside, modules that run belong to a nest that runs onward."""
+        self.onward = nest
+        if self.variants is not None:
+            self.variants.rerun = self.number
+        try:
+            yield
+        finally:
+            self.onward = None
+            if self.variants is not None:
+                self.variants.rerun = None
+
+
+class StandIn:
+    """Stands in for a module's ``forward``.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        is_unit: The module is an AC unit, or parts of it are.
+    """
+
+    is_unit = False
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.own_forward = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        own: Callable[..., Any] | None = self.own_forward
+        if own is not None:
+            return own
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
+
+
+class CheckpointedForward(StandIn):
+    """Stands in for a module's ``forward`` and runs it as an AC unit.
+
+    Args:
+        module: The module.
+        policies: What to do with its ops, for each call of a step that is planned.
+        step: What is shared with the other units of the model.
+    """
+
+    is_unit = True
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        policies: tuple[OpPolicy, ...],
+        step: Step,
+    ) -> None:
+        super().__init__(module)
+        self.fqn = policies[0].fqn
+        self.training = policies[0].training
+        self.num_calls = policies[0].num_calls
+        self.policies = {policy.call_index: policy for policy in policies}
+        self.step = step
+        self.snapshots = Snapshots(module)
+        self.programs: dict[int, tuple[Program, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "programs": {}}  # a copy has learned nothing yet
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        may_compile = torch.compiler.is_compiling() and torch.is_grad_enabled()
+        if may_compile and self.module.training == self.training:
+            _refuse_to_compile(self.fqn)  # before all that Dynamo cannot follow
+        forward = self.__wrapped__
+        if self.step.onward is not None:
+            return self.step.onward.meet(self.fqn, forward, args, kwargs)
+        policy = None if thread.is_rerun else self._policy()
+        if policy is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if _compat_dispatch.is_transformed():
+            _warn_of_transform(self.fqn)
+            return forward(*args, **kwargs)
+
+        source = self._source(policy, (args, kwargs))
+        given = list(leaves((args, kwargs), torch.Tensor))
+        record = Record(policy, given, source.relayed())
+        del given
+        mode = self._mode(record, forward)
+        if isinstance(source, (RelayedCall, NestedCall)):
+            source.record = record
+        output = Frame(source, mode).run(forward, args, kwargs)
+        if isinstance(source, RelayedCall):
+            source.finish(output)
+            self.step.latest[policy.chain] = source
+        self._learn(mode)
+        return output
+
+    def _mode(
+        self, record: Record, forward: Callable[..., Any]
+    ) -> RecordingMode | KnownMode:
+        """The dispatch mode that records a call."""
+        program, losses = self.programs.get(record.policy.call_index, (None, 0))
+        if program is not None and losses == self.step.losses < _MOST_LOSSES:
+            return KnownMode(record, program)
+        mode = RecordingMode(record)
+        attributes = self.snapshots.take()
+        record.code = Code(forward, mode.history, attributes, Present())
+        return mode
+
+    def _learn(self, mode: RecordingMode | KnownMode) -> None:
+        """Remember the ops of a call, or count that it ran others than remembered."""
+        if isinstance(mode, KnownMode):
+            self.step.losses += mode.lost
+        elif mode.record.code is None:
+            entry = (Program(mode), self.step.losses)
+            self.programs[mode.record.policy.call_index] = entry
+
+    def _source(self, policy: OpPolicy, arguments: Any) -> Source:
+        """The source of a call's arguments; blocks keep few of them or none."""
+        if not policy.chain:
+            return Kept(arguments)
+        nest = self.step.nests.get(policy.chain)
+        if nest is not None and len(nest.calls) == policy.position:
+            return NestedCall(nest, self.step, arguments)
+        before = None
+        if policy.position and not policy.around:
+            before = self.step.latest.get(policy.chain)
+        if before is not None and before.position != policy.position - 1:
+            before = None
+        call = RelayedCall(before, arguments)
+        if not call.relayed() and (policy.around or policy.position):
+            warnings.warn(
+                f"AC unit `{self.fqn}` does not get what the block before it made, as"
+                " its plan expects; its arguments are kept, and the planned peak no"
+                " longer holds. Plan again with inputs like these.",
+                stacklevel=4,
+            )
+        return call
+
+    def _policy(self) -> OpPolicy | None:
+        """The policy of this call; a part of another unit has none, but counts."""
+        if self.module.training != self.training:
+            return None
+        if self.num_calls == 1:
+            return None if thread.is_inside else self.policies[0]
+        index = self.step.calls[self.fqn]
+        self.step.calls[self.fqn] += 1
+        if thread.is_inside:
+            return None
+        if index == self.num_calls:
+            warnings.warn(
+                f"AC unit `{self.fqn}` is called more often than the {self.num_calls}"
+                " times its plan knows; what follows is saved, not recomputed, and the"
+                " planned peak no longer holds. Plan again with inputs like these.",
+                stacklevel=2,
+            )
+        return self.policies.get(index)
+
+
+@_compat_dispatch.called_at_run_time
+def _refuse_to_compile(fqn: str) -> NoReturn:
+    raise UnsupportedError(
+        f"AC unit `{fqn}` of a plan is about to be compiled, but torch.compile and"
+        " torch.export make ops of their own, which no plan knows. Call"
+        " `plan.unapply(model)` first; `autosac.compile(model, memory_budget=...)`"
+        " compiles under a budget."
+    )
+
+
+def _warn_of_transform(fqn: str) -> None:
+    warnings.warn(
+        f"AC unit `{fqn}` runs under a transform of `torch.func`, `torch.vmap` or"
+        " forward-mode autograd, which no rerun can follow: all of it is saved, not"
+        " recomputed, and the planned peak does not hold for this call.",
+        stacklevel=3,
+    )
+
+
+class _NestForward(StandIn):
+    """Stands in for the ``forward`` of the module of a nest.
+
+    Args:
+        module: The module.
+        parts: Op policies of its parts, in the order of their calls.
+        step: What is shared with the units of the model.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, parts: tuple[OpPolicy, ...], step: Step
+    ) -> None:
+        super().__init__(module)
+        self.fqn = parts[0].around
+        self.chain = parts[0].chain
+        self.training = parts[0].training
+        self.fqns = tuple(part.fqn for part in parts)
+        self.step = step
+        self.snapshots = Snapshots(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.__wrapped__
+        is_planned = torch.is_grad_enabled() and self.module.training == self.training
+        if thread.is_inside or not is_planned or _compat_dispatch.is_transformed():
+            return forward(*args, **kwargs)
+        attributes = self.snapshots.take()
+        nest = Nest(self.fqn, forward, attributes, self.fqns, (args, kwargs))
+        self.step.nests[self.chain] = nest
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.step.nests.pop(self.chain, None)
+
+
+class _SlicedForward(StandIn):
+    """Stands in for an `nn.Sequential`'s ``forward`` and runs slices of it as units.
+
+    Args:
+        module: The `nn.Sequential`.
+        policies: One for each slice.
+        step: What is shared with the other units of the model.
+    """
+
+    is_unit = True
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        policies: tuple[OpPolicy, ...],
+        step: Step,
+    ) -> None:
+        super().__init__(module)
+        names, layers = list(module._modules), _layers(module)
+        self.slices: dict[int, tuple[int, CheckpointedForward]] = {}
+        for policy in policies:
+            first = names.index(policy.fqn.rpartition(".")[2])
+            end = names.index(policy.until.rpartition(".")[2]) + 1
+            part = torch.nn.Sequential(*layers[first:end])
+            self.slices[first] = (end, CheckpointedForward(part, (policy,), step))
+
+    def __call__(self, value: Any) -> Any:
+        layers = _layers(self.module)
+        position = 0
+        while position < len(layers):
+            if position in self.slices:
+                position, run = self.slices[position]
+                run.module.training = self.module.training
+                value = run(value)
+            else:
+                value = layers[position](value)
+                position += 1
+        return value
+
+
+def _layers(sequence: torch.nn.Module) -> list[torch.nn.Module]:
+    return [sequence.get_submodule(name) for name in sequence._modules]
+
+
+class CountedForward(StandIn):
+    """Stands in for the whole model's ``forward``; every call begins a new count."""
+
+    def __init__(self, module: torch.nn.Module, step: Step) -> None:
+        super().__init__(module)
+        self.step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not thread.is_inside:
+            self.step.calls.clear()
+        return self.__wrapped__(*args, **kwargs)
+
+
+def install(
+    model: torch.nn.Module, policies: tuple[OpPolicy, ...], step: Step | None = None
+) -> None:
+    """Make modules of a model AC units; names and state dict stay as they are.
+
+    Args:
+        model: The model.
+        policies: What its units do.
+        step: What they share; None makes one.
+    """
+    step = Step() if step is None else step
+    by_fqn: dict[str, list[OpPolicy]] = {}
+    sliced: dict[str, list[OpPolicy]] = {}
+    for policy in policies:
+        if policy.until:
+            sliced.setdefault(policy.fqn.rpartition(".")[0], []).append(policy)
+        else:
+            by_fqn.setdefault(policy.fqn, []).append(policy)
+    for fqn, of_module in by_fqn.items():
+        module = model.get_submodule(fqn)
+        module.forward = CheckpointedForward(module, tuple(of_module), step)
+    for fqn, slices in sliced.items():
+        module = model.get_submodule(fqn)
+        module.forward = _SlicedForward(module, tuple(slices), step)
+    nests: dict[str, list[OpPolicy]] = {}
+    for policy in policies:
+        if policy.around:
+            nests.setdefault(policy.around, []).append(policy)
+    for fqn, parts in nests.items():
+        module = model.get_submodule(fqn)
+        parts.sort(key=lambda part: part.position)
+        module.forward = _NestForward(module, tuple(parts), step)
+    if any(policy.num_calls > 1 for policy in policies):
+        model.forward = CountedForward(model, step)
+
+
+def installed(model: torch.nn.Module) -> tuple[str, ...]:
+    """FQNs of the modules that `install` made AC units."""
+    return tuple(
+        fqn
+        for fqn, module in model.named_modules()
+        if isinstance(stand_in := module.__dict__.get("forward"), StandIn)
+        and stand_in.is_unit
+    )
+
+
+def remove(model: torch.nn.Module) -> None:
+    """Undo `install`."""
+    for module in model.modules():
+        # A whole model that is a sequence may have two, one around the other.
+        while isinstance(forward := module.__dict__.get("forward"), StandIn):
+            del module.forward
+            if forward.own_forward is not None:
+                module.forward = forward.own_forward

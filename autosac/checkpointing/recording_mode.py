@@ -1,0 +1,231 @@
+"""The dispatch mode that records an AC unit's forward pass, op by op.
+
+It knows an op by its place in the unit and checks the name. A unit that does something
+else than its plan expects departs: from there on nothing of the plan is in force, and
+all of it runs again as Python code (`checkpointing/departed_units.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from autosac import _compat, _compat_autograd, _compat_dispatch
+from autosac._compat_dispatch import Traits
+from autosac.checkpointing.op_records import (
+    BACKWARD,
+    ONWARD,
+    Call,
+    Record,
+)
+from autosac.checkpointing.tensor_parts import (
+    copy_of,
+    key_of,
+    version_of,
+)
+from autosac.checkpointing.unneeded_ops import Passed
+from autosac.pytrees import tensors_in
+from autosac.units.policies import DETACHED, RERUN, SAVE, VIEW
+
+
+class History:
+    """What a unit did in forward, as Python code that runs again has to know it.
+
+    Attributes:
+        funcs: Its ops,
+        actions: and what becomes of each.
+        copies: Arguments (by number) and tensors from elsewhere that it changed after
+            it departed, each with a copy of what it was before, and its version then.
+        packed: Shape, type and version of each tensor that autograd saved.
+        numbers: What its ops returned that return numbers, by their places: a branch
+            that depends on one is not decided twice.
+        passed: Those that nobody was expected to need, likewise.
+        departed: It did something else than its plan expects.
+    """
+
+    def __init__(self) -> None:
+        self.funcs: list[Any] = []
+        self.actions: list[str] = []
+        self.copies: list[tuple[int | torch.Tensor, torch.Tensor, int]] = []
+        self.packed: list[tuple[torch.Size, torch.dtype, int]] = []
+        self.numbers: dict[int, complex] = {}
+        self.passed: dict[int, Passed] = {}
+        self.departed = False
+
+
+class RecordingMode(_compat.PlainDispatchMode):
+    """Records a unit's forward and keeps what its policy saves.
+
+    Args:
+        record: Is filled.
+
+    Attributes:
+        history: What the unit did.
+        packs: For each tensor that autograd saved: the place of the next op, or -1 if
+            a mode must not begin there.
+        paused: What runs now does not belong to the unit.
+    """
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record = record
+        self.history = History()
+        self.packs: list[int] = []
+        self.paused = False
+        self._copied: set[int] = set()
+        self._next_node = -1  # number of the next autograd node at the latest op
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if id(func) in _compat.IGNORED_IDS:
+            if func is _compat.DEVICE:
+                return args[0].device
+            return func(*args, **kwargs)
+        if self.paused:
+            return func(*args, **kwargs)
+        traits = _compat_dispatch.traits(func)
+        place = len(self.history.funcs)
+        action = self._action(place, traits, args, kwargs)
+        self.history.funcs.append(func)
+        self.history.actions.append(action)
+        self._next_node = _compat_dispatch.next_node_behind(func)
+        record = self.record
+        if action in (VIEW, DETACHED):
+            passed = Passed(args, kwargs) if action == DETACHED else None
+            out = func(*args, **kwargs)
+            if traits.is_hidden:
+                record.note_views(out)
+            if passed is not None:
+                self.history.passed[place] = passed
+                passed.note(traits, out)
+            elif isinstance(out, (bool, int, float, complex)):
+                self.history.numbers[place] = out
+            return out
+        if action == SAVE:
+            out = func(*args, **kwargs)
+            if not traits.returned:
+                record.save(place, out)
+            return out
+        call = Call(place, func, self._runs(place, action, traits, args, kwargs))
+        record.write_down(call, traits, args, kwargs)
+        out = func(*args, **kwargs)
+        record.add_results(call, traits, action, out)
+        return out
+
+    def begin(self) -> None:
+        """Called as the unit begins."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Called as the unit ends, even by an error."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def packed(self, tensor: torch.Tensor) -> None:
+        """Called when autograd has saved a tensor."""
+        entry = (tensor.shape, tensor.dtype, version_of(tensor))
+        self.history.packed.append(entry)
+        # It does so before the kernel of an op, which then has its node already, or
+        # behind it. What begins before a kernel would see the ops inside.
+        is_behind = _compat_autograd.next_sequence_nr() == self._next_node
+        self.packs.append(len(self.history.funcs) if is_behind else -1)
+
+    def finish(self, output: Any) -> None:
+        """Called when the unit has returned."""
+        record = self.record
+        if record.policy.chain and not self.history.departed:
+            record.knows_memory &= record.note_output(output)
+        is_lacking = any(
+            missing & ONWARD or number < record.stop
+            for number, missing in record.lacks()
+        )
+        if is_lacking and record.is_exact:
+            self._depart("reads a result that its plan does not make again")
+        if not record.is_exact:
+            record.let_go_of_missed()
+
+    def _runs(
+        self, place: int, action: str, traits: Traits, args: Any, kwargs: Any
+    ) -> int:
+        """For which reruns an op runs again."""
+        if traits.written and not self.history.departed:
+            targets = tensors_in(traits.targets(args, kwargs))
+            results = [
+                r for t in targets if (r := self.record.result_of(t)) is not None
+            ]
+            if results:  # it is made again whenever the memory is that it changes
+                return min(result.available for result in results)
+        runs = BACKWARD if action == RERUN else 0
+        policy = self.record.policy
+        if policy.onward and not self.history.departed:
+            is_planned = action == policy.actions[place]
+            action = policy.onward[place] if is_planned else action
+            runs |= ONWARD if action == RERUN else 0
+        return runs
+
+    def _action(self, place: int, traits: Traits, args: Any, kwargs: Any) -> str:
+        """How an op is treated: as its plan says, or rerun if the unit departed."""
+        policy, departed = self.record.policy, self.history.departed
+        if not departed:
+            expected = policy.names[place] if place < len(policy.names) else "its end"
+            if expected != traits.name:
+                self._depart(f"ran {traits.name} where its plan expects {expected}")
+        if self.history.departed:
+            action = VIEW if traits.is_view else RERUN
+        else:
+            action = policy.actions[place]
+        if traits.is_literal and action == VIEW:
+            action = RERUN  # Python code makes another tensor each time
+        if traits.written:
+            action = self._action_of_write(traits, args, kwargs, action)
+        return action
+
+    def _depart(self, what: str) -> None:
+        self.history.departed = True
+        warnings.warn(
+            f"AC unit `{self.record.policy.fqn}` {what}. All of it is recomputed in"
+            " backward, as by plain checkpointing: that takes up to one more forward"
+            " pass of it, and the planned peak no longer holds. Plan again with inputs"
+            " like these.",
+            stacklevel=2,
+        )
+
+    # --- ops that change a tensor in place ----------------------------------------
+
+    def _action_of_write(
+        self, traits: Traits, args: Any, kwargs: Any, action: str
+    ) -> str:
+        """The action for a write, which is treated like the memory that it changes."""
+        targets = list(tensors_in(traits.targets(args, kwargs)))
+        plain = [t for t in targets if _compat_dispatch.is_plain(type(t))]
+        results = [self.record.results.get(key_of(tensor)) for tensor in plain]
+        if not self.history.departed:
+            kinds = {SAVE if result is None else result.action for result in results}
+            if len(kinds) == 1 and kinds != {SAVE}:
+                return kinds.pop()
+            if not kinds or (kinds == {SAVE} and action in (SAVE, DETACHED)):
+                return action
+            if kinds == {SAVE}:  # it has been changed for good
+                return DETACHED if traits.returned else SAVE
+            self._depart(f"changes with {traits.name} what its plan treats differently")
+        for tensor in plain:
+            self._protect(tensor)
+        return RERUN
+
+    def _protect(self, tensor: torch.Tensor) -> None:
+        """Copy what is changed now, but Python code that runs again must find as is."""
+        key = key_of(tensor)
+        result = self.record.results.get(key)
+        if result is not None:
+            if result.tensor is not None and result.copied is None:
+                result.copied = version_of(result.tensor)
+                result.tensor = copy_of(result.tensor)
+        elif key not in self._copied:
+            self._copied.add(key)
+            number = self.record.number_of(tensor)
+            whole = _compat_dispatch.detached(tensor)
+            source = whole if number is None else number
+            self.history.copies.append((source, copy_of(whole), version_of(whole)))

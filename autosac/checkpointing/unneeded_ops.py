@@ -1,0 +1,62 @@
+"""Ops that a plan expects nobody to need, in a unit that departs behind them.
+
+What a unit does after the last tensor that autograd saves there is not recorded. If the
+unit then does more than its plan expects, it runs again as Python code, which runs
+these ops as well: on what they read, and with what they drew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from autosac import _compat
+from autosac._compat_dispatch import Traits
+from autosac.checkpointing.random_states import RandomState, random_state
+from autosac.checkpointing.tensor_parts import version_of
+from autosac.pytrees import tensors_in
+
+
+class Passed:
+    """An op that the plan expects nobody to need.
+
+    Args:
+        args: Its positional arguments, before it runs.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        versions: How often each of its tensors had been changed.
+    """
+
+    __slots__ = ("_drawn", "versions")
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.versions = [version_of(tensor) for tensor in tensors_in((args, kwargs))]
+        self._drawn: list[bytes] | None = None
+
+    def note(self, traits: Traits, out: Any) -> None:
+        """Keep what the op drew, as bytes: tensors would count as model memory."""
+        tensors = list(tensors_in((out,)))
+        if traits.is_random and not any(map(_compat.is_fake, tensors)):
+            self._drawn = [_bytes_of(tensor) for tensor in tensors]
+
+    def again(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the op again, with what it drew."""
+        if self._drawn is None:
+            return func(*args, **kwargs)
+        present = random_state(args, kwargs)
+        assert present is not None
+        with RandomState(present, args, kwargs):  # which it does not move
+            out = func(*args, **kwargs)
+        for tensor, drawn in zip(tensors_in((out,)), self._drawn, strict=True):
+            if drawn:
+                values = torch.frombuffer(bytearray(drawn), dtype=tensor.dtype)
+                tensor.copy_(values.view(tensor.shape))
+        return out
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    on_cpu = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes) if on_cpu.numel() else b""

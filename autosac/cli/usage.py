@@ -1,0 +1,22 @@
+"""What the command line says of what was typed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What a grid may vary besides the arguments of a factory.
+OPTIONS = ("optimizer", "device", "autocast", "accumulate", "on", "batch", "length")
+
+
+class UsageError(ValueError):
+    """What was typed cannot be meant; says what can."""
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """Turn a `ValueError` about a typed value into a `UsageError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error

@@ -1,0 +1,174 @@
+"""Memory that CUDA kernels allocate for themselves, where none can be measured.
+
+Sources are files of PyTorch below aten/src/ATen/native, as of torch 2.10 and of main in
+2026. Not modelled: workspaces of cuDNN convolutions (chosen by heuristics at run time),
+split-key buffers of attention for few heads, scan and radix-sort buffers of CUB, and
+partial sums of reductions and norms (all but the first small).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autosac import _compat, _compat_gpu
+from autosac.devices.specs import DeviceSpec
+
+_BLAS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "mm.default",
+        "addmm.default",
+        "bmm.default",
+        "baddbmm.default",
+        "addbmm.default",
+        "mv.default",
+        "addmv.default",
+        "dot.default",
+        "vdot.default",
+    )
+)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def runs_blas(func: Any) -> bool:
+    """Whether an op is one that calls cuBLAS."""
+    return str(func) in _BLAS
+
+
+def blas_bytes(device: DeviceSpec) -> int:
+    """Workspace that cuBLAS gets per thread and stream, and keeps for good.
+
+    The thread of forward and optimizer and that of backward hold one each; cuBLASLt
+    shares it. `CUBLAS_WORKSPACE_CONFIG` is not looked at. Source:
+    `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on
+    compute capability 9, 10 and 12, else ``:4096:2:16:8``; on AMD GPUs 128 MiB on
+    gfx94x (MI300) and 32 MiB on others.
+    """
+    if device.vendor == "amd":
+        return (128 if device.name.startswith("mi3") else 32) * 2**20
+    major = (device.compute_capability or (0, 0))[0]
+    return 32 * 2**20 if major in (9, 10, 12) else (2 * 4096 + 8 * 16) * 2**10
+
+
+def op_bytes(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: DeviceSpec
+) -> int:
+    """Bytes that a call allocates and frees inside its kernel; 0 if none is known."""
+    formula = _FORMULAS.get(str(func))
+    if formula is None:
+        return 0
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return sum(device.allocated_bytes(nbytes) for nbytes in formula(given))
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _flash_backward(given: dict[str, Any]) -> list[int]:
+    """`mha_bwd` in transformers/cuda/flash_attn/flash_api.cpp.
+
+    float32 accumulator of the queries' gradient and the row sums of ``dP * P``, with
+    sequences in multiples of 128 and heads of 32 (256 above 192); with fewer key heads
+    also their gradients expanded. `_flash_attention_backward` in attention_backward.cu
+    copies an output or its gradient that is not contiguous as (batch, length, head).
+    """
+    query, key = given["query"], given["key"]
+    batch, heads, length, width = query.shape
+    rows = _rounded(length, 128)
+    wide = _rounded(width, 32) if width <= 192 else 256
+    sizes = [4 * batch * heads * rows * wide, 4 * batch * heads * rows]
+    if key.shape[1] != heads:
+        expanded = batch * heads * key.shape[2] * width * key.element_size()
+        sizes += [expanded, expanded]
+    for tensor in (given["grad_out"], given["out"]):
+        if not _is_length_major(tensor):
+            sizes.append(tensor.numel() * tensor.element_size())
+    return sizes
+
+
+def _is_length_major(tensor: torch.Tensor) -> bool:
+    """Whether (batch, head, length, width) lies as (batch, length, head, width)."""
+    step = 1
+    for dim in (3, 1, 2, 0):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) != step:
+            return False
+        step *= tensor.shape[dim]
+    return True
+
+
+def _efficient_backward(given: dict[str, Any]) -> list[int]:
+    """`_efficient_attention_backward` in transformers/cuda/attention_backward.cu.
+
+    Row sums of ``dO * O``, and `workspace_size` in mem_eff_attention/kernel_backward.h
+    for one split of the keys: tiles of 64 rows with a header of 16 bytes.
+    """
+    query, key, value = given["query"], given["key"], given["value"]
+    batch, heads, length, width = query.shape
+    columns = 64 if width <= 64 else 128
+    tiles = math.ceil(length / 64) * math.ceil(width / columns)
+    elements = tiles * (64 * columns + 4)
+    if query.dtype in _HALF and max(width, value.shape[-1]) > 128:
+        keys = _rounded(key.shape[2], columns)
+        elements += keys * (_rounded(width, 64) + _rounded(value.shape[-1], 64))
+    return [4 * batch * heads * elements, 4 * batch * heads * _rounded(length, 32)]
+
+
+def _embedding_backward(given: dict[str, Any]) -> list[int]:
+    """`embedding_dense_backward_cuda`: cuda/Embedding.cu, EmbeddingBackwardKernel.cu.
+
+    Up to 3072 indices run without temporaries. More are sorted: the result takes two
+    arrays of 8 bytes an index, sorting three more (CUB's share is an estimate). When
+    these are gone, rows are summed in segments of up to 10.
+    """
+    grad, indices = given["grad_output"], given["indices"]
+    number = indices.numel()
+    if number <= 3072 and not given.get("scale_grad_by_freq"):
+        return []
+    segments = min(number, given["num_weights"])
+    partial = number // 10 + segments
+    itemsize = 4 if grad.dtype in _HALF else grad.element_size()
+    rows = partial * grad.shape[-1] * itemsize
+    summing = [8 * number, 8 * segments, 8 * segments, 8 * partial, rows]
+    return [8 * number] * 2 + max([8 * number] * 3, summing, key=sum)
+
+
+def _group_norm(given: dict[str, Any]) -> list[int]:
+    """`native_group_norm` and its backward in group_norm.cpp.
+
+    Images, and gradients of the result, are copied if they do not lie in the format in
+    which the kernel works.
+    """
+    images = given["input"]
+    takes_any = _compat_gpu.GROUP_NORM_TAKES_CHANNELS_LAST
+    wished = _compat.memory_format(images) if takes_any else torch.contiguous_format
+    read = [images, *([given["grad_out"]] if "grad_out" in given else [])]
+    return [t.nbytes for t in read if not t.is_contiguous(memory_format=wished)]
+
+
+def _foreach_norm(given: dict[str, Any]) -> list[int]:
+    """`foreach_tensor_norm_cuda` in cuda/ForeachReduceOp.cu: chunks of 65536."""
+    tensors = given["self"]
+    chunks = max((math.ceil(t.numel() / 65536) for t in tensors), default=0)
+    return [4 * len(tensors) * chunks]
+
+
+_FORMULAS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+    # cuDNN does not say; it accumulates the same gradient in float32.
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _flash_backward,
+    "aten._scaled_dot_product_efficient_attention_backward.default": (
+        _efficient_backward
+    ),
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.native_group_norm.default": _group_norm,
+    "aten.native_group_norm_backward.default": _group_norm,
+    "aten._foreach_norm.Scalar": _foreach_norm,
+}

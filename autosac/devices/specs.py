@@ -1,0 +1,298 @@
+"""What autosac must know about a device, and the devices it knows.
+
+Every figure is from the maker's data sheet, named beside its entry: dense rates
+(half of what is printed "with sparsity"), matrix rates with float32 accumulation,
+decimal gigabytes. Compute capabilities are those of NVIDIA's "CUDA GPUs" page. A
+process can allocate a few percent more or less than `memory_bytes`: for a tight budget
+give bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from autosac.errors import ArgumentError
+from autosac.quantities import rounded_up
+
+_GB = 10**9
+_TFLOPS = 1e12
+# Heuristic, on no data sheet: the host issues an eager op in about 5 us, which is
+# what a tiny GPU op takes; an op on the CPU costs its dispatch.
+_GPU_LAUNCH_MS = 0.005
+_CPU_LAUNCH_MS = 0.002
+# kMinBlockSize in c10/cuda/CUDAAllocatorConfig.h; HIP builds share the allocator.
+_GPU_GRANULARITY_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """Size and speed of one device.
+
+    Attributes:
+        name: What users call it.
+        type: "cpu", or "cuda" for CUDA and HIP.
+        memory_bytes: Memory of the device.
+        bandwidth_bytes_per_s: Peak rate of its memory.
+        peak_flops: Dense flop/s of each dtype, by PyTorch's name without "torch."
+            ("float32", "bfloat16"), and of "tfloat32" and "float8".
+        launch_overhead_ms: Least time of one op.
+        allocation_granularity_bytes: Allocations are multiples of it.
+        vendor: "nvidia" or "amd".
+        compute_capability: (major, minor) of an NVIDIA GPU; decides which kernels it
+            has. Needed only to plan for one that is not present.
+    """
+
+    name: str
+    type: Literal["cpu", "cuda"]
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    peak_flops: Mapping[str, float]
+    launch_overhead_ms: float
+    allocation_granularity_bytes: int
+    vendor: Literal["nvidia", "amd"] = "nvidia"
+    compute_capability: tuple[int, int] | None = None
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Peak rate of a dtype; one without its own figure runs at float32's."""
+        return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+    def allocated_bytes(self, num_bytes: int) -> int:
+        """Size of the block that the allocator hands out for a request."""
+        return rounded_up(num_bytes, self.allocation_granularity_bytes)
+
+
+def _gpu(
+    name: str,
+    *,
+    memory_gb: int,
+    gb_per_s: float,
+    tflops: Mapping[str, float],
+    capability: tuple[int, int] | None,
+) -> DeviceSpec:
+    """A GPU; one without a compute capability is AMD's."""
+    rates = {dtype: rate * _TFLOPS for dtype, rate in tflops.items()}
+    return DeviceSpec(
+        name=name,
+        type="cuda",
+        memory_bytes=memory_gb * _GB,
+        bandwidth_bytes_per_s=gb_per_s * _GB,
+        peak_flops=MappingProxyType(rates),
+        launch_overhead_ms=_GPU_LAUNCH_MS,
+        allocation_granularity_bytes=_GPU_GRANULARITY_BYTES,
+        vendor="amd" if capability is None else "nvidia",
+        compute_capability=capability,
+    )
+
+
+def _tflops(
+    *,
+    float32: float,
+    half: float,
+    tfloat32: float | None = None,
+    float8: float | None = None,
+    float64: float,
+) -> dict[str, float]:
+    """Rates of a device whose bfloat16 and float16 are equally fast."""
+    rates = {"float64": float64, "float32": float32}
+    rates |= {"bfloat16": half, "float16": half}
+    if tfloat32 is not None:
+        rates["tfloat32"] = tfloat32
+    if float8 is not None:
+        rates["float8"] = float8
+    return rates
+
+
+_H100_SXM = _tflops(float64=67, float32=67, tfloat32=494.5, half=989.5, float8=1979)
+_A100 = _tflops(float64=19.5, float32=19.5, tfloat32=156, half=312)
+
+_SPECS = (
+    # A nominal default, on no data sheet: two cores with AVX2, dual-channel DDR4.
+    # float16 and bfloat16 are emulated there and run no faster than float32.
+    DeviceSpec(
+        name="cpu",
+        type="cpu",
+        memory_bytes=16 * _GB,
+        bandwidth_bytes_per_s=20.0 * _GB,
+        peak_flops=MappingProxyType({"float64": 5e10, "float32": 1e11}),
+        launch_overhead_ms=_CPU_LAUNCH_MS,
+        allocation_granularity_bytes=1,
+    ),
+    # NVIDIA H100 Tensor Core GPU data sheet: SXM and PCIe columns.
+    _gpu("h100", capability=(9, 0), memory_gb=80, gb_per_s=3350, tflops=_H100_SXM),
+    _gpu(
+        "h100-pcie",
+        capability=(9, 0),
+        memory_gb=80,
+        gb_per_s=2000,
+        tflops=_tflops(float64=51, float32=51, tfloat32=378, half=756, float8=1513),
+    ),
+    # NVIDIA H200 Tensor Core GPU data sheet: SXM column.
+    _gpu("h200", capability=(9, 0), memory_gb=141, gb_per_s=4800, tflops=_H100_SXM),
+    # NVIDIA A100 Tensor Core GPU data sheet: 80GB SXM and 40GB SXM columns.
+    _gpu("a100", capability=(8, 0), memory_gb=80, gb_per_s=2039, tflops=_A100),
+    _gpu("a100-40gb", capability=(8, 0), memory_gb=40, gb_per_s=1555, tflops=_A100),
+    # NVIDIA Blackwell data sheet, individual specifications, HGX B200 column.
+    _gpu(
+        "b200",
+        capability=(10, 0),
+        memory_gb=180,
+        gb_per_s=7700,
+        tflops=_tflops(float64=37, float32=75, tfloat32=1125, half=2250, float8=4500),
+    ),
+    # NVIDIA L40S data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
+    _gpu(
+        "l40s",
+        capability=(8, 9),
+        memory_gb=48,
+        gb_per_s=864,
+        tflops=_tflops(float64=1.43, float32=91.6, tfloat32=183, half=362, float8=733),
+    ),
+    # NVIDIA L4 data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
+    _gpu(
+        "l4",
+        capability=(8, 9),
+        memory_gb=24,
+        gb_per_s=300,
+        tflops=_tflops(
+            float64=0.473, float32=30.3, tfloat32=60, half=121, float8=242.5
+        ),
+    ),
+    # NVIDIA A10G data sheet; float64 is 1/64 of float32 (GA102 whitepaper).
+    _gpu(
+        "a10g",
+        capability=(8, 6),
+        memory_gb=24,
+        gb_per_s=600,
+        tflops=_tflops(float64=0.547, float32=35, tfloat32=35, half=70),
+    ),
+    # NVIDIA V100 data sheet: SXM2, 32GB. No bfloat16 on its tensor cores.
+    _gpu(
+        "v100",
+        capability=(7, 0),
+        memory_gb=32,
+        gb_per_s=900,
+        tflops={"float64": 7.8, "float32": 15.7, "float16": 125},
+    ),
+    # NVIDIA T4 data sheet; float64 is 1/32 of float32 (Turing whitepaper, TU104).
+    _gpu(
+        "t4",
+        capability=(7, 5),
+        memory_gb=16,
+        gb_per_s=320,
+        tflops={"float64": 0.253, "float32": 8.1, "float16": 65},
+    ),
+    # NVIDIA GA102 GPU architecture whitepaper, GeForce RTX 3090.
+    _gpu(
+        "rtx3090",
+        capability=(8, 6),
+        memory_gb=24,
+        gb_per_s=936,
+        tflops=_tflops(float64=0.556, float32=35.6, tfloat32=35.6, half=71),
+    ),
+    # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090.
+    _gpu(
+        "rtx4090",
+        capability=(8, 9),
+        memory_gb=24,
+        gb_per_s=1008,
+        tflops=_tflops(
+            float64=1.29, float32=82.6, tfloat32=82.6, half=165.2, float8=330.3
+        ),
+    ),
+    # NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090.
+    _gpu(
+        "rtx5090",
+        capability=(12, 0),
+        memory_gb=32,
+        gb_per_s=1792,
+        tflops=_tflops(
+            float64=1.64, float32=104.8, tfloat32=104.8, half=209.5, float8=419
+        ),
+    ),
+    # AMD Instinct MI250X data sheet, halved: PyTorch sees each GCD as a device.
+    _gpu(
+        "mi250x",
+        capability=None,
+        memory_gb=64,
+        gb_per_s=1638.4,
+        tflops=_tflops(float64=47.85, float32=47.85, half=191.5),
+    ),
+    # AMD Instinct MI300X data sheet.
+    _gpu(
+        "mi300x",
+        capability=None,
+        memory_gb=192,
+        gb_per_s=5300,
+        tflops=_tflops(
+            float64=163.4,
+            float32=163.4,
+            tfloat32=653.7,
+            half=1307.4,
+            float8=2614.9,
+        ),
+    ),
+)
+
+KNOWN_DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
+    {spec.name: spec for spec in _SPECS}
+)
+
+# Variants: all these words are in the product name.
+_PRODUCT_WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "h100-pcie": ("h100", "pcie"),
+        "a100-40gb": ("a100", "40gb"),
+    }
+)
+
+
+def device_spec(name: str) -> DeviceSpec:
+    """Look up a known device; case does not matter.
+
+    Raises:
+        ArgumentError: No device of that name is known; suggests one.
+    """
+    spec = KNOWN_DEVICES.get(name.lower())
+    if spec is None:
+        raise ArgumentError(
+            f"`device`={name!r} is not a known device{_likely(name)}; name one of"
+            f" {', '.join(KNOWN_DEVICES)}, or pass a `DeviceSpec`."
+        )
+    return spec
+
+
+def _likely(name: str) -> str:
+    """Hint at the device that an unknown name probably means, '' if there is none."""
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    parts = (
+        full_name for full_name in KNOWN_DEVICES if letters and letters in full_name
+    )
+    close = [*parts, *difflib.get_close_matches(letters, KNOWN_DEVICES, n=1)]
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def device_of_product(product: str) -> DeviceSpec:
+    """Look up a GPU by what its driver calls it, such as "NVIDIA H100 80GB HBM3".
+
+    Raises:
+        ValueError: No such device is known.
+    """
+    words = re.findall(r"[a-z0-9]+", product.lower())
+    # GeForce cards are two words: "NVIDIA GeForce RTX 4090".
+    words += [a + b for a, b in itertools.pairwise(words)]
+    for name, needed in _PRODUCT_WORDS.items():
+        if all(word in words for word in needed):
+            return KNOWN_DEVICES[name]
+    for name, spec in KNOWN_DEVICES.items():
+        if spec.type == "cuda" and name in words:
+            return spec
+    raise ValueError(
+        f"The GPU {product!r} has no entry in autosac.devices; pass a `DeviceSpec` as"
+        " `device`."
+    )

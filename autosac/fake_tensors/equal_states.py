@@ -1,0 +1,85 @@
+"""What an optimizer keeps over steps of a parameter, made after that of an equal one.
+
+A large model has a thousand parameters and a dozen kinds of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from autosac import _compat, _compat_autograd
+from autosac.fake_tensors.foreach import is_plain, made_like
+
+_NUMBERS = (bool, int, float, type(None))
+
+
+class EqualStates:
+    """States of parameters, by kind.
+
+    Only PyTorch's own optimizers are known to keep nothing but their state, and only
+    without hooks; only numbers and tensors with memory of their own are made again.
+
+    Args:
+        mode: The fake tensor mode of the trace.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._known: dict[Hashable, dict[str, Any]] = {}
+
+    def kind(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+    ) -> Hashable:
+        """A key, equal for parameters with like states; None if that is unsure.
+
+        Args:
+            optimizer: What keeps the state.
+            group: The one of its `param_groups` that the parameter is in.
+            parameter: The parameter.
+        """
+        is_ours = type(optimizer).__module__.startswith("torch.optim.")
+        if not is_ours or _compat_autograd.has_hooks(optimizer):
+            return None
+        options = [(name, v) for name, v in group.items() if name != "params"]
+        layouts = (_layout(parameter), _layout(parameter.grad))
+        kind = (type(optimizer).__name__, *layouts, *options)
+        try:
+            hash(kind)
+        except TypeError:
+            return None
+        return kind
+
+    def learn(self, kind: Hashable, state: dict[str, Any]) -> None:
+        """Remember the state of the first parameter of a kind."""
+        tensors = [v for v in state.values() if isinstance(v, torch.Tensor)]
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        if (
+            kind is not None
+            and len(storages) == len(tensors)
+            and all(isinstance(v, (torch.Tensor, *_NUMBERS)) for v in state.values())
+            and all(_compat.has_layout_only(self._mode, t) for t in tensors)
+            and all(map(is_plain, tensors))
+        ):
+            self._known[kind] = state
+
+    def like(self, kind: Hashable) -> dict[str, Any] | None:
+        """A new state of a kind; None if it is not known."""
+        state = self._known.get(kind)
+        if state is None:
+            return None
+        return {
+            name: made_like(self._mode, v) if isinstance(v, torch.Tensor) else v
+            for name, v in state.items()
+        }
+
+
+def _layout(tensor: torch.Tensor | None) -> Hashable:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

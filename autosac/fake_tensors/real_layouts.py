@@ -1,0 +1,151 @@
+"""What kernels really return, where their fake kernels say something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autosac import _compat
+
+# Position of the weight in the arguments of norms that return statistics.
+_NORM_WEIGHTS = {
+    "aten.native_batch_norm.default": 1,
+    "aten.native_layer_norm.default": 2,
+    "aten.native_group_norm.default": 1,
+}
+
+# Losses that shrink their result from one number an element to one, by `resize_`,
+# which keeps the memory (aten/src/ATen/native: BinaryOps.cpp, Loss.cpp, cuda/Loss.cu):
+# name -> position of the reduction, which is 0 for none and 1 by default.
+_UNREDUCED = {
+    "aten.mse_loss.default": 2,
+    "aten.smooth_l1_loss.default": 2,
+    "aten.binary_cross_entropy.default": 3,
+}
+
+
+def of_own_kernel(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Fake results of an op that has no fake kernel, or one that refuses too much.
+
+    None for other ops, and where the results depend on values that are not known.
+    """
+    kernel = _OWN_KERNELS.get(str(func))
+    return None if kernel is None else kernel(*args, **kwargs)
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: Any, input_lengths: Any, lengths: Any, *_: Any
+) -> Any:
+    """The longest target decides the shape of what a CTC loss saves.
+
+    aten/src/ATen/native: LossCTC.cpp, cuda/LossCTC.cu.
+    """
+    if isinstance(lengths, torch.Tensor):
+        if _compat.is_fake(lengths):
+            return None
+        with _compat.no_modes():
+            lengths = lengths.tolist()
+    num_steps, batch = log_probs.shape[:2]
+    alphas = (batch, num_steps, 2 * max(lengths, default=0) + 1)
+    return log_probs.new_empty((batch,)), log_probs.new_empty(alphas)
+
+
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Rows of 16 bytes' multiples (aten/src/ATen/native/GroupedMMUtils.h, torch 2.14).
+
+    The fake kernel refuses float32, and pads no rows where PyTorch has no CUDA.
+    """
+    size = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():
+        groups = left.shape[0] if left.dim() == 3 or offsets is None else len(offsets)
+        size.insert(0, groups)
+    dtype = out_dtype or left.dtype
+    padded = -(-size[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
+    stride = [size[-2] * padded, padded, 1][-len(size) :]
+    return torch.empty_strided(size, stride, dtype=dtype, device=left.device)
+
+
+_OWN_KERNELS: dict[str, Callable[..., Any]] = {
+    "aten._ctc_loss.Tensor": _ctc_loss,
+    "aten._ctc_loss.default": _ctc_loss,
+    "aten._grouped_mm.default": _grouped_mm,
+}
+
+
+def on_any_device(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """A fake result with the memory that every device's kernel gives it.
+
+    Losses that reduce in place keep the memory of what they reduced (`_UNREDUCED`).
+    The backward of batch norm makes no gradient of images that need none (cpu and cuda
+    in aten/src/ATen/native: batch_norm.cpp, Normalization.cu).
+    """
+    if str(func) == "aten.native_batch_norm_backward.default":
+        return (out[0] if args[9][0] else None, *out[1:])
+    position = _UNREDUCED.get(str(func))
+    if position is None or (len(args) > position and args[position] == 0):
+        return out
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    return out.new_empty(shape).as_strided((), ())
+
+
+def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """A fake result with the types and sizes that the CPU kernel gives it.
+
+    Norms of a bfloat16 input with float32 weights keep their statistics in float32
+    (aten/src/ATen/native: Normalization, layer_norm, group_norm); their fake kernels
+    say bfloat16. A group norm's result has the memory format of its input, as the
+    input's gradient has, and that has its type, too; fake kernels give contiguous ones,
+    and the weight's type. oneDNN's LSTM saves bytes for its backward, often more
+    than its output has (aten/src/ATen/native/mkldnn/RNN.cpp); its fake one says none.
+    """
+    name = str(func)
+    if name == "aten.mkldnn_rnn_layer.default":
+        return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args)))
+    if name == "aten.mkldnn_rnn_layer_backward.default":
+        # The fake kernel returns one gradient for both biases, sometimes.
+        return (*out[:4], torch.empty_like(out[4]), *out[5:])
+    if name == "aten.native_group_norm_backward.default" and out[0] is not None:
+        return (_laid_out_as(args[1], out[0].to(args[1].dtype)), *out[1:])
+    if name == "aten.native_group_norm.default":
+        out = (_laid_out_as(args[0], out[0]), *out[1:])
+    if name not in _NORM_WEIGHTS:
+        return on_any_device(func, args, out)
+    weight = args[_NORM_WEIGHTS[name]]
+    if weight is None or weight.device.type != "cpu" or weight.dtype == out[1].dtype:
+        return out
+    return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
+
+
+def _laid_out_as(images: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A result in the memory format that a tensor suggests."""
+    return out.contiguous(memory_format=_compat.memory_format(images))
+
+
+_rnn_bytes: dict[Any, int] = {}
+
+
+def _saved_rnn_bytes(args: tuple[Any, ...]) -> int:
+    """Bytes that oneDNN's LSTM saves: only running it tells."""
+    layouts = tuple((tuple(arg.shape), arg.stride(), arg.dtype) for arg in args[:7])
+    key = (layouts, str(args[7:]))
+    if key not in _rnn_bytes:
+        with _compat.no_modes():
+            zeros = [torch.zeros(size, dtype=dtype) for size, _, dtype in layouts]
+            results = onednn_rnn(zeros, args[7:])
+        _rnn_bytes[key] = 0 if results[3] is None else results[3].nbytes
+    return _rnn_bytes[key]
+
+
+def onednn_rnn(inputs: list[torch.Tensor], options: Any) -> Any:
+    """Run oneDNN's LSTM as in training: it saves bytes only if autograd watches."""
+    with torch.enable_grad():
+        watched = [tensor.requires_grad_() for tensor in inputs]
+        return torch.ops.aten.mkldnn_rnn_layer.default(*watched, *options)

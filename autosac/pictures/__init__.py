@@ -1,0 +1,1 @@
+"""Pictures as plain data, and the two libraries that draw them."""

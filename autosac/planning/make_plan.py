@@ -1,0 +1,255 @@
+"""From a profile and a budget to a plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from autosac.checkpointing import installing
+from autosac.errors import InfeasibleBudgetError, SolverError
+from autosac.planning import redrawn_steps
+from autosac.planning.plans import Plan
+from autosac.planning.spelling import spell_out
+from autosac.profiles.profile import (
+    Profile,
+    TracedStep,
+)
+from autosac.quantities import format_bytes
+from autosac.simulation.simulator import Simulator
+from autosac.solvers import sac
+from autosac.solving.choosing import SolveOptions
+from autosac.solving.incumbents import recompute_ms
+from autosac.solving.rules_of_thumb import Choice
+from autosac.tracing.collecting import no_collections
+from autosac.tracing.trace import dry_run, is_watched
+from autosac.units import curves
+from autosac.units.policies import OpPolicy
+
+_DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
+_MOST_LOWERED = 4  # solves with less and less memory, where sizes vary
+_MANY_OPS = 10_000  # of a step whose dry run takes seconds
+
+
+def price_ms_per_byte(profile: TracedStep, budget_bytes: int) -> float | None:
+    """What one more byte of budget saves at the margin, in milliseconds per step.
+
+    The dual price of memory in the LP relaxation of the MILP; None below its floor.
+    """
+    return profile.chooser.price_ms_per_byte(budget_bytes)
+
+
+@no_collections()
+def floor(profile: TracedStep) -> int:
+    """Least feasible budget of a profile in bytes."""
+    return profile.peak_bytes(lowest(profile))
+
+
+@no_collections()
+def make_plan(
+    profile: TracedStep,
+    budget_bytes: int,
+    *,
+    dry_run: bool | None = None,
+    start: sac.Start | None = None,
+    **solving: Any,
+) -> Plan:
+    """Choose what to recompute, and confirm it by a dry run.
+
+    Args:
+        profile: The profile.
+        budget_bytes: Cap on the peak.
+        dry_run: As in `plan`.
+        start: What smaller budgets of a sweep found.
+        solving: Fields of `SolveOptions`.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits.
+        SolverError: The applied model's dry run does not confirm the plan.
+    """
+    chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
+    if profile.redrawn:
+        solution = chosen, bound_ms
+        chosen, bound_ms = _for_other_draws(profile, budget_bytes, solution, solving)
+    policies = spell_out(profile, chosen)
+    if _wants_dry_run(profile, chosen) if dry_run is None else dry_run:
+        if not isinstance(profile, Profile):
+            raise ValueError(
+                "`dry_run`=True needs the model: pass the `Profile`, not the step that"
+                " a plan keeps of it."
+            )
+        _confirm(profile, chosen, policies)
+    return _as_plan(profile, budget_bytes, chosen, policies, bound_ms)
+
+
+def _for_other_draws(
+    profile: TracedStep,
+    budget_bytes: int,
+    solution: tuple[Choice, float],
+    solving: dict[str, Any],
+) -> tuple[Choice, float]:
+    """A choice that leaves room for what draws and training make of the step.
+
+    Where that much room does not fit, the choice of least peak has most of it.
+    """
+    for _ in range(_MOST_LOWERED):
+        left_bytes = budget_bytes - redrawn_steps.margin_bytes(profile, solution[0])
+        if profile.peak_bytes(solution[0]) <= left_bytes:
+            break
+        try:
+            solution = choose(profile, left_bytes, **solving)
+        except InfeasibleBudgetError:
+            return lowest(profile), solution[1]
+    return solution
+
+
+def lowest_plan(profile: TracedStep, budget_bytes: int) -> Plan:
+    """The plan of least peak, whether it fits a budget or not."""
+    chosen = lowest(profile)
+    return _as_plan(profile, budget_bytes, chosen, spell_out(profile, chosen), 0.0)
+
+
+def choose(
+    profile: TracedStep,
+    budget_bytes: int,
+    *,
+    start: sac.Start | None = None,
+    **solving: Any,
+) -> tuple[Choice, float]:
+    """The units of a plan with their policies, and the bound on recompute time.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits.
+    """
+    chosen, bound_ms = profile.chooser.choose(
+        budget_bytes, SolveOptions(**solving), start
+    )
+    if chosen is None:
+        raise _infeasible(profile, lowest(profile), budget_bytes)
+    return chosen, bound_ms
+
+
+def lowest(profile: TracedStep) -> Choice:
+    """The choice of least peak."""
+    return profile.chooser.lowest()
+
+
+def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Exception:
+    peak_bytes = profile.peak_bytes(chosen)
+    composition = profile.composition(chosen)
+    parts = ", ".join(
+        f"{format_bytes(nbytes)} {category}"
+        for category, nbytes in composition.items()
+        if nbytes
+    )
+    hint = _hint(profile)
+    return InfeasibleBudgetError(
+        f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}):"
+        f" the lowest peak is {peak_bytes} bytes ({format_bytes(peak_bytes)}), made of"
+        f" {parts}. Raise the budget to that, or use a smaller batch.{hint}",
+        budget_bytes=budget_bytes,
+        lowest_peak_bytes=peak_bytes,
+        composition=composition,
+    )
+
+
+def _hint(profile: TracedStep) -> str:
+    """The module that would matter most among those that cannot be AC units."""
+    refused = profile.units.refused
+    kept = {m.fqn: m.activation_bytes or 0 for m in profile.statistics.modules}
+    fqn = max(refused, key=lambda fqn: kept.get(fqn, 0), default=None)
+    return "" if fqn is None else f" `{fqn}` cannot be an AC unit: {refused[fqn]}."
+
+
+# --- the plan -----------------------------------------------------------------
+
+
+def _wants_dry_run(profile: TracedStep, chosen: Choice) -> bool:
+    """Whether a plan is dry-run if nobody says so; on large models that takes long."""
+    is_possible = isinstance(profile, Profile)
+    if not is_possible or frozenset(chosen.items()) in profile.dry_runs:
+        return False
+    # A plan that recomputes nothing confirms little.
+    return len(profile.tape.ops) <= _MANY_OPS or not any(profile.dry_runs)
+
+
+def _confirm(profile: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -> None:
+    """Run the applied model under fake tensors: memory must be as simulated."""
+    expected = _before_optimizer(profile.simulator, chosen)
+    for _ in range(_DISTURBED if is_watched() else 1):
+        dry = dry_run(
+            profile.step,
+            lambda model: installing.install(model, policies),
+            optimizes=False,
+        )
+        observed = _before_optimizer(Simulator(dry), {})
+        if observed == expected:
+            break
+    else:
+        raise SolverError(
+            f"The dry run of the plan peaks at {observed[0]} bytes and leaves"
+            f" {observed[1]} to the optimizer, its simulation at {expected[0]} and"
+            f" {expected[1]}. This is a mistake in autosac; please report the model."
+        )
+    profile.dry_runs.add(frozenset(chosen.items()))
+
+
+def _before_optimizer(simulator: Simulator, chosen: Choice) -> tuple[int, int]:
+    """Most bytes alive before the optimizer begins, and those alive when it does.
+
+    No unit runs in it: what it adds, the trace has shown.
+    """
+    timeline = simulator.timeline(chosen, workspaces=False)
+    mark = simulator.tape.phases["optimizer"] * simulator.span
+    live = timeline.live_bytes[timeline.keys <= mark]
+    return int(live.max()), int(live[-1])
+
+
+def _as_plan(
+    profile: TracedStep,
+    budget_bytes: int,
+    chosen: Choice,
+    policies: tuple[OpPolicy, ...],
+    bound_ms: float,
+) -> Plan:
+    added_ms = recompute_ms(chosen)
+    return Plan(
+        policy=policy_ratios(profile, chosen),
+        op_policies=policies,
+        budget_bytes=budget_bytes,
+        peak_bytes=profile.peak_bytes(chosen),
+        baseline_peak_bytes=profile.baseline_peak_bytes,
+        recompute_ms=added_ms,
+        step_ms=profile.baseline_ms + added_ms,
+        bound_ms=min(bound_ms, added_ms),
+        composition=profile.composition(chosen),
+        device=profile.device.name,
+        calibrated=profile.calibrated,
+        model=profile.model,
+        torch_version=torch.__version__,
+        measured_fraction=profile.calibration.measured_fraction,
+        reserved_bytes=_reserved_bytes(profile, chosen),
+        dry_run=frozenset(chosen.items()) in profile.dry_runs,
+        signatures=(profile.signature,),
+        traced=profile.traced(),
+    )
+
+
+def _reserved_bytes(profile: TracedStep, chosen: Choice) -> int | None:
+    if profile.device.type != "cuda":
+        return None
+    return profile.simulator.allocator_peaks(chosen)[1]
+
+
+def policy_ratios(profile: TracedStep, chosen: Choice) -> dict[str, float]:
+    """Share of each module's activation memory that is recomputed, over all calls."""
+    most: dict[str, int] = defaultdict(int)
+    freed: dict[str, int] = defaultdict(int)
+    for unit in (*profile.units.candidates, *profile.slices):
+        most[unit.label] += unit.activation_bytes
+    for unit, policy in chosen.items():
+        for call, part in unit.by_call(policy):
+            left = call.activation_bytes - curves.kept(call, part)
+            freed[call.label] += max(left, 0)
+    return {fqn: nbytes / max(most[fqn], 1) for fqn, nbytes in freed.items()}

@@ -1,0 +1,350 @@
+"""The pictures of a step, its plans and its sweeps.
+
+Each function gives a `Picture`: ``.save("x.png")`` (or .svg, .pdf, .html), or
+``.matplotlib()`` and ``.plotly()`` for the figure itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autosac.pictures.pictures import (
+    MARKERS,
+    Grid,
+    Layer,
+    Line,
+    Note,
+    Panel,
+    Picture,
+)
+from autosac.planning.checking import chosen
+from autosac.planning.plans import Plan
+from autosac.profiles.memory_history import History, history
+from autosac.profiles.profile import TracedStep
+from autosac.quantities import byte_unit, format_bytes, format_ms
+from autosac.solvers.curves import curve
+from autosac.step.tape import IntArray
+from autosac.units import curves
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
+
+if TYPE_CHECKING:
+    from autosac.planning.budget_sweep import Sweep
+
+Rivals = Mapping[str, Sequence[tuple[int, float]]]
+_NUM_TIMES = 240  # of a history in a picture; each shows the most within its time
+_ORDER = (
+    "parameter", "buffer", "optimizer", "gradient", "input", "activation", "temporary",
+    "workspace",
+)  # fmt: skip
+_NAMED_FRACTION = 0.08  # of a step: a shorter phase has no room for its name
+
+
+def memory(plan: Plan, profile: TracedStep | None = None) -> Picture:
+    """Memory over a step by category, without the plan and with it.
+
+    Args:
+        plan: The plan.
+        profile: The step it is for; None if the plan was made in this process.
+
+    Raises:
+        ValueError: The plan comes from a file, and `profile` is missing.
+        PlanMismatchError: The profile is of another step.
+    """
+    traced = step_of(plan, profile)
+    before, after = history(traced, {}), history(traced, chosen(plan, traced))
+    unit, size = byte_unit(before.peak_bytes)
+    y_max = 1.3 * max(before.peak_bytes, after.peak_bytes, plan.budget_bytes) / size
+    end_ms = max(before.end_ms, after.end_ms)
+    cap = Line(
+        label=f"budget, {format_bytes(plan.budget_bytes)}",
+        x=(0.0, end_ms),
+        y=(plan.budget_bytes / size,) * 2,
+        dash="dashed",
+    )
+    panels = [
+        _memory_panel(step_history, title, cap, unit, size, y_max)
+        for step_history, title in (
+            (before, "without the plan"),
+            (after, "with the plan"),
+        )
+    ]
+    saved_bytes = before.peak_bytes - after.peak_bytes
+    return Picture(
+        title=f"Memory over one training step on {plan.device}: the plan takes"
+        f" {format_bytes(saved_bytes)} off the peak for {format_ms(plan.recompute_ms)}",
+        panels=tuple(panels),
+    )
+
+
+def trade_offs(
+    plan: Plan,
+    profile: TracedStep | None = None,
+    *,
+    segments: int = 3,
+    most: int = 6,
+) -> Picture:
+    """What freeing memory costs in each kind of module, and what the plan chose.
+
+    Modules that behave alike share a panel; those that free most come first.
+
+    Args:
+        plan: The plan.
+        profile: As in `memory`.
+        segments: Linear segments of the fitted curve (pwlf, lifted so that it never
+            understates a point).
+        most: Panels at most.
+
+    Raises:
+        ValueError: As in `memory`; or no module can free memory.
+    """
+    traced = step_of(plan, profile)
+    picked = chosen(plan, traced)
+    alike: dict[int, list[Unit]] = {}
+    curve_of = {}
+    for unit, its_curve in zip(
+        traced.formulation.units, traced.formulation.curves, strict=True
+    ):
+        if len(unit.calls) == 1:
+            alike.setdefault(id(its_curve), []).append(unit)
+            curve_of[id(its_curve)] = its_curve
+    if not alike:
+        raise ValueError("No module of the step can free memory by recomputation.")
+
+    def weight(key: int) -> tuple[bool, int]:
+        units = alike[key]
+        is_chosen = any(unit in picked for unit in units)
+        return is_chosen, curve_of[key].points.max_freed_bytes * len(units)
+
+    shown = sorted(alike, key=weight, reverse=True)[:most]
+    panels = [
+        _trade_off_panel(curve_of[key], alike[key], picked, segments) for key in shown
+    ]
+    return Picture(
+        title=f"What freed memory costs: {len(shown)} of {len(alike)} kinds of modules",
+        panels=tuple(panels),
+        num_columns=min(3, len(panels)),
+    )
+
+
+def budgets(sweep: Sweep, *, rivals: Rivals | None = None) -> Picture:
+    """Recompute time against the budget, with floor, baseline, bound and rivals.
+
+    Args:
+        sweep: Plans for many budgets.
+        rivals: Name of another way to plan -> peak in bytes and recompute time in
+            milliseconds of each of its points.
+
+    Raises:
+        ValueError: No budget of the sweep is feasible.
+    """
+    return Picture(title="", panels=(budget_panel(sweep, rivals=rivals),))
+
+
+def budget_panel(sweep: Sweep, *, rivals: Rivals | None = None) -> Panel:
+    """The panel of `budgets`."""
+    rows = sorted(
+        (row for row in sweep.rows if row.feasible), key=lambda row: row.budget_bytes
+    )
+    if not rows:
+        raise ValueError(
+            "No budget of the sweep is feasible: there is nothing to draw."
+        )
+    unit, size = byte_unit(sweep.baseline_peak_bytes)
+    x = tuple(row.budget_bytes / size for row in rows)
+    lines = [
+        Line(
+            label="plan",
+            x=x,
+            y=tuple(row.recompute_ms or 0.0 for row in rows),
+            is_step=True,
+        ),
+        Line(
+            label="bound",
+            x=x,
+            y=tuple(row.bound_ms or 0.0 for row in rows),
+            dash="dashed",
+            grey=0.5,
+            is_step=True,
+        ),
+    ]
+    for i, (name, points) in enumerate((rivals or {}).items()):
+        lines.append(
+            Line(
+                label=name,
+                x=tuple(nbytes / size for nbytes, _ in points),
+                y=tuple(ms for _, ms in points),
+                dash="none",
+                marker=MARKERS[i % len(MARKERS)],
+                grey=0.2 + 0.15 * (i % 4),
+            )
+        )
+    return Panel(
+        title="Recomputation against memory",
+        x_label=f"memory budget [{unit}]",
+        y_label="recomputation per step [ms]",
+        lines=tuple(lines),
+        verticals=(
+            (sweep.floor_bytes / size, "dotted", "least feasible budget"),
+            (sweep.baseline_peak_bytes / size, "dashdot", "peak without a plan"),
+        ),
+    )
+
+
+def ratios(plan: Plan) -> Picture:
+    """What share of its activation memory every AC unit recomputes, layer by layer.
+
+    Rows are kinds of modules, columns their places among equal ones. A dot is a module
+    that is no AC unit.
+
+    Raises:
+        ValueError: The plan recomputes nothing.
+    """
+    if not plan.policy:
+        raise ValueError("The plan recomputes nothing: there is nothing to draw.")
+    places = [_place_in_layers(fqn) for fqn in plan.policy]
+    kinds = tuple(dict.fromkeys(kind for kind, _ in places))
+    existing = {_place_in_layers(fqn) for fqn, _, _ in plan.model}
+    numbers = {number for kind, number in existing if kind in kinds and number != ""}
+    columns = tuple(sorted(numbers, key=int)) or ("",)
+    value = dict(zip(places, plan.policy.values(), strict=True))
+    if any(number == "" for _, number in places) and columns[0] != "":
+        columns = ("", *columns)
+    grid = Grid(
+        title=f"{len(plan.policy)} AC units under {format_bytes(plan.budget_bytes)}",
+        x_label="layer (* in the name)",
+        rows=kinds,
+        columns=columns,
+        values=tuple(tuple(value.get((k, n)) for n in columns) for k in kinds),
+        legend="share of activation memory that is recomputed [%];"
+        " dot or empty: no AC unit",
+    )
+    return Picture(title="Recomputed share of every module", panels=(grid,))
+
+
+def step_of(plan: Plan, profile: TracedStep | None) -> TracedStep:
+    """The step of a plan: the one that was passed, or that it was made for."""
+    traced = profile if profile is not None else plan.traced
+    if traced is None:
+        raise ValueError(
+            "A plan from a file knows no ops and times; pass `profile`, the profile of"
+            " the model it is for."
+        )
+    return traced
+
+
+def _memory_panel(
+    step_history: History, title: str, cap: Line, unit: str, size: int, y_max: float
+) -> Panel:
+    times, live = _thinned(step_history)
+    rows = dict(zip(step_history.categories, live, strict=True))
+    peak = (
+        float(step_history.times_ms[step_history.peak_index]),
+        step_history.peak_bytes / size,
+    )
+    mark = Line(label="peak", x=(peak[0],), y=(peak[1],), dash="none", marker="v")
+    begins = sorted(step_history.phases_ms.items(), key=lambda item: item[1])
+    ends = [*(ms for _, ms in begins[1:]), step_history.end_ms]
+    return Panel(
+        title=f"{title}: {format_bytes(step_history.peak_bytes)} in"
+        f" {step_history.place} ({step_history.place.op})",
+        x_label="time in the step [ms]",
+        y_label=f"live memory [{unit}]",
+        lines=(cap, mark),
+        stack_x=tuple(times.tolist()),
+        stack=tuple(
+            Layer(label=name, y=tuple((rows[name] / size).tolist()), style=style)
+            for style, name in enumerate(_ORDER)
+            if rows[name].any()
+        ),
+        stretches=tuple(
+            (ms, phase if end - ms > _NAMED_FRACTION * step_history.end_ms else "")
+            for (phase, ms), end in zip(begins, ends, strict=True)
+        ),
+        notes=(
+            Note(
+                x=peak[0],
+                y=peak[1],
+                text=f"peak {format_bytes(step_history.peak_bytes)}",
+            ),
+        ),
+        x_max=cap.x[-1],
+        y_max=y_max,
+    )
+
+
+def _thinned(step_history: History) -> tuple[npt.NDArray[np.float64], IntArray]:
+    """Corners of a history: in each short time the instant of most memory."""
+    total = step_history.live_bytes.sum(axis=0)
+    width = step_history.end_ms / _NUM_TIMES
+    bins = np.minimum((step_history.times_ms / width).astype(int), _NUM_TIMES - 1)
+    picked, begins, carried = [], [], 0
+    for b in range(_NUM_TIMES):
+        first, last = np.searchsorted(bins, [b, b + 1])
+        inside = [carried, *range(first, last)]
+        picked.append(max(inside, key=lambda i: total[i]))
+        begins.append(b * width)
+        carried = inside[-1]
+    edges = np.array([*begins, step_history.end_ms])
+    return np.repeat(edges, 2)[1:-1], np.repeat(
+        step_history.live_bytes[:, picked], 2, axis=1
+    )
+
+
+def _trade_off_panel(
+    unit_curve: curves.UnitCurve,
+    units: Sequence[Unit],
+    picked: Mapping[Unit, Policy],
+    segments: int,
+) -> Panel:
+    most = max(units[0].activation_bytes, units[0].sole_bytes, 1)
+    unit, size = byte_unit(most)
+    fitted = curve.fit(unit_curve.points, num_segments=segments)
+    own = [(u, picked[u]) for u in units if u in picked]
+
+    def line(label: str, points: Iterable[tuple[int, float]], **style: Any) -> Line:
+        ordered_points = sorted(set(points))
+        x = tuple(nbytes / size for nbytes, _ in ordered_points)
+        return Line(label=label, x=x, y=tuple(ms for _, ms in ordered_points), **style)
+
+    pareto = [(most - kept_bytes, ms) for kept_bytes, ms, _ in unit_curve.finer]
+    fit = zip(fitted.freed_bytes, fitted.recompute_ms, strict=True)
+    points = [
+        (most - curves.kept(u, policy), curves.recompute_ms(u, policy))
+        for u, policy in own
+    ]
+    lines = [
+        line("Pareto points", pareto, dash="none", marker="o", grey=0.55, size=3.0),
+    ]
+    num_segments = len(fitted.freed_bytes) - 1
+    if num_segments:
+        name = f"fit, {num_segments} segment" + "s" * (num_segments > 1)
+        lines.append(line(name, fit, grey=0.3))
+    if points:
+        lines.append(line("chosen", points, dash="none", marker="X", size=8.0))
+    name = units[0].fqn
+    if len(units) > 1:
+        name += f" and {len(units) - 1} alike"
+    return Panel(
+        title=f"{name}: {len(own)} of {len(units)} chosen",
+        x_label=f"memory freed in each [{unit}]",
+        y_label="recomputation of each [ms]",
+        lines=tuple(lines),
+        x_min=0.0,
+    )
+
+
+def _place_in_layers(fqn: str) -> tuple[str, str]:
+    """A module's name without the number of its layer, and that number.
+
+    The first number in a name is taken for the layer's.
+    """
+    parts = fqn.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join([*parts[:i], "*", *parts[i + 1 :]]), part
+    return fqn, ""

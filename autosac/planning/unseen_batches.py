@@ -1,0 +1,211 @@
+"""What becomes of a batch that a plan was not made for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from autosac.checkpointing.batch_variants import Variants
+from autosac.errors import ArgumentError, PlanMismatchError
+from autosac.planning.spelling import spell_out
+from autosac.quantities import format_bytes
+from autosac.step.arguments import warn
+from autosac.step.batch_signatures import BatchSignature
+
+if TYPE_CHECKING:  # plans apply themselves with this
+    from autosac.planning.plans import Plan
+
+OnMismatch = Literal["recompute", "replan", "raise"]
+Replan = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], "Plan"]
+ON_MISMATCH = ("recompute", "replan", "raise")
+_LASTING = ("parameter", "buffer", "optimizer", "gradient")  # whatever the batch
+
+
+def check_on_mismatch(on_mismatch: Any) -> None:
+    """Refuse an `on_mismatch` that is no way to treat an unseen batch.
+
+    Raises:
+        ArgumentError: Names them.
+    """
+    if on_mismatch not in ON_MISMATCH:
+        raise ArgumentError(
+            f"`on_mismatch`={on_mismatch!r} must be one of"
+            f" {', '.join(map(repr, ON_MISMATCH))}."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class UnseenBatches:
+    """Treats batches that a plan was not made for, as `on_mismatch` says.
+
+    Attributes:
+        on_mismatch: How: see `autosac.plan`.
+        budget_bytes: The plan's budget.
+        replan: Plans for a batch; None if nothing is left of what that takes.
+    """
+
+    on_mismatch: OnMismatch
+    budget_bytes: int
+    replan: Replan | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnseenBatches:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "replan": None}  # it holds the user's own objects
+
+    def __call__(
+        self,
+        model: torch.nn.Module | None,
+        signature: BatchSignature,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        variants: Variants,
+    ) -> int | list[Plan]:
+        """Treat an unseen batch: see `autosac.checkpointing.batch_variants.Unseen`.
+
+        Raises:
+            PlanMismatchError: It is to be raised.
+        """
+        plans: list[Any] = variants.plans
+        if self.on_mismatch == "raise":
+            raise PlanMismatchError(
+                f"A batch with {signature} was not planned for, only"
+                f" {_planned(plans)}. Plan with it among `inputs`, or with"
+                " `on_mismatch`='recompute' or 'replan'."
+            )
+        covering = [
+            (planned.num_elements, number)
+            for number, plan in enumerate(plans)
+            for planned in plan.signatures
+            if planned.covers(signature)
+        ]
+        if self.on_mismatch == "replan" and self.replan is not None and model:
+            plan = self.replan(model, *arguments)
+            plan = replace(plan, signatures=(signature,), traced=None)
+            if not covering or plan.peak_bytes > self.budget_bytes:
+                self._say(
+                    "It was planned for anew", plan.peak_bytes, signature, variants
+                )
+            return [plan]
+        if covering:
+            return min(covering)[1]
+        return self._recomputed(model is not None, signature, variants)
+
+    def _recomputed(
+        self, can_add: bool, signature: BatchSignature, variants: Variants
+    ) -> int | list[Plan]:
+        """Plans for a batch that is larger than all others.
+
+        The plan of the largest of these if the budget is ample: nothing of a step grows
+        faster than by the square of its batch's elements. Else that of least memory.
+        """
+        all_plans: list[Any] = variants.plans
+        plans = [plan for plan in all_plans if plan.num_batches]
+        branches = largest(plans)
+        most = [_likely_peak(plan, signature, power=2.0) for plan in branches]
+        is_ample = all(m is not None and m <= self.budget_bytes for m in most)
+        what = "It follows the plan of the largest"
+        if not is_ample and can_add:
+            branches = tuple(map(_most_frugal, branches))
+            what = "All that saves memory is recomputed"
+        power = _power(plans, branches[0].signatures[0])
+        likely = [_likely_peak(plan, signature, power) for plan in branches]
+        peak_bytes = max((peak for peak in likely if peak is not None), default=None)
+        self._say(what, peak_bytes, signature, variants)
+        if not can_add or is_ample:
+            return int(variants.plans.index(branches[0]))
+        return [replace(p, signatures=(signature,), num_batches=0) for p in branches]
+
+    def _say(
+        self,
+        what: str,
+        peak_bytes: int | None,
+        signature: BatchSignature,
+        variants: Variants,
+    ) -> None:
+        """Warn once of a batch that is larger than all that were planned for."""
+        if "larger" in variants.said:
+            return
+        variants.said.add("larger")
+        plans: list[Any] = variants.plans
+        planned_for: list[BatchSignature] = [s for p in plans for s in p.signatures]
+        which = "not one of those"
+        if not any(one.covers(signature) for one in planned_for):
+            is_like = any(one.is_like(signature) for one in planned_for)
+            which = "larger than all" if is_like else "unlike all"
+        peak = "is not known"
+        if peak_bytes is not None:
+            about = "" if self.on_mismatch == "replan" else "about "
+            keeps = "within" if peak_bytes <= self.budget_bytes else "above"
+            peak = (
+                f"will be {about}{peak_bytes} bytes ({format_bytes(peak_bytes)}),"
+                f" {keeps} the budget of {self.budget_bytes}"
+                f" ({format_bytes(self.budget_bytes)})"
+            )
+        warn(
+            f"A batch with {signature} is {which} that were planned for"
+            f" ({_planned(plans)}). {what}; its peak {peak}. Plan with it among"
+            " `inputs`."
+        )
+
+
+def largest(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """The plans for the largest batch, one for each branch, highest peak first."""
+    by_peak = sorted(plans, key=lambda plan: -plan.peak_bytes)
+    most = max(by_peak, key=lambda plan: plan.signatures[0].num_elements)
+    return tuple(p for p in by_peak if p.signatures[0] == most.signatures[0])
+
+
+def _most_frugal(plan: Plan) -> Plan:
+    """The plan of least memory for a step; itself, if nothing else is known."""
+    if plan.traced is None:
+        return plan
+    choice = plan.traced.chooser.lowest()
+    return replace(
+        plan,
+        op_policies=spell_out(plan.traced, choice),
+        peak_bytes=plan.traced.peak_bytes(choice),
+        composition=plan.traced.composition(choice),
+    )
+
+
+def _planned(plans: Sequence[Plan]) -> str:
+    texts = list(dict.fromkeys(str(p.signatures[0]) for p in plans if p.num_batches))
+    rest = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + rest
+
+
+def _power(plans: Sequence[Plan], signature: BatchSignature) -> float:
+    """Power of a batch's elements by which memory that does not last grows; at least 1.
+
+    That by which the peaks of the two largest plain steps differ.
+    """
+    changing_bytes = {
+        plan.signatures[0].num_elements: plan.baseline_peak_bytes - _lasting(plan)
+        for plan in plans
+        if plan.signatures[0].is_like(signature)
+    }
+    if len(changing_bytes) == 1:
+        return 1.0
+    (less, lower), (more, upper) = sorted(changing_bytes.items())[-2:]
+    if not 0 < lower < upper:
+        return 1.0
+    return max(1.0, math.log(upper / lower) / math.log(more / less))
+
+
+def _lasting(plan: Plan) -> int:
+    return sum(plan.composition.get(category, 0) for category in _LASTING)
+
+
+def _likely_peak(plan: Plan, signature: BatchSignature, power: float) -> int | None:
+    """Peak of a larger batch under a plan, untraced; None if more than sizes differ."""
+    planned = plan.signatures[0]
+    if not planned.is_like(signature) or not planned.num_elements:
+        return None
+    growth = max(signature.num_elements / planned.num_elements, 1.0)
+    changing_bytes = plan.peak_bytes - _lasting(plan)
+    return _lasting(plan) + round(changing_bytes * math.pow(growth, power))

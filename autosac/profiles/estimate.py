@@ -1,0 +1,234 @@
+"""What a plain training step takes: how much memory, where, and of what kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from autosac.devices.specs import DeviceSpec, device_spec
+from autosac.optional import needed
+from autosac.profiles.given import profile_of
+from autosac.profiles.memory_history import peak_place
+from autosac.profiles.profile import TracedStep
+from autosac.quantities import format_bytes, format_ms, parse_bytes
+from autosac.statistics.by_module import with_descendants
+
+_MOST_ROWS = 24  # of the table that people see
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleEstimate:
+    """Figures of one module, what runs inside it included.
+
+    Attributes:
+        fqn: Its name; '' for the model itself.
+        class_name: Name of its class.
+        calls: How often a step calls it.
+        parameter_bytes: Its parameters,
+        gradient_bytes: their gradients,
+        buffer_bytes: and its buffers.
+        activation_bytes: What it keeps for backward, its output excluded.
+        peak_bytes: Results of its ops that are alive at the peak of the step:
+            activations, temporaries and gradients that a step makes.
+        forward_ms: Time of its forward ops,
+        backward_ms: and of the backward ops that belong to it.
+        refused: Why it cannot be an AC unit, if that is so.
+    """
+
+    fqn: str
+    class_name: str
+    calls: int
+    parameter_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    peak_bytes: int
+    forward_ms: float
+    backward_ms: float
+    refused: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A training step without recomputation, in figures.
+
+    Attributes:
+        peak_bytes: Most bytes alive at one instant.
+        fqn: Module whose op runs then; '' for the model itself.
+        phase: Phase that is then: forward, loss, backward or optimizer.
+        op: Overload name of that op.
+        breakdown: Bytes alive then per category of `autosac.step.tape.CATEGORIES`,
+            and on a GPU what its allocator adds (``fragmentation``); the sum is
+            `peak_bytes`.
+        step_ms: Time of the step.
+        device: The device that it is for.
+        calibrated: Times and workspaces were measured, not modelled.
+        modules: Figures of every module, in the order of ``named_modules()``.
+    """
+
+    peak_bytes: int
+    fqn: str
+    phase: str
+    op: str
+    breakdown: dict[str, int]
+    step_ms: float
+    device: DeviceSpec
+    calibrated: bool
+    modules: tuple[ModuleEstimate, ...]
+
+    def fits(self, device: int | str | DeviceSpec | None = None) -> bool:
+        """Whether the step fits a device as it is, without a plan.
+
+        Args:
+            device: A known device that runs the same kernels, a `DeviceSpec`, or an
+                amount of memory such as "24GiB"; None for the device it is for.
+
+        Raises:
+            ValueError: The device is unknown, or runs other kernels than those that
+                were counted.
+        """
+        return self.peak_bytes <= self._memory_bytes(device)
+
+    def _memory_bytes(self, device: int | str | DeviceSpec | None) -> int:
+        if device is None:
+            return self.device.memory_bytes
+        if isinstance(device, int) or (
+            isinstance(device, str)
+            and device[:1].isdigit()
+            and not device.isdigit()  # "4090" is meant for a name
+        ):
+            return parse_bytes(device, name="device")
+        spec = device if isinstance(device, DeviceSpec) else device_spec(device)
+        if _kernels(spec) != _kernels(self.device):
+            raise ValueError(
+                f"The estimate is for {self.device.name}, and {spec.name} runs other"
+                f" kernels; estimate again with `device`={spec.name!r}."
+            )
+        return spec.memory_bytes
+
+    def to_dataframe(self) -> Any:
+        """The modules as a pandas table.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = needed("pandas", "`Estimate.to_dataframe`")
+        return pandas.DataFrame.from_records([asdict(row) for row in self.modules])
+
+    def __str__(self) -> str:
+        where = f"`{self.fqn}`" if self.fqn else "the model itself"
+        verdict = "fits" if self.fits() else "does not fit"
+        basis = "measured" if self.calibrated else "modelled"
+        parts = [
+            f"  {format_bytes(nbytes):>10}  {category}"
+            for category, nbytes in self.breakdown.items()
+            if nbytes
+        ]
+        return "\n".join(
+            [
+                f"peak  {format_bytes(self.peak_bytes)} in {self.phase} of {where}"
+                f" ({self.op})",
+                *parts,
+                f"step  {format_ms(self.step_ms)} on {self.device.name}, {basis};"
+                f" {verdict} in {format_bytes(self.device.memory_bytes)}",
+                *self._table(),
+            ]
+        )
+
+    def _table(self) -> Iterator[str]:
+        """The modules that keep most."""
+        rows = sorted(self.modules[1:], key=lambda row: -row.peak_bytes)[:_MOST_ROWS]
+        names = [f"{row.fqn} ({row.class_name})" for row in rows]
+        width = max(map(len, names), default=0)
+        heads = ("parameters", "activations", "at the peak", "forward", "backward")
+        yield f"{'module':{width}}" + "".join(f"  {head:>11}" for head in heads)
+        for name, row in zip(names, rows, strict=True):
+            cells = (
+                format_bytes(row.parameter_bytes),
+                format_bytes(row.activation_bytes),
+                format_bytes(row.peak_bytes),
+                format_ms(row.forward_ms),
+                format_ms(row.backward_ms),
+            )
+            yield f"{name:{width}}" + "".join(f"  {cell:>11}" for cell in cells)
+        if left := len(self.modules) - 1 - len(rows):
+            yield f"... and {left} modules that hold less at the peak"
+
+
+def estimate(
+    model: torch.nn.Module | TracedStep, inputs: Any = None, **options: Any
+) -> Estimate:
+    """Say what a training step takes without recomputation.
+
+    Args:
+        model: The model, or a `Profile` of it (then no other option is taken).
+        inputs: As in `profile`.
+        options: As in `profile`.
+    """
+    return estimate_of(profile_of(model, inputs, options))
+
+
+def estimate_of(profile: TracedStep) -> Estimate:
+    """The estimate of a traced step."""
+    place = peak_place(profile, {})
+    return Estimate(
+        peak_bytes=profile.baseline_peak_bytes,
+        fqn=place.fqn,
+        phase=place.phase,
+        op=place.op,
+        breakdown=profile.composition({}),
+        step_ms=profile.baseline_ms,
+        device=profile.device,
+        calibrated=profile.calibrated,
+        modules=tuple(_modules(profile)),
+    )
+
+
+def _modules(profile: TracedStep) -> Iterator[ModuleEstimate]:
+    tape = profile.tape
+    at_peak = _made_by_module(profile)
+    for node, row, peak_bytes in zip(
+        tape.modules.nodes, profile.statistics.modules, at_peak, strict=True
+    ):
+        yield ModuleEstimate(
+            fqn=node.fqn,
+            class_name=node.class_name,
+            calls=row.calls,
+            parameter_bytes=row.parameter_bytes,
+            gradient_bytes=row.gradient_bytes,
+            buffer_bytes=row.buffer_bytes,
+            activation_bytes=row.activation_bytes or 0,
+            peak_bytes=peak_bytes,
+            forward_ms=row.forward_ms or 0.0,
+            backward_ms=row.backward_ms or 0.0,
+            refused=profile.units.refused.get(node.fqn),
+        )
+
+
+def _made_by_module(profile: TracedStep) -> list[int]:
+    """Bytes that ops of each module, and inside it, made and that live at the peak."""
+    tape = profile.tape
+    peak = profile.simulator.baseline.peak_key // profile.simulator.span
+    alive = (tape.born <= peak) & (tape.freed > peak)
+    own = np.zeros(len(tape.modules), dtype=np.int64)
+    for op in tape.ops:
+        if op.start > peak:
+            break
+        for storage in op.creates:
+            if alive[storage]:
+                own[op.module] += tape.storages[storage].nbytes
+    return with_descendants(tape.modules, own.tolist())
+
+
+def _kernels(spec: DeviceSpec) -> tuple[object, ...]:
+    """What decides which kernels a device runs, and how much they allocate."""
+    return (
+        spec.type,
+        spec.vendor,
+        spec.compute_capability,
+        spec.allocation_granularity_bytes,
+    )

@@ -1,0 +1,49 @@
+"""What a model is made of, so that a plan knows the model it was made for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import zip_longest
+
+import torch
+
+Fingerprint = tuple[tuple[str, str, tuple[str, ...]], ...]
+
+
+def fingerprint(model: torch.nn.Module) -> Fingerprint:
+    """FQN, class and parameter shapes of every module of a model, in order."""
+    return tuple(
+        (
+            fqn,
+            type(module).__name__,
+            tuple(
+                f"{name} {tuple(parameter.shape)} {str(parameter.dtype)[6:]}"
+                for name, parameter in module.named_parameters(recurse=False)
+            ),
+        )
+        for fqn, module in model.named_modules()
+    )
+
+
+def first_difference(expected: Fingerprint, actual: Fingerprint) -> str | None:
+    """The first module that two models do not share, in words; None if they agree."""
+    for one, other in zip_longest(expected, actual):
+        if one is None or other is None:
+            return (
+                f"it expects {len(expected)} modules, this model has {len(actual)}; the"
+                f" first that only one of them has is `{(one or other)[0]}`"
+            )
+        if one != other:
+            return (
+                f"it expects `{one[0]}` to be a {one[1]} with parameters"
+                f" {list(one[2])}, this model has `{other[0]}`, a {other[1]} with"
+                f" {list(other[2])}"
+            )
+    return None
+
+
+def digest(value: object) -> str:
+    """SHA-256 of plain data, the same in every process and on every machine."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

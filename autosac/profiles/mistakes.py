@@ -1,0 +1,58 @@
+"""What people forget before they plan: refused, warned about, or hinted at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from autosac.checkpointing import installing
+from autosac.errors import ArgumentError
+from autosac.step.arguments import warn
+from autosac.step.tape import Tape
+
+
+def check_unplanned(model: torch.nn.Module) -> None:
+    """Refuse a model that has a plan already.
+
+    Raises:
+        ArgumentError: Names an AC unit, if it has one.
+    """
+    units = installing.installed(model)
+    if units or isinstance(model.__dict__.get("forward"), installing.StandIn):
+        which = f" (`{units[0]}` is an AC unit)" if units else ""
+        raise ArgumentError(
+            f"`model` has a plan already{which}; call `plan.unapply(model)` first."
+        )
+
+
+def warn_of_summed_outputs(model: torch.nn.Module, tape: Tape) -> None:
+    """Warn if outputs that are no loss were summed for want of a loss.
+
+    Args:
+        model: The model that was traced without ``loss_fn``.
+        tape: What it did. Numbers, such as a dict of losses, are a loss.
+    """
+    in_loss = [op.name for op in tape.ops if op.phase == "loss"]
+    # Numbers are stacked and summed; what is no number is summed before that.
+    if in_loss.count("aten.sum.default") > in_loss.count("aten.stack.default"):
+        warn(
+            f"`loss_fn` is missing, and the output of {type(model).__name__} has no"
+            " `.loss`: the step is planned with the sum of all outputs for its loss. A"
+            " real one, such as cross entropy, may take far more memory; pass"
+            " `loss_fn=lambda output: criterion(output, targets)`."
+        )
+
+
+def hints(refused: Mapping[str, str]) -> tuple[str, ...]:
+    """What can be switched off so that more modules can be AC units, in sentences.
+
+    Args:
+        refused: FQN of a module -> why it cannot be an AC unit.
+    """
+    first: dict[str, str] = {}
+    for fqn, why in refused.items():
+        for setting in ("checkpointing", "use_cache"):
+            if setting in why:
+                first.setdefault(setting, f"`{fqn}` cannot be an AC unit: {why}.")
+    return tuple(first.values())

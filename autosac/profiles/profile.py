@@ -1,0 +1,501 @@
+"""Trace a step once; everything that is asked of it afterwards is in the profile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from autosac.costs import roofline
+from autosac.costs.sources import Calibration, Source, calibration, modelled
+from autosac.devices.free_memory import available_bytes
+from autosac.devices.specs import (
+    DeviceSpec,
+    device_of_product,
+    device_spec,
+)
+from autosac.errors import ArgumentError, UnsupportedError
+from autosac.profiles.fingerprints import Fingerprint, fingerprint
+from autosac.profiles.mistakes import (
+    check_unplanned,
+    warn_of_summed_outputs,
+)
+from autosac.simulation.simulator import Simulator
+from autosac.solvers.curves import knapsack
+from autosac.solving.choosing import Chooser
+from autosac.solving.formulation import Formulation, formulate
+from autosac.solving.incumbents import Incumbents, most_rules
+from autosac.solving.rules_of_thumb import Rules
+from autosac.statistics.by_module import Statistics, module_statistics
+from autosac.step import arguments
+from autosac.step.batch_signatures import (
+    BatchSignature,
+    positional_names,
+    signature_of,
+)
+from autosac.step.tape import Tape
+from autosac.step.training_step import LossFn, normalize_inputs
+from autosac.tracing.collecting import no_collections
+from autosac.tracing.real_steps import corrected
+from autosac.tracing.step import Step
+from autosac.tracing.trace import trace
+from autosac.units import curves
+from autosac.units.candidates import (
+    Units,
+    find_units,
+)
+from autosac.units.chains import Chain, find_chains
+from autosac.units.nests import find_nests
+from autosac.units.policies import Policy
+from autosac.units.slices import find_slices, plain_sequences
+from autosac.units.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedStep:
+    """What is known of a training step, as plain data: no model, no tensor.
+
+    Attributes:
+        tape: What it did.
+        op_ms: Time of every op of the tape.
+        device: The device that the step is planned for.
+        exclude: FQNs of modules that must not be AC units.
+        training: Whether the model was traced in training mode.
+        model: Fingerprint of the model.
+        sequences: FQNs of the modules that call their children one after the other.
+        signature: Of its batch.
+        calibrated: Times and workspaces were measured, not modelled.
+        op_sources: Where time and workspace of every op come from; empty if all are
+            modelled.
+        failures: Name of an op that could not be measured -> why.
+        unsteady_ms: Time of measured ops whose runs disagreed.
+        redrawn: The step as it is with other random numbers, or after some training,
+            if these decide sizes.
+    """
+
+    tape: Tape
+    op_ms: tuple[float, ...]
+    device: DeviceSpec
+    exclude: tuple[str, ...]
+    training: bool
+    model: Fingerprint
+    sequences: frozenset[str]
+    signature: BatchSignature
+    calibrated: bool
+    op_sources: tuple[Source, ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
+    unsteady_ms: float = 0.0
+    redrawn: tuple[TracedStep, ...] = ()
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """How far times and workspaces are measured."""
+        ops = self.tape.ops
+        sources = self.op_sources or tuple(map(modelled, ops))
+        return calibration(
+            ops, self.op_ms, sources, self.failures, unsteady_ms=self.unsteady_ms
+        )
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        """The simulator, which replays the tape under plans."""
+        return Simulator(self.tape)
+
+    @cached_property
+    def units(self) -> Units:
+        """Module calls that can be AC units, and why other modules are none."""
+        with no_collections():
+            return find_units(self.tape, self.op_ms, exclude=self.exclude)
+
+    @cached_property
+    def chains(self) -> tuple[Chain, ...]:
+        """Chains and nests of the AC units."""
+        finder_args = (self.tape, self.units.candidates, self.op_ms)
+        with no_collections():
+            return find_chains(*finder_args) + find_nests(*finder_args)
+
+    @cached_property
+    def slices(self) -> tuple[Unit, ...]:
+        """Consecutive layers of sequences that can be AC units."""
+        finder_args = (self.tape, self.op_ms, self.sequences)
+        with no_collections():
+            return find_slices(*finder_args, exclude=self.exclude)
+
+    @cached_property
+    def candidates(self) -> tuple[Unit, ...]:
+        """All candidates in forward order, those around others first."""
+        units = [*self.chains, *self.units.candidates, *self.slices]
+        return tuple(sorted(units, key=lambda u: (u.call.enter, -u.call.exit)))
+
+    @cached_property
+    def formulation(self) -> Formulation:
+        """The MILP's numbers for the candidates that free memory."""
+        with no_collections():
+            return self._formulation()
+
+    @cached_property
+    def fronts(self) -> dict[Hashable, knapsack.Front]:
+        """Pareto points of single units, by key; equal problems are solved once."""
+        alike = {unit.key: unit for unit in (*self.units.candidates, *self.slices)}
+        problems = {key: curves.save_problem(unit) for key, unit in alike.items()}
+        solved = {problem: knapsack.front(problem) for problem in problems.values()}
+        return {key: solved[problem] for key, problem in problems.items()}
+
+    def _formulation(self) -> Formulation:
+        single = (*self.units.candidates, *self.slices)
+        sizes = [len(self.fronts[unit.key].solutions) for unit in single]
+        num_points = curves.affordable_points(sizes)
+        by_key = {
+            unit.key: curves.trade_off(
+                unit, self.fronts[unit.key], num_points=num_points
+            )
+            for unit in {unit.key: unit for unit in single}.values()
+        }
+        for chain in self.chains:
+            if chain.key not in by_key:
+                of_blocks = [by_key[block.unit.key] for block in chain.blocks]
+                by_key[chain.key] = curves.chain_trade_off(chain, of_blocks)
+        useful = [
+            (unit, curve)
+            for unit in self.candidates
+            if (curve := by_key[unit.key]) is not None
+        ]
+        return formulate(
+            self.simulator.in_blocks(),
+            [unit for unit, _ in useful],
+            [curve for _, curve in useful],
+        )
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Rules of thumb for what to recompute."""
+        return Rules(self.tape, self.units.candidates, self.fronts)
+
+    @cached_property
+    def chooser(self) -> Chooser:
+        """Chooser of what to recompute under a budget; keeps what it found before."""
+        with no_collections():
+            choices = self.rules.some(most_rules(self.simulator))
+            incumbents = Incumbents(self.simulator, choices)
+            return Chooser(self.simulator, self.formulation, incumbents)
+
+    @cached_property
+    def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
+        """Choices of units and policies that a dry run has confirmed."""
+        return set()
+
+    @cached_property
+    def parallel(self) -> dict[Hashable, Any]:
+        """Cache of plans for many GPUs, by the types that they gather."""
+        return {}
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Where memory and time go, module by module."""
+        return module_statistics(self.tape, self.op_ms)
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Peak of the step when nothing is recomputed."""
+        return self.peak_bytes({})
+
+    def peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """Peak of the step when units run under policies, as the device counts it."""
+        return self.simulator.true_peak_bytes(chosen)
+
+    def composition(self, chosen: Mapping[Unit, Policy]) -> dict[str, int]:
+        """Bytes alive at the peak, per category."""
+        by_category = self.simulator.composition(chosen)
+        rest = self.peak_bytes(chosen) - sum(by_category.values())
+        return {**by_category, "fragmentation": rest} if rest else by_category
+
+    @cached_property
+    def baseline_ms(self) -> float:
+        """Time of the step when nothing is recomputed."""
+        return sum(self.op_ms)
+
+    def traced(self) -> TracedStep:
+        """The step without the user's objects: this one."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Profile(TracedStep):
+    """A traced training step, from which any number of plans can be made.
+
+    Attributes:
+        step: The step that was traced: the user's own model, inputs and optimizer.
+    """
+
+    step: Step
+
+    def traced(self) -> TracedStep:
+        """The step without the user's objects; shares all that is worked out so far."""
+        traced_step = object.__new__(TracedStep)
+        shared = {name: value for name, value in vars(self).items() if name != "step"}
+        vars(traced_step).update(shared)
+        return traced_step
+
+
+def profile(
+    model: torch.nn.Module,
+    inputs: Any,
+    *,
+    optimizer: Any = None,
+    loss_fn: LossFn | None = None,
+    device: str | DeviceSpec | None = None,
+    autocast: torch.dtype | str | None = None,
+    accumulate: int = 1,
+    clip_grad_norm: float | None = None,
+    gradients_in_forward: bool = False,
+    exclude: tuple[str, ...] = (),
+    opaque: Iterable[str | type] = (),
+) -> Profile:
+    """Trace one training step of a model; nothing is run, nothing is changed.
+
+    Args:
+        model: On the CPU, a GPU or the meta device, in the mode it trains in.
+        inputs: A tensor, a tuple (args), a dict (kwargs) or ``(args, kwargs)``; or a
+            `torch.utils.data.DataLoader` of these: its first batch stands for all, and
+            neither its order nor any random stream is disturbed.
+        optimizer: A ``torch.optim`` instance, an `OptimizerInBackward`, a callable on
+            the parameters that returns one of these, such as a class; its name, such as
+            ``"adamw"``; or None.
+        loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or else
+            the sum of all outputs that require gradients, with a warning unless these
+            are single numbers.
+        device: ``"cpu"``, ``"cuda"``, a known GPU such as ``"h100"``, or a
+            `DeviceSpec`; None for the device of the model (the CPU if that is the meta
+            device). A GPU need not be present: see `autosac.lens.mode`.
+        autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``,
+            or its name.
+        accumulate: Micro-steps (forward, loss, backward) per optimizer step.
+        clip_grad_norm: Largest norm of all gradients together
+            (``torch.nn.utils.clip_grad_norm_`` before the optimizer steps), or None.
+        gradients_in_forward: Whether ``zero_grad`` is called between forward and
+            backward, so that the gradients of the step before are alive in forward.
+        exclude: FQNs of modules that must not be AC units.
+        opaque: Modules that are never run again, nor cut inside, such as routers: FQNs,
+            patterns of them (``"*.gate"``), or classes.
+
+    Raises:
+        TraceError: The step cannot be traced; names the module and the line. Or it has
+            no loss that backward can begin at.
+        ArgumentError: The model is planned, compiled, scripted or wrapped already; the
+            model cannot be called with `inputs`, or `loss_fn` with its output; the
+            optimizer trains other parameters; a name means nothing; or `accumulate` is
+            less than 1.
+        UnsupportedError: The model is on a GPU and the device is the CPU; or the
+            device is a GPU that is not present, and its kernels cannot be known.
+    """
+    arguments.check_kind(model)
+    check_unplanned(model)
+    _check(model, accumulate, clip_grad_norm, exclude)
+    args, kwargs = normalize_inputs(inputs)
+    arguments.check_tensors(model, (args, kwargs))
+    arguments.check_inputs(model, args, kwargs)
+    arguments.check_loss_fn(loss_fn)
+    spec, lens = _device(model, device)
+    step = Step(
+        model=model,
+        args=args,
+        kwargs=kwargs,
+        loss_fn=loss_fn,
+        optimizer=arguments.read_optimizer(optimizer, model),
+        device_type=spec.type,
+        granularity_bytes=spec.allocation_granularity_bytes,
+        autocast=arguments.read_dtype(autocast),
+        accumulate=accumulate,
+        clip_grad_norm=clip_grad_norm,
+        gradients_in_forward=gradients_in_forward,
+        lens=lens,
+        opaque=arguments.read_opaque(opaque, model),
+    )
+    tape = trace(step)
+    if loss_fn is None:
+        warn_of_summed_outputs(model, tape)
+    new_profile = Profile(
+        step=step,
+        tape=tape,
+        op_ms=roofline.tape_ms(tape, spec),
+        device=spec,
+        exclude=tuple(exclude),
+        training=model.training,
+        model=fingerprint(model),
+        sequences=plain_sequences(model),
+        signature=signature_of(args, kwargs, positional_names(model)),
+        calibrated=False,
+    )
+    return replace(new_profile, redrawn=_redrawn(new_profile))
+
+
+def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:
+    """The other variants of the step, without the user's objects."""
+    template = replace(profile, op_sources=(), redrawn=()).traced()
+    return tuple(
+        replace(template, tape=tape, op_ms=roofline.tape_ms(tape, profile.device))
+        for tape in profile.step.learned.redrawn
+    )
+
+
+def in_compute_dtype(profile: Profile, dtype: torch.dtype | None) -> Profile:
+    """The profile of a step with parameters and inputs of its model in another type.
+
+    That is how a step runs under a mixed-precision policy of FSDP2.
+
+    Args:
+        profile: The traced step.
+        dtype: The type, or None for each parameter's own.
+    """
+    step = replace(profile.step, compute_dtype=dtype)
+    tape = trace(step)
+    return replace(
+        profile,
+        step=step,
+        tape=tape,
+        op_ms=roofline.tape_ms(tape, profile.device),
+        calibrated=False,
+        op_sources=(),
+        failures={},
+        unsteady_ms=0.0,
+    )
+
+
+def calibrate(
+    profile: Profile,
+    *,
+    cache: bool = True,
+    refresh: bool = False,
+    progress: bool | None = None,
+    real_step: bool = True,
+) -> Profile:
+    """Measure time and workspace of every distinct op on the present device.
+
+    Where model and inputs are there as well, forward and loss run once for real, on
+    copies of all that they may change: ops that refuse real data fail here. A step that
+    does something else than its trace is traced once more on real tensors.
+
+    Each is measured once on a device, PyTorch version and number of threads: the
+    user's cache directory keeps the figures (``$AUTOSAC_CACHE_DIR``, or ``autosac``
+    in ``$XDG_CACHE_HOME`` or ``~/.cache``). None is measured while a profiler is
+    active: a warning says so.
+
+    Args:
+        profile: The traced step.
+        cache: Read and write that table.
+        refresh: Measure again what is in it.
+        progress: Show a progress bar; None for only on a terminal.
+        real_step: Run that step. Ops alone take no more memory than the training does.
+
+    Returns:
+        The profile with measured figures; ops that do not run on made-up data keep
+        their modelled ones. Its `calibration` says which. It is not `calibrated` if
+        a profiler kept ops from being measured.
+
+    Raises:
+        TraceError: The real step fails; names op and module.
+        ValueError: The profile is for a device that is not present.
+    """
+    # These run kernels: only when asked for.
+    from autosac.costs.calibrating import calibrated
+    from autosac.costs.timing import PROFILED
+
+    if profile.step.lens is not None and torch.cuda.is_available():
+        raise ValueError(
+            f"The profile is for {profile.device.name}, but the model is not there;"
+            " move it to the GPU and profile it again."
+        )
+    if profile.step.device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"The profile is for {profile.device.name}, and this machine has no GPU;"
+            " calibrate where the device is."
+        )
+    device = torch.device(profile.step.device_type)
+    free_bytes = available_bytes(device)
+    fits = free_bytes is None or profile.baseline_peak_bytes < free_bytes
+    if real_step and fits:
+        step, tape = corrected(profile.step, profile.tape)
+        if tape is not profile.tape:
+            op_ms = roofline.tape_ms(tape, profile.device)
+            profile = replace(profile, step=step, tape=tape, op_ms=op_ms)
+            profile = replace(profile, redrawn=_redrawn(profile))
+    measured = calibrated(
+        profile.tape,
+        profile.op_ms,
+        device=device,
+        cache=cache,
+        refresh=refresh,
+        progress=progress,
+    )
+    return replace(
+        profile,
+        tape=replace(
+            profile.tape, ops=measured.ops, library_bytes=measured.library_bytes
+        ),
+        op_ms=measured.op_ms,
+        calibrated=PROFILED not in measured.failures.values(),
+        op_sources=measured.sources,
+        failures=measured.failures,
+        unsteady_ms=measured.unsteady_ms,
+    )
+
+
+def _check(
+    model: torch.nn.Module,
+    accumulate: int,
+    clip_grad_norm: float | None,
+    exclude: tuple[str, ...],
+) -> None:
+    if accumulate < 1:
+        raise ArgumentError(f"`accumulate` must be at least 1, got {accumulate}.")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ArgumentError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
+    names = {name for name, _ in model.named_modules()}
+    for fqn in exclude:
+        if fqn not in names:
+            raise ArgumentError(
+                f"`exclude` names `{fqn}`, which is no module of the model; use names"
+                " from `model.named_modules()`."
+            )
+
+
+def _present_gpu() -> DeviceSpec:
+    """The GPU that is present, with the memory that it really has."""
+    if not torch.cuda.is_available():
+        raise ArgumentError("`device`='cuda', but no GPU is present; name a device.")
+    spec = device_of_product(torch.cuda.get_device_name())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return replace(spec, memory_bytes=properties.total_memory)
+
+
+def _device(
+    model: torch.nn.Module, device: str | DeviceSpec | None
+) -> tuple[DeviceSpec, DeviceSpec | None]:
+    """The device to plan for, and the lens for it: None if the model is on it."""
+    tensors = [*model.parameters(), *model.buffers()]
+    types = {tensor.device.type for tensor in tensors} - {"meta"}
+    if len(types) > 1:
+        raise ArgumentError(
+            f"`model` lies on several devices ({', '.join(sorted(types))}); move it to"
+            " one."
+        )
+    own = types.pop() if types else None
+    if device is None:
+        device = own or "cpu"
+    if device == "cuda":
+        device = _present_gpu()
+    spec = device if isinstance(device, DeviceSpec) else device_spec(device)
+    if device == "cpu":
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        spec = replace(spec, memory_bytes=pages)
+    traced = own or "cpu"
+    if spec.type == "cpu" and traced != "cpu":
+        raise UnsupportedError(
+            f"`device`={spec.name!r} runs other kernels than the {traced} device that"
+            " the model is on; move the model to the CPU or the meta device."
+        )
+    return spec, spec if spec.type != traced else None

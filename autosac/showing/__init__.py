@@ -1,1 +1,0 @@
-"""Plans and profiles in, tables and pictures out."""

@@ -1,0 +1,323 @@
+"""Memory over time of a step with a plan, from the tape, byte for byte.
+
+Time is a *key*: tick times `_span` plus, for what happens while a unit is rerun,
+the place inside the rerun. A rerun takes place between the tick before its unit's
+trigger and the trigger itself.
+
+What `torch.utils.checkpoint` (non-reentrant, early stop) does to lifetimes, read
+off torch/utils/checkpoint.py of torch 2.15:
+    - in a unit's forward nothing is kept for backward but its arguments, and the
+      outputs that the policy saves;
+    - at the first read of a saved tensor the unit is rerun up to its last saved
+      tensor; all saved tensors are then kept until backward has used each;
+    - the arguments live until the last saved tensor of the unit is dropped.
+Blocks of a chain keep only arguments that come from outside the chain. The others are
+made once more at the chain's trigger, just before its last block is rerun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from autosac.simulation.caching_allocator import block_bytes, replay
+from autosac.simulation.reruns import Lifetimes, Reruns, Span, rows
+from autosac.step.ledger import Ledger, Timeline
+from autosac.step.tape import CATEGORIES, IntArray, Tape
+from autosac.units.policies import RERUN, SAVE, Policy
+from autosac.units.unit import Piece, Unit
+
+_MOST_BLOCKS = 100_000  # of an allocator in several replays: some tenths of a second
+_FEWEST_REPLAYS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """How running one unit under one policy changes lifetimes.
+
+    Attributes:
+        held: Storages that are kept alive,
+        held_until: and the keys until when.
+        copies: What rerun ops allocate: keys from and to which, and bytes; (., 3).
+        works: What their kernels hold for themselves, likewise.
+    """
+
+    held: IntArray
+    held_until: IntArray
+    copies: IntArray
+    works: IntArray
+
+
+@dataclass(slots=True)
+class _Onward:
+    """A block that runs onward, in ticks of its forward pass.
+
+    Attributes:
+        saved: Storages that its policy has saved.
+        made: Storage, from, to and bytes of what is made on the way to a later block.
+        works: From, to and bytes of what its kernels hold for themselves.
+    """
+
+    saved: list[int] = field(default_factory=list)
+    made: list[tuple[int, int, int, int]] = field(default_factory=list)
+    works: list[Span] = field(default_factory=list)
+
+
+class Simulator:
+    """Replays a tape under plans.
+
+    Args:
+        tape: The traced step.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.span = tape.num_ticks + 2
+        self._effects: dict[tuple[Unit, Policy], Effect] = {}
+        self._reruns = Reruns(tape, self.span)
+        self._later: dict[Hashable, Lifetimes] = {}
+        self._onwards: dict[Hashable, _Onward] = {}
+        self._allocator_peaks: dict[
+            frozenset[tuple[Unit, Policy]], tuple[int, int]
+        ] = {}
+        self._born = tape.born * self.span
+        self._died = tape.died * self.span
+        self._saved_until = tape.saved_until * self.span
+        library = [(0, tape.num_ticks, nbytes) for nbytes in tape.library_bytes]
+        used = [
+            (op.made, op.end, op.workspace_bytes)
+            for op in tape.ops
+            if op.workspace_bytes
+        ]
+        self._always = rows([*library, *used], 3)  # what kernels hold for themselves
+        self._always[:, :2] *= self.span
+        # Numbers that autograd may keep as CPU tensors, from forward and from rerun:
+        # an upper bound, as no fake tensor shows them.
+        wrapped = sum(op.wrapped_numbers for op in tape.ops)
+        self.number_bytes = 16 * wrapped if tape.device_type == "cpu" else 0
+
+    def timeline(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> Timeline:
+        """Live memory of a step in which the chosen units run under policies.
+
+        Args:
+            chosen: The AC units.
+            workspaces: Count what kernels allocate inside themselves, and what
+                libraries keep.
+        """
+        return self.ledger(chosen, workspaces=workspaces).timeline()
+
+    def ledger(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> Ledger:
+        """All that a step allocates in which the chosen units run under policies."""
+        effects = self._effects_of(chosen)
+        parts = [effect.copies for effect in effects]
+        if workspaces:
+            parts += [self._always, *(effect.works for effect in effects)]
+        added = np.concatenate([rows((), 3), *parts])
+        return Ledger(
+            born=np.concatenate([self._born, added[:, 0]]),
+            died=np.concatenate([self._freed(chosen, effects), added[:, 1]]),
+            nbytes=np.concatenate([self.tape.nbytes, added[:, 2]]),
+            end=self.tape.num_ticks * self.span,
+            constant_bytes=self.number_bytes if workspaces else 0,
+        )
+
+    def allocator_peaks(self, chosen: Mapping[Unit, Policy]) -> tuple[int, int]:
+        """Bytes that a GPU's caching allocator hands out, and reserves, at most."""
+        key = frozenset(chosen.items())
+        if key not in self._allocator_peaks:
+            after = replay(self.ledger(chosen))
+            peaks = (after.peak_allocated_bytes, after.peak_reserved_bytes)
+            self._allocator_peaks[key] = peaks
+        return self._allocator_peaks[key]
+
+    def num_replays(self, most: int) -> int:
+        """How many true peaks to ask for: as many as `most`, fewer of a long step."""
+        affordable = _MOST_BLOCKS // max(1, len(self.tape.storages))
+        return max(_FEWEST_REPLAYS, min(most, affordable))
+
+    def true_peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """Peak of a step as the device counts it, which a budget caps.
+
+        On a GPU that is what the caching allocator hands out, which is a little more
+        than is asked of it: see `autosac.simulation.caching_allocator`.
+        """
+        if self.tape.device_type == "cuda":
+            return self.allocator_peaks(chosen)[0]
+        return self.peak_bytes(chosen)
+
+    def true_timeline(self, chosen: Mapping[Unit, Policy]) -> Timeline:
+        """Memory of a step as the device counts it: see `true_peak_bytes`."""
+        if self.tape.device_type != "cuda":
+            return self.timeline(chosen)
+        live: dict[int, int] = {}
+        replay(self.ledger(chosen), live=live)
+        keys = np.array(list(live), dtype=np.int64)
+        order = np.argsort(keys)
+        sizes = np.array(list(live.values()), dtype=np.int64)
+        return Timeline(keys=keys[order], live_bytes=sizes[order])
+
+    def in_blocks(self) -> Simulator:
+        """The simulator of this step with each allocation as large as its block.
+
+        Blocks are those of the plain step's replay, so what is alive in it adds up to
+        what the allocator hands out. Under a plan a block may turn out a little
+        larger or smaller.
+        """
+        if self.tape.device_type != "cuda":
+            return self
+        sizes = block_bytes(self.ledger({})).tolist()
+        first_work = len(self.tape.storages) + len(self.tape.library_bytes)
+        works = iter(sizes[first_work:])
+        tape = replace(
+            self.tape,
+            storages=tuple(
+                replace(storage, nbytes=nbytes)
+                for storage, nbytes in zip(self.tape.storages, sizes, strict=False)
+            ),
+            ops=tuple(
+                replace(op, workspace_bytes=next(works)) if op.workspace_bytes else op
+                for op in self.tape.ops
+            ),
+            library_bytes=tuple(sizes[len(self.tape.storages) : first_work]),
+        )
+        return Simulator(tape)
+
+    def peak_bytes(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> int:
+        """Peak of a step in which the chosen units run under policies."""
+        return self.timeline(chosen, workspaces=workspaces).peak_bytes
+
+    @cached_property
+    def baseline(self) -> Timeline:
+        """Live memory when nothing is recomputed."""
+        return self.timeline({})
+
+    def composition(self, chosen: Mapping[Unit, Policy]) -> dict[str, int]:
+        """Bytes alive at the peak, per category; rerun results are activations."""
+        ledger = self.ledger(chosen)
+        alive = ledger.alive(ledger.timeline().peak_key)
+        sums = np.zeros(len(CATEGORIES), dtype=np.int64)
+        np.add.at(sums, self.categories(chosen)[alive], ledger.nbytes[alive])
+        by_category = dict(zip(CATEGORIES, sums.tolist(), strict=True))
+        by_category["temporary"] += self.number_bytes
+        return by_category
+
+    def categories(self, chosen: Mapping[Unit, Policy]) -> IntArray:
+        """Index into `CATEGORIES` of all that `ledger` has, in its order."""
+        effects = self._effects_of(chosen)
+        copied = sum(len(effect.copies) for effect in effects)
+        num_works = len(self._always) + sum(len(effect.works) for effect in effects)
+        of_tape = [CATEGORIES.index(s.category) for s in self.tape.storages]
+        return np.concatenate(
+            [
+                np.array(of_tape, dtype=np.int64),
+                np.full(copied, CATEGORIES.index("activation"), dtype=np.int64),
+                np.full(num_works, CATEGORIES.index("workspace"), dtype=np.int64),
+            ]
+        )
+
+    def effect(self, unit: Unit, policy: Policy) -> Effect:
+        """How one unit under one policy changes lifetimes (cached)."""
+        key = (unit, policy)
+        if key not in self._effects:
+            self._effects[key] = self._make_effect(unit, policy)
+        return self._effects[key]
+
+    def _effects_of(self, chosen: Mapping[Unit, Policy]) -> list[Effect]:
+        return [self.effect(unit, policy) for unit, policy in chosen.items()]
+
+    def _freed(
+        self, chosen: Mapping[Unit, Policy], effects: Sequence[Effect]
+    ) -> IntArray:
+        """Key at which each storage is freed."""
+        outside = np.ones(len(self._saved_until), dtype=bool)
+        for unit in chosen:
+            outside[unit.saved.start : unit.saved.stop] = False
+        freed: IntArray = self._died.copy()
+        until = self._saved_until[outside]
+        np.maximum.at(freed, self.tape.saved_storage[outside], until)
+        if effects:
+            held = np.concatenate([effect.held for effect in effects])
+            held_until = np.concatenate([effect.held_until for effect in effects])
+            np.maximum.at(freed, held, held_until)
+        return freed
+
+    def _make_effect(self, unit: Unit, policy: Policy) -> Effect:
+        lifetimes, needed_until = Lifetimes(), dict[int, int]()
+        pieces = unit.schedule(policy)
+        for piece in pieces:
+            if piece.leave is None:
+                lifetimes.add(self._rerun(piece, is_one_of=len(pieces)))
+                self._note_needs(piece, needed_until)
+        copies: list[Span] = []
+        works: list[Span] = []
+        for piece in pieces:
+            if piece.leave is not None:
+                passed, start = self._onward(piece), piece.begin(self.span)
+                for storage in passed.saved:
+                    if storage in needed_until:
+                        lifetimes.hold(storage, needed_until[storage])
+                copies += [
+                    (start + born, needed_until.get(storage, start + end), nbytes)
+                    for storage, born, end, nbytes in passed.made
+                ]
+                works += [(start + a, start + b, n) for a, b, n in passed.works]
+        for storage in unit.call.inputs:
+            lifetimes.hold(storage, unit.held_until(storage) * self.span)
+        return Effect(
+            held=np.array(list(lifetimes.held), dtype=np.int64),
+            held_until=np.array(list(lifetimes.held.values()), dtype=np.int64),
+            copies=np.concatenate([*lifetimes.copies, rows(copies, 3)]),
+            works=np.concatenate([*lifetimes.works, rows(works, 3)]),
+        )
+
+    def _note_needs(self, piece: Piece, needed_until: dict[int, int]) -> None:
+        """Until when a piece needs what earlier pieces make for it."""
+        if piece.relayed:
+            until = self._reruns.saved_until(piece.unit)
+            for storage in piece.relayed:
+                saved_until = until.get(storage, 0) * self.span
+                end = max(piece.trigger * self.span - 1, saved_until)
+                needed_until[storage] = max(needed_until.get(storage, 0), end)
+
+    def _rerun(self, piece: Piece, *, is_one_of: int) -> Lifetimes:
+        """A piece that autograd records; blocks of several chains are cached."""
+        begin, policy = piece.begin(self.span), Policy(piece.choices)
+        if is_one_of == 1:
+            return self._reruns.lifetimes(piece.unit, policy, begin, piece.relayed)
+        key = (piece.unit, policy, piece.relayed, begin)
+        if key not in self._later:
+            self._later[key] = self._reruns.lifetimes(
+                piece.unit, policy, begin, piece.relayed
+            )
+        return self._later[key]
+
+    def _onward(self, piece: Piece) -> _Onward:
+        """A piece that only makes what later pieces get (cached)."""
+        assert piece.leave is not None
+        key = (piece.unit, piece.choices, piece.leave)
+        if key not in self._onwards:
+            self._onwards[key] = self._made_onward(piece, piece.leave)
+        return self._onwards[key]
+
+    def _made_onward(self, piece: Piece, leave: int) -> _Onward:
+        onward = _Onward()
+        for group, choice in zip(piece.groups, piece.choices, strict=True):
+            if choice == SAVE:
+                onward.saved += group.storages
+            elif choice == RERUN:
+                for storage in group.storages:
+                    record = self.tape.storages[storage]
+                    end = min(record.died, leave)
+                    onward.made.append((storage, record.born, end, record.nbytes))
+                ops = (self.tape.ops[piece.unit.ops[i]] for i in group.ops)
+                onward.works += self._reruns.workspaces(ops, 0)
+        return onward

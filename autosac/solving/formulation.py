@@ -1,0 +1,382 @@
+"""From a tape and its candidate units to the MILP's numbers.
+
+The step is cut at every tick where a candidate begins or ends to matter. Between
+two cuts lies a *position*; its base is the most bytes alive there when nothing is
+recomputed. What a unit does under one point of its curve is simulated on its own,
+and split into a constant (what it frees between its forward and its backward) and
+what it changes at the positions of its own forward, rerun and backward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autosac.simulation.simulator import Simulator
+from autosac.solvers import sac
+from autosac.solvers.curves import curve
+from autosac.solving.shared_storages import Holders
+from autosac.solving.unit_changes import Changes, changes_of
+from autosac.step.tape import IntArray
+from autosac.units.curves import UnitCurve
+from autosac.units.unit import Unit
+
+_MOST_TICKS = 1_000_000  # that a unit's policies are looked at together
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Formulation:
+    """Candidate units in numbers.
+
+    Attributes:
+        units: The candidates, index by index those of the problem.
+        curves: Their curves.
+        solver_units: The solver's record of each, over the exact points.
+        base_bytes: Most bytes alive at each position without recomputation.
+        holds: Arguments that several units hold together, and those that one unit
+            holds and another one would have freed, or keeps as well.
+        edges: First tick of every position.
+    """
+
+    units: tuple[Unit, ...]
+    curves: tuple[UnitCurve, ...]
+    solver_units: tuple[sac.Unit, ...]
+    base_bytes: tuple[int, ...]
+    holds: tuple[sac.Hold, ...]
+    edges: IntArray
+
+    def fitted(self, num_segments: int) -> Formulation:
+        """This formulation with every curve fitted by few linear segments (pwlf).
+
+        The breakpoints are points of the exact curve, lifted in time so that the fit
+        never understates a point in between.
+        """
+        fits = {
+            id(unit_curve): curve.fit(unit_curve.points, num_segments=num_segments)
+            for unit_curve in self.curves
+        }
+        exact_and_fit = [
+            (unit_curve.points, fits[id(unit_curve)]) for unit_curve in self.curves
+        ]
+        kept = [
+            [exact.freed_bytes.index(nbytes) for nbytes in fit.freed_bytes]
+            for exact, fit in exact_and_fit
+        ]
+        return replace(
+            self,
+            solver_units=tuple(
+                _thinned(unit, own, fit)
+                for unit, own, (_, fit) in zip(
+                    self.solver_units, kept, exact_and_fit, strict=True
+                )
+            ),
+            holds=tuple(
+                replace(
+                    hold,
+                    freed_by=_of_points(hold.freed_by, kept),
+                    kept_by=_of_points(hold.kept_by, kept),
+                )
+                for hold in self.holds
+            ),
+        )
+
+    def problem(self, budget_bytes: int) -> sac.SacProblem:
+        """The MILP over exact points for one budget."""
+        return sac.SacProblem(
+            units=self.solver_units,
+            base_bytes=self.base_bytes,
+            budget_bytes=budget_bytes,
+            holds=self.holds,
+        )
+
+
+def formulate(
+    simulator: Simulator,
+    units: Sequence[Unit],
+    curves: Sequence[UnitCurve],
+    *,
+    live: IntArray | None = None,
+    cuts: Iterable[int] = (),
+) -> Formulation:
+    """Work out the MILP's coefficients for all candidates.
+
+    Args:
+        simulator: Of the tape.
+        units: The candidates in forward order, those around others first.
+        curves: Their curves.
+        live: Bytes alive after every tick without recomputation; None for those of
+            the tape.
+        cuts: Ticks at which positions must begin besides those of the candidates.
+    """
+    if live is None:
+        live = simulator.ledger({}).after_ticks(
+            simulator.tape.num_ticks, simulator.span
+        )
+    cuts = {0, *cuts}
+    for unit in units:
+        cuts |= {
+            unit.call.enter,
+            unit.call.exit + 1,
+            unit.trigger - 1,
+            unit.last_use + 1,
+        }
+    holders = Holders(simulator, units, curves)
+    cuts |= holders.cuts()
+    ends = [
+        changes_of(simulator, holders, unit, (curve.policies[0], curve.policies[-1]))
+        for unit, curve in zip(units, curves, strict=True)
+    ]
+    for unit, changes in zip(units, ends, strict=True):
+        cuts |= _cuts_elsewhere(unit, changes.keys, simulator.span)
+    edges = np.array(sorted(cut for cut in cuts if cut < len(live)), dtype=np.int64)
+    base = np.maximum.reduceat(live, edges)
+    stops = np.append(edges, len(live))
+    step = _Step(simulator, holders, live, edges, stops, base)
+    twins: dict[_Sight, sac.Unit] = {}
+    num_alike = Counter(unit.key for unit in units)
+    records = []
+    parents = _parents(units)
+    for unit, unit_curve, parent, changes in zip(
+        units, curves, parents, ends, strict=True
+    ):
+        if num_alike[unit.key] == 1:
+            record = _solver_unit(step, unit, unit_curve)
+        else:
+            record = _moved_or_new(step, unit, unit_curve, changes, twins)
+        records.append(replace(record, fqn=unit.fqn, parent=parent))
+    return Formulation(
+        units=tuple(units),
+        curves=tuple(curves),
+        solver_units=tuple(records),
+        base_bytes=tuple(base.tolist()),
+        holds=holders.holds(edges),
+        edges=edges,
+    )
+
+
+def _of_points(
+    by_point: tuple[tuple[int, tuple[int, ...]], ...], kept: Sequence[Sequence[int]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Values of a hold for the points that each unit is left with."""
+    return tuple((u, tuple(values[k] for k in kept[u])) for u, values in by_point)
+
+
+def _thinned(unit: sac.Unit, kept: Sequence[int], fit: curve.FittedCurve) -> sac.Unit:
+    """A unit with the breakpoints of its fitted curve only."""
+    working = [(q, tuple(extras[k] for k in kept)) for q, extras in unit.working]
+    return replace(
+        unit,
+        points=tuple(
+            replace(unit.points[k], recompute_ms=ms)
+            for k, ms in zip(kept, fit.recompute_ms, strict=True)
+        ),
+        working=tuple(working),
+    )
+
+
+def _parents(units: Sequence[Unit]) -> list[int | None]:
+    """Nearest enclosing candidate of each unit; units are in forward order."""
+    parents: list[int | None] = []
+    open_units: list[int] = []
+    for i, unit in enumerate(units):
+        while open_units and units[open_units[-1]].call.exit < unit.call.enter:
+            open_units.pop()
+        parents.append(open_units[-1] if open_units else None)
+        open_units.append(i)
+    return parents
+
+
+def _cuts_elsewhere(unit: Unit, keys: IntArray, span: int) -> set[int]:
+    """Ticks at which a unit begins or ends to free something while it does not run.
+
+    Such as where autocast drops its copies of weights. What units change in a position
+    can be added up where it is the same all along.
+    """
+    ticks = -(-keys // span)
+    runs = (unit.call.enter <= ticks) & (ticks <= unit.call.exit + 1)
+    runs |= (unit.trigger - 1 <= ticks) & (ticks <= unit.last_use + 1)
+    return set(ticks[~runs].tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the formulations of all units have in common.
+
+    Attributes:
+        simulator: Of the tape.
+        holders: Who keeps which storage.
+        live: Bytes alive after every tick when nothing is recomputed.
+        edges: First tick of every position,
+        stops: and the number of ticks besides.
+        base: Most of these bytes at every position.
+    """
+
+    simulator: Simulator
+    holders: Holders
+    live: IntArray
+    edges: IntArray
+    stops: IntArray
+    base: IntArray
+
+    def places(self, unit: Unit) -> list[int]:
+        """Positions at which a unit begins, has run, is about to be rerun, is done."""
+        ticks = [unit.call.enter, unit.call.exit + 1, unit.trigger - 1]
+        positions = np.searchsorted(self.edges, [*ticks, unit.last_use + 1]).tolist()
+        return [
+            positions[0],
+            positions[1],
+            max(positions[1], positions[2]),
+            positions[3],
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """A key, equal for units of which one can be formulated by moving the other.
+
+    They behave alike, memory rises and falls alike around them, and so does what the
+    first and the last point of their curves change.
+
+    Attributes:
+        key: The unit's.
+        early: Positions after its forward at which these still change anything,
+        late: and those before its rerun.
+        seen: What is to be seen there.
+    """
+
+    key: Hashable
+    early: int
+    late: int
+    seen: tuple[bytes, ...]
+
+
+def _sight(step: _Step, unit: Unit, ends: Changes) -> _Sight:
+    first, freed_from, freed_until, last = step.places(unit)
+    span = step.simulator.span
+    settled, unsettled = freed_from, freed_until
+    seen: list[bytes] = []
+    for keys, deltas in ends.by_policy():
+        late = keys >= (unit.trigger - 1) * span
+        moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
+        seen += [moved.tobytes(), deltas.tobytes()]
+        in_order = int(late.argmax()) if late.any() else len(keys)
+        if in_order:
+            tick = -(-int(keys[in_order - 1]) // span)
+            settled = max(settled, int(np.searchsorted(step.edges, tick)))
+        if in_order < len(keys):
+            tick = int(keys[in_order]) // span
+            before = int(np.searchsorted(step.edges, tick, side="right")) - 1
+            unsettled = min(unsettled, before)
+    settled = min(settled, freed_until)
+    unsettled = max(unsettled, settled)
+    stops = step.stops
+    for low, high, origin in (
+        (first, settled, unit.call.enter),
+        (unsettled, last, unit.trigger),
+    ):
+        around = step.live[stops[low] : stops[high]]
+        seen.append((stops[low : high + 1] - origin).tobytes())
+        seen.append((around - (around[0] if len(around) else 0)).tobytes())
+    return _Sight(unit.key, settled - freed_from, freed_until - unsettled, tuple(seen))
+
+
+def _moved_or_new(
+    step: _Step,
+    unit: Unit,
+    curve: UnitCurve,
+    ends: Changes,
+    twins: dict[_Sight, sac.Unit],
+) -> sac.Unit:
+    """The record of a unit, by moving that of one like it if it is known."""
+    sight = _sight(step, unit, ends)
+    twin = twins.get(sight)
+    record = twin and _moved(step, unit, twin, sight)
+    if record is None:
+        record = twins[sight] = _solver_unit(step, unit, curve)
+    return record
+
+
+def _moved(step: _Step, unit: Unit, twin: sac.Unit, sight: _Sight) -> sac.Unit | None:
+    """The record of a unit that looks like its twin; None if it is not only moved."""
+    first, freed_from, freed_until, last = step.places(unit)
+    if freed_until - freed_from <= sight.early + sight.late:
+        return None  # what it frees in between is not to be seen
+    working = []
+    for position, extras in twin.working:
+        if position < twin.freed_from + sight.early:
+            moved = position - twin.freed_from + freed_from
+        elif position >= twin.freed_until - sight.late:
+            moved = position - twin.freed_until + freed_until
+        else:
+            return None
+        if not first <= moved < last:
+            return None
+        working.append((moved, extras))
+    return replace(
+        twin, freed_from=freed_from, freed_until=freed_until, working=tuple(working)
+    )
+
+
+def _solver_unit(step: _Step, unit: Unit, curve: UnitCurve) -> sac.Unit:
+    first, freed_from, freed_until, last = step.places(unit)
+    changes = _by_position(step, unit, curve, range(first, last))
+    # What a unit frees is what it frees at most positions between its forward and
+    # its backward; it works at those where it changes anything else.
+    between = changes[freed_from - first : freed_until - first]
+    freed = np.array([-_most_frequent(column) for column in between.T])
+    between += freed
+    working = np.flatnonzero(changes.any(axis=1))
+    return sac.Unit(
+        fqn=unit.fqn,
+        parent=None,
+        points=tuple(
+            sac.Breakpoint(ratio=ratio, freed_bytes=nbytes, recompute_ms=ms)
+            for ratio, nbytes, ms in zip(
+                curve.ratios, freed.tolist(), curve.points.recompute_ms, strict=True
+            )
+        ),
+        freed_from=freed_from,
+        freed_until=freed_until,
+        working=tuple((first + int(q), tuple(changes[q].tolist())) for q in working),
+        between=_between(curve) if curve.is_selection else (),
+        mixed_from_ms=curve.complete_below_ms if curve.is_selection else 0.0,
+    )
+
+
+def _by_position(
+    step: _Step, unit: Unit, curve: UnitCurve, positions: range
+) -> IntArray:
+    """What a unit changes at each position, by point."""
+    num_ticks = int(step.stops[positions.stop] - step.stops[positions.start])
+    at_once = max(1, _MOST_TICKS // max(1, num_ticks))
+    parts = []
+    for start in range(0, len(curve.policies), at_once):
+        policies = curve.policies[start : start + at_once]
+        changes = changes_of(step.simulator, step.holders, unit, policies)
+        parts.append(changes.at(positions, step.live, step.stops, step.base))
+    by_point: IntArray = np.concatenate(parts).T
+    return by_point
+
+
+def _between(curve: UnitCurve) -> tuple[sac.Between, ...]:
+    """Points of the finer curve that are not among those of the MILP."""
+    freed = curve.points.freed_bytes
+    most = freed[-1] + min(nbytes for nbytes, _, _ in curve.finer)
+    points = []
+    for nbytes, time_ms, _ in curve.finer:
+        index = bisect_right(freed, most - nbytes) - 1
+        if freed[index] != most - nbytes:
+            share = (most - nbytes - freed[index]) / (freed[index + 1] - freed[index])
+            points.append(sac.Between(index=index, share=share, recompute_ms=time_ms))
+    return tuple(points)
+
+
+def _most_frequent(values: IntArray) -> int:
+    if not len(values):
+        return 0
+    distinct, counts = np.unique(values, return_counts=True)
+    return int(distinct[counts.argmax()])

@@ -1,0 +1,111 @@
+"""Make a choice fit that breaks its budget by a little: save less in some units.
+
+What a GPU's allocator adds to a choice depends on the order and the sizes of all that
+is allocated. A neighbouring choice takes about as long, and may take a few blocks less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+from autosac.simulation.simulator import Simulator
+from autosac.solving.formulation import Formulation
+from autosac.solving.rules_of_thumb import Choice
+from autosac.units import curves
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
+
+_MOST_PIECES = 2_000_000  # of memory in all simulations
+_FEWEST = 16  # simulations of a long step
+_MOST_REPLAYS = 24  # of the allocator, some 10 ms each
+_NEIGHBOURS = 8  # of a unit's point on its curve
+
+
+class _Move(NamedTuple):
+    cost_ms: float
+    unit: Unit
+    policy: Policy
+
+
+def mend(
+    simulator: Simulator,
+    formulation: Formulation,
+    choice: Mapping[Unit, Policy],
+    budget_bytes: int,
+    most_ms: float,
+) -> Choice | None:
+    """Move one unit after the other to a slower point, until the true peak fits.
+
+    A greedy heuristic: next is the move that lowers the peak at the least time per
+    byte, among the cheapest ones. That is the true peak where the simulated one fits
+    already, which may be elsewhere.
+
+    Args:
+        simulator: Says the peaks.
+        formulation: The curves of the units.
+        choice: One that breaks the budget.
+        budget_bytes: Cap on the true peak.
+        most_ms: What may be added to its time.
+
+    Returns:
+        A choice that fits; None if none was found.
+    """
+    curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
+    left = max(_FEWEST, _MOST_PIECES // max(1, len(simulator.tape.storages)))
+    replays = simulator.num_replays(_MOST_REPLAYS)
+    peak_bytes = simulator.peak_bytes(choice)
+    while (excess := simulator.true_peak_bytes(choice) - budget_bytes) > 0:
+        best: tuple[float, _Move, int] | None = None
+        for move in _moves(curve_of, choice, most_ms):
+            if left <= 0:
+                break
+            left -= 1
+            changed = {**choice, move.unit: move.policy}
+            changed_bytes = simulator.peak_bytes(changed)
+            lowered = peak_bytes - changed_bytes
+            if changed_bytes <= budget_bytes and replays > 0:
+                replays -= 1
+                over = simulator.true_peak_bytes(changed) - budget_bytes
+                if over <= 0:
+                    return changed
+                lowered = excess - over
+            if lowered > 0:
+                price = move.cost_ms / min(lowered, excess)
+                if best is None or price < best[0]:
+                    best = price, move, changed_bytes
+        if best is None:
+            return None
+        _, move, peak_bytes = best
+        choice = {**choice, move.unit: move.policy}
+        most_ms -= move.cost_ms
+    return choice
+
+
+def _moves(
+    curve_of: Mapping[Unit, curves.UnitCurve],
+    choice: Mapping[Unit, Policy],
+    most_ms: float,
+) -> list[_Move]:
+    """Slower points of units that are chosen, the cheapest first."""
+    moves = [
+        _Move(cost_ms, unit, slower)
+        for unit, policy in choice.items()
+        for cost_ms, slower in _slower(curve_of[unit], unit, policy)
+        if cost_ms < most_ms
+    ]
+    return sorted(moves, key=lambda move: move.cost_ms)
+
+
+def _slower(
+    curve: curves.UnitCurve, unit: Unit, policy: Policy
+) -> Iterator[tuple[float, Policy]]:
+    """What the next points of a curve cost beyond a unit's own, and their policies."""
+    own_ms = curves.recompute_ms(unit, policy)
+    slower = (
+        (time_ms - own_ms, other)
+        for _, time_ms, other in reversed(curve.finer)  # the fastest first
+        if time_ms > own_ms
+    )
+    return islice(slower, _NEIGHBOURS)

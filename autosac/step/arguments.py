@@ -1,0 +1,327 @@
+"""What people pass to describe a step: read, and mistakes in it said in a sentence."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from autosac import _compat
+from autosac.errors import ArgumentError
+from autosac.pytrees import tensors_in
+from autosac.step import source_lines
+from autosac.step.training_step import AnyOptimizer, OptimizerInBackward
+
+_CLOSE_OVER = "`loss_fn=lambda output: criterion(output, targets)`"
+_WRAPPERS = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def warn(message: str) -> None:
+    """Warn about the innermost line that is neither PyTorch's nor autosac's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and not source_lines.is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+# --- the model --------------------------------------------------------------------
+
+
+def check_kind(model: Any) -> None:
+    """Refuse what is no module, or runs its ops where no plan can reach them.
+
+    Raises:
+        ArgumentError: Says what to pass instead.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(
+            f"`model` must be a torch.nn.Module, got {type(model).__name__}."
+        )
+    if isinstance(model, _WRAPPERS):
+        raise ArgumentError(
+            f"`model` is a {type(model).__name__}: pass the module inside,"
+            " `model.module`, and wrap it once the plan is applied."
+        )
+    for fqn, module in model.named_modules():
+        name = f"`{fqn}`" if fqn else "`model`"
+        if _compat.is_compiled(module):
+            raise ArgumentError(
+                f"{name} is compiled by torch.compile, and a plan is for ops that run"
+                " one by one: pass the model as it was before that, or cap the memory"
+                " of a compiled one by `autosac.compile(model, memory_budget=...)`."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ArgumentError(
+                f"{name} is a TorchScript module, whose ops no plan can reach: pass the"
+                " module that it was made from."
+            )
+
+
+def check_tensors(model: torch.nn.Module, inputs: Any) -> None:
+    """Refuse tensors that no training step can use.
+
+    Args:
+        model: A module.
+        inputs: All that it is called with.
+
+    Raises:
+        ArgumentError: Names the first.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "`torch.inference_mode()` is on, under which nothing has a gradient: plan"
+            " outside of it."
+        )
+    lazy = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    named |= dict(model.named_buffers())
+    for name, tensor in named.items():
+        if isinstance(tensor, lazy):
+            raise ArgumentError(
+                f"`{name}` of the model is lazy and has no shape yet: call the model"
+                " once on a batch before it is planned."
+            )
+        if tensor.is_inference():
+            raise ArgumentError(
+                f"`{name}` of the model was made under `torch.inference_mode()` and can"
+                " never have a gradient: build the model outside of it."
+            )
+    given = list(tensors_in(inputs))
+    if any(tensor.is_inference() for tensor in given):
+        raise ArgumentError(
+            "`inputs` were made under `torch.inference_mode()`, and no step can save"
+            " them for backward: make them outside of it."
+        )
+    is_real = bool(named) and not any(tensor.is_meta for tensor in named.values())
+    if is_real and any(tensor.is_meta for tensor in given):
+        device = next(iter(named.values())).device
+        raise ArgumentError(
+            f"`inputs` lie on the meta device and the model on {device}: make both on"
+            " one of them."
+        )
+
+
+def check_inputs(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse inputs that the model's ``forward`` cannot take.
+
+    Raises:
+        ArgumentError: Says what they are, and what they must be.
+    """
+    problem = _unbound(model.forward, *args, **kwargs)
+    if problem is not None:
+        given = [f"a {type(arg).__name__}" for arg in args]
+        given += [f"`{name}`" for name in kwargs]
+        raise ArgumentError(
+            f"`inputs` do not fit {type(model).__name__}.forward{problem}."
+            f" They are {', '.join(given) or 'empty'}. Pass only what the model is"
+            f" called with, and targets through `loss_fn`, as in {_CLOSE_OVER}."
+        )
+
+
+def fits_forward(model: torch.nn.Module, *args: Any) -> bool:
+    """Whether a model's ``forward`` takes these arguments."""
+    return _unbound(model.forward, *args) is None
+
+
+# --- the loss ---------------------------------------------------------------------
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Refuse a loss that cannot be called with the model's output alone.
+
+    Raises:
+        ArgumentError: Says how to pass targets.
+    """
+    if loss_fn is None:
+        return
+    if not callable(loss_fn):
+        raise ArgumentError(
+            f"`loss_fn`={loss_fn!r} must be a function of the model's output, as in"
+            f" {_CLOSE_OVER}."
+        )
+    is_module = isinstance(loss_fn, torch.nn.Module)
+    problem = _unbound(loss_fn.forward if is_module else loss_fn, None)
+    if problem is not None:
+        kind = type(loss_fn).__name__ if is_module else "it"
+        raise ArgumentError(
+            "`loss_fn` is called with the model's output and nothing else, and"
+            f" {kind} takes {problem}. Let it hold its targets, as in {_CLOSE_OVER}."
+        )
+
+
+def _unbound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    """Signature of a function that does not take the arguments, and why; else None."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of no Python function
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return f"{signature}: {error}"
+    return None
+
+
+# --- the optimizer ----------------------------------------------------------------
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of ``torch.optim`` of a name; case does not matter.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    classes = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+    }
+    if name.lower() not in classes:
+        raise ArgumentError(
+            f"`optimizer`={name!r} must be one of {', '.join(sorted(classes))}, or an"
+            " optimizer."
+        )
+    return classes[name.lower()]
+
+
+def read_optimizer(optimizer: Any, model: torch.nn.Module) -> Any:
+    """The optimizer as a step takes it: one of this model, or what builds one.
+
+    Args:
+        optimizer: What was passed; a name stands for its class.
+        model: The model that it must train.
+
+    Raises:
+        ArgumentError: It is no optimizer, or trains something else.
+    """
+    if isinstance(optimizer, str):
+        return optimizer_class(optimizer)
+    if isinstance(optimizer, (torch.optim.Optimizer, OptimizerInBackward)):
+        _check_trained(optimizer, model)
+    elif optimizer is not None and not callable(optimizer):
+        raise ArgumentError(
+            f"`optimizer`={optimizer!r} must be an optimizer of torch.optim, its class"
+            " or name, or a function of the model's parameters."
+        )
+    return optimizer
+
+
+def optimizer_for(make_optimizer: Any, model: torch.nn.Module) -> AnyOptimizer | None:
+    """Build the optimizer of a model.
+
+    Args:
+        make_optimizer: Function of the model; a class of ``torch.optim``, also with
+            some arguments given (``functools.partial``), gets the parameters, and a
+            name stands for its class.
+        model: The model.
+
+    Raises:
+        ArgumentError: That is no such function, or it builds something else.
+    """
+    if make_optimizer is None:
+        return None
+    if isinstance(make_optimizer, str):
+        make_optimizer = optimizer_class(make_optimizer)
+    built = None
+    if callable(make_optimizer):
+        of_class = make_optimizer
+        while isinstance(of_class, functools.partial):
+            of_class = of_class.func
+        takes_parameters = isinstance(of_class, type) and issubclass(
+            of_class, torch.optim.Optimizer
+        )
+        built = make_optimizer(model.parameters() if takes_parameters else model)
+    if not isinstance(built, (torch.optim.Optimizer, OptimizerInBackward)):
+        raise ArgumentError(
+            "`make_optimizer` must be a class of torch.optim or a function that builds"
+            " the optimizer of a model, as in `lambda model:"
+            f" torch.optim.AdamW(model.parameters())`; got {make_optimizer!r}."
+        )
+    _check_trained(built, model)
+    return built
+
+
+def _check_trained(optimizer: AnyOptimizer, model: torch.nn.Module) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in trained if id(p) not in own]
+    if not foreign:
+        return
+    which = "none" if len(foreign) == len(trained) else "not all"
+    raise ArgumentError(
+        f"`optimizer` trains other parameters: {which} of its {len(trained)} are"
+        f" parameters of `model`, as the one of shape {tuple(foreign[0].shape)}. Make"
+        " it anew for this model, as in `torch.optim.AdamW(model.parameters())`, or"
+        " plan one module that holds all that it trains."
+    )
+
+
+# --- modules ------------------------------------------------------------------------
+
+
+def marks_of(marks: str | type | Iterable[str | type]) -> tuple[str | type, ...]:
+    """Marks of modules; one of them may stand by itself."""
+    return (marks,) if isinstance(marks, (str, type)) else tuple(marks)
+
+
+def read_opaque(marks: Iterable[str | type], model: torch.nn.Module) -> frozenset[str]:
+    """FQNs of the modules that names, patterns of names or classes stand for.
+
+    Raises:
+        ArgumentError: One of them stands for none.
+    """
+    fqns: set[str] = set()
+    for mark in marks_of(marks):
+        matches = {
+            fqn
+            for fqn, module in model.named_modules()
+            if fqn
+            and (
+                isinstance(module, mark)
+                if isinstance(mark, type)
+                else fnmatch.fnmatchcase(fqn, mark)
+            )
+        }
+        if not matches:
+            name = mark.__name__ if isinstance(mark, type) else mark
+            raise ArgumentError(
+                f"`opaque` has {name!r}, which stands for no module inside the model:"
+                " use names from `model.named_modules()`, patterns such as '*.gate', or"
+                " classes."
+            )
+        fqns |= matches
+    return frozenset(fqns)
+
+
+# --- types ------------------------------------------------------------------------
+
+
+def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A type by itself or by name, such as ``"bfloat16"`` or ``"bf16"``.
+
+    Raises:
+        ArgumentError: It is no floating-point type.
+    """
+    named = dtype
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        named = getattr(torch, _SHORT.get(name, name), None)
+    if named is None and dtype is None:
+        return None
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ArgumentError(
+            f"`autocast`={dtype!r} is no type to compute in, such as torch.bfloat16,"
+            " 'bfloat16' or 'bf16'."
+        )
+    return named

@@ -1,0 +1,115 @@
+"""What a batch looks like, but for its data: a plan knows by this which it is for."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_BY_POSITION = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+_PLAIN = (bool, str)  # what steps branch on; numbers may count steps
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSignature:
+    """Places, types and shapes of all that a model is called with.
+
+    Devices do not matter: a plan may be made where its batches do not lie. Nor do
+    values of numbers, of which the number of a step may be one, and strides.
+
+    Attributes:
+        leaves: Place, type and shape of everything but None, in the order of places. A
+            flag or text has its value for its type.
+    """
+
+    leaves: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of all tensors together."""
+        return sum(math.prod(shape) for _, kind, shape in self.leaves if _is(kind))
+
+    @property
+    def form(self) -> tuple[tuple[str, str, int], ...]:
+        """The signature without its sizes."""
+        return tuple((place, kind, len(shape)) for place, kind, shape in self.leaves)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes, in the order of places."""
+        return tuple(size for _, _, shape in self.leaves for size in shape)
+
+    def is_like(self, other: BatchSignature) -> bool:
+        """Whether a batch differs in nothing but sizes."""
+        return self.form == other.form
+
+    def covers(self, other: BatchSignature) -> bool:
+        """Whether a batch is no larger in any dimension, and the same otherwise."""
+        pairs = zip(other.sizes, self.sizes, strict=False)
+        return self.is_like(other) and all(size <= most for size, most in pairs)
+
+    def __str__(self) -> str:
+        return (
+            ", ".join(
+                f"{place} {list(shape)}" if _is(kind) else f"{place}={kind}"
+                for place, kind, shape in self.leaves
+            )
+            or "nothing"
+        )
+
+
+def _is(kind: str) -> bool:
+    """Whether a leaf of this type is a tensor."""
+    return kind.startswith("torch.")
+
+
+def positional_names(model: torch.nn.Module) -> tuple[str, ...]:
+    """Names of what a model's ``forward`` takes by position."""
+    try:
+        parameters = inspect.signature(type(model).forward).parameters.values()
+    except (TypeError, ValueError):  # of no Python function
+        return ()
+    return tuple(p.name for p in parameters if p.kind in _BY_POSITION)[1:]
+
+
+def signature_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...] = ()
+) -> BatchSignature:
+    """The signature of a call.
+
+    Args:
+        args: Positional arguments,
+        kwargs: and those by name.
+        names: Those of the positional ones, as far as they have names: an argument
+            is the same however it is passed.
+    """
+    named = {
+        names[place] if place < len(names) else f"*{place}": value
+        for place, value in enumerate(args)
+    }
+    leaves = [leaf for name, value in named.items() for leaf in _leaves(name, value)]
+    leaves += [leaf for name, value in kwargs.items() for leaf in _leaves(name, value)]
+    return BatchSignature(tuple(sorted(leaves)))
+
+
+def _leaves(place: str, value: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    if value is None:
+        return
+    if isinstance(value, torch.Tensor):
+        yield place, str(value.dtype), tuple(value.shape)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _leaves(f"{place}[{number}]", item)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{place}[{key!r}]", item)
+    else:
+        kind = repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+        yield place, kind, ()

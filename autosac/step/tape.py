@@ -1,0 +1,257 @@
+"""The tape: everything one training step did, in execution order, as plain data.
+
+Time on the tape is a *tick*: a counter that rises at every event (an op starts,
+makes its outputs or ends; a storage dies; autograd saves, reads or drops a
+tensor; a module is entered or left). Tick 0 is before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autosac.step.modules import ModuleTree
+
+IntArray = npt.NDArray[np.int64]
+
+CATEGORIES = (
+    "parameter",
+    "buffer",
+    "optimizer",
+    "input",
+    "gradient",
+    "activation",
+    "temporary",
+    "workspace",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One block of device memory.
+
+    Attributes:
+        nbytes: Its size, rounded up to the device's allocation granularity.
+        category: One of `CATEGORIES`.
+        born: Tick of its allocation, 0 if it existed before the step.
+        died: Tick when the last reference *other than autograd's saved tensors*
+            vanished, or `Tape.num_ticks` if it outlives the step.
+    """
+
+    nbytes: int
+    category: str
+    born: int
+    died: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operator call.
+
+    Attributes:
+        name: Overload name, such as ``aten.addmm.default``.
+        phase: forward, loss, backward or optimizer.
+        module: Index of the module in the tree it belongs to (in backward: the
+            module whose forward op it differentiates).
+        start: Tick before the kernel runs.
+        made: Tick when its outputs exist.
+        end: Tick after it.
+        reads: Storages of its tensor arguments.
+        writes: Storages it mutates in place.
+        creates: Storages it allocates for its outputs.
+        random: Draws random numbers.
+        flops: Floating point operations (PyTorch's flop_counter formulas).
+        moved_bytes: Bytes of its tensor arguments and outputs, 0 for a view.
+        workspace_bytes: Bytes its kernel allocates and frees inside itself.
+        decides: Storages that it reads or makes whose values decide a shape: masks
+            that it selects by, or what it finds.
+        wrapped_numbers: Arguments that are Python numbers where a tensor is meant;
+            each becomes a tensor of 8 bytes on the CPU, which autograd may save.
+        dtype: Of its first floating-point output, such as ``float32``.
+        shapes: Shapes of its tensor outputs.
+        signature: Equal for calls that do the same work on the same shapes.
+        source: ``file:line`` of the user's code that runs it, if that is known.
+    """
+
+    name: str
+    phase: str
+    module: int
+    start: int
+    made: int
+    end: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    creates: tuple[int, ...]
+    random: bool
+    flops: int
+    moved_bytes: int
+    workspace_bytes: int
+    wrapped_numbers: int
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    signature: Hashable
+    source: str = ""
+    decides: tuple[int, ...] = ()
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the op neither allocates nor mutates, so that it costs nothing."""
+        return not self.creates and not self.writes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """One tensor that autograd saved for the backward pass.
+
+    Attributes:
+        storage: What it keeps alive.
+        packed: Tick when autograd saved it.
+        unpacked: Tick when backward first read it, None if it never did.
+        released: Tick when autograd dropped it.
+        used_until: Tick when the tensor that backward read was gone: a moment
+            before `released`, or later if a gradient is a view of it. Equals
+            `released` if it was never read.
+        used_again: Backward read it several times, or in a pass that can be gone
+            backward through in turn.
+    """
+
+    storage: int
+    packed: int
+    unpacked: int | None
+    released: int
+    used_until: int
+    used_again: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCall:
+    """One execution of a module's ``forward``.
+
+    Attributes:
+        module: Index in the module tree.
+        phase: Phase of the step it ran in.
+        enter: Tick at its beginning.
+        exit: Tick at its end.
+        inputs: Storages of the tensors in its arguments.
+        outputs: Storages of the tensors in its output.
+        once: Why it must not be called again with the same arguments, if known.
+        input_dtypes: Distinct types of its floating-point arguments.
+        takes_gradients: Whether backward passes gradients on to its arguments,
+        gives_gradients: and whether its output gets any.
+        repeats_inputs: One tensor that requires a gradient is several arguments.
+    """
+
+    module: int
+    phase: str
+    enter: int
+    exit: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    once: str | None
+    input_dtypes: tuple[str, ...] = ()
+    takes_gradients: bool = True
+    gives_gradients: bool = True
+    repeats_inputs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter of the model, and what else exists because of it.
+
+    Attributes:
+        fqns: All its names; several if modules share it.
+        shape: Its shape,
+        dtype: and its type in the user's model, such as ``float32``.
+        itemsize: Bytes of one of its elements in the user's model,
+        traced_itemsize: and in the trace, which may hold it in another type.
+        trained: Requires a gradient.
+        storage: Its memory.
+        gradient: Memory of its gradient after backward, None without one.
+        states: Memory of its optimizer state, of tensors that have its shape,
+        state_itemsizes: and the bytes of one element of each.
+        other_states: Shapes of other state tensors of more than one element.
+    """
+
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    traced_itemsize: int
+    trained: bool
+    storage: int
+    gradient: int | None
+    states: tuple[int, ...]
+    state_itemsizes: tuple[int, ...]
+    other_states: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tape:
+    """One steady training step.
+
+    Attributes:
+        modules: The module tree.
+        storages: All storages on the device, index is identity.
+        ops: All operator calls in execution order.
+        saved: All tensors saved by autograd, in the order of saving.
+        calls: All module calls in the order of entering.
+        phases: Phase name -> tick at which it began. Two marks are no phases: *model
+            backward*, when the first op that differentiates the model itself had
+            run, and *finish*, when the backward pass was done and its caller had
+            not yet let go of the model's output.
+        num_ticks: Number of ticks of the step.
+        device_type: ``cpu`` or ``cuda``.
+        library_bytes: Blocks that libraries hold all the time, such as the
+            workspaces of cuBLAS; known from `calibrate` on.
+        parameters: The model's parameters, in the order of ``parameters()``.
+        opaque: FQNs of modules that must not be run again, nor cut inside.
+    """
+
+    modules: ModuleTree
+    storages: tuple[Storage, ...]
+    ops: tuple[Op, ...]
+    saved: tuple[SavedTensor, ...]
+    calls: tuple[ModuleCall, ...]
+    phases: dict[str, int] = field(default_factory=dict)
+    num_ticks: int
+    device_type: str
+    library_bytes: tuple[int, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    opaque: frozenset[str] = frozenset()
+
+    @cached_property
+    def born(self) -> IntArray:
+        """Birth tick of every storage, shape (num_storages,)."""
+        return np.array([s.born for s in self.storages], dtype=np.int64)
+
+    @cached_property
+    def died(self) -> IntArray:
+        """Tick at which each storage dies if autograd saves nothing."""
+        return np.array([s.died for s in self.storages], dtype=np.int64)
+
+    @cached_property
+    def nbytes(self) -> IntArray:
+        """Size of every storage in bytes, shape (num_storages,)."""
+        return np.array([s.nbytes for s in self.storages], dtype=np.int64)
+
+    @cached_property
+    def saved_storage(self) -> IntArray:
+        """Storage of every saved tensor, shape (num_saved,)."""
+        return np.array([s.storage for s in self.saved], dtype=np.int64)
+
+    @cached_property
+    def saved_until(self) -> IntArray:
+        """Tick until which each saved tensor keeps its storage alive."""
+        until = [max(s.released, s.used_until) for s in self.saved]
+        return np.array(until, dtype=np.int64)
+
+    @cached_property
+    def freed(self) -> IntArray:
+        """Tick at which each storage is really freed, shape (num_storages,)."""
+        freed: IntArray = self.died.copy()
+        np.maximum.at(freed, self.saved_storage, self.saved_until)
+        return freed

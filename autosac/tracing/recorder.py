@@ -1,0 +1,511 @@
+"""A dispatch mode that writes down a training step while it runs.
+
+On fakes, where nothing is computed; or on real tensors, whose values decide what the
+step does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from autosac import _compat, _compat_autograd
+from autosac.devices import cuda_workspaces
+from autosac.devices.specs import DeviceSpec
+from autosac.errors import TraceError
+from autosac.fake_tensors.foreach import run_distinct
+from autosac.fake_tensors.op_facts import VIEW, Costs, Facts, costs
+from autosac.fake_tensors.repeated_calls import RepeatedCalls
+from autosac.fake_tensors.values import refuse_sparse, run_op
+from autosac.pytrees import tensors_in
+from autosac.quantities import format_bytes
+from autosac.step import source_lines
+from autosac.step.tape import Op, Storage, Tape
+from autosac.tracing.account import Account
+from autosac.tracing.accumulating import Accumulations
+from autosac.tracing.failures import WHY_REAL, place_of
+from autosac.tracing.learned import Learned, LiveViews, Retrace
+from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
+from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
+from autosac.tracing.saving import Holder, Saved
+
+_FORWARD_PHASES = ("forward", "loss")
+_LITERAL = torch.ops.aten.lift_fresh.default
+_OVERWRITTEN = object()  # in place of the key of a call whose values must not be known
+
+
+class Recorder(_compat.PlainDispatchMode, Account):
+    """Records storages, and on request ops, saved tensors and module calls.
+
+    Args:
+        model: The copy of the model that will run.
+        mode: The mode of its fake tensors; None if they are real.
+        device_type: Only storages on this type of device count.
+        granularity_bytes: Allocations are rounded up to a multiple of this.
+        only_storages: Track memory as a real run holds it and nothing else.
+        target: The GPU that the tensors stand for though they are on the CPU.
+        learned: What earlier runs of the step have taught.
+        finds_draws: Tell which calls of modules draw random numbers in Python, not
+            only whether an outermost one does: asking takes a while.
+        most_bytes: What real tensors may take.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        mode: Any,
+        device_type: str,
+        granularity_bytes: int,
+        only_storages: bool,
+        target: DeviceSpec | None = None,
+        learned: Learned | None = None,
+        finds_draws: bool = False,
+        most_bytes: int | None = None,
+    ) -> None:
+        _compat.PlainDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        Account.__init__(self, device_type, granularity_bytes)
+        self.model = model
+        self.finds_draws = finds_draws
+        self.learned = learned or Learned()
+        self.retraces = False
+        self.is_real = mode is None
+        self.most_bytes = most_bytes
+        self.copies = SavedCopies()
+        self.repeated = (
+            RealCalls() if mode is None else RepeatedCalls(mode, self.learned.calls)
+        )
+        self.only_storages = only_storages
+        self.target = target
+        self.blas_phases: set[str] = set()
+        self.tree = module_tree(model)
+        self.muted = False
+        self.phase = "forward"
+        self.phases: dict[str, int] = {}
+        self.ops: list[Op] = []
+        self.saved: list[Saved] = []
+        self.calls: list[Call] = []
+        self.stack: list[int] = [0]
+        self.met: set[int] = set()  # storages from elsewhere that modules handed on
+        self.module_of_node: dict[int, int] = {}
+        self.module_of_parameter: dict[int, int] = {}
+        self.last_backward_module = 0
+        self.failed_in = 0
+        self.first_loss_node = 0
+        self.views = LiveViews()
+        self.answers_zero = False
+        self.accumulations = Accumulations()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside."""
+        hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if not self.only_storages:
+            self._probe_modules()
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        try:
+            with hooks, self:
+                yield
+        finally:
+            if self.retraces:
+                raise Retrace  # again: the model may have caught it
+        self.tick()
+
+    def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
+        """Begin a phase of the step; backward begins at a loss."""
+        if loss is not None:
+            self.accumulations = Accumulations(loss)
+        if phase == "loss":
+            self.first_loss_node = _compat_autograd.next_sequence_nr()
+        self.phase = phase
+        self.phases[phase] = self.tick()
+
+    def place(self) -> str:
+        """Where the step is, or failed, in words."""
+        in_backward = self.phase == "backward"
+        module = self.last_backward_module if in_backward else self.failed_in
+        return place_of(self.tree[module].fqn, self.phase)
+
+    def tape(self) -> Tape:
+        """What was recorded, as plain data."""
+        end = self.clock
+        self._leave_out_unread()
+        storages = tuple(
+            Storage(nbytes=nbytes, category=category, born=born, died=died)
+            for nbytes, category, born, died in zip(
+                self.nbytes, self.categories, self.born, self.deaths(), strict=True
+            )
+        )
+        return Tape(
+            modules=self.tree,
+            storages=storages + self._blas_storages(end),
+            ops=tuple(self.ops),
+            saved=tuple(saved.finished(end) for saved in self.saved),
+            calls=tuple(call.finished() for call in self.calls),
+            phases=self.phases,
+            num_ticks=end,
+            device_type=self.target.type if self.target else self.device_type,
+        )
+
+    def _leave_out_unread(self) -> None:
+        """Do not count what modules handed on and no op read: it is not of the step."""
+        read = (
+            {i for op in self.ops for i in (*op.reads, *op.writes)} if self.met else ()
+        )
+        for index in self.met.difference(read):
+            self.nbytes[index] = 0
+
+    def _blas_storages(self, end: int) -> tuple[Storage, ...]:
+        """What the threads that run matrix products hold all the time."""
+        if self.target is None:
+            return ()
+        nbytes = self.target.allocated_bytes(cuda_workspaces.blas_bytes(self.target))
+        storage = Storage(nbytes=nbytes, category="workspace", born=0, died=end)
+        threads = {phase == "backward" for phase in self.blas_phases}
+        return (storage,) * len(threads)
+
+    # --- operators --------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _compat.DEVICE:  # PyTorch asks for it all the time
+            return args[0].device
+        if self.phase == "optimizer" and func is _compat.ITEM:
+            # Step counts are read as numbers; no size depends on them but that RAdam
+            # does more after the first few. At 1, NAdam would divide by zero.
+            return 1000.0 if args[0].is_floating_point() else 1000
+        if id(func) in _compat.METADATA_IDS:
+            return func(*args, **kwargs)
+        if self.muted:
+            return self._unrecorded(func, args, kwargs)
+        if self.phase == "backward" and self.accumulations.in_place(func, args):
+            func = torch.ops.aten.add_.Tensor
+        start = self.tick()
+        inputs: list[torch.Tensor] = []
+        key = self.repeated.key(func, args, kwargs, inputs)
+        strided = key is not None
+        if self.learned.overwritten and self._is_overwritten(func, inputs):
+            key = _OVERWRITTEN
+        call = self.repeated.find(key, func, args, kwargs, inputs)
+        self._refuse_own_parameters(func, inputs)
+        reads: tuple[int, ...] = ()
+        if func is not _LITERAL:  # its memory is born here, with the output
+            reads = self._indices(inputs, 0, "input", strided=strided)
+        if call is None:
+            out = self._call(key, func, args, kwargs, inputs)
+            refuse_sparse(func, tensors_in((out,)))
+            call = self.repeated.learn(key, func, args, kwargs, out)
+        else:
+            out = self.repeated.repeat(call, func, args, kwargs, inputs)
+        if self.target is not None:
+            if self.phase == "optimizer":
+                self._exempt_results(func, inputs, out)
+            if cuda_workspaces.runs_blas(func):
+                self.blas_phases.add(self.phase)
+        born = self.tick()
+        outputs = [out] if isinstance(out, torch.Tensor) else list(tensors_in(out))
+        category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
+        first_new = len(self.nbytes)
+        made_ids = self._indices(outputs, born, category, strided=True)
+        if made_ids and made_ids[0] < first_new and not self.is_real:
+            self._look_for_written_views(func, inputs, outputs, made_ids)
+        if not self.only_storages:
+            call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
+            creates = tuple(i for i in made_ids if i >= first_new)
+            written = [inputs[i] for i in call.facts.written]
+            writes = self._indices(written, 0, "input", strided=strided)
+            self.copies.forget(writes)
+            spent = VIEW
+            if creates or writes:
+                spent = call.facts.costs or costs(
+                    func,
+                    args,
+                    kwargs,
+                    inputs + outputs,
+                    out,
+                    device_type=self.device_type,
+                    target=self.target,
+                )
+                call.facts.costs = spent
+            decides = creates if call.facts.finds else ()
+            if call.facts.masks:
+                masks = [inputs[i] for i in call.facts.masks]
+                decides = self._indices(masks, 0, "input", strided=strided)
+            ticks = (start, born)
+            self._write(call.facts, spent, ticks, reads, writes, creates, decides)
+        return out
+
+    def _write(
+        self,
+        facts: Facts,
+        spent: Costs,
+        ticks: tuple[int, int],
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        creates: tuple[int, ...],
+        decides: tuple[int, ...],
+    ) -> None:
+        """Write an op down that has just run."""
+        self.ops.append(
+            Op(
+                name=facts.name,
+                phase=self.phase,
+                module=self._module(),
+                start=ticks[0],
+                made=ticks[1],
+                end=self.tick(),
+                reads=reads,
+                writes=writes,
+                creates=creates,
+                random=facts.random,
+                flops=spent.flops,
+                moved_bytes=spent.moved_bytes,
+                workspace_bytes=spent.workspace_bytes,
+                wrapped_numbers=facts.wrapped if self.phase in _FORWARD_PHASES else 0,
+                dtype=facts.dtype,
+                shapes=facts.shapes,
+                signature=spent.signature,
+                decides=decides,
+                source=source_lines.running(self.phase),
+            )
+        )
+
+    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
+        """Refuse what bypasses the copy, such as a loss that closes over the model."""
+        for tensor in inputs:
+            if _compat.is_fake(tensor) or not self._counts(tensor):
+                continue
+            index = self.originals.get(tensor.untyped_storage()._cdata)
+            if index is not None and self.categories[index] == "parameter":
+                raise TraceError(
+                    f"{func} in {self.phase} reads a parameter of shape"
+                    f" {tuple(tensor.shape)} of the model itself, not through the model"
+                    " that is called: gradients would go past the trace. Compute what"
+                    " needs parameters inside the model's `forward`."
+                )
+
+    def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
+        """Exempt what is computed from CPU scalars alone: it stays on the CPU."""
+        if func is _LITERAL or (
+            inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
+        ):
+            self.exempt(tensors_in((out,)))
+
+    def _unrecorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op that a real step does not."""
+        tensors: list[torch.Tensor] = []
+        key = self.repeated.key(func, args, kwargs, tensors)
+        call = self.repeated.find(key, func, args, kwargs, tensors)
+        if call is not None:
+            return self.repeated.repeat(call, func, args, kwargs, tensors)
+        is_marginal = self._is_count(func, args) or _compat.is_profiling(func)
+        if not self.is_real and (key is not None or is_marginal):
+            out = self._call(key, func, args, kwargs, tensors)
+            self.repeated.learn(key, func, args, kwargs, out)
+            return out
+        out = func(*args, **kwargs)
+        if self.phase == "optimizer":
+            # Nobody reads step counts (see ITEM above), and counting takes long.
+            _compat.forget_values(tensors_in((out,)))
+        return out
+
+    def _call(
+        self,
+        key: Hashable,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+    ) -> Any:
+        """Run an op of which no equal call is known."""
+        if self.is_real:
+            self._refuse_too_much()
+            return func(*args, **kwargs)
+        mode, on_gpu = self.repeated.mode, self.target is not None
+        if self._is_count(func, args):
+            return _compat.new_fake(mode, (), (), args[0].dtype, args[0].device)
+        if self.answers_zero and func is _compat.ITEM:
+            return 0
+        if key is _OVERWRITTEN:
+            out = func(*args, **kwargs)
+            _compat.forget_values(tensors_in((out,)))
+            return out
+        if key is None:
+            self._look_for_overwritten(func, args, kwargs, inputs)
+
+        def run(args: Any) -> Any:
+            floats = self.phase != "optimizer"
+            return run_op(func, args, kwargs, inputs, on_gpu=on_gpu, floats=floats)
+
+        return run(args) if key is None else run_distinct(mode, func, args, kwargs, run)
+
+    def _refuse_too_much(self) -> None:
+        """Stop a step that would take more memory than there is."""
+        taken_bytes = self.live_bytes + self.copies.nbytes
+        if self.most_bytes is not None and taken_bytes > self.most_bytes:
+            raise TraceError(
+                f"{WHY_REAL} It takes more than the {format_bytes(self.most_bytes)} of"
+                " memory that are free: plan with a smaller batch, or for the model on"
+                " the CPU."
+            )
+
+    def _is_overwritten(self, func: Any, inputs: list[torch.Tensor]) -> bool:
+        """Whether the values of a result must not be known: see `Learned`."""
+        line = (_compat.op_name(func), source_lines.of_caller())
+        return line in self.learned.overwritten and not any(
+            map(_compat.is_fake, inputs)
+        )
+
+    def _look_for_overwritten(
+        self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> None:
+        """Begin anew if an op writes unknown values over known ones."""
+        if self.only_storages or not any(map(_compat.is_fake, inputs)):
+            return
+        for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):
+            index = self.ids.get(tensor.untyped_storage()._cdata)
+            if index is None or _compat.is_fake(tensor):
+                continue
+            made_by = next((op for op in self.ops if index in op.creates), None)
+            if made_by is not None and made_by.source:
+                self.learned.overwritten.add((made_by.name, made_by.source))
+                self._retrace()
+
+    def _look_for_written_views(
+        self,
+        func: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        storages: tuple[int, ...],
+    ) -> None:
+        """Begin anew if autograd follows a write to memory that views look at."""
+        if self.views.are_written(func, inputs, outputs, storages):
+            self.needs_plain_fakes()
+
+    def needs_plain_fakes(self) -> None:
+        """Begin anew if the fakes are not such that autograd takes for plain."""
+        if not self.learned.plain:
+            self.learned.plain = True
+            self._retrace()
+
+    @contextlib.contextmanager
+    def answering_zero(self) -> Iterator[None]:
+        """Tell whoever looks at a value that it is 0."""
+        self.answers_zero = True
+        try:
+            yield
+        finally:
+            self.answers_zero = False
+
+    def _retrace(self) -> None:
+        self.retraces = True
+        raise Retrace
+
+    def _is_count(self, func: Any, args: Any) -> bool:
+        """Whether a number becomes a tensor whose value nobody reads: see ITEM."""
+        return self.phase == "optimizer" and func is _LITERAL and not args[0].dim()
+
+    def _module(self) -> int:
+        """Index of the module that the running op belongs to."""
+        if self.phase == "backward":
+            self.last_backward_module = self._backward_module()
+            return self.last_backward_module
+        module = self.stack[-1]
+        if self.phase in _FORWARD_PHASES:
+            self.module_of_node.setdefault(
+                _compat_autograd.next_sequence_nr() - 1, module
+            )
+        return module
+
+    def _backward_module(self) -> int:
+        variable = _compat_autograd.current_node_variable()
+        if variable is not None:
+            return self.module_of_parameter.get(id(variable), 0)
+        node = _compat_autograd.current_node_sequence_nr()
+        if node is None:
+            return self.last_backward_module
+        if node < self.first_loss_node:
+            self.phases.setdefault("model backward", self.clock)
+        return self.module_of_node.get(node, self.last_backward_module)
+
+    # --- saved tensors ----------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
+        if not self._counts(tensor):
+            return tensor
+        storage = self._index(tensor, 0, "input")
+        holder = Holder(self, len(self.saved))
+        self.saved.append(Saved(storage, self.tick()))
+        mode = self.repeated.mode
+        if self.born[storage] == 0:
+            holder.tensor = _compat.detached(mode, tensor)
+        elif self.is_real:
+            holder.twin = partial(twin, self.copies.keep(tensor, storage))
+        else:
+            layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+            holder.twin = partial(_compat.new_fake, mode, *layout)
+        return holder
+
+    def _unpack(self, holder: Holder | torch.Tensor) -> torch.Tensor:
+        if isinstance(holder, torch.Tensor):
+            return holder
+        saved = self.saved[holder.index]
+        if saved.is_read_first():
+            saved.unpacked = self.tick()
+        if holder.tensor is not None:
+            return holder.tensor
+        assert holder.twin is not None
+        tensor = holder.twin()
+        storage = tensor.untyped_storage()
+        self.ids[storage._cdata] = saved.storage
+        self._watch(storage, self._on_used, holder.index)
+        return tensor
+
+    def _on_used(self, index: int) -> None:
+        self.saved[index].used_until = self.tick()
+
+    # --- modules ----------------------------------------------------------
+
+    def _probe_modules(self) -> None:
+        for index, module in enumerate(self.model.modules()):
+            for parameter in module.parameters(recurse=False):
+                self.module_of_parameter.setdefault(id(parameter), index)
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.forward = Probe(self, index, module.forward)
+
+    def enter(self, module: int, args: Any, kwargs: Any) -> Call:
+        """A module's ``forward`` begins."""
+        call = Call(module, self.phase, self.tick())
+        if self.finds_draws or len(self.stack) == 1:
+            call.random = random_numbers()
+        tensors = list(tensors_in((args, kwargs)))
+        call.inputs = self._handed_on(tensors)
+        call.look_at_arguments((args, kwargs), tensors)
+        self.calls.append(call)
+        self.stack.append(module)
+        return call
+
+    def leave(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
+        """A module's ``forward`` ends."""
+        self.stack.pop()
+        if self._handed_on(list(tensors_in((args, kwargs)))) != call.inputs:
+            call.once = call.once or "it changes a container that it is given"
+        if call.random is not None and call.random != random_numbers():
+            call.once = call.once or DRAWS
+        outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
+        call.gives_gradients = any(t.requires_grad for t in tensors_in((output,)))
+        call.outputs = self._handed_on(list(tensors_in(outputs)))
+        call.exit = self.tick()
+
+    def _handed_on(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+        """Indices of the storages of tensors that a module gets or returns."""
+        first_new = len(self.nbytes)
+        indices = self._indices(tensors, 0, "input")
+        self.met.update(range(first_new, len(self.nbytes)))
+        return indices

@@ -1,0 +1,490 @@
+"""Trace one training step into a `Tape`: under fake tensors, or for real.
+
+Tensors that autograd wants to save are taken away from it (a saved-tensors hook
+keeps only their shape) and handed back as fresh fake tensors in backward. So the
+tape knows two things that an ordinary run mixes up: until when the model itself
+holds a storage, and until when autograd does. Recomputation changes only the
+second; that is what makes simulating a plan on the tape exact.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from autosac import _compat, _compat_plain
+from autosac.devices.free_memory import available_bytes
+from autosac.errors import AutosacError, TraceError
+from autosac.fake_tensors.equal_states import EqualStates
+from autosac.lens.mode import host_state, lens
+from autosac.pytrees import tensors_in
+from autosac.step.random_streams import seeded_streams
+from autosac.step.tape import Tape
+from autosac.step.training_step import (
+    AnyOptimizer,
+    Marker,
+    OptimizerInBackward,
+    check_optimizer,
+    finish_step,
+    micro_step,
+    training_step,
+)
+from autosac.tracing import draws, memoized
+from autosac.tracing.collecting import no_collections
+from autosac.tracing.conversions import idle_conversions
+from autosac.tracing.copying import copied
+from autosac.tracing.failures import WHY_REAL, explanation
+from autosac.tracing.learned import Retrace
+from autosac.tracing.one_hot import real_one_hot
+from autosac.tracing.parameters import find_parameters
+from autosac.tracing.probing import DRAWS
+from autosac.tracing.recorder import Recorder
+from autosac.tracing.step import Step
+
+# Of a step that other threads disturb.
+_LEAST_RUNS, _MOST_RUNS = 3, 9
+_MUCH_BYTES = 2**26
+
+
+def trace(step: Step) -> Tape:
+    """Run the step under fake tensors and write down what it does.
+
+    Where values decide what it does, it runs on real tensors; where random draws do, or
+    what is trained, a few times with other ones, and the one that takes most memory
+    counts.
+
+    Raises:
+        TraceError: The step cannot run, or not without data; names the module and line.
+    """
+    try:
+        tape = _trace(step)
+        drawn = draws.may_decide(tape)
+        trained = _trains(step) and draws.training_may_decide(tape)
+        if drawn or trained:
+            become = partial(_become, step, drawn=drawn, trained=trained)
+            variant, tapes = draws.largest(
+                tape,
+                lambda variant: _trace(become(variant)),
+                lambda variant: _storages(become(variant)),
+                drawn=drawn,
+            )
+            become(variant)
+            tape, *step.learned.redrawn = tapes
+    finally:
+        _let_go_of_copies(step)
+    return tape
+
+
+def _trains(step: Step) -> bool:
+    """Whether runs of a step can show what training makes of its values."""
+    return step.learned.real and step.optimizer is not None
+
+
+def _become(step: Step, variant: int, *, drawn: bool, trained: bool) -> Step:
+    """A step with other random numbers, after some training, or both."""
+    step.learned.seed = variant if drawn else 0
+    step.learned.num_updates = min(variant, draws.MOST_UPDATES) if trained else 0
+    return step
+
+
+def _storages(step: Step) -> Tape:
+    return _run(step, lambda model: None, only_storages=True)
+
+
+def _let_go_of_copies(step: Step) -> None:
+    """Free the copies of a step that ran on real tensors: they hang in cycles."""
+    if step.learned.real:
+        gc.collect()
+
+
+def _trace(step: Step) -> Tape:
+    """Run the step once, or as often as it takes to know what it does.
+
+    Other threads disturb it, such as those of a Dask worker. They draw from the same
+    global generators: only a module that draws random numbers in several runs really
+    does. And profilers among them look at this thread's frames, which keeps tensors
+    alive for a moment: then two runs must agree.
+    """
+    tape = _agreed(step) if is_watched() else _plain(step)
+    drawn, runs = _drawn(tape), 1
+    while drawn and threading.active_count() > 1 and runs < _MOST_RUNS:
+        again = drawn & _drawn(_plain(step))
+        runs += 1
+        if again == drawn and runs > _LEAST_RUNS:
+            break
+        drawn = again
+    calls = tuple(
+        replace(call, once=None) if call.once == DRAWS and i not in drawn else call
+        for i, call in enumerate(tape.calls)
+    )
+    return replace(tape, calls=calls, opaque=step.opaque)
+
+
+def _plain(step: Step) -> Tape:
+    tape = _run(step, lambda model: None, only_storages=False)
+    if _drawn(tape) and not step.learned.real:
+        tape = _run(step, lambda model: None, only_storages=False, finds_draws=True)
+    return tape
+
+
+def _agreed(step: Step) -> Tape:
+    """A trace that is like the one before it.
+
+    Raises:
+        TraceError: There is none.
+    """
+    tape = _plain(step)
+    for _ in range(_MOST_RUNS - 1):
+        before, tape = tape, _plain(step)
+        if _events(before) == _events(tape):
+            return tape
+    raise TraceError(
+        f"No two of {_MOST_RUNS} traces agree, as other threads look at frames: set"
+        " Dask's `distributed.worker.profile.enabled` to False."
+    )
+
+
+def _events(tape: Tape) -> tuple[Any, ...]:
+    """What a tape says, but for what other threads may draw meanwhile."""
+    return tape.storages, tape.ops, tape.saved
+
+
+def is_watched() -> bool:
+    """Whether threads of Dask are here, which look at the frames of all threads."""
+    return threading.active_count() > 1 and "distributed.worker" in sys.modules
+
+
+def _drawn(tape: Tape) -> set[int]:
+    """Calls that seem to draw from Python's or NumPy's generators."""
+    return {i for i, call in enumerate(tape.calls) if call.once == DRAWS}
+
+
+def dry_run(
+    step: Step, apply: Callable[[torch.nn.Module], Any], *, optimizes: bool = True
+) -> Tape:
+    """Run the step under fake tensors with a plan applied, as a real run would.
+
+    Args:
+        step: The step without a plan.
+        apply: Called with the fake copy of the model before it runs.
+        optimizes: False ends it where the optimizer would begin: what follows does not
+            depend on the plan, but for what is alive there.
+
+    Returns:
+        A tape that holds nothing but storages.
+    """
+    try:
+        return _run(step, apply, only_storages=True, optimizes=optimizes)
+    finally:
+        _let_go_of_copies(step)
+
+
+def _run(
+    step: Step,
+    prepare: Callable[[torch.nn.Module], Any],
+    *,
+    only_storages: bool,
+    optimizes: bool = True,
+    finds_draws: bool = False,
+) -> Tape:
+    """Run the step, anew until nothing is left to learn of it.
+
+    Once more if functions remember what it made: later steps find it there.
+    """
+    options: Any = {
+        "only_storages": only_storages,
+        "optimizes": optimizes,
+        "finds_draws": finds_draws,
+    }
+    while True:
+        is_real, mode = step.learned.real, None
+        if not is_real:
+            mode = _compat.fake_mode(plain=step.learned.plain)
+        left: set[int] | None = None  # unknown: it failed
+        try:
+            tape, left = _run_on(mode, step, prepare, **options)
+            if left and memoized.remember(left):
+                tape, _ = _run_on(mode, step, prepare, **options)
+            return tape
+        except Retrace:
+            pass
+        except torch.OutOfMemoryError as error:
+            raise TraceError(
+                f"{WHY_REAL} It takes more memory than is free: plan with a smaller"
+                " batch, or for the model on the CPU."
+            ) from error
+        finally:
+            if left is None or left:
+                memoized.forget_fakes()
+            _compat_plain.restore_keys(mode)
+            if _takes_much(step):  # else once, behind the last run
+                _let_go_of_copies(step)
+
+
+def _run_on(
+    mode: _compat.FakeTensorMode | None,
+    step: Step,
+    prepare: Callable[[torch.nn.Module], Any],
+    *,
+    only_storages: bool,
+    optimizes: bool,
+    finds_draws: bool,
+) -> tuple[Tape, set[int]]:
+    """Run the step on fakes of a mode, or on real tensors if there is none.
+
+    Returns:
+        The tape; addresses of the storages that forward leaves alive.
+    """
+    seed = step.learned.seed
+    with seeded_streams(seed), no_collections(), lens(mode, step.lens):
+        model, optimizer, args, kwargs = copied(step, mode)
+        check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
+        _train(step, model, optimizer, args, kwargs)
+        prepare(model)
+        recorder = Recorder(
+            model,
+            mode=mode,
+            device_type=step.traced_type,
+            granularity_bytes=step.granularity_bytes,
+            only_storages=only_storages,
+            target=step.lens,
+            learned=step.learned,
+            finds_draws=finds_draws or mode is None,
+            most_bytes=_most_bytes(step) if mode is None else None,
+        )
+        _register(recorder, step, model, (args, kwargs))
+        try:
+            with _recorded(recorder, mode):
+                if isinstance(optimizer, OptimizerInBackward):
+                    _make_states(recorder, optimizer)
+                loss = micro_step(
+                    model,
+                    args,
+                    kwargs,
+                    loss_fn=step.loss_fn,
+                    autocast=step.autocast,
+                    accumulate=step.accumulate,
+                    mark=_marker(recorder, model, step),
+                )
+                _enter_steady_state(recorder, model, optimizer, step.accumulate)
+                recorder.mark("optimizer")
+                if optimizes:
+                    finish_step(model, optimizer, step.clip_grad_norm)
+                del loss  # alive until here, as in `training_step`
+        except (AutosacError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the user's code raises
+            if mode is not None and step.is_present:
+                step.learned.real = True  # values decide, or a fake kernel refuses
+                raise Retrace from error
+            raise TraceError(explanation(error, recorder.place())) from error
+        left = recorder.left_alive()
+        if only_storages:
+            return recorder.tape(), left
+        parameters = find_parameters(recorder, step.model, model, optimizer)
+        return replace(recorder.tape(), parameters=parameters), left
+
+
+def _train(
+    step: Step,
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Train real copies as often as is known of the step."""
+    for number in range(1, step.learned.num_updates + 1):
+        try:
+            training_step(
+                model,
+                args,
+                kwargs,
+                loss_fn=step.loss_fn,
+                optimizer=optimizer,
+                autocast=step.autocast,
+                accumulate=step.accumulate,
+                clip_grad_norm=step.clip_grad_norm,
+                gradients_in_forward=step.gradients_in_forward,
+            )
+        except (AutosacError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the user's code raises
+            place = f"training step {number}"
+            raise TraceError(explanation(error, place)) from error
+        model.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _recorded(
+    recorder: Recorder, mode: _compat.FakeTensorMode | None
+) -> Iterator[None]:
+    """Record a step, on fakes of a mode or on real tensors."""
+    # On a GPU backward would run on a thread of its own, whose last references go at
+    # any moment after it.
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with (
+        real_one_hot(recorder),
+        idle_conversions(),
+        _compat_plain.fakes_of(mode),
+        torch.enable_grad(),
+        one_thread,
+        recorder.recording(),
+    ):
+        yield
+
+
+def _takes_much(step: Step) -> bool:
+    """Whether a copy's memory is worth a search through all of Python's objects."""
+    return sum(p.nbytes for p in step.model.parameters()) > _MUCH_BYTES
+
+
+def _most_bytes(step: Step) -> int | None:
+    """Memory that a real step may take."""
+    return available_bytes(torch.device(step.device_type))
+
+
+def _register(
+    recorder: Recorder, step: Step, model: torch.nn.Module, inputs: Any
+) -> None:
+    """Count what exists before the step: copies of the user's tensors, gradients."""
+    own, given = step.model, (step.args, step.kwargs)
+    for originals, copies, category in (
+        (own.parameters(), model.parameters(), "parameter"),
+        (own.buffers(), model.buffers(), "buffer"),
+        (tensors_in(given), tensors_in(inputs), "input"),
+    ):
+        recorder.register_copies(originals, copies, category)
+    if step.accumulate > 1 or step.gradients_in_forward:
+        _make_gradients(recorder, model)
+
+
+def _marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
+    """The function that the micro-step calls when a phase begins."""
+    if step.accumulate > 1 or not step.gradients_in_forward:
+        return recorder.mark
+
+    def mark(phase: str, loss: torch.Tensor | None = None) -> None:
+        if phase == "backward":
+            for parameter in model.parameters():
+                dropped[parameter] = recorder.storages_of([parameter.grad])
+            model.zero_grad(set_to_none=True)
+        recorder.mark(phase, loss)
+        if phase == "finish":  # what backward never gives a gradient never had one
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    for index in dropped[parameter]:
+                        recorder.nbytes[index] = 0
+
+    dropped: dict[torch.nn.Parameter, tuple[int, ...]] = {}
+    return mark
+
+
+def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
+    """Give the parameters the gradients of earlier micro-steps."""
+    with torch.no_grad(), _compat_plain.fakes_of(recorder.repeated.mode):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    recorder.register(
+        (p.grad for p in model.parameters() if p.grad is not None), "gradient"
+    )
+
+
+def _make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
+    """Give optimizers that step in backward the state they keep over steps."""
+
+    def begin(*_: Any) -> None:
+        recorder.phase = "optimizer"
+
+    def end(*_: Any) -> None:
+        recorder.phase = "backward"
+
+    equal_states = EqualStates(recorder.repeated.mode)
+    recorder.muted = True
+    for parameter, its_own in optimizer.optimizers.items():
+        (group,) = its_own.param_groups
+        kind = equal_states.kind(its_own, group, parameter)
+        its_own.register_step_pre_hook(begin)
+        its_own.register_step_post_hook(end)
+        if parameter in its_own.state:
+            continue
+        state = equal_states.like(kind)
+        if state is not None:
+            its_own.state[parameter] = state
+            continue
+        parameter.grad = torch.zeros_like(parameter)  # the values may be real
+        optimizer.step_one(parameter)
+        equal_states.learn(kind, its_own.state.get(parameter, {}))
+    recorder.muted = False
+    _register_state(recorder, optimizer)
+
+
+def _register_state(recorder: Recorder, optimizer: AnyOptimizer) -> None:
+    """Count the optimizer's state; through a lens, not what it keeps on the CPU."""
+    if recorder.target is not None:
+        recorder.exempt(host_state(optimizer))
+    recorder.register(tensors_in(optimizer.state), "optimizer")
+
+
+def _enter_steady_state(
+    recorder: Recorder,
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+    accumulate: int,
+) -> None:
+    """Name the gradients, and give the optimizer the state it keeps over steps."""
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if grad is not None and accumulate > 1 and grad._version == 0:
+            recorder.forget(grad)  # made in advance, but backward never came here
+            parameter.grad = None
+        recorder.rename(parameter.grad, "gradient")
+    if optimizer is None or isinstance(optimizer, OptimizerInBackward):
+        return
+    recorder.phase = "optimizer"
+    recorder.muted = True
+    _make_state(EqualStates(recorder.repeated.mode), optimizer)
+    recorder.muted = False
+    _register_state(recorder, optimizer)
+
+
+def _make_state(equal_states: EqualStates, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer what it keeps of every parameter that has a gradient.
+
+    It steps on one parameter of each kind, and on all of them if that does not do.
+    """
+    kinds: dict[torch.Tensor, Hashable] = {}
+    firsts: dict[Hashable, torch.Tensor] = {}
+    groups = optimizer.param_groups
+    of_groups = [group["params"] for group in groups]
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter not in optimizer.state:
+                kinds[parameter] = equal_states.kind(optimizer, group, parameter)
+                firsts.setdefault(kinds[parameter], parameter)
+    if not kinds:
+        return
+    if None not in firsts:
+        chosen = set(firsts.values())
+        for group in groups:
+            group["params"] = [p for p in group["params"] if p in chosen]
+        optimizer.step()
+        for group, parameters in zip(groups, of_groups, strict=True):
+            group["params"] = parameters
+        for kind, parameter in firsts.items():
+            equal_states.learn(kind, optimizer.state.get(parameter, {}))
+        others = [
+            (p, equal_states.like(kind)) for p, kind in kinds.items() if p not in chosen
+        ]
+        if all(state is not None for _, state in others):
+            optimizer.state.update(others)
+            return
+    optimizer.step()

@@ -1,0 +1,226 @@
+"""Trade-off curves: what it costs in time to keep less of an AC unit."""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autosac.solvers.curves import curve, knapsack
+from autosac.units.chains import Block, Chain
+from autosac.units.policies import (
+    RERUN,
+    SAVE,
+    SKIP,
+    Policy,
+)
+from autosac.units.unit import Unit
+
+_NUM_POINTS = (24, 32, 48, 64, 128, 256)  # of a curve
+_AFFORDABLE_POINTS = 1600  # of all units: about a second to simulate
+
+
+# By whether a group is saved, and whether it is rerun.
+_SPELLED = {
+    (True, False): SAVE,
+    (True, True): SAVE,
+    (False, True): RERUN,
+    (False, False): SKIP,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCurve:
+    """Points of a unit's trade-off curve, and the policies behind them.
+
+    Attributes:
+        points: Pareto points; least freed (and least recomputed) first. Of a curve of
+            many points these are the vertices of its lower convex hull, and points
+            evenly spaced between them.
+        policies: Policy of each point.
+        ratios: Share of the unit's activation memory that each point recomputes.
+        finer: Every Pareto point that is known: saved bytes, time and policy, the
+            fewest bytes first.
+        is_selection: There are more Pareto points than `points`.
+        complete_below_ms: No faster Pareto point is missing in `finer`.
+    """
+
+    points: curve.TradeoffCurve
+    policies: tuple[Policy, ...]
+    ratios: tuple[float, ...]
+    finer: tuple[tuple[int, float, Policy], ...] = ()
+    is_selection: bool = False
+    complete_below_ms: float = math.inf
+
+    def between(self, shares: Sequence[float]) -> Policy:
+        """The fastest known point that frees what a mixture of points frees.
+
+        Args:
+            shares: Of each point; they add up to 1.
+        """
+        freed = self.points.freed_bytes
+        wanted = sum(map(operator.mul, shares, freed)) - 1.0  # rounding
+        if self.finer:
+            most = freed[-1] + self.finer[0][0]
+            num_within = bisect_right(
+                self.finer, most - wanted, key=lambda point: point[0]
+            )
+            return self.finer[max(num_within, 1) - 1][2]
+        return self.policies[min(bisect_left(freed, wanted), len(freed) - 1)]
+
+
+def save_problem(
+    unit: Unit, *, capacity_bytes: int | None = None
+) -> knapsack.SaveProblem:
+    """The choice of what to save in a unit, for the solver."""
+    groups = unit.groups
+
+    def where(flag: str) -> frozenset[int]:
+        return frozenset(i for i, group in enumerate(groups) if getattr(group, flag))
+
+    if capacity_bytes is None:
+        capacity_bytes = sum(group.saved_bytes for group in groups)
+    return knapsack.SaveProblem(
+        saved_bytes=tuple(group.saved_bytes for group in groups),
+        runtime_ms=tuple(group.runtime_ms for group in groups),
+        inputs=tuple(group.inputs for group in groups),
+        needed=where("needed"),
+        pinned=where("pinned"),
+        unsavable=where("unsavable"),
+        capacity_bytes=capacity_bytes,
+    )
+
+
+def affordable_points(sizes: Sequence[int]) -> int:
+    """How many points of each unit the MILP can have.
+
+    All of them in a small model; where layers are many, few points of each are enough
+    for a plan close to the bound.
+
+    Args:
+        sizes: Number of Pareto points of every candidate unit.
+    """
+    return max(
+        (
+            most
+            for most in _NUM_POINTS
+            if sum(min(size, most) for size in sizes) <= _AFFORDABLE_POINTS
+        ),
+        default=_NUM_POINTS[0],
+    )
+
+
+def trade_off(
+    unit: Unit, front: knapsack.Front | None = None, *, num_points: int = 16
+) -> UnitCurve | None:
+    """Points of a unit's curve; None if it frees nothing.
+
+    Args:
+        unit: The unit; no chain or nest.
+        front: Its Pareto points, or those of a unit that behaves alike; None to solve
+            for them.
+        num_points: See `knapsack.Front.select`.
+    """
+    if front is None:
+        front = knapsack.front(save_problem(unit))
+    most = max(unit.activation_bytes, unit.sole_bytes, 1)
+    finer: list[tuple[int, float, Policy]] = []
+    within: list[knapsack.SaveSolution] = []
+    for solution in front.solutions:
+        assert solution.saved is not None and solution.rerun is not None
+        assert solution.saved_bytes is not None and solution.recompute_ms is not None
+        if solution.saved_bytes <= most:
+            policy = Policy(spell(solution.saved, solution.rerun))
+            finer.append((solution.saved_bytes, solution.recompute_ms, policy))
+            within.append(solution)
+    # Selected among these, so that they have the hull's vertices of their own.
+    chosen = replace(front, solutions=tuple(within)).select(num_points)
+    freed = {most - finer[i][0]: finer[i][1:] for i in chosen} if within else {}
+    if not freed or max(freed) == 0:
+        return None
+    exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
+    return UnitCurve(
+        points=exact,
+        policies=tuple(freed[nbytes][1] for nbytes in exact.freed_bytes),
+        ratios=tuple(min(1.0, nbytes / most) for nbytes in exact.freed_bytes),
+        finer=tuple(reversed(finer)),
+        is_selection=not front.is_complete or len(finer) > len(freed),
+        complete_below_ms=front.complete_below_ms,
+    )
+
+
+def chain_trade_off(
+    chain: Chain, of_blocks: Sequence[UnitCurve | None], *, num_points: int = 4
+) -> UnitCurve | None:
+    """Points at which all blocks of a chain recompute about the same share.
+
+    Args:
+        chain: The chain.
+        of_blocks: Curve of each block.
+        num_points: How many shares to look at, 1 among them.
+
+    Returns:
+        The points that no other one beats; None if a block frees nothing by itself or
+        cannot be run twice.
+    """
+    freed: dict[int, tuple[float, Policy]] = {}
+    for k in range(num_points):
+        parts = []
+        for block, block_curve in zip(chain.blocks, of_blocks, strict=True):
+            if block_curve is None:
+                return None
+            place = (len(block_curve.policies) - 1) * (k + 1) // num_points
+            part = made_onward(block, block_curve.policies[place])
+            if part is None:
+                return None
+            parts.append(part.choices)
+        policy = Policy("".join(parts))
+        nbytes = max(chain.sole_bytes - kept(chain, policy), 0)
+        freed[nbytes] = (recompute_ms(chain, policy), policy)
+    exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
+    most = max(chain.sole_bytes, 1)
+    return UnitCurve(
+        points=exact,
+        policies=tuple(freed[nbytes][1] for nbytes in exact.freed_bytes),
+        ratios=tuple(min(1.0, nbytes / most) for nbytes in exact.freed_bytes),
+    )
+
+
+def made_onward(block: Block, policy: Policy) -> Policy | None:
+    """A policy that also saves what must not run twice to make the block's output."""
+    choices = list(policy.choices)
+    for g, choice in enumerate(block.onward(policy)[: len(choices)]):
+        if choice == RERUN and block.unit.groups[g].pinned:
+            if block.unit.groups[g].unsavable:
+                return None
+            choices[g] = SAVE
+    return Policy("".join(choices))
+
+
+def kept(unit: Unit, policy: Policy) -> int:
+    """Bytes that a unit keeps for backward under a policy, less what lives anyway."""
+    return sum(
+        group.saved_bytes
+        for group, choice in zip(unit.groups, policy.choices, strict=True)
+        if choice == SAVE
+    )
+
+
+def recompute_ms(unit: Unit, policy: Policy) -> float:
+    """Time to rerun a unit under a policy."""
+    known_ms = unit.known_ms.get(policy)
+    if known_ms is None:
+        known_ms = unit.known_ms[policy] = math.fsum(
+            group.runtime_ms
+            for piece in unit.schedule(policy)
+            for group, choice in zip(piece.groups, piece.choices, strict=True)
+            if choice == RERUN
+        )
+    return known_ms
+
+
+def spell(saved: tuple[bool, ...], rerun: tuple[bool, ...]) -> str:
+    """Choices of a policy from the flags of a solution."""
+    return "".join(map(_SPELLED.__getitem__, zip(saved, rerun, strict=True)))

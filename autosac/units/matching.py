@@ -1,0 +1,54 @@
+"""Which units op policies are of, say those of a plan from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autosac.step.tape import Tape
+from autosac.units.policies import OpPolicy, Policy, is_listed
+from autosac.units.unit import Unit
+
+
+def chosen_by(
+    tape: Tape, units: Iterable[Unit], spelled: Iterable[OpPolicy]
+) -> dict[Unit, Policy]:
+    """The units and policies that `Unit.op_policies` spelled out; the inverse of it.
+
+    Args:
+        tape: The traced step.
+        units: Candidates, chains included.
+        spelled: Op policies of any number of them.
+
+    Raises:
+        ValueError: None of the candidates is the module call or the chain.
+    """
+    wanted: dict[tuple[str, tuple[tuple[str, int], ...]], list[OpPolicy]] = {}
+    chains: dict[str, list[OpPolicy]] = {}
+    for one in spelled:
+        if one.chain:
+            chains.setdefault(one.chain, []).append(one)
+        else:
+            wanted["", ((one.label, one.call_index),)] = [one]
+    for parts in chains.values():
+        parts.sort(key=lambda one: one.position)
+        names = tuple((one.fqn, one.call_index) for one in parts)
+        wanted[parts[0].around, names] = parts
+    chosen = {}
+    for unit in units:
+        names = tuple((call.label, call.call_index) for call in unit.calls)
+        parts = wanted.pop((unit.around, names), [])
+        if parts:
+            pairs = zip(unit.calls, parts, strict=True)
+            choices = [_group_choices(tape, call, part) for call, part in pairs]
+            chosen[unit] = Policy("".join(choices))
+    if wanted:
+        _, calls_left = next(iter(wanted))
+        missing = ", ".join(fqn for fqn, _ in calls_left)
+        raise ValueError(f"{missing} is no candidate of this profile.")
+    return chosen
+
+
+def _group_choices(tape: Tape, unit: Unit, spelled: OpPolicy) -> str:
+    kept = [i for i, op in enumerate(unit.ops) if is_listed(tape.ops[op])]
+    actions = dict(zip(kept, spelled.actions, strict=True))
+    return "".join(actions[group.ops[0]] for group in unit.groups)

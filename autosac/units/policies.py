@@ -1,0 +1,71 @@
+"""Op policies: what happens to every op of an AC unit when it is rerun."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autosac.step.tape import Op
+
+SAVE = "S"  # its output is kept from the forward pass
+RERUN = "R"  # it runs again
+SKIP = "-"  # nobody needs its output in backward
+VIEW = "V"  # a view: runs again, costs nothing
+DETACHED = "X"  # only changes a tensor from outside the unit: must not run twice
+
+# Its number may differ between forward and rerun (see `_compat.IGNORED_OPS`).
+_IGNORED_NAME = "aten.detach.default"
+
+
+class Policy(NamedTuple):
+    """For every group of a unit: saved, rerun, or skipped as nobody needs it.
+
+    A tuple, as these are looked up all the time.
+
+    Attributes:
+        choices: One of `SAVE`, `RERUN`, `SKIP` per group of `Unit.groups`.
+    """
+
+    choices: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpPolicy:
+    """What to do with the ops of one AC unit, in execution order.
+
+    Attributes:
+        fqn: The unit's module.
+        names: Overload name of each op.
+        actions: One of `SAVE`, `RERUN`, `SKIP`, `VIEW`, `DETACHED` per op.
+        training: Mode that the module was traced in; in the other one the plan
+            is not in force.
+        call_index: Which call of the module in a step it is for, from 0,
+        num_calls: and how often the step calls the module.
+        chain: Name of the chain that the call is a block of, if it is,
+        position: its place there, from 0,
+        onward: and what to do with its ops when only its output is made again.
+        around: FQN of the module of the nest that the chain is, if it is one.
+        until: FQN of the last layer of a slice, of which `fqn` is the first.
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    actions: str
+    training: bool
+    call_index: int = 0
+    num_calls: int = 1
+    chain: str = ""
+    position: int = 0
+    onward: str = ""
+    around: str = ""
+    until: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name of the unit for people, as `Unit.label`."""
+        return f"{self.fqn}-{self.until}" if self.until else self.fqn
+
+
+def is_listed(op: Op) -> bool:
+    """Whether op policies name an op."""
+    return op.name != _IGNORED_NAME

@@ -1,0 +1,246 @@
+"""Measured peaks, and training states compared bit by bit.
+
+On the CPU the truth is the allocator's own events: see `allocator_events`. A free of
+memory allocated before the recording may leave none: hence `warm_up`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import profile, record_function
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from autosac.devices.allocator_events import cpu_events, recorded_events
+from autosac.errors import UnsupportedError
+from autosac.quantities import rounded_up
+from autosac.step.training_step import AnyOptimizer
+
+T = TypeVar("T")
+State = dict[str, torch.Tensor]
+_MARK = "autosac::measured_run"
+
+
+def measure_peak(
+    run: Callable[[], T],
+    *,
+    device: torch.device | str,
+    persistent_bytes: int | Callable[[], int],
+    warm_up: Callable[[], object] | None = None,
+) -> tuple[T, int]:
+    """Call ``run`` and return its result and the peak device memory meanwhile.
+
+    On the CPU that is ``persistent_bytes`` and what ``run`` adds on this thread; a
+    free of memory older than ``warm_up`` does not lower it, so it never understates.
+    On a GPU it is all that the process holds there, and ``persistent_bytes`` is
+    not used.
+
+    Args:
+        run: What is measured.
+        device: Where.
+        persistent_bytes: Bytes alive when ``run`` begins, or a function that
+            counts them between ``warm_up`` and ``run``.
+        warm_up: Called first; ``run`` may free what it leaves alive.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return _measure_cuda(run, device, warm_up)
+    if device.type == "cpu":
+        return _measure_cpu(run, persistent_bytes, warm_up)
+    raise UnsupportedError(
+        f"Peaks are measured on 'cpu' and 'cuda', not on {device.type!r}: no"
+        " allocator statistics are known there."
+    )
+
+
+def _measure_cuda(
+    run: Callable[[], T], device: torch.device, warm_up: Callable[[], object] | None
+) -> tuple[T, int]:
+    if warm_up is not None:
+        warm_up()
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = run()
+    torch.cuda.synchronize(device)
+    return result, torch.cuda.max_memory_allocated(device)
+
+
+def _measure_cpu(
+    run: Callable[[], T],
+    persistent_bytes: int | Callable[[], int],
+    warm_up: Callable[[], object] | None,
+) -> tuple[T, int]:
+    with cpu_events() as recording:
+        if warm_up is not None:
+            warm_up()
+        gc.collect()  # not in the middle of the run
+        if not isinstance(persistent_bytes, int):
+            persistent_bytes = persistent_bytes()
+        with record_function(_MARK):
+            result = run()
+    return result, persistent_bytes + _added_bytes(recording)
+
+
+def _added_bytes(recording: profile) -> int:
+    """Most bytes that the marked range added to those alive at its beginning."""
+    start_ns = end_ns = 0
+    events: list[tuple[int, int, int]] = []  # time, address, bytes
+    for event in recorded_events(recording):
+        kind, fields = event.typed
+        if kind.name == "Allocation" and fields.device.type == "cpu":
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        elif event.name == _MARK:
+            start_ns, end_ns = event.start_time_ns, event.end_time_ns
+    events.sort(key=lambda event: event[0])  # stable: ties stay in recorded order
+    live_bytes: dict[int, int] = {}  # of each address allocated while recording
+    added = peak = 0
+    for time_ns, address, num_bytes in events:
+        if num_bytes > 0:
+            live_bytes[address] = num_bytes
+        else:  # an address from before the recording may carry a stale size
+            num_bytes = -live_bytes.pop(address, 0)
+        if start_ns <= time_ns <= end_ns:
+            added += num_bytes
+            peak = max(peak, added)
+    return peak
+
+
+def storage_bytes(
+    tensors: Iterable[torch.Tensor],
+    *,
+    device: torch.device | str | None = None,
+    granularity_bytes: int = 1,
+) -> int:
+    """Bytes of the distinct storages behind ``tensors``.
+
+    Args:
+        tensors: Views and repeats count once; sparse tensors by their parts.
+        device: Count only this one, unless None.
+        granularity_bytes: Each storage is rounded up to a multiple of it.
+    """
+    wanted = None if device is None else torch.device(device)
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        for part in _dense_parts(tensor):
+            if wanted is None or part.device == wanted:
+                storage = part.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+    return sum(rounded_up(size, granularity_bytes) for size in sizes.values())
+
+
+def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    return (tensor,)
+
+
+def capture_state(
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+    loss: torch.Tensor,
+) -> State:
+    """Copy to the CPU all that a training step may change, by readable name.
+
+    That is the loss, gradients, parameters, buffers, optimizer state and the random
+    number generators of the CPU and, once CUDA is in use, of each GPU.
+    """
+    entries = [("loss", loss)]
+    for name, parameter in model.named_parameters():
+        entries.append((f"parameter {name}", parameter))
+        if parameter.grad is not None:
+            entries.append((f"gradient of {name}", parameter.grad))
+    entries += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
+    if optimizer is not None:
+        entries += _optimizer_entries(model, optimizer)
+    entries.append(("random state of cpu", torch.get_rng_state()))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states = enumerate(torch.cuda.get_rng_state_all())
+        entries += [(f"random state of cuda:{index}", state) for index, state in states]
+    return {
+        name if index == 0 else f"{name} (part {index})": _copy_to_cpu(part)
+        for name, tensor in entries
+        for index, part in enumerate(_dense_parts(tensor))
+    }
+
+
+def optimizer_tensors(optimizer: AnyOptimizer | None) -> list[torch.Tensor]:
+    """Tensors in the optimizer's state, at any depth."""
+    leaves = [] if optimizer is None else _state_leaves(optimizer)
+    return [leaf for _, _, leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _state_leaves(optimizer: AnyOptimizer) -> list[tuple[Any, str, Any]]:
+    return [
+        (parameter, keystr(path), leaf)
+        for parameter, state in optimizer.state.items()
+        for path, leaf in tree_flatten_with_path(dict(state))[0]
+    ]
+
+
+def _optimizer_entries(
+    model: torch.nn.Module, optimizer: AnyOptimizer
+) -> list[tuple[str, torch.Tensor]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    entries = []
+    for parameter, path, leaf in _state_leaves(optimizer):
+        owner = names.get(id(parameter), "another parameter")
+        if isinstance(leaf, (bool, int, float)):
+            leaf = torch.tensor(leaf)
+        if isinstance(leaf, torch.Tensor):
+            entries.append((f"optimizer state {path} of {owner}", leaf))
+    return entries
+
+
+def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def differences(
+    expected: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
+    *,
+    limit: int = 8,
+) -> tuple[str, ...]:
+    """Name the first ``limit`` entries of two states that differ in any bit.
+
+    Equal NaNs are equal, 0.0 and -0.0 are not.
+    """
+    messages: list[str] = []
+    for name in dict.fromkeys([*expected, *actual]):
+        if name not in actual:
+            messages.append(f"{name}: only in the expected state")
+        elif name not in expected:
+            messages.append(f"{name}: only in the actual state")
+        elif difference := _difference(expected[name], actual[name]):
+            messages.append(f"{name}: {difference}")
+        if len(messages) == limit:
+            break
+    return tuple(messages)
+
+
+def _difference(expected: torch.Tensor, actual: torch.Tensor) -> str | None:
+    if expected.dtype != actual.dtype or expected.shape != actual.shape:
+        kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (expected, actual)]
+        return f"{kinds[1]} instead of {kinds[0]}"
+    if torch.equal(_bits(expected), _bits(actual)):
+        return None
+    unequal = (_bits(expected) != _bits(actual)).any(dim=-1)
+    text = f"{int(unequal.sum())} of {unequal.numel()} elements differ"
+    if expected.is_floating_point():
+        error = (expected.double() - actual.double()).abs().max().item()
+        text += f", by at most {error:.3g}"
+    return text
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, one row an element."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if tensor.is_conj() or tensor.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    # Not by `reshape`: a dimension of one element may have any stride.
+    return flat.as_strided((flat.numel(), 1), (1, 1)).view(torch.uint8)

@@ -1,0 +1,342 @@
+"""Real training steps with and without a plan: peak, time, and every bit."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from autosac.quantities import format_bytes, format_ms
+from autosac.step.arguments import (
+    check_loss_fn,
+    optimizer_for,
+    read_dtype,
+)
+from autosac.step.training_step import (
+    AnyOptimizer,
+    LossFn,
+    normalize_inputs,
+    training_step,
+)
+from autosac.verification.measuring import (
+    State,
+    capture_state,
+    differences,
+    measure_peak,
+    optimizer_tensors,
+    storage_bytes,
+)
+
+MakeOptimizer = Callable[[Any], AnyOptimizer | None]
+
+
+class AppliesToModel(Protocol):
+    """What `verify` needs of a plan."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    def apply(self, model: torch.nn.Module) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What real steps showed about a plan.
+
+    Attributes:
+        baseline_peak_bytes: Measured peak of a step without the plan.
+        measured_peak_bytes: Measured peak of a step with it.
+        predicted_peak_bytes: What the plan said.
+        budget_bytes: The plan's budget.
+        baseline_step_ms: Median time of a step without the plan; NaN without any.
+        step_ms: Median time of a step with it, likewise.
+        differences: The first entries of the training state after the last step
+            that are not bit-identical; empty when all are.
+    """
+
+    baseline_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_peak_bytes: int
+    budget_bytes: int
+    baseline_step_ms: float
+    step_ms: float
+    differences: tuple[str, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Whether loss, gradients, parameters, buffers, ... agree in every bit."""
+        return not self.differences
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak keeps the budget."""
+        return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def prediction_error(self) -> float:
+        """Predicted over measured peak, less one: negative if understated."""
+        return self.predicted_peak_bytes / self.measured_peak_bytes - 1
+
+    def __str__(self) -> str:
+        baseline = format_bytes(self.baseline_peak_bytes)
+        measured = format_bytes(self.measured_peak_bytes)
+        predicted = format_bytes(self.predicted_peak_bytes)
+        verdict = "kept" if self.within_budget else "EXCEEDED"
+        slowdown = self.step_ms / self.baseline_step_ms - 1
+        lines = [
+            f"{'':7}{'baseline':>12}{'with plan':>12}",
+            f"{'peak':7}{baseline:>12}{measured:>12}"
+            f"  predicted {predicted} ({self.prediction_error:+.2%}),"
+            f" budget {format_bytes(self.budget_bytes)} {verdict}",
+        ]
+        if not math.isnan(slowdown):
+            lines.append(
+                f"{'step':7}{format_ms(self.baseline_step_ms):>12}"
+                f"{format_ms(self.step_ms):>12}  {slowdown:+.1%}"
+            )
+        if self.identical:
+            lines.append("state  bit-identical after the last step")
+        else:
+            lines += ["state  DIFFERS", *(f"  {line}" for line in self.differences)]
+        return "\n".join(lines)
+
+
+def verify(
+    plan: AppliesToModel,
+    make_model: Callable[[], torch.nn.Module],
+    make_inputs: Callable[[], Any],
+    *,
+    make_optimizer: MakeOptimizer | str | None = None,
+    loss_fn: LossFn | None = None,
+    steps: int = 2,
+    seed: int = 0,
+    timing_rounds: int = 3,
+    extra_bytes: int = 0,
+    autocast: torch.dtype | str | None = None,
+    accumulate: int = 1,
+    clip_grad_norm: float | None = None,
+    gradients_in_forward: bool = False,
+) -> Verification:
+    """Train a model without and with the plan, and compare.
+
+    The model is built anew for each run, from the same seed, and only one is alive
+    at a time. Random number generators are left as they were found.
+
+    Args:
+        plan: The plan to check.
+        make_model: Builds the model on its device, in the mode it trains in.
+        make_inputs: Makes the batch, in any form that `autosac.plan` takes.
+        make_optimizer: Builds the optimizer of a model; None means no optimizer. A
+            class of ``torch.optim``, or its name, builds it of the parameters.
+        loss_fn: Maps the output to a scalar; None means `default_loss`.
+        steps: Steps before the states are compared; the last one's peak counts.
+            Optimizer state exists from the second on.
+        seed: Seeds model, inputs and steps.
+        timing_rounds: Timed steps of each kind, taken in turn; 0 for no times (NaN).
+        extra_bytes: Device memory held by ``loss_fn`` alone, such as targets.
+            Not needed on a GPU, where the measured peak holds everything.
+        autocast: As in `profile`.
+        accumulate: As in `profile`.
+        clip_grad_norm: As in `profile`.
+        gradients_in_forward: As in `profile`.
+
+    Raises:
+        ArgumentError: ``loss_fn``, ``make_optimizer`` or ``autocast`` cannot be meant.
+        ValueError: ``steps`` is less than one, or ``timing_rounds`` less than none.
+    """
+    check_loss_fn(loss_fn)
+    recipe = Recipe(
+        make_model=make_model,
+        make_inputs=make_inputs,
+        make_optimizer=make_optimizer,
+        loss_fn=loss_fn,
+        steps=steps,
+        seed=seed,
+        timing_rounds=timing_rounds,
+        extra_bytes=extra_bytes,
+        autocast=read_dtype(autocast),
+        accumulate=accumulate,
+        clip_grad_norm=clip_grad_norm,
+        gradients_in_forward=gradients_in_forward,
+    )
+    return verify_each((plan,), recipe)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How to train a model for a comparison; the arguments of `verify`."""
+
+    make_model: Callable[[], torch.nn.Module]
+    make_inputs: Callable[[], Any]
+    make_optimizer: MakeOptimizer | str | None = None
+    loss_fn: LossFn | None = None
+    steps: int = 2
+    seed: int = 0
+    timing_rounds: int = 3
+    extra_bytes: int = 0
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+    gradients_in_forward: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("timing_rounds", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"`{name}` must be at least {least}, got {getattr(self, name)}."
+                )
+
+
+def verify_each(
+    plans: Sequence[AppliesToModel], recipe: Recipe
+) -> tuple[Verification, ...]:
+    """Train a model without any plan and with each of several, and compare."""
+    with _random_state_kept():
+        baseline, state = _measure(recipe, None)
+        measurements, differing = [], []
+        for plan in plans:  # one state beside the baseline's at a time
+            planned, state_of_plan = _measure(recipe, plan)
+            measurements.append(planned)
+            differing.append(differences(state, state_of_plan))
+            del state_of_plan
+        for _ in range(recipe.timing_rounds - 1):
+            baseline.times_ms.append(_time(recipe, None))
+            for plan, planned in zip(plans, measurements, strict=True):
+                planned.times_ms.append(_time(recipe, plan))
+    return tuple(
+        Verification(
+            baseline_peak_bytes=baseline.peak_bytes,
+            measured_peak_bytes=planned.peak_bytes,
+            predicted_peak_bytes=plan.peak_bytes,
+            budget_bytes=plan.budget_bytes,
+            baseline_step_ms=_median_ms(baseline),
+            step_ms=_median_ms(planned),
+            differences=differing_entries,
+        )
+        for plan, planned, differing_entries in zip(
+            plans, measurements, differing, strict=True
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    peak_bytes: int
+    times_ms: list[float]
+
+
+class _Run:
+    """One model in training, with or without a plan."""
+
+    def __init__(self, recipe: Recipe, plan: AppliesToModel | None) -> None:
+        gc.collect()  # the model before this one may hang in a cycle
+        torch.manual_seed(recipe.seed)
+        self.model = recipe.make_model()
+        if plan is not None:
+            plan.apply(self.model)
+        self.optimizer = optimizer_for(recipe.make_optimizer, self.model)
+        torch.manual_seed(recipe.seed)
+        self.args, self.kwargs = normalize_inputs(recipe.make_inputs())
+        self.recipe = recipe
+        self.device = self._find_device()
+        torch.manual_seed(recipe.seed)
+
+    def clear_gradients(self) -> None:
+        if not self.recipe.gradients_in_forward:  # then the step itself does
+            # Of the model: gradients of parameters the optimizer lacks count as well.
+            self.model.zero_grad(set_to_none=True)
+
+    def step(self) -> torch.Tensor:
+        return training_step(
+            self.model,
+            self.args,
+            self.kwargs,
+            loss_fn=self.recipe.loss_fn,
+            optimizer=self.optimizer,
+            autocast=self.recipe.autocast,
+            accumulate=self.recipe.accumulate,
+            clip_grad_norm=self.recipe.clip_grad_norm,
+            gradients_in_forward=self.recipe.gradients_in_forward,
+        )
+
+    def timed_step_ms(self) -> float:
+        self.clear_gradients()
+        self._synchronize()
+        start = time.perf_counter()
+        self.step()
+        self._synchronize()
+        return (time.perf_counter() - start) * 1000
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors that live from step to step, and the inputs."""
+        for parameter in self.model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from self.model.buffers()
+        yield from optimizer_tensors(self.optimizer)
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+
+    def _find_device(self) -> torch.device:
+        tensor = next(self.tensors(), None)
+        if tensor is None or tensor.device.type == "meta":
+            contents = "no tensor at all" if tensor is None else "a meta tensor"
+            raise ValueError(
+                "`make_model` must build a model on a real device, to run real"
+                f" steps; it has {contents}."
+            )
+        return tensor.device
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _measure(recipe: Recipe, plan: AppliesToModel | None) -> tuple[_Measured, State]:
+    run = _Run(recipe, plan)
+
+    def earlier_steps() -> None:
+        for _ in range(recipe.steps - 1):
+            run.step()
+            run.clear_gradients()
+
+    loss, peak_bytes = measure_peak(
+        run.step,
+        device=run.device,
+        persistent_bytes=lambda: (
+            recipe.extra_bytes + storage_bytes(run.tensors(), device=run.device)
+        ),
+        warm_up=earlier_steps,
+    )
+    state = capture_state(run.model, run.optimizer, loss)
+    times_ms = [run.timed_step_ms()] if recipe.timing_rounds else []
+    return _Measured(peak_bytes, times_ms), state
+
+
+def _median_ms(measured: _Measured) -> float:
+    return statistics.median(measured.times_ms) if measured.times_ms else math.nan
+
+
+def _time(recipe: Recipe, plan: AppliesToModel | None) -> float:
+    run = _Run(recipe, plan)
+    run.step()  # creates the optimizer state and warms caches
+    return run.timed_step_ms()
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    devices = range(torch.cuda.device_count()) if in_use else ()
+    with torch.random.fork_rng(devices=devices):
+        yield

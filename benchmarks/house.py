@@ -1,0 +1,202 @@
+"""The tree's own figures: `python -m benchmarks.house`.
+
+Imports between folders, those inside functions and under TYPE_CHECKING included, by the
+order of the table in docs/design.md; sizes of files and functions; comments; seconds
+that `import autosac` takes, beside `import torch`. Written to results/house.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import statistics
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from benchmarks.environment import environment
+
+ROOT = Path(__file__).parents[1]
+_OUTPUT = ROOT / "benchmarks" / "results" / "house.md"
+_NUM_IMPORTS = 7  # of each package, in turn; medians
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One module that another one imports, both by name."""
+
+    importer: str
+    imported: str
+
+
+def modules() -> dict[str, Path]:
+    """The product's modules; those of `solvers` are not listed below autosac again."""
+    files = [*ROOT.glob("autosac/**/*.py"), *ROOT.glob("solvers/**/*.py")]
+    return {
+        _name(path): path
+        for path in sorted(files)
+        if not path.relative_to(ROOT).is_relative_to("autosac/solvers")
+    }
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports() -> Iterator[Import]:
+    """Every import of one module of the product by another."""
+    known = modules()
+    for name, path in known.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            for target in _targets(node, package):
+                if target.startswith("autosac.solvers"):
+                    target = target.removeprefix("autosac.")
+                imported = _longest(target, known)
+                if imported not in ("", name):
+                    yield Import(importer=name, imported=imported)
+
+
+def _targets(node: ast.AST, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = package.split(".")[: package.count(".") + 2 - node.level]
+        words = [*(base if node.level else ()), *filter(None, [node.module])]
+        yield from (".".join([*words, alias.name]) for alias in node.names)
+
+
+def _longest(target: str, known: dict[str, Path]) -> str:
+    """The module that an import of a module, or of a name in it, loads."""
+    while target and target not in known:
+        target = target.rpartition(".")[0]
+    return target
+
+
+def folder(module: str) -> str:
+    """The folder of a module as docs/design.md names it; '' for files beside them."""
+    words = module.split(".")
+    if words[0] == "solvers":
+        return "solvers"
+    is_folder = len(words) > 1 and (ROOT / "autosac" / words[1]).is_dir()
+    return words[1] if is_folder else ""
+
+
+def layers() -> list[str]:
+    """Folders from the bottom up: the table in docs/design.md."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    return re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+
+
+def upward() -> list[Import]:
+    """Imports of a folder by one that lies below it."""
+    rank = {name: place for place, name in enumerate(layers())}
+    return [
+        one
+        for one in imports()
+        if "" not in (folder(one.importer), folder(one.imported))
+        and rank[folder(one.importer)] < rank[folder(one.imported)]
+    ]
+
+
+# --- sizes --------------------------------------------------------------------
+
+
+def _code_lines(path: Path) -> tuple[set[int], int]:
+    """Lines of code, without docstrings and blank ones, and the number of comments."""
+    text = path.read_text()
+    code: set[int] = set()
+    num_comments = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            num_comments += 1
+        elif token.type not in (
+            tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+            tokenize.ENDMARKER,
+        ):  # fmt: skip
+            code.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            value = body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                code -= set(range(value.lineno, (value.end_lineno or 0) + 1))
+    return code, num_comments
+
+
+def _function_lines(path: Path, code: set[int]) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            lines = range(node.lineno, (node.end_lineno or 0) + 1)
+            yield len(code & set(lines)), f"{_name(path)}.{node.name}"
+
+
+def _sizes() -> Iterator[tuple[str, str]]:
+    functions, comments, code_lines = [], 0, 0
+    files = []
+    for path in modules().values():
+        code, num_comments = _code_lines(path)
+        files.append((len(path.read_text().splitlines()), _name(path)))
+        functions += list(_function_lines(path, code))
+        comments += num_comments
+        code_lines += len(code)
+    total = sum(lines for lines, _ in files)
+    yield "lines of product", f"{total:,} in {len(files)} files"
+    yield "largest files", ", ".join(f"{n} {f}" for f, n in sorted(files)[-3:][::-1])
+    lengths = [lines for lines, _ in functions]
+    yield "lines of code of a function, median", f"{statistics.median(lengths):.0f}"
+    longest = ", ".join(f"{n} {f}" for f, n in sorted(functions)[-3:][::-1])
+    yield "longest functions, lines of code", longest
+    yield "comments, to lines of code", f"{comments / code_lines:.1%}"
+
+
+def _import_seconds() -> Iterator[tuple[str, str]]:
+    seconds: dict[str, list[float]] = {"torch": [], "autosac": []}
+    for _ in range(_NUM_IMPORTS):
+        for package, times in seconds.items():
+            begin = perf_counter()
+            subprocess.run([sys.executable, "-c", f"import {package}"], check=True)
+            times.append(perf_counter() - begin)
+    torch_s, autosac_s = (statistics.median(times) for times in seconds.values())
+    yield "`import torch`, median", f"{torch_s:.2f} s"
+    yield "`import autosac`, median", f"{autosac_s:.2f} s"
+    yield "ratio", f"{autosac_s / torch_s:.2f}"
+
+
+# --- the page -----------------------------------------------------------------
+
+
+def _edges() -> Iterator[str]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in set(imports()):
+        pair = folder(one.importer), folder(one.imported)
+        if "" not in pair and pair[0] != pair[1]:
+            counts[pair] += 1
+    order = layers()
+    for name in reversed(order):
+        below = [(to, counts[name, to]) for to in order if counts[name, to]]
+        yield f"| {name} | {', '.join(f'{to} {n}' for to, n in below)} |"
+
+
+def main() -> int:
+    lines = ["# The tree", "", f"{environment()}", "", "| figure | |", "| --- | --- |"]
+    lines += [f"| imports up the layers | {len(upward())} |"]
+    lines += [
+        f"| {name} | {value} |" for name, value in (*_sizes(), *_import_seconds())
+    ]
+    lines += ["", "From the top down, with the number of pairs of files.", ""]
+    lines += ["| folder | imports |", "| --- | --- |", *_edges()]
+    _OUTPUT.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return len(upward())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What freeing the activation memory of one AC unit costs: Pareto fronts and fits."""

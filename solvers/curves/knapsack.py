@@ -1,0 +1,304 @@
+"""Which results of one AC unit to save: a knapsack with reruns.
+
+Groups g of ops, in execution order, whose results move together; s_g = 1 if the
+results of g are saved, e_g = 1 if g is rerun in backward:
+
+minimize    sum_g t_g e_g             recompute time [ms]
+subject to  sum_g m_g s_g <= C        saved activation memory [bytes]          (1)
+            s_g + e_g >= 1            for g in needed: backward reads it       (2)
+            e_g <= s_h + e_h          for h in inputs of g: a rerun reads it   (3)
+            e_g = 0                   for g in pinned: never rerun             (4)
+            s_g = 0                   for g in unsavable                       (5)
+
+All of its Pareto points are found at once, by dynamic programming (`curves/front.py`);
+of large units only the vertices of their hull, by linear programs (`curves/hull.py`),
+and points near it. The tests hold them against this MILP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ..milp.solution import Solution, Termination
+from .front import (
+    lower_hull,
+    save_front,
+)
+from .hull import save_hull
+
+_MOST_LABELS = 131_072  # alive at once in the dynamic program,
+_MOST_WORK = 40_000_000  # and in all: some tenths of a second
+_MOST_CROSSINGS = 1024  # each way, of all neighbours on a hull
+
+_Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveProblem:
+    """Save-or-rerun choice for the op groups of one AC unit.
+
+    Attributes:
+        saved_bytes: Activation memory that saving each group's results takes.
+        runtime_ms: Forward time of each group, same length.
+        inputs: The earlier groups whose results each group reads, same length.
+        needed: Groups whose results backward reads.
+        pinned: Groups that are never rerun.
+        unsavable: Groups whose results cannot be saved.
+        capacity_bytes: Largest sum of `saved_bytes` over the saved groups.
+    """
+
+    saved_bytes: tuple[int, ...]
+    runtime_ms: tuple[float, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    needed: frozenset[int]
+    pinned: frozenset[int] = frozenset()
+    unsavable: frozenset[int] = frozenset()
+    capacity_bytes: int
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.saved_bytes), len(self.runtime_ms), len(self.inputs))
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                "`saved_bytes`, `runtime_ms` and `inputs` must have the same length,"
+                f" got {lengths}."
+            )
+        if any(nbytes < 0 for nbytes in self.saved_bytes):
+            raise ValueError("`saved_bytes` must not be negative.")
+        if any(not math.isfinite(t) or t < 0.0 for t in self.runtime_ms):
+            raise ValueError("`runtime_ms` must be finite and not negative.")
+        for g, read in enumerate(self.inputs):
+            if any(not 0 <= h < g for h in read):
+                raise ValueError(
+                    f"`inputs[{g}]` must name groups before {g}, got {read}."
+                )
+        for g in self.needed | self.pinned | self.unsavable:
+            if not 0 <= g < self.num_groups:
+                raise ValueError(
+                    f"`needed`, `pinned` and `unsavable` must name groups below"
+                    f" {self.num_groups}, got {g}."
+                )
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return len(self.saved_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSolution(Solution):
+    """What to save, and what is rerun as a consequence.
+
+    Attributes:
+        saved: Whether each group's results are saved; None without an incumbent.
+        rerun: Whether each group is rerun: no more than `saved` makes necessary.
+        recompute_ms: Time of the groups that are rerun.
+        saved_bytes: Activation memory of the groups that are saved.
+    """
+
+    saved: tuple[bool, ...] | None = None
+    rerun: tuple[bool, ...] | None = None
+    recompute_ms: float | None = None
+    saved_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """Pareto points of recompute time against saved bytes.
+
+    The vertices of the lower convex hull of all Pareto points are among them: no save
+    set lies below the line through two neighbours of these.
+
+    Attributes:
+        solutions: Most saved bytes (and least recompute time) first.
+        complete_below_ms: No faster Pareto point is missing; infinite if none is.
+    """
+
+    solutions: tuple[SaveSolution, ...]
+    complete_below_ms: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no Pareto point is missing."""
+        return math.isinf(self.complete_below_ms)
+
+    def select(self, num_points: int) -> tuple[int, ...]:
+        """Indices of the hull's vertices and of points evenly spaced in bytes.
+
+        Args:
+            num_points: All points if there are no more. Else number of capacities to
+                look at, evenly spaced between the fewest possible bytes and those of
+                the least time. These two are always looked at.
+        """
+        if len(self.solutions) <= num_points:
+            return tuple(range(len(self.solutions)))
+        sizes = [_bytes_of(solution) for solution in self.solutions]
+        last = max(num_points, 2) - 1
+        times = [_time_of(solution) for solution in self.solutions]
+        hull = lower_hull(np.array(sizes[::-1]), np.array(times[::-1]))
+        indices = set((len(sizes) - 1 - hull).tolist())
+        for k in range(last + 1):
+            capacity = sizes[-1] + (sizes[0] - sizes[-1]) * k // last
+            indices.add(next(i for i, size in enumerate(sizes) if size <= capacity))
+        return tuple(sorted(indices))
+
+
+def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
+    """Pareto points: all of them, or some with the vertices of their hull.
+
+    Args:
+        problem: The groups; its capacity is ignored.
+        most_labels: Partial solutions to keep at once before they are thinned out;
+            None for as many as take some tenths of a second.
+    """
+    if most_labels is None:
+        most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
+    pareto = save_front(problem, most_labels=most_labels)
+    saved = pareto.saved
+    if not pareto.has_hull:
+        saved, _ = _unbeaten(problem, np.concatenate([saved, save_hull(problem)]))
+    rerun = _rerun(problem, saved)
+    if len(saved) and not math.isinf(pareto.complete_below_ms):
+        saved, rerun = _with_crossings(problem, saved)
+    flags = zip(saved.tolist(), rerun.tolist(), strict=True)
+    return Front(
+        solutions=tuple(
+            _solution(problem, tuple(saved), tuple(rerun), pareto.complete_below_ms)
+            for saved, rerun in flags
+        ),
+        complete_below_ms=pareto.complete_below_ms,
+    )
+
+
+def _with_crossings(problem: SaveProblem, saved: _Flags) -> tuple[_Flags, _Flags]:
+    """Points and crossings of neighbours on their hull: what is saved, what is rerun.
+
+    A crossing saves what one vertex saves up to some group, and what the next vertex
+    saves from there on. Where layers repeat, two vertices differ in all layers alike,
+    and the points between them, at which some layers have changed already, lie next to
+    the hull: these are found so, without the labels that they would take.
+
+    Args:
+        problem: The groups.
+        saved: Flags of Pareto points, shape (points, groups), the most bytes first.
+    """
+    sizes, times, _ = _sums(problem, saved)
+    vertices = saved[len(sizes) - 1 - lower_hull(sizes[::-1], times[::-1])]
+    parts = [saved]
+    share = _MOST_CROSSINGS // max(1, len(vertices) - 1)
+    for before, after in pairwise(vertices):
+        changed = np.flatnonzero(before != after)[1:]
+        cuts = changed[:: -(-len(changed) // max(1, share)) or 1]
+        is_crossed = np.arange(problem.num_groups) >= cuts[:, None]
+        parts += [
+            np.where(is_crossed, before, after),
+            np.where(is_crossed, after, before),
+        ]
+    return _unbeaten(problem, np.concatenate(parts))
+
+
+def _unbeaten(problem: SaveProblem, saved: _Flags) -> tuple[_Flags, _Flags]:
+    """Points that are allowed and faster than all smaller ones, and what they rerun.
+
+    Args:
+        problem: The groups.
+        saved: Flags of points in any order, shape (points, groups).
+
+    Returns:
+        Flags of the points that are left, the most bytes first, and of their reruns.
+    """
+    sizes, times, rerun = _sums(problem, saved)
+    order = np.lexsort((times, sizes))
+    # What must not run twice is not run twice in the points, but may be in a crossing.
+    pinned = np.array(sorted(problem.pinned), dtype=np.int64)
+    order = order[~rerun[order][:, pinned].any(axis=1)]
+    fastest = np.minimum.accumulate(np.append(np.inf, times[order]))
+    kept = order[times[order] < fastest[:-1]][::-1]
+    return saved[kept], rerun[kept]
+
+
+def _sums(
+    problem: SaveProblem, saved: _Flags
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], _Flags]:
+    """Saved bytes and recompute time of points, and what they rerun."""
+    rerun = _rerun(problem, saved)
+    nbytes = np.array(problem.saved_bytes, dtype=np.int64)
+    runtime_ms = np.array(problem.runtime_ms, dtype=np.float64)
+    return np.dot(saved, nbytes), np.dot(rerun, runtime_ms), rerun
+
+
+def trade_off(
+    problem: SaveProblem, *, num_points: int = 16
+) -> tuple[SaveSolution, ...]:
+    """A selection of Pareto points: see `Front.select`."""
+    pareto = front(problem)
+    return tuple(pareto.solutions[i] for i in pareto.select(num_points))
+
+
+def _solution(
+    problem: SaveProblem,
+    saved: tuple[bool, ...],
+    rerun: tuple[bool, ...],
+    complete_below_ms: float,
+) -> SaveSolution:
+    """Record of a point; no other one takes as few bytes in less time, if proven."""
+    cost_ms = recompute_ms(problem, rerun)
+    is_proven = cost_ms < complete_below_ms
+    return SaveSolution(
+        termination=Termination.OPTIMAL if is_proven else Termination.FEASIBLE,
+        objective_ms=cost_ms,
+        bound_ms=cost_ms if is_proven else None,
+        saved=saved,
+        rerun=rerun,
+        recompute_ms=cost_ms,
+        saved_bytes=saved_bytes(problem, saved),
+    )
+
+
+def _bytes_of(solution: SaveSolution) -> int:
+    assert solution.saved_bytes is not None
+    return solution.saved_bytes
+
+
+def _time_of(solution: SaveSolution) -> float:
+    assert solution.recompute_ms is not None
+    return solution.recompute_ms
+
+
+def rerun_closure(problem: SaveProblem, saved: Sequence[bool]) -> tuple[bool, ...]:
+    """Groups that backward must rerun if exactly these groups are saved.
+
+    Args:
+        problem: The groups; pinned ones are listed too if they would be rerun.
+        saved: Whether each group's results are saved.
+    """
+    (rerun,) = _rerun(problem, np.array([saved], dtype=bool)).tolist()
+    return tuple(rerun)
+
+
+def _rerun(problem: SaveProblem, saved: _Flags) -> _Flags:
+    """As `rerun_closure`, of many points at once: flags of shape (points, groups)."""
+    left = ~saved.T
+    rerun = np.zeros(saved.shape, dtype=bool)
+    by_group = rerun.T
+    needed = list(problem.needed)
+    by_group[needed] = left[needed]
+    for g in reversed(range(problem.num_groups)):  # inputs come before their readers
+        for h in problem.inputs[g]:
+            by_group[h] |= by_group[g] & left[h]
+    return rerun
+
+
+def recompute_ms(problem: SaveProblem, rerun: Sequence[bool]) -> float:
+    """Time of the groups that are rerun."""
+    return math.fsum(compress(problem.runtime_ms, rerun))
+
+
+def saved_bytes(problem: SaveProblem, saved: Sequence[bool]) -> int:
+    """Activation memory of the groups that are saved."""
+    return sum(compress(problem.saved_bytes, saved))

@@ -1,0 +1,305 @@
+"""Rows of the parallel MILP for exposed communication: the linear form in PuLP.
+
+With candidates numbered in the order in which their forward begins, c_i the compute
+from there to the next candidate's beginning and g_i the all-gather of candidate i, 0
+if it is no unit:
+
+    D_i >= g_i+1 - c_i,   D_i >= D_i+1 - c_i - M x_i+1,   e_i >= D_i - M (1 - x_i)
+
+is what the compute of the unit that began last at or before i leaves of the next unit's
+all-gather. In backward likewise, with recomputation in c_i, and the reduce-scatters of
+units that end between two beginnings carried in U:
+
+    U_i >= r_i,   U_i >= U_i-1 + r_i - M x_i,   e_i >= U_i-1 + D_i - M (1 - x_i)
+
+with r_i those of candidates that end between the beginnings of candidates i and i + 1.
+D may then be negative, and is cut off where no U makes up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pulp
+
+from ..milp import pulp_runner
+from .sites import Sites
+
+_MIB = 2**20
+Terms = list[tuple[pulp.LpVariable, float]]
+
+
+class TimeRows:
+    """Adds the rows for exposed communication to a model.
+
+    Attributes:
+        objective: Terms of the time of a step.
+        constant_ms: Its constant: compute.
+    """
+
+    def __init__(
+        self,
+        model: pulp.LpProblem,
+        sites: Sites,
+        *,
+        forced: bool,
+        units: Sequence[pulp.LpVariable],
+        nearest: Sequence[dict[int, pulp.LpVariable]],
+        gathered: Sequence[pulp.LpVariable],
+        reduced: Sequence[pulp.LpVariable],
+        stays: Sequence[pulp.LpVariable],
+        reshards: Sequence[pulp.LpVariable],
+        reruns: Sequence[tuple[int, Terms]],
+    ) -> None:
+        self._model, self._sites, self._x, self._forced = model, sites, units, forced
+        self._nearest = nearest
+        problem = sites.problem
+        self.constant_ms = sites.compute_between(0, len(problem.compute_ms))
+        self.objective: Terms = [term for _, terms in reruns for term in terms]
+        has_gather = self._owns("og", sites.gather)
+        has_reduce = self._owns("or", sites.reduce)
+        gather, reduce, total = problem.gather, problem.reduce, problem.all_reduce
+        count = range(len(sites.modules))
+        per_mib = gather.ms_per_byte * _MIB
+        self._gathers = [
+            [(has_gather[m], gather.latency_ms), (gathered[m], per_mib)] for m in count
+        ]
+        self._regathers = [
+            [
+                (reshards[m], gather.latency_ms),
+                (gathered[m], per_mib),
+                (stays[m], -per_mib),
+            ]
+            for m in count
+        ]
+        self._regathers[0] = []  # the root stays
+        self._reduces = [
+            [
+                (has_reduce[m], reduce.latency_ms),
+                (reduced[m], reduce.ms_per_byte * _MIB),
+            ]
+            for m in count
+        ]
+        self._totals = [
+            [(has_reduce[m], total.latency_ms), (reduced[m], total.ms_per_byte * _MIB)]
+            for m in count
+        ]
+        self._most_gather = [gather.ms(nbytes) for nbytes in sites.most_gather]
+        self._most_reduce = [reduce.ms(nbytes) for nbytes in sites.most_reduce]
+        self._most_total = [total.ms(nbytes) for nbytes in sites.most_reduce]
+        self._reruns = reruns
+        self._forward_waits: list[pulp.LpVariable] = []
+        self._waits: dict[int, pulp.LpVariable] = {}  # e of backward, by candidate
+        self._add_forward()
+        self._add_backward()
+        self._add_tail()
+        if not forced:
+            self._add_cuts()
+
+    def _owns(self, name: str, values: Sequence[int]) -> list[pulp.LpVariable]:
+        """By candidate, whether it owns parameters with a value."""
+        flags = []
+        for unit, x in enumerate(self._x):
+            if unit and all(
+                values[t] or not self._sites.gather[t]
+                for t, nearest in enumerate(self._nearest)
+                if unit in nearest
+            ):
+                flags.append(x)  # a unit owns something
+                continue
+            owns = self._model.add_variable(f"{name}_{unit:05d}", 0, 1)
+            for t, nearest in enumerate(self._nearest):
+                if unit in nearest and values[t]:
+                    terms = [(owns, 1.0), (nearest[unit], -1.0)]
+                    self._model += pulp_runner.row(terms) >= 0
+            flags.append(owns)
+        return flags
+
+    def _add_forward(self) -> None:
+        sites, order = self._sites, self._sites.forward_order
+        end = sites.begins[0]
+        segments = sites.segments([sites.starts[m] for m in order], end)
+        self.objective += self._gathers[order[0]]
+        left: pulp.LpVariable | None = None  # D of the candidate after
+        most_left = 0.0
+        for k in reversed(range(len(order) - 1)):
+            unit, after = order[k], order[k + 1]
+            compute = sites.compute_between(*segments[k])
+            carried = 0.0 if self._forced else most_left
+            most = max(0.0, self._most_gather[after] - compute, carried - compute)
+            if most == 0.0:
+                left, most_left = None, 0.0
+                continue
+            here = self._model.add_variable(f"df_{unit:05d}", 0)
+            gather = [(v, -c) for v, c in self._gathers[after]]
+            self._model += pulp_runner.row([(here, 1.0), *gather]) >= -compute
+            if left is not None and not self._forced:
+                terms = [(here, 1.0), (left, -1.0), (self._x[after], most_left)]
+                self._model += pulp_runner.row(terms) >= -compute
+            wait = self._model.add_variable(f"ef_{unit:05d}", 0)
+            terms = [(wait, 1.0), (here, -1.0), (self._x[unit], -most)]
+            self._model += pulp_runner.row(terms) >= -most
+            self._forward_waits.append(wait)
+            left, most_left = here, most
+        self.objective += [(wait, 1.0) for wait in self._forward_waits]
+
+    def _add_backward(self) -> None:
+        sites, order = self._sites, self._sites.backward_order
+        segments = sites.segments([sites.begins[m] for m in order], sites.ends[0])
+        loads, most_loads = self._loads(order, segments)
+        # Below minus the largest load before it, D makes no wait.
+        floors = [0.0, *accumulate(most_loads[:-1], max)]
+        left: pulp.LpVariable | None = None
+        most_left = 0.0
+        for k in reversed(range(len(order))):
+            unit = order[k]
+            compute = sites.compute_between(*segments[k])
+            rerun = self._rerun_within(*segments[k])
+            after = order[k + 1] if k + 1 < len(order) else None
+            most_after = 0.0 if after is None else self._most_gather[after]
+            most = most_after - compute
+            here = self._model.add_variable(f"db_{unit:05d}", -floors[k])
+            terms = [(here, 1.0), *rerun]
+            if after is None:
+                self._model += pulp_runner.row(terms) >= -compute
+            else:
+                gather = [(v, -c) for v, c in self._regathers[after]]
+                floor = 0.0 if self._forced else floors[k + 1]
+                row = [*terms, *gather, (self._x[after], -floor)]
+                self._model += pulp_runner.row(row) >= -compute - floor
+                if not self._forced:
+                    assert left is not None
+                    most = max(most, most_left - compute)
+                    over = max(0.0, most_left)
+                    row = [*terms, (left, -1.0), (self._x[after], over)]
+                    self._model += pulp_runner.row(row) >= -compute
+            load = most_loads[k - 1] if k else 0.0
+            if load + most > 0.0:
+                self._add_wait(unit, here, loads[k - 1] if k else None, load + most)
+            left, most_left = here, most
+
+    def _add_wait(
+        self,
+        unit: int,
+        left: pulp.LpVariable,
+        load: pulp.LpVariable | None,
+        most: float,
+    ) -> None:
+        wait = self._model.add_variable(f"eb_{unit:05d}", 0)
+        terms = [(wait, 1.0), (left, -1.0), (self._x[unit], -most)]
+        if load is not None:
+            terms.append((load, -1.0))
+        self._model += pulp_runner.row(terms) >= -most
+        self.objective.append((wait, 1.0))
+        self._waits[unit] = wait
+
+    def _loads(
+        self, order: Sequence[int], segments: Sequence[tuple[int, int]]
+    ) -> tuple[list[pulp.LpVariable], list[float]]:
+        """Load U after each unit's backward begins, and the most that it can be."""
+        sites = self._sites
+        ends = iter(sites.end_order)
+        ending = next(ends, None)
+        loads: list[pulp.LpVariable] = []
+        most: list[float] = []
+        for (_, stop), unit in zip(segments, order, strict=True):
+            reduces: Terms = []
+            most_here = 0.0
+            while ending is not None and sites.ends[ending] <= stop:
+                reduces += self._reduces[ending]
+                most_here += self._most_reduce[ending]
+                ending = next(ends, None)
+            load = self._model.add_variable(f"u_{unit:05d}", 0)
+            terms = [(load, 1.0), *((v, -c) for v, c in reduces)]
+            self._model += pulp_runner.row(terms) >= 0
+            if loads and not self._forced:
+                row = [*terms, (loads[-1], -1.0), (self._x[unit], most[-1])]
+                self._model += pulp_runner.row(row) >= 0
+                most_here += most[-1]
+            loads.append(load)
+            most.append(most_here)
+        return loads, most
+
+    def _add_tail(self) -> None:
+        """Collectives that are left when a unit ends, and when the compute does."""
+        sites, order = self._sites, self._sites.end_order
+        tail: pulp.LpVariable | None = None
+        stop = sites.ends[0]
+        later_reduces: Terms = []
+        later_totals: Terms = []
+        most_reduces = most_totals = 0.0
+        for k, unit in enumerate(reversed(order)):
+            most_reduces += self._most_reduce[unit]
+            most_totals += self._most_total[unit]
+            later_reduces = self._summed(f"sr_{k:05d}", later_reduces, unit, "reduce")
+            if most_totals:
+                later_totals = self._summed(f"st_{k:05d}", later_totals, unit, "total")
+            hidden = sites.compute_between(sites.ends[unit], stop)
+            queues = [(later_reduces, most_reduces)]
+            if most_totals:
+                queues.append(
+                    (
+                        [*later_totals, *self._reduces[unit]],
+                        most_totals + self._most_reduce[unit],
+                    )
+                )
+            for terms, most in queues:
+                if most <= hidden:
+                    continue
+                if tail is None:
+                    tail = self._model.add_variable("tail", 0)
+                    self.objective.append((tail, 1.0))
+                row = [(tail, 1.0), *((v, -c) for v, c in terms)]
+                row += self._rerun_within(sites.ends[unit], stop)
+                row += [
+                    (wait, 1.0)
+                    for begun, wait in self._waits.items()
+                    if sites.begins[begun] >= sites.ends[unit]
+                ]
+                self._model += pulp_runner.row(row) >= -hidden
+
+    def _add_cuts(self) -> None:
+        """Forward and backward as a whole take no less than their collectives.
+
+        Implied by the rows above if units are whole; not in the relaxation. A
+        reduce-scatter counts if a module of the same kind begins after its end: then
+        some unit does, if it is one.
+        """
+        sites = self._sites
+        modules = [sites.problem.modules[index] for index in sites.modules]
+        last: dict[int, int] = {}
+        for module in modules:
+            if module.kind is not None:
+                latest = max(last.get(module.kind, 0), module.backward[0])
+                last[module.kind] = latest
+        forward = [term for terms in self._gathers[1:] for term in terms]
+        backward = [term for terms in self._regathers for term in terms]
+        for unit, module in enumerate(modules):
+            if module.kind is not None and last[module.kind] >= module.backward[1]:
+                backward += self._reduces[unit]
+        compute = sites.compute_between(sites.starts[0], sites.begins[0])
+        terms = [(wait, 1.0) for wait in self._forward_waits]
+        terms += [(v, -c) for v, c in forward]
+        self._model += pulp_runner.row(terms) >= -compute
+        compute = sites.compute_between(sites.begins[0], sites.ends[0])
+        terms = [(wait, 1.0) for wait in self._waits.values()]
+        terms += [(v, -c) for v, c in backward]
+        terms += self._rerun_within(sites.begins[0], sites.ends[0])
+        self._model += pulp_runner.row(terms) >= -compute
+
+    def _summed(self, name: str, later: Terms, unit: int, kind: str) -> Terms:
+        """A variable for a sum that goes on from unit to unit."""
+        own = self._reduces[unit] if kind == "reduce" else self._totals[unit]
+        total = self._model.add_variable(name, 0)
+        terms = [(v, -c) for v, c in [*later, *own]]
+        self._model += pulp_runner.row([(total, 1.0), *terms]) == 0
+        return [(total, 1.0)]
+
+    def _rerun_within(self, start: int, stop: int) -> Terms:
+        return [
+            term
+            for position, terms in self._reruns
+            if start <= position < stop
+            for term in terms
+        ]

@@ -1,0 +1,301 @@
+"""The MILP over the forward values of one graph, in PuLP.
+
+k_v = 1 if value v is kept, x_o = 1 if op o runs again, s_ot = 1 if it did so before or
+at step t, y_vq = 1 if a copy of v is alive at position q:
+
+minimize    sum_o t_o x_o                          recompute time [ms]
+subject to  k_v + x_o >= 1                         backward reads v, made by o    (1)
+            x_o <= k_v + x_p                       o reads v, made by p           (2)
+            s_ot >= 1 - k_v                        some step <= t reads v         (3)
+            s_ot >= s_ct - k_v                     c reads v, made by o           (4)
+            s_ot <= sum of what (3) and (4) ask of it                             (5)
+            y_vq >= k_v, y_vq >= s_ot              a later step reads v           (6)
+            y_vq >= a + (x_c - s_ct) - 1           c reads v and is still to run  (7)
+            sum_v m_v y_vq + b_q <= P              at position q: the peak        (8)
+
+with a = k_v or s_ot: a copy is there. (3) to (8) are added for the positions that turn
+out to bind. At a position inside the ops that run again before a step, s is that of the
+step for ops before the position and that of the step before for all others. For an
+op with one value k_v + x_o <= 1, which makes (6) a sum. Bytes are in MiB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Set
+from functools import cached_property
+from typing import Any
+
+import pulp
+
+from ..milp import pulp_runner
+from .recomputation import GraphProblem, Position
+
+_MIB = 2**20
+_TIE_BREAK = 1e-4  # weight of kept bytes against all of the time: a heuristic
+
+_Expression = Any  # a pulp.LpAffineExpression: PuLP has no types
+
+
+def _number(value: float) -> _Expression:
+    return pulp.LpAffineExpression(constant=value)
+
+
+class GraphModel:
+    """The model of a problem with rows for some positions.
+
+    Attributes:
+        model: The PuLP model.
+        rows: Positions that have a row.
+    """
+
+    def __init__(self, problem: GraphProblem, *, budget_bytes: int | None) -> None:
+        """Args:
+        problem: The step.
+        budget_bytes: Cap on the peak; None to minimise the peak instead.
+        """
+        self.problem = problem
+        self.model = pulp_runner.Model("graph")
+        self.rows: set[Position] = set()
+        self._again: dict[tuple[int, int], _Expression] = {}
+        self._add_choices()
+        if budget_bytes is None:
+            self._cap: pulp.LpVariable | float = self.model.add_variable("peak", 0.0)
+            self.model += self._cap + 0.0
+        else:
+            self._cap = budget_bytes / _MIB
+            self.model += self._objective()
+
+    # --- choices ----------------------------------------------------------------
+
+    @cached_property
+    def ops(self) -> list[int]:
+        """Ops whose values backward reads, or which it takes to recompute these."""
+        pending = [self.problem.maker[v] for v in self.problem.first_need]
+        needed: set[int] = set()
+        while pending:
+            op = pending.pop()
+            if op not in needed:
+                needed.add(op)
+                if op not in self.problem.pinned:
+                    pending += [self.problem.maker[v] for v in self.problem.reads[op]]
+        return sorted(needed)
+
+    @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """Values -> the ops of `ops` that read them if they run again."""
+        readers = defaultdict(list)
+        for op in self.ops:
+            if op not in self.problem.pinned:
+                for v in self.problem.reads[op]:
+                    readers[v].append(op)
+        return readers
+
+    def _add_choices(self) -> None:
+        problem = self.problem
+        self.keep: dict[int, pulp.LpVariable] = {}
+        self.run: dict[int, pulp.LpVariable] = {}
+        for op in self.ops:
+            if op not in problem.pinned:
+                self.run[op] = self.model.add_variable(f"x{op}", 0.0, 1.0)
+            for v in problem.makes[op]:
+                if v in problem.returned:
+                    continue
+                if v not in problem.first_need and v not in self.readers:
+                    continue
+                self.keep[v] = self.model.add_variable(f"k{v}", cat=pulp.LpBinary)
+                kept_or_run = self.keep[v] + self._run(op)
+                if v in problem.first_need:
+                    self.model += kept_or_run >= 1  # (1)
+                if len(problem.makes[op]) == 1 and op in self.run:
+                    self.model += kept_or_run <= 1
+        for v, ops in self.readers.items():
+            if v not in problem.returned:
+                for op in ops:  # (2)
+                    there = self.keep[v] + self._run(problem.maker[v])
+                    self.model += self.run[op] <= there
+
+    def _run(self, op: int) -> _Expression:
+        return _number(0) if op not in self.run else self.run[op] + 0.0
+
+    @cached_property
+    def time_scale(self) -> float:
+        """Objective per millisecond: all of the time is 1024 or so."""
+        total_ms = sum(self.problem.runtime_ms[op] for op in self.run)
+        return math.ldexp(1.0, 10 - math.frexp(total_ms)[1]) if total_ms else 1.0
+
+    @cached_property
+    def tie_break_ms(self) -> float:
+        """The most that keeping bytes counts in the objective."""
+        return _TIE_BREAK * sum(self.problem.runtime_ms[op] for op in self.run)
+
+    def _objective(self) -> _Expression:
+        total_bytes = sum(self.problem.value_bytes[v] for v in self.keep) or 1
+        weight = self.tie_break_ms / total_bytes
+        terms = [(x, self.problem.runtime_ms[op]) for op, x in self.run.items()]
+        terms += [
+            (k, weight * self.problem.value_bytes[v]) for v, k in self.keep.items()
+        ]
+        return pulp_runner.row((x, ms * self.time_scale) for x, ms in terms)
+
+    # --- what has run again by a step -----------------------------------------------
+
+    def _runs_early(self, op: int, step: int) -> bool:
+        """Whether the op has run again by the step if it runs again at all."""
+        values = self.problem.makes[op]
+        return len(values) == 1 and self._is_read_by(values[0], step)
+
+    def _is_read_by(self, value: int, step: int) -> bool:
+        return self.problem.first_need.get(value, math.inf) <= step
+
+    @cached_property
+    def _earliest(self) -> dict[int, float]:
+        """Ops -> the first step before which they could run again."""
+        earliest: dict[int, float] = {}
+        for op in reversed(self.ops):
+            needs = [math.inf]
+            for v in self.problem.makes[op]:
+                needs.append(self.problem.first_need.get(v, math.inf))
+                needs += [earliest[c] for c in self.readers.get(v, ())]
+            earliest[op] = min(needs)
+        return earliest
+
+    def again(self, op: int, step: int) -> _Expression:
+        """s_ot: whether an op has run again by a step."""
+        if op not in self.run or step < self._earliest[op]:
+            return _number(0)
+        if self._runs_early(op, step):
+            return self.run[op] + 0.0
+        if (op, step) not in self._again:
+            s = self.model.add_variable(f"s{op}_{step}", 0.0, 1.0)
+            self._again[op, step] = s + 0.0
+            self._define_again(s, op, step)
+        return self._again[op, step]
+
+    def _define_again(self, s: pulp.LpVariable, op: int, step: int) -> None:
+        """Add rows (3) to (5) of an op and a step; a kept value asks for nothing."""
+        self.model += s <= self.run[op]
+        asked = _number(0)
+        for v in self.problem.makes[op]:
+            if v not in self.keep:
+                continue
+            if self._is_read_by(v, step):
+                self.model += s >= 1 - self.keep[v]
+                asked += 1 - self.keep[v]
+                continue
+            by_readers = [self.again(c, step) for c in self.readers.get(v, ())]
+            by_readers = [term for term in by_readers if len(term)]
+            for term in by_readers:
+                self.model += s >= term - self.keep[v]
+            if by_readers:
+                z = self.model.add_variable(f"z{v}_{step}", 0.0, 1.0)
+                self.model += z <= pulp.lpSum(by_readers)
+                self.model += z <= 1 - self.keep[v]
+                asked += z
+        self.model += s <= asked
+
+    # --- memory -------------------------------------------------------------------
+
+    def add_row(self, position: Position) -> None:
+        """Cap the memory at a position."""
+        if position in self.rows:
+            return
+        self.rows.add(position)
+        terms, constant_bytes = (
+            self._in_forward(position)
+            if position.step < 0
+            else self._in_backward(position)
+        )
+        total = pulp.lpSum(
+            expression * (num_bytes / _MIB) for expression, num_bytes in terms
+        )
+        self.model += total + constant_bytes / _MIB <= self._cap
+
+    def _in_forward(
+        self, position: Position
+    ) -> tuple[list[tuple[_Expression, int]], int]:
+        problem, here = self.problem, position.op
+        assert here is not None
+        constant = problem.other_bytes + problem.workspace_bytes[here]
+        terms = []
+        for v, op in enumerate(problem.maker):
+            if op > here:
+                continue
+            if v in problem.returned or problem.last_forward_read[v] >= here:
+                constant += problem.value_bytes[v]
+            elif v in self.keep:
+                terms.append((self.keep[v] + 0.0, problem.value_bytes[v]))
+        return terms, constant
+
+    def _in_backward(
+        self, position: Position
+    ) -> tuple[list[tuple[_Expression, int]], int]:
+        problem, (step, here) = self.problem, position
+        sizes = problem.value_bytes
+        constant = sum(sizes[v] for v in problem.returned)
+        terms = []
+        if here is None:
+            constant += problem.step_bytes[step]
+        else:
+            constant += problem.carried_bytes[step]
+            now = self.again(here, step) - self.again(here, step - 1)
+            terms.append((now, problem.workspace_bytes[here]))
+        for op in self.ops:
+            for v in problem.makes[op]:
+                if v in self.keep and (alive := self._alive(v, position)) is not None:
+                    terms.append((alive, sizes[v]))
+                elif here == op:  # nobody reads it; made all the same
+                    terms.append((now, sizes[v]))
+        return terms, constant
+
+    def _last_step(self, op: int, position: Position) -> int:
+        """The last step by which an op must have run to be done at a position."""
+        is_ahead = position.op is not None and op >= position.op
+        return position.step - 1 if is_ahead else position.step
+
+    def _alive(self, value: int, position: Position) -> _Expression | None:
+        """y_vq, or an expression equal to it; None if no copy is ever alive there."""
+        problem, keep = self.problem, self.keep[value]
+        op = problem.maker[value]
+        # While the op itself runs, its values are there.
+        is_here = op == position.op
+        copy = self.again(
+            op, position.step if is_here else self._last_step(op, position)
+        )
+        is_single = len(problem.makes[op]) == 1
+        if problem.last_need.get(value, -1) >= position.step:
+            if is_single:
+                return keep + copy
+            return self._at_least(value, position, [keep + 0.0, copy])
+        there = [keep + copy] if is_single else [keep + 0.0, copy]
+        asked = []
+        for c in self.readers.get(value, ()):
+            step = self._last_step(c, position)
+            if not self._runs_early(c, step):
+                ahead = self.run[c] - self.again(c, step)
+                asked += [a + ahead - 1 for a in there]
+        if is_here:
+            asked.append(copy - self.again(op, position.step - 1))
+        return self._at_least(value, position, asked) if asked else None
+
+    def _at_least(
+        self, value: int, position: Position, asked: Iterable[_Expression]
+    ) -> _Expression:
+        here = "end" if position.op is None else position.op
+        y = self.model.add_variable(f"y{value}_{position.step}_{here}", 0.0)
+        for expression in asked:
+            self.model += y >= expression  # (6), (7)
+        return y + 0.0
+
+    # --- solutions ----------------------------------------------------------------
+
+    def kept(self) -> frozenset[int]:
+        """Values that the variables keep, rounded."""
+        return frozenset(v for v, k in self.keep.items() if (k.varValue or 0.0) > 0.5)
+
+    def forbid(self, kept: Set[int]) -> None:
+        """Cut off one choice that breaks rows by less than their tolerance."""
+        self.model += (
+            pulp.lpSum(1 - k if v in kept else k for v, k in self.keep.items()) >= 1
+        )

@@ -1,0 +1,557 @@
+"""The MILP over classes of units: how many of each take which point, in PuLP.
+
+Y_c members of class c are under AC, Z_ck of them at point k:
+
+minimize    sum_ck t_ck Z_ck  (or P)                recompute time [ms], or peak
+subject to  sum_k Z_ck = Y_c                        for every class            (1)
+            sum_d Y_d |c| / |d| <= |c|              d = c and around it: no    (2)
+                                                    nesting
+            B_q + sum_ck a_qck Z_ck + sum_j n_j h_j <= P    at the rows' positions q (3)
+            sum_d Y_d |c| / |d| <= |c| h_j          d as in (2) that hold j    (4)
+            sum_ek Z_ek + Y_d - m - r <= h_g        g: m holds of like units   (5)
+            h_g <= sum_ek Z_ek, h_g <= sum_d Y_d    likewise                   (6)
+
+with a what a point adds to the live memory B, and h_j = 1 if any unit holds j. (5)
+instead of (4) is for holds with `freed_by`: points ek free what d holds, h_g is how
+many of m such holds are alive, and r how many members of e and d have no part in them.
+(6) is for holds with `kept_by`, whose n_j is negative: points ek keep what d holds.
+Both are exact for classes of one member, else a relaxation. Classes of equal units of
+one tree split in equal parts, so that |c| / |d| is an integer, and every solution in
+integers can be dealt out to the units (`classes.spread`). With one member each
+this is the MILP over units itself. Bytes are in MiB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+
+import numpy as np
+import pulp
+
+from ..milp import pulp_runner
+from .classes import Classes
+from .holds import Held, Numbers
+from .table import Floats, Table
+
+MIB = 2**20  # coefficients of (3) in MiB stay within row tolerances
+_WHOLE = 1e-6  # what an integer may be off
+_LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrogate:
+    """Rows added up to one that every choice keeps, whatever their weights are.
+
+    In ms: at the optimum of the relaxation what is used adds as much as it takes.
+
+    Attributes:
+        amounts: What each column adds, with that its unit is chosen; -inf where it may
+            not be.
+        required: How much has to be added at least.
+        nesting: What rows (2) ask for each column beyond that,
+        nesting_total: and what they allow at most.
+    """
+
+    amounts: Floats
+    required: float
+    nesting: Floats
+    nesting_total: float
+
+
+class CountModel:
+    """The model for a few rows, and the way back from its variables.
+
+    Args:
+        table: The units.
+        classes: Their classes, which the rows cannot tell apart.
+        rows: Positions whose memory is capped.
+        units: Those that may be chosen.
+        budget_bytes: The cap; None to minimise it.
+        mixed: Units that stand for finer curves: they may take points between theirs,
+            and mixtures where points are missing. None if all take whole points.
+        surcharges: What a solution costs at least beyond the relaxation if it uses a
+            column, in ms.
+        room_ms: Columns with a larger surcharge are left out.
+        tolerance_ms: Points are mixed in segments of this tolerance only, see
+            `segments`; infinite if they are mixed at will, and only classes and
+            holds are counted in integers. Of no account without `mixed`.
+        least_using: What choices take at least that use a point of a unit, see
+            `surrogate`,
+        limit_ms: and what they may take.
+
+    Attributes:
+        model: The PuLP model.
+        classes: As above.
+        scale: Objective of the model per millisecond, or per byte of the cap.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        classes: Classes,
+        rows: Sequence[int],
+        *,
+        units: Collection[int],
+        budget_bytes: int | None,
+        mixed: Collection[int] | None = None,
+        surcharges: Floats | None = None,
+        room_ms: float = math.inf,
+        tolerance_ms: float = math.inf,
+        least_using: Mapping[int, Floats] | None = None,
+        limit_ms: float = math.inf,
+    ) -> None:
+        self.model = pulp_runner.Model("counts")
+        self._least_using = least_using or {}
+        self._limit_ms = limit_ms
+        self._table = table
+        self.classes = classes
+        self._surcharges = np.zeros(len(table.times))
+        if surcharges is not None:
+            self._surcharges = surcharges
+        self._room_ms = room_ms
+        self._tolerance_ms = tolerance_ms
+        self._mixed = None if mixed is None else frozenset(mixed)
+        longest = float(table.times.max(initial=0.0))
+        exponent = math.frexp(_LARGEST_TIME / longest)[1] if longest else 0
+        self.scale = 1.0 / MIB if budget_bytes is None else math.ldexp(1.0, exponent)
+        self._add_weights(frozenset(units))
+        self._add_no_nesting()
+        self._peak: pulp.LpVariable | None = None
+        if budget_bytes is None:
+            self._peak = self.model.add_variable("peak")
+            self.model.setObjective(pulp_runner.row([(self._peak, 1.0)]))
+        else:
+            self.model.setObjective(
+                pulp_runner.row(
+                    (z, time_ms * self.scale) for z, time_ms in self._timed()
+                )
+            )
+        self._held: dict[object, pulp.LpVariable | None] = {}
+        self._limits = [(self._add_row(q), int(table.base[q])) for q in rows]
+        if budget_bytes is not None:
+            self.set_budget(budget_bytes)
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the right-hand sides of (3)."""
+        for constraint, base in self._limits:
+            constraint.changeRHS((budget_bytes - base) / MIB)
+
+    def num_integers(self) -> int:
+        """How many variables a MILP has to branch on at most."""
+        return sum(v.cat == pulp.LpInteger for v in self.model.variables())
+
+    def totals(self, *, whole: bool) -> Floats:
+        """Sums of the members' weights, in the columns of each class's first member."""
+        sums = np.zeros(len(self._table.times))
+        for column, z in self._z.items():
+            value = max(0.0, z.varValue or 0.0)
+            sums[column] = round(value) if whole else value
+        for b, column, share, _ in self._between:
+            value = max(0.0, b.varValue or 0.0)
+            sums[column] += (1.0 - share) * value
+            if share:
+                sums[column + 1] += share * value
+        return sums
+
+    def mixes_known(self) -> bool:
+        """Whether a solution mixes points between which no point is missing."""
+        point_weights = [b.varValue or 0.0 for b, *_ in self._between]
+        if any(abs(share - round(share)) > _WHOLE for share in point_weights):
+            return True
+        for c, y in self._y.items():
+            unit = self.classes.members[c][0]
+            columns = range(*self._table.first[unit : unit + 2])
+            shares = [(j, self._z[j].varValue or 0.0) for j in columns if j in self._z]
+            if all(abs(share - round(share)) <= _WHOLE for _, share in shares):
+                continue
+            time_ms = sum(share * float(self._table.times[j]) for j, share in shares)
+            if time_ms < self._complete_ms(unit) * round(y.varValue or 0.0):
+                return True
+        return False
+
+    def prices(self) -> list[float]:
+        """What a byte of the budget saves at each row, in the objective's unit.
+
+        The duals of (3) in the relaxation solved last.
+        """
+        return [-(constraint.pi or 0.0) / MIB for constraint, _ in self._limits]
+
+    def surrogate(self) -> Surrogate:
+        """All rows but (2), weighted by the duals of the relaxation solved last."""
+        matrix, variables = self.model.matrix(), self.model.variables()
+        duals = np.array([row.pi or 0.0 for row in matrix.rows])
+        lowest, highest = matrix.bounds()
+        limits = np.where(duals > 0.0, lowest, highest)
+        duals[~np.isfinite(limits)] = 0.0
+        row_of = np.repeat(np.arange(len(matrix.rows)), np.diff(matrix.starts))
+        added = matrix.coefficients * duals[row_of]
+        is_nesting = np.zeros(len(matrix.rows), dtype=bool)
+        is_nesting[self._nesting] = True
+        of_rows, of_nesting = (
+            np.bincount(matrix.columns[own], added[own], len(variables))
+            for own in (~is_nesting[row_of], is_nesting[row_of])
+        )
+        total = duals * np.where(duals != 0.0, limits, 0.0)
+        required = float(total[~is_nesting].sum())
+        number = {id(v): i for i, v in enumerate(variables)}
+        amounts = np.full(len(self._table.times), -math.inf)
+        nesting = np.zeros(len(self._table.times))
+        others = np.ones(len(variables), dtype=bool)
+        for c, y in self._y.items():
+            unit = number[id(y)]
+            others[unit] = False
+            first = self._table.first[self.classes.members[c][0]]
+            size = self._table.first[self.classes.members[c][0] + 1] - first
+            for k in range(size):
+                z = number[id(self._z[first + k])]
+                others[z] = False
+                amounts[first + k] = of_rows[z] + of_rows[unit]
+            for u in self.classes.members[c][1:]:
+                start = self._table.first[u]
+                amounts[start : start + size] = amounts[first : first + size]
+            for u in self.classes.members[c]:
+                start = self._table.first[u]
+                nesting[start : start + size] = -of_nesting[unit]
+        # The others, such as holds, are as helpful as they can be.
+        for i in np.flatnonzero(others & (of_rows != 0.0)).tolist():
+            most = variables[i].upBound if of_rows[i] > 0.0 else variables[i].lowBound
+            required -= math.inf if most is None else float(of_rows[i]) * most
+        return Surrogate(
+            amounts=amounts / self.scale,
+            nesting=nesting / self.scale,
+            required=required / self.scale,
+            nesting_total=-float(total[is_nesting].sum()) / self.scale,
+        )
+
+    def surcharges(self) -> Floats:
+        """What a solution costs at least beyond the LP optimum if it uses a column.
+
+        In the objective's unit, by reduced costs of the relaxation solved last.
+        """
+        surcharges = np.zeros(len(self._table.times))
+        for c, y in self._y.items():
+            members = self.classes.members[c]
+            first = self._table.first[members[0]]
+            size = self._table.first[members[0] + 1] - first
+            own = np.zeros(size)
+            for k in range(size):
+                z = self._z.get(first + k)
+                if z is not None:
+                    own[k] = (z.dj or 0.0) + max(0.0, y.dj or 0.0)
+            for u in members:
+                surcharges[self._table.first[u] : self._table.first[u + 1]] = own
+        return surcharges
+
+    def _add_weights(self, units: frozenset[int]) -> None:
+        """Row (1)."""
+        add = self.model.add_variable
+        self._y: dict[int, pulp.LpVariable] = {}
+        self._z: dict[int, pulp.LpVariable] = {}
+        self._between: list[tuple[pulp.LpVariable, int, float, float]] = []
+        for c, members in enumerate(self.classes.members):
+            first, size = members[0], len(members)
+            if first not in units:
+                continue
+            using_ms = self._using_ms(members)
+            if using_ms is not None and using_ms.min() > self._limit_ms:
+                continue
+            terms = []
+            columns = [*range(*self._table.first[first : first + 2])]
+            if self._mixed is None:
+                for j in columns:
+                    if self._surcharges[j] <= self._room_ms:
+                        self._z[j] = add(f"z_{j:06d}", 0, size, pulp.LpInteger)
+                        terms.append((self._z[j], 1.0))
+            elif not math.isinf(self._tolerance_ms):
+                terms += self._add_between(first, columns, size, using_ms)
+                terms += self._add_mixture(first, columns, size, using_ms)
+            else:
+                terms += self._add_points(columns, size, 0.0)
+            if terms:
+                self._y[c] = add(f"y_{c:05d}", 0, size, pulp.LpInteger)
+                self.model += pulp_runner.row([*terms, (self._y[c], -1.0)]) == 0
+
+    def _using_ms(self, members: Sequence[int]) -> Floats | None:
+        """Least time of the choices that use each point of any of some equal units."""
+        bounds_ms = [self._least_using[u] for u in members if u in self._least_using]
+        if len(bounds_ms) < len(members):
+            return None
+        return bounds_ms[0] if len(bounds_ms) == 1 else np.min(bounds_ms, axis=0)
+
+    def _add_between(
+        self,
+        u: int,
+        columns: Sequence[int],
+        size: int,
+        using_ms: Floats | None,
+    ) -> list[tuple[pulp.LpVariable, float]]:
+        """All points of a unit that are faster than any that is missing.
+
+        How many members lie in which segment is counted in integers.
+        """
+        limit_ms = self._complete_ms(u)
+        segments = self._table.segments(u, limit_ms)
+        if segments is None:
+            return []
+        own = segments.between(self._surcharges[columns]) + segments.times
+        own -= segments.between(self._table.times[columns])
+        if using_ms is not None:
+            own[using_ms[: len(own)] > self._limit_ms] = math.inf
+        kept = np.flatnonzero(own <= self._room_ms)
+        terms = []
+        for n, vertices in enumerate(segments.vertices(kept, self._tolerance_ms)):
+            category = pulp.LpInteger if len(vertices) == 1 else pulp.LpContinuous
+            points = []
+            for v in vertices:
+                column, share = (
+                    columns[int(segments.index[v])],
+                    float(segments.share[v]),
+                )
+                name = f"b_{column + (share > 0.0):06d}_{v:05d}"
+                b = self.model.add_variable(name, 0, size, category)
+                self._between.append((b, column, share, float(segments.times[v])))
+                points.append((b, 1.0))
+            if len(vertices) > 1:
+                name = f"s_{columns[0]:06d}_{n:05d}"
+                count = self.model.add_variable(name, 0, size, pulp.LpInteger)
+                self.model += pulp_runner.row([*points, (count, -1.0)]) == 0
+                points = [(count, 1.0)]
+            terms += points
+        return terms
+
+    def _add_mixture(
+        self,
+        u: int,
+        columns: Sequence[int],
+        size: int,
+        using_ms: Floats | None,
+    ) -> list[tuple[pulp.LpVariable, float]]:
+        """What stands for missing points: mixtures that take as long as any of them."""
+        least_ms = self._complete_ms(u)
+        if math.isinf(least_ms):
+            return []
+        if using_ms is not None:
+            segments = self._table.segments(u, least_ms)
+            num_known = 0 if segments is None else len(segments.times)
+            if using_ms[num_known:].min(initial=math.inf) > self._limit_ms:
+                return []
+        points = self._add_points(columns, size, least_ms)
+        if not points:
+            return []
+        count = self.model.add_variable(f"m_{columns[0]:06d}", 0, size, pulp.LpInteger)
+        self.model += pulp_runner.row([*points, (count, -1.0)]) == 0
+        if least_ms > 0.0:
+            times = self._table.times[columns] * self.scale
+            slower = [(z, t) for (z, _), t in zip(points, times.tolist(), strict=True)]
+            self.model += (
+                pulp_runner.row([*slower, (count, -least_ms * self.scale)]) >= 0
+            )
+        return [(count, 1.0)]
+
+    def _add_points(
+        self, columns: Sequence[int], size: int, least_ms: float
+    ) -> list[tuple[pulp.LpVariable, float]]:
+        """Points to be mixed; none if all mixtures of a time or more cost too much."""
+        own = self._surcharges[columns]
+        if _least_on_hull(self._table.times[columns], own, least_ms) > self._room_ms:
+            return []
+        points = {j: self.model.add_variable(f"z_{j:06d}", 0, size) for j in columns}
+        self._z |= points
+        return [(z, 1.0) for z in points.values()]
+
+    def _complete_ms(self, u: int) -> float:
+        """Time of a unit below which no point is missing."""
+        if self._mixed is None or u not in self._mixed:
+            return math.inf
+        return self._table.problem.units[u].mixed_from_ms
+
+    def _between_two(self, values: Numbers, column: int, share: float) -> float:
+        """Value at a share of the way from a column to the next one."""
+        if not share:
+            return float(values[column])
+        return float(values[column] * (1.0 - share) + values[column + 1] * share)
+
+    def _timed(self) -> Iterator[tuple[pulp.LpVariable, float]]:
+        for column, z in self._z.items():
+            yield z, float(self._table.times[column])
+        for b, _, _, time_ms in self._between:
+            yield b, time_ms
+
+    def _add_no_nesting(self) -> None:
+        """Row (2)."""
+        before = self.model.numConstraints()
+        for c in self.classes.innermost:
+            path = self.classes.path(c)
+            terms = self._shares(c, path)
+            if len(terms) > 1:
+                self.model += pulp_runner.row(terms) <= len(self.classes.members[c])
+        self._nesting = slice(before, self.model.numConstraints())
+
+    def _shares(
+        self, c: int, path: Sequence[int]
+    ) -> list[tuple[pulp.LpVariable, float]]:
+        """How many members of a class are, or lie in, chosen units of classes."""
+        size = len(self.classes.members[c])
+        return [
+            (self._y[d], size / len(self.classes.members[d]))
+            for d in path
+            if d in self._y
+        ]
+
+    def _add_row(self, position: int) -> pulp.LpConstraint:
+        """Row (3)."""
+        added = self._table.row(position)
+        terms = [
+            (z, float(added[column]) / MIB)
+            for column, z in self._z.items()
+            if added[column]
+        ]
+        terms += [
+            (b, self._between_two(added, column, share) / MIB)
+            for b, column, share, _ in self._between
+        ]
+        groups: dict[object, list[Held]] = {}
+        for hold in self._table.holds.at(position):
+            groups.setdefault(self._likeness(hold), []).append(hold)
+        for holds in groups.values():
+            key = tuple(hold.key for hold in holds)
+            if key not in self._held:
+                self._held[key] = self._add_held(holds)
+            held = self._held[key]
+            if held is not None:
+                terms.append((held, holds[0].added_bytes / MIB))
+        if self._peak is not None:
+            terms.append((self._peak, -1.0))
+            constraint = (
+                pulp_runner.row(terms) <= -float(self._table.base[position]) / MIB
+            )
+        else:
+            constraint = pulp_runner.row(terms) <= 0
+        self.model += constraint
+        return constraint
+
+    def _likeness(self, hold: Held) -> object:
+        """A key that is equal for holds that are counted together: of one class."""
+        if hold.columns is None:
+            return hold.index
+        columns = tuple(sorted(map(self._of_class, hold.columns.tolist())))
+        of_unit = self.classes.of_unit
+        holders = tuple(sorted(of_unit[u] for u in hold.holders))
+        return hold.added_bytes, columns, holders
+
+    def _of_class(self, column: int) -> int:
+        """The same point's column of the first member of the class of its unit."""
+        u = int(self._table.owner[column])
+        first = self.classes.members[self.classes.of_unit[u]][0]
+        return column - self._table.first[u] + self._table.first[first]
+
+    def _add_held(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
+        """Rows (4), (5) or (6) of holds that are counted together."""
+        if holds[0].columns is None:
+            return self._add_hold(holds)
+        return self._add_kept(holds) if holds[0].is_kept else self._add_freed(holds)
+
+    def _add_hold(self, holds: Sequence[Held]) -> pulp.LpVariable:
+        """Rows (4) of a single hold."""
+        (hold,) = holds
+        held = self.model.add_variable(_name(hold), 0, 1, pulp.LpInteger)
+        holding = {self.classes.of_unit[u] for u in hold.holders.tolist()}
+        for c in sorted(holding & self._y.keys()):
+            path = [d for d in self.classes.path(c) if d in holding]
+            size = float(len(self.classes.members[c]))
+            terms = [(y, -share) for y, share in self._shares(c, path)]
+            self.model += pulp_runner.row([(held, size), *terms]) >= 0
+        return held
+
+    def _add_freed(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
+        """Rows (5); None if they cannot bind."""
+        count, of_unit = len(holds), self.classes.of_unit
+        freeing = [h.columns.tolist() for h in holds if h.columns is not None]
+        freers = {int(self._table.owner[j]) for own in freeing for j in own}
+        columns = frozenset(map(self._of_class, freeing[0]))
+        outer = {of_unit[u] for u in freers}
+        if len(freers) != count * len(outer):
+            return None  # one unit has a part in several of the holds
+        spare = sum(len(self.classes.members[c]) - count for c in outer)
+        free = [(self._z[j], -1.0) for j in sorted(columns & self._z.keys())]
+        free += [
+            (b, -1.0)
+            for b, j, share, _ in self._between
+            if j in columns and (not share or j + 1 in columns)
+        ]
+        held: pulp.LpVariable | None = None
+        for c in sorted({of_unit[u] for u in holds[0].holders} & self._y.keys()):
+            holders = [
+                {u for u in h.holders.tolist() if of_unit[u] == c} for h in holds
+            ]
+            distinct = len(set[int]().union(*(sorted(own)[:1] for own in holders)))
+            if not free or distinct != count:
+                continue
+            if held is None:
+                held = self.model.add_variable(f"{_name(holds[0])}_{count}", 0, count)
+            rest = len(self.classes.members[c]) - count
+            terms = [(held, 1.0), (self._y[c], -1.0), *free]
+            self.model += pulp_runner.row(terms) >= -(count + spare + rest)
+        return held
+
+    def _add_kept(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
+        """Rows (6); None if nothing can be both kept and held."""
+        every = (h.columns.tolist() for h in holds if h.columns is not None)
+        columns = self._most_parts(every, self._of_class)
+        keeping = [(self._z[j], -most) for j, most in columns if j in self._z]
+        parts = dict(columns)
+        for b, j, share, _ in self._between:
+            most = max(parts.get(j, 0.0), parts.get(j + 1, 0.0) if share else 0.0)
+            if most:
+                keeping.append((b, -most))
+        holders = (hold.holders.tolist() for hold in holds)
+        units = self._most_parts(holders, self.classes.of_unit.__getitem__)
+        held = [(self._y[c], -most) for c, most in units if c in self._y]
+        if not keeping or not held:
+            return None
+        name = f"{_name(holds[0])}_{len(holds)}"
+        both = self.model.add_variable(name, 0, len(holds))
+        self.model += pulp_runner.row([(both, 1.0), *keeping]) <= 0
+        self.model += pulp_runner.row([(both, 1.0), *held]) <= 0
+        return both
+
+    @staticmethod
+    def _most_parts(
+        holds: Iterable[list[int]], of_class: Callable[[int], int]
+    ) -> list[tuple[int, float]]:
+        """By class, the most holds that one of its units or columns has a part in."""
+        counts = Counter(member for members in holds for member in members)
+        most: dict[int, float] = {}
+        for member, count in sorted(counts.items()):
+            c = of_class(member)
+            most[c] = max(most.get(c, 0.0), float(count))
+        return sorted(most.items())
+
+
+def _name(hold: Held) -> str:
+    return "h_" + "_".join(f"{number:05d}" for number in hold.key)
+
+
+def _least_on_hull(times: Floats, values: Floats, least_ms: float) -> float:
+    """Least value of a mixture of points that takes a time at least; inf if none."""
+    slow = times >= least_ms
+    if not slow.any():
+        return math.inf
+    least = float(values[slow].min())
+    if slow.all():
+        return least
+    # A mixture of a faster and a slower point, at exactly that time.
+    fast_ms, slow_ms = times[~slow][:, None], times[slow][None, :]
+    share = (least_ms - fast_ms) / (slow_ms - fast_ms)
+    mixed = values[~slow][:, None] * (1.0 - share) + values[slow][None, :] * share
+    return min(least, float(mixed.min()))

@@ -1,0 +1,95 @@
+"""The least peak that any choice of a problem has: rows of a MILP, on demand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..milp.solution import Termination
+from .greedy import round_and_repair
+from .rows import (
+    LP_ROUNDS,
+    TOLERANCE_BYTES,
+    RowSearch,
+)
+from .table import Choice, Floats
+
+_EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
+_NEAR_PEAK = 2.0**-9  # of it: no cap is tried that is closer to the best or the bound
+_MOST_HALVINGS = 10  # of the distance from a peak to its bound
+_FAR_BELOW = -(2.0**60)  # any peak in bytes
+
+
+class LeastPeak(RowSearch):
+    """Searches the choice of least peak; times are of no account."""
+
+    def run(self) -> Termination:
+        """Search the choice of least peak; `bound` is in bytes."""
+        self.bound = _FAR_BELOW  # numbers made up may have peaks below 0
+        self._offer_peak([None] * len(self._table.parents))
+        relaxed: list[Floats] = []
+        for whole in (False, True):
+            # Relaxations are not timed: without them the peak may be that of no AC.
+            left = math.inf if whole else LP_ROUNDS
+            while not self._is_least(_EXACT_BYTES) and not (whole and self._is_late()):
+                model, outcome, weights = self._solve(
+                    None, relaxed=not whole, whole=whole
+                )
+                if outcome.bound is not None:
+                    self._prove(outcome.bound / model.scale)
+                if not outcome.termination.has_incumbent:
+                    break
+                dealt = weights.astype(np.int64) if whole else weights
+                if whole:
+                    self._offer_peak(self._table.choice(weights))
+                else:
+                    relaxed.append(weights)
+                live = self._table.live(dealt)
+                cap = int(self.bound) + _EXACT_BYTES
+                left -= 1
+                if not self._refine(model, weights, live, cap) or not left:
+                    break
+            if not whole:  # the last first: the bound of few rows is not to be met
+                any(self._repair_peak(weights) for weights in relaxed[::-1])
+        if not self._is_least(TOLERANCE_BYTES):
+            self._push_peak()
+        is_proven = self._is_least(TOLERANCE_BYTES)
+        return Termination.OPTIMAL if is_proven else Termination.FEASIBLE
+
+    def _repair_peak(self, weights: Floats) -> bool:
+        """Round weights to whole points, with a peak close to the bound if possible."""
+        for share in (0.0, 0.01, 0.1, 0.3):
+            cap = int(self.bound + share * (self._best - self.bound)) + 1
+            choice = round_and_repair(self._table, cap, self._units, weights)
+            if choice is not None:
+                self._offer_peak(choice)
+                return True
+        return False
+
+    def _push_peak(self) -> None:
+        """Repair the best choice to keep a lower cap, half way to the bound at first.
+
+        What a MILP finds before it must stop may be far from the least.
+        """
+        least = self.bound
+        for _ in range(_MOST_HALVINGS):
+            if self._best - least <= _NEAR_PEAK * self._best:
+                return
+            cap = int((self._best + least) / 2)
+            assert self.choice is not None
+            weights = self._table.weights(self.choice).astype(np.float64)
+            choice = round_and_repair(self._table, cap, self._units, weights)
+            if choice is None:
+                least = cap
+            else:
+                self._offer_peak(choice)
+
+    def _offer_peak(self, choice: Choice) -> None:
+        peak = float(self._table.live(self._table.weights(choice)).max())
+        if peak < self._best:
+            self._best, self.choice = peak, choice
+
+    def _is_least(self, tolerance_bytes: int) -> bool:
+        left = self._best - self.bound
+        return left <= max(tolerance_bytes, self._gap * self._best)

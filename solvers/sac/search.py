@@ -1,0 +1,318 @@
+"""The choice of least time under a budget: only rows that turn out to bind.
+
+A relaxation first, then a bound by dynamic programming, then MILPs over classes of
+units, from coarse ones to those of whole points; `sac/rows.py` has what they share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+
+import numpy as np
+
+from ..milp.solution import Backend, Termination
+from .greedy import likely, round_and_repair
+from .rows import (
+    LP_ROUNDS,
+    NOISE,
+    TOLERANCE_BYTES,
+    RowSearch,
+)
+from .start import Start
+from .surrogate import least_times
+from .table import Choice, Floats, Table
+
+_FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
+_FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
+_WIDER = 4.0  # and then fewer of them
+_POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
+_POLISHED = 1 / 8  # as a share of it
+_LATER_SHARE = 1 / 4  # of the work is left for whole points, and of what is left then
+_TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
+
+# Shares of the points of units; the time of a choice in ms.
+Finer = Callable[[Mapping[int, Floats]], float]
+
+
+class Search(RowSearch):
+    """Search of the choice of least time for one budget of a table.
+
+    Args:
+        table, units, backend, time_limit_s, relative_gap, most_work, mixed, start: As
+            `RowSearch`.
+        least_ms: No choice takes less time, as is known already.
+        most_ms: Only choices that take less time are of interest.
+        near: A choice that nearly keeps the budget; what it takes to keep it is tried.
+        rows: Positions that bound a problem like this one.
+        finer: Is told units of a solution in which points are mixed, and their shares;
+            says the time of a choice that the caller knows by now, in finer points.
+
+    Attributes:
+        binding: Rows that bound the last relaxation.
+        price: Milliseconds that one more byte of budget saves, by the duals of the
+            relaxation.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        units: Collection[int],
+        backend: Backend,
+        time_limit_s: float | None,
+        relative_gap: float,
+        most_work: int | None = None,
+        least_ms: float = 0.0,
+        most_ms: float = math.inf,
+        mixed: Collection[int] = (),
+        near: Choice | None = None,
+        rows: Collection[int] = (),
+        finer: Finer | None = None,
+        start: Start | None = None,
+    ) -> None:
+        super().__init__(
+            table,
+            units=units,
+            backend=backend,
+            time_limit_s=time_limit_s,
+            relative_gap=relative_gap,
+            most_work=most_work,
+            mixed=mixed,
+            start=start,
+        )
+        self._near = near
+        self._finer = finer
+        self.rows = list(rows) or self.rows
+        if start is not None and start.rows:
+            self.rows = list(start.rows)
+        self.binding: list[int] = []
+        self.bound = least_ms
+        self.price = 0.0
+        self._best = most_ms
+
+    def run(self, budget_bytes: int) -> Termination:
+        """Search the choice of least time; `choice` and `bound` say what was found."""
+        if self._start is not None and self._start.choice is not None:
+            live = self._table.live(self._table.weights(self._start.choice))
+            if live.max() <= budget_bytes:  # unless this budget is smaller after all
+                self._offer(self._start.choice)
+        if self._near is not None:
+            weights = self._table.weights(self._near).astype(np.float64)
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
+        relaxed = self.relax(budget_bytes)
+        if relaxed is not Termination.OPTIMAL:
+            return relaxed
+        ended = self._search(budget_bytes)
+        if self._start is not None:
+            self._start.choice = self.choice
+        return ended
+
+    def _search(self, budget_bytes: int) -> Termination:
+        """Solve MILPs after the relaxation, until the gap or the work is reached."""
+        wanted = self._gap
+        # A small gap may not be reached in time: what a larger one needs comes first.
+        for gap in dict.fromkeys((max(wanted, _FIRST_GAP), wanted)):
+            self._gap = gap
+            for tolerance in (math.inf, *_TOLERANCES):
+                self._reserve = int(_LATER_SHARE * self._left())
+                if not self._mix(budget_bytes, tolerance):
+                    break
+            self._reserve = 0
+            if not self._is_done() and not (self._has_best and self._is_late()):
+                ended = self._branch(budget_bytes)
+                if ended is Termination.INFEASIBLE and not self._has_best:
+                    return ended
+        if self._is_done():
+            self._polish(budget_bytes)
+        if self.choice is None:
+            return Termination.NO_INCUMBENT
+        return Termination.OPTIMAL if self._is_done() else Termination.FEASIBLE
+
+    def _polish(self, budget_bytes: int) -> None:
+        """Go on for a little while: what is easy is solved beyond what was asked for.
+
+        A smaller budget that is asked for later is then rarely found to be cheaper.
+        """
+        wanted, most_work = self._gap, self._most_work
+        self._gap = wanted * _POLISHED
+        self._most_work = min(most_work, self.work + _POLISHING_WORK)
+        if self._mix(budget_bytes, math.inf):
+            self._mix(budget_bytes, _TOLERANCES[-1])
+        self._gap, self._most_work = wanted, most_work
+
+    def relax(self, budget_bytes: int) -> Termination:
+        """Solve LP relaxations until all rows are kept; round the last one."""
+        weights: Floats | None = None
+        for _ in range(LP_ROUNDS):
+            if self._is_hopeless(budget_bytes):
+                return Termination.INFEASIBLE
+            model, outcome, new_weights = self._solve(budget_bytes, relaxed=True)
+            if outcome.termination is not Termination.OPTIMAL:
+                if weights is None or outcome.termination is Termination.INFEASIBLE:
+                    return outcome.termination
+                break
+            assert outcome.bound is not None
+            self._relaxed = outcome.bound / model.scale
+            self._prove(self._relaxed)
+            self._surcharges = model.surcharges() / model.scale
+            prices = dict(zip(self.rows, model.prices(), strict=True))
+            self.price = sum(prices.values()) / model.scale
+            solved, weights = model, new_weights
+            live = self._table.live(weights)
+            near = budget_bytes - TOLERANCE_BYTES
+            self.binding = [q for q in self.rows if live[q] >= near]
+            if self._start is not None:  # they bind at the next budget too
+                self._start.rows = self.binding
+            cap = budget_bytes + TOLERANCE_BYTES
+            if not self._refine(model, weights, live, cap):
+                break
+        if weights is not None:
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
+            if not self._is_done():
+                most_ms = self._best * (1.0 - self._gap * _POLISHED)
+                least = least_times(
+                    self._table, solved, mixed=self._mixed, most_ms=most_ms
+                )
+                if math.isinf(least.all_ms) and not self._has_best:
+                    return Termination.INFEASIBLE
+                self._prove(min(least.all_ms, most_ms))
+                self._least_using = least.using_ms
+            # The others change no bound, and tell units apart.
+            self.rows = [q for q, price in prices.items() if price > 0.0] or self.rows
+        return Termination.OPTIMAL
+
+    def _branch(self, budget_bytes: int) -> Termination:
+        """Solve MILPs over whole points until one keeps all rows.
+
+        Columns that would cost much beyond the bound are left out at first. A
+        solution that uses one of them takes `limit_ms` at least, so no bound above
+        that is proven.
+        """
+        target, lowered = budget_bytes, TOLERANCE_BYTES
+        share = _FIRST_SHARE + self._gap
+        limit_ms = self._limit_ms(share)
+        whole_bound = 0.0  # of whole points: not of mixtures, for which units may stand
+        while True:
+            if self._is_hopeless(budget_bytes):
+                return Termination.INFEASIBLE
+            model, outcome, weights = self._solve(target, whole=True, limit_ms=limit_ms)
+            is_true = target == budget_bytes  # else the model is no relaxation
+            if outcome.bound is not None and is_true:
+                least_ms = min(outcome.bound / model.scale, limit_ms)
+                whole_bound = max(whole_bound, least_ms)
+                if not self._mixed:
+                    self._prove(least_ms)
+            if not outcome.termination.has_incumbent:
+                if outcome.termination is not Termination.INFEASIBLE:
+                    return outcome.termination
+                if is_true and not self._mixed and self._has_best:
+                    self._prove(min(limit_ms, self._best))  # nothing is faster
+                if limit_ms >= self._best:
+                    if self.choice is not None:
+                        return Termination.FEASIBLE
+                    return outcome.termination  # at worst 4 KiB from what fits
+                share *= _WIDER
+                limit_ms = self._limit_ms(share)
+                continue
+            live = self._table.live(weights.astype(np.int64))
+            if live.max() <= budget_bytes:
+                self._offer(self._table.choice(weights))
+                if self._is_done(whole_bound) or self._is_late():
+                    return outcome.termination
+                if limit_ms >= self._best:
+                    return outcome.termination
+                share *= _WIDER
+                limit_ms = self._limit_ms(share)
+                continue
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
+            if self._is_done(whole_bound) or self._is_late():
+                return Termination.FEASIBLE
+            if not self._refine(model, weights, live, budget_bytes):
+                # The rows were kept within their tolerance, not exactly.
+                excess = int(live.max()) - budget_bytes
+                target -= max(excess, lowered)
+                lowered *= 4
+
+    def _mix(self, budget_bytes: int, tolerance: float) -> bool:
+        """Solve MILPs in which points may be mixed: their bounds hold for finer curves.
+
+        Args:
+            budget_bytes: The cap.
+            tolerance: What mixtures in segments of points may be too fast, in gaps;
+                infinite if all points are mixed at will, at a tenth of the work.
+
+        Returns:
+            Whether smaller segments may prove more.
+        """
+        tolerance_ms = self._tolerance_ms(tolerance)
+        while not self._is_done() and not self._is_late():
+            limit_ms = self._interesting_ms
+            model, outcome, weights = self._solve(
+                budget_bytes, limit_ms=limit_ms, tolerance_ms=tolerance_ms
+            )
+            if outcome.termination is Termination.INFEASIBLE:
+                self._prove(limit_ms)  # nothing is faster
+            elif outcome.bound is not None:
+                self._prove(min(outcome.bound / model.scale, limit_ms))
+            if not outcome.termination.has_incumbent:
+                return False
+            if self._finer is not None:
+                self._best = min(self._best, self._finer(likely(self._table, weights)))
+            self._offer(
+                round_and_repair(self._table, budget_bytes, self._units, weights)
+            )
+            live, cap = self._table.live(weights), budget_bytes + TOLERANCE_BYTES
+            if not self._refine(model, weights, live, cap):
+                return model.mixes_known()
+        return False
+
+    def _is_hopeless(self, budget_bytes: int) -> bool:
+        """Whether a row is above the budget although all that lowers it is chosen."""
+        table = self._table
+        for position in self.rows:
+            least = int(table.base[position] + np.minimum(table.row(position), 0).sum())
+            least += sum(min(h.added_bytes, 0) for h in table.holds.at(position))
+            if least > budget_bytes:
+                return True
+        return False
+
+    def _offer(self, choice: Choice | None) -> None:
+        if choice is None:
+            return
+        time_ms = float(self._table.times @ self._table.weights(choice))
+        if time_ms < self._best:
+            self._best, self.choice = time_ms, choice
+
+    def _tolerance_ms(self, tolerance: float) -> float:
+        """A number of gaps as a time, rounded to a power of two so that it recurs."""
+        if math.isinf(tolerance):
+            return tolerance
+        most = tolerance * self._gap * self.bound if self.bound > 0.0 else 0.0
+        if math.isinf(most) or not most:
+            return most
+        return math.ldexp(0.5, math.frexp(most)[1])
+
+    def _limit_ms(self, share: float) -> float:
+        """Time a share above the bound, or the incumbent's if that is less."""
+        if share > 1.0 or not self.bound:
+            return self._best
+        return min(self._best, self.bound * (1.0 + share))
+
+    def _is_done(self, bound: float = 0.0) -> bool:
+        """Whether the best choice is close enough to what is proven."""
+        if not self._has_best:
+            return False
+        left_ms = self._best - max(self.bound, bound)
+        return left_ms <= (self._gap + NOISE) * self._best
+
+    @property
+    def _interesting_ms(self) -> float:
+        """Time below which a choice beats the incumbent by more than the gap."""
+        return self._best * (1.0 - self._gap)

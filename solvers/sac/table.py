@@ -1,0 +1,225 @@
+"""The numbers of a `SacProblem` in arrays: rows of memory and sums over choices.
+
+Points of all units are numbered through: ``first[u] + k`` is point k of unit u, called
+a *column* below. Nothing here depends on the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from .holds import Holds, Ints, Numbers
+from .problem import SacProblem, Unit
+from .segments import Segments, segments
+
+Floats = npt.NDArray[np.float64]
+Choice = Sequence[int | None]  # point of each unit, None if it is not under AC
+
+
+class Table:
+    """Columns of a problem.
+
+    Args:
+        problem: Its budget is ignored.
+
+    Attributes:
+        problem: The problem.
+        base: Live memory at each position without AC.
+        first: First column of each unit, and the number of columns.
+        owner: Unit of each column.
+        times: Recompute time of each column in ms.
+        freed: Bytes that each column frees.
+        depth_first: Units, every one after the unit around it.
+        parents: Unit around each unit, -1 for none.
+        shapes: Equal numbers for units with equal curves.
+        holds: What units hold together.
+    """
+
+    def __init__(self, problem: SacProblem) -> None:
+        units = problem.units
+        self.problem = problem
+        self.base = np.array(problem.base_bytes, dtype=np.int64)
+        sizes = [len(unit.points) for unit in units]
+        self.first: list[int] = np.cumsum([0, *sizes]).tolist()
+        self.owner = np.repeat(np.arange(len(units)), sizes)
+        points = [point for unit in units for point in unit.points]
+        self.times = np.array([point.recompute_ms for point in points])
+        self.freed = np.array([point.freed_bytes for point in points], dtype=np.int64)
+        self.froms = np.array([unit.freed_from for unit in units], dtype=np.int64)
+        self.untils = np.array([unit.freed_until for unit in units], dtype=np.int64)
+        self.parents = [-1 if unit.parent is None else unit.parent for unit in units]
+        self.depth_first = _parents_first(self.parents)
+        self._number: dict[object, int] = {}
+        self._segments: dict[tuple[int, float], Segments | None] = {}
+        self.shapes = [self._numbered(_curve(unit)) for unit in units]
+        self._by_column(units)
+        self._by_position(units)
+        self.holds = Holds(problem.holds, self.first, self.shapes)
+        self._relatives: list[list[int]] | None = None
+
+    def raised(self, added_bytes: Ints) -> Table:
+        """The table with more live memory at each position."""
+        table = copy(self)
+        table.base = self.base + added_bytes
+        return table
+
+    def live(self, weights: Numbers) -> Numbers:
+        """Live memory at each position, given the weight of each column.
+
+        Exact integers if the weights are integers.
+        """
+        used = np.flatnonzero(weights)
+        shares = weights[used]
+        change = np.zeros(len(self.base) + 1, dtype=weights.dtype)
+        freed = self.freed[used] * shares
+        np.subtract.at(change, self.froms[self.owner[used]], freed)
+        np.add.at(change, self.untils[self.owner[used]], freed)
+        if self.problem.holds:
+            of_units = np.zeros(len(self.parents), dtype=weights.dtype)
+            np.add.at(of_units, self.owner, weights)
+            self.holds.add(of_units, weights, change)
+        live: Numbers = self.base + np.cumsum(change[:-1])
+        for column, share in zip(used.tolist(), shares, strict=True):
+            low, high = self._work_first[column : column + 2]
+            np.add.at(live, self._work_at[low:high], self._work[low:high] * share)
+        return live
+
+    def row(self, position: int) -> Ints:
+        """What each column adds to the live memory at a position."""
+        covers = (self.froms <= position) & (position < self.untils)
+        added = np.where(covers[self.owner], -self.freed, 0)
+        for u, _, extras in self._workers(position):
+            added[self.first[u] : self.first[u + 1]] += extras
+        return added
+
+    def role(self, position: int) -> Ints:
+        """Equal numbers for units of one shape that have equal entries in a row."""
+        covers = (self.froms <= position) & (position < self.untils)
+        roles = covers.astype(np.int64)
+        for u, number, _ in self._workers(position):
+            roles[u] += 2 + 2 * number
+        return roles
+
+    def weights(self, choice: Choice) -> Ints:
+        """Weights of 0 and 1 for the columns."""
+        weights = np.zeros(len(self.times), dtype=np.int64)
+        for u, k in enumerate(choice):
+            if k is not None:
+                weights[self.first[u] + k] = 1
+        return weights
+
+    def choice(self, weights: Floats) -> Choice:
+        """The choice that has whole weights."""
+        choice: list[int | None] = [None] * len(self.parents)
+        for column in np.flatnonzero(weights > 0.5).tolist():
+            u = int(self.owner[column])
+            choice[u] = column - self.first[u]
+        return choice
+
+    def relatives(self, u: int) -> list[int]:
+        """Units around and inside a unit: not to be chosen together with it."""
+        if self._relatives is None:
+            around: list[list[int]] = [[] for _ in self.parents]
+            relatives: list[list[int]] = [[] for _ in self.parents]
+            for v in self.depth_first:
+                parent = self.parents[v]
+                if parent >= 0:
+                    around[v] = [parent, *around[parent]]
+                for outer in around[v]:
+                    relatives[v].append(outer)
+                    relatives[outer].append(v)
+            self._relatives = relatives
+        return self._relatives[u]
+
+    @cached_property
+    def families(self) -> tuple[Ints, Ints]:
+        """Every unit with itself and each of its relatives: the pairs in two arrays."""
+        families = [[u, *self.relatives(u)] for u in range(len(self.parents))]
+        sizes = [len(family) for family in families]
+        members = [v for family in families for v in family]
+        return np.repeat(np.arange(len(families)), sizes), np.array(members, np.int64)
+
+    def segments(self, u: int, limit_ms: float) -> Segments | None:
+        """All known points of a unit: see `segments`."""
+        key = self.shapes[u], limit_ms
+        if key not in self._segments:
+            unit = self.problem.units[u]
+            self._segments[key] = segments(unit, limit_ms)
+        return self._segments[key]
+
+    def working(self, column: int) -> tuple[Ints, Ints]:
+        """Positions of a column's working set, and its bytes there."""
+        low, high = self._work_first[column : column + 2]
+        return self._work_at[low:high], self._work[low:high]
+
+    def _numbered(self, key: object) -> int:
+        return self._number.setdefault(key, len(self._number))
+
+    def _by_column(self, units: Sequence[Unit]) -> None:
+        """Working sets, column by column."""
+        positions, work = [_NONE], [_NONE]
+        counts = [np.zeros(1, dtype=np.int64)]
+        for unit in units:
+            places = np.array([q for q, _ in unit.working], dtype=np.int64)
+            extras = np.array([e for _, e in unit.working], dtype=np.int64)
+            by_point = extras.reshape(len(places), len(unit.points)).T
+            columns, rows = by_point.nonzero()
+            positions.append(places[rows])
+            work.append(by_point[columns, rows])
+            counts.append(np.bincount(columns, minlength=len(unit.points)))
+        self._work_first = np.cumsum(np.concatenate(counts)).tolist()
+        self._work_at = np.concatenate(positions)
+        self._work = np.concatenate(work)
+
+    def _by_position(self, units: Sequence[Unit]) -> None:
+        """Units that work at each position, and what they add there."""
+        self._working: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        for u, unit in enumerate(units):
+            for position, added in _added_up(unit).items():
+                self._working.setdefault(position, []).append((u, added))
+        self._numbered_workers: dict[int, list[tuple[int, int, Ints]]] = {}
+
+    def _workers(self, position: int) -> list[tuple[int, int, Ints]]:
+        """Units that work at a position, in arrays: few positions are asked for."""
+        if position not in self._numbered_workers:
+            self._numbered_workers[position] = [
+                (u, self._numbered(added), np.array(added, np.int64))
+                for u, added in self._working.get(position, ())
+            ]
+        return self._numbered_workers[position]
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+def _curve(unit: Unit) -> object:
+    return (unit.points, unit.between, unit.mixed_from_ms)
+
+
+def _added_up(unit: Unit) -> dict[int, tuple[int, ...]]:
+    """Working set by position; a position may be named twice."""
+    by_position: dict[int, tuple[int, ...]] = {}
+    for position, extras in unit.working:
+        before = by_position.get(position)
+        if before is not None:
+            extras = tuple(map(int.__add__, before, extras))
+        by_position[position] = extras
+    return by_position
+
+
+def _parents_first(parents: Sequence[int]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for u, parent in enumerate(parents):
+        children.setdefault(parent, []).append(u)
+    order: list[int] = []
+    waiting = children.get(-1, [])[::-1]
+    while waiting:
+        u = waiting.pop()
+        order.append(u)
+        waiting += children.get(u, [])[::-1]
+    return order
