@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from autosac.parallel.clusters import ClusterSpec
     from autosac.parallel.planning import min_gpus, plan_parallel
     from autosac.parallel.plans import ParallelPlan
-    from autosac.parallel.sweeping import ParallelSweep, sweep_parallel
+    from autosac.parallel.sweeping import sweep_parallel
     from autosac.planning.batch_sizes import (
         BatchSize,
         best_batch_size,
         max_batch_size,
     )
-    from autosac.planning.budget_sweep import Sweep, sweep
+    from autosac.planning.budget_sweep import sweep
     from autosac.planning.checking import check
     from autosac.planning.make_plan import floor
     from autosac.planning.plan_batches import plan, policy
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from autosac.profiles.estimate import Estimate, estimate
     from autosac.profiles.module_graph import GraphInfo, graph_info
     from autosac.profiles.profile import Profile, calibrate, profile
+    from autosac.results.rows import Row, Sweep
     from autosac.step.training_step import OptimizerInBackward
     from autosac.sweeps.grids import sweep_grid
-    from autosac.sweeps.results import GridRow, GridSweep
     from autosac.verification.verifying import Verification, verify
 
 __all__ = [
@@ -57,15 +57,13 @@ __all__ = [
     "DeviceSpec",
     "Estimate",
     "GraphInfo",
-    "GridRow",
-    "GridSweep",
     "InfeasibleBudgetError",
     "OptimizerInBackward",
     "ParallelPlan",
-    "ParallelSweep",
     "Plan",
     "PlanMismatchError",
     "Profile",
+    "Row",
     "SolverError",
     "Sweep",
     "TraceError",
@@ -128,16 +126,13 @@ _NAMES_OF = {
         "plan_parallel",
     ),
     "autosac.parallel.plans": ("ParallelPlan",),
-    "autosac.parallel.sweeping": ("ParallelSweep", "sweep_parallel"),
+    "autosac.parallel.sweeping": ("sweep_parallel",),
     "autosac.planning.batch_sizes": (
         "BatchSize",
         "best_batch_size",
         "max_batch_size",
     ),
-    "autosac.planning.budget_sweep": (
-        "Sweep",
-        "sweep",
-    ),
+    "autosac.planning.budget_sweep": ("sweep",),
     "autosac.planning.checking": ("check",),
     "autosac.planning.make_plan": ("floor",),
     "autosac.planning.plan_batches": (
@@ -158,12 +153,12 @@ _NAMES_OF = {
         "calibrate",
         "profile",
     ),
+    "autosac.results.rows": (
+        "Row",
+        "Sweep",
+    ),
     "autosac.step.training_step": ("OptimizerInBackward",),
     "autosac.sweeps.grids": ("sweep_grid",),
-    "autosac.sweeps.results": (
-        "GridRow",
-        "GridSweep",
-    ),
     "autosac.verification.verifying": (
         "Verification",
         "verify",

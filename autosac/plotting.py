@@ -1,5 +1,6 @@
 """The pictures of a step, its plans and its sweeps."""
 
-from autosac.planning.plotting import budgets, memory, ratios, trade_offs
+from autosac.planning.plotting import memory, ratios, trade_offs
+from autosac.results.pictures import picture_of as budgets
 
 __all__ = ["budgets", "memory", "ratios", "trade_offs"]

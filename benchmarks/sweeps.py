@@ -8,6 +8,7 @@ cells on a local cluster; ``--csv`` writes the table, the same with each of them
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import resource
 import time
@@ -20,7 +21,6 @@ import joblib
 from joblib.externals.loky import get_reusable_executor
 
 import autosac
-from autosac.sweeps.results import cells_of
 from benchmarks.environment import environment, package_version
 from benchmarks.models import diffusion, language, vision
 
@@ -107,10 +107,13 @@ def main() -> None:
 
 
 def _page(
-    found: autosac.GridSweep, wall_s: float, cpu_s: float, load: float, how: str
+    found: autosac.Sweep, wall_s: float, cpu_s: float, load: float, how: str
 ) -> str:
     where = {**environment(), "joblib": package_version("joblib"), "load average": load}
-    cells = cells_of(found)
+    cells = [
+        (cell, list(rows))
+        for cell, rows in itertools.groupby(found, key=lambda row: row.cell)
+    ]
     counts = [
         sum(row.status == kind for row in found.rows)
         for kind in ("planned", "infeasible", "failed")

@@ -65,7 +65,7 @@ def test_measured_workspaces_count_where_the_model_is():
 
     assert found.batch_size >= 4
     assert found.plan.calibrated
-    sizes = {trial.batch_size: trial.floor_bytes for trial in found.trials}
+    sizes = {trial.cell["batch_size"]: trial.floor_bytes for trial in found.trials}
     assert sizes[found.batch_size] <= lowest < sizes[found.batch_size + 1]
 
 
@@ -93,13 +93,13 @@ def test_the_best_batch_beats_every_other_one_that_was_tried(model):
 
     found = autosac.best_batch_size(model, tokens, memory_budget=budget, device="h100")
 
-    rates = {t.batch_size: t.samples_per_s for t in found.trials if t.step_ms}
+    rates = {t.cell["batch_size"]: t.samples_per_s for t in found.trials if t.step_ms}
     assert rates[found.batch_size] == max(rates.values())
     assert {1, 2, 4} <= rates.keys()
     assert found.plan.peak_bytes <= budget
     # The sizes next to the best one were looked at, unless it is the largest.
     near = {found.batch_size - 1, found.batch_size + 1} - {0}
-    assert near <= {t.batch_size for t in found.trials}
+    assert near <= {t.cell["batch_size"] for t in found.trials}
 
 
 def test_recomputation_counts_in_the_throughput(model):
@@ -133,8 +133,11 @@ def test_sizes_that_do_not_fit_are_passed_over(model):
     )  # fmt: skip
 
     assert found.batch_size in (2, 4)
-    assert [t.batch_size for t in found.trials] == [2, 4, 64]
+    assert [t.cell["batch_size"] for t in found.trials] == [2, 4, 64]
     assert found.trials[-1].samples_per_s is None
+    assert [row.status for row in found.trials] == ["planned"] * 2 + ["infeasible"]
+    (panel,) = found.trials.picture().panels
+    assert panel.y_label == "samples/s" and panel.lines[0].x == (2.0, 4.0)
 
 
 @pytest.mark.parametrize(

@@ -289,8 +289,8 @@ def test_a_sweep_is_a_table_a_picture_and_json(figures, tmp_path):
 
     found = run_json("sweep", GPT, *options, "--csv", str(csv), "-o", str(picture))
 
-    assert [row["feasible"] for row in found["rows"]] == [False, True]
-    assert found["floor_bytes"] == figures[0]
+    assert [row["status"] for row in found["rows"]] == ["infeasible", "planned"]
+    assert [row["floor_bytes"] for row in found["rows"]] == [figures[0]] * 2
     assert len(csv.read_text().splitlines()) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert run("sweep", GPT, "--budget", "1KiB").exit_code == 3

@@ -247,7 +247,7 @@ def test_a_file_is_small_readable_json(tmp_path):
 
     assert file.name.startswith("width=8,batch_size=64-")
     assert {"format", "facts", "rows"} == record.keys()
-    assert record["rows"][0]["cell"] == {"width": 8, "batch_size": 64}
+    assert record["rows"][0]["width"] == 8 and record["rows"][0]["batch_size"] == 64
     assert file.stat().st_size < 50_000
 
 
@@ -359,6 +359,31 @@ def test_the_picture_has_a_panel_for_each_width_and_a_line_for_each_size(found):
     assert labels == [["batch_size=64", "batch_size=128"]] * 2
     drawn = picture.panels[1].lines[1].y
     assert list(drawn) == [row.step_ms for row in found.rows[-3:]]
+
+
+def test_under_one_budget_the_picture_goes_along_the_last_axis():
+    found = autosac.sweep_grid(
+        make_step, {"width": [8, 16], "batch_size": [32, 64]}, memory_budgets=["1GiB"]
+    )
+
+    (panel,) = found.picture().panels
+
+    assert panel.x_label == "batch_size" and panel.y_label == "step [ms]"
+    assert [line.label for line in panel.lines] == ["width=8", "width=16"]
+    assert [line.x for line in panel.lines] == [(32.0, 64.0)] * 2
+    assert panel.lines[1].y == tuple(row.step_ms for row in found[2:])
+
+
+def test_a_grid_is_plotted_with_axes_for_each_panel(found):
+    pytest.importorskip("matplotlib").use("Agg")
+
+    axes = found.plot()
+
+    assert [a.get_title(loc="left") for a in axes] == ["width=8", "width=16"]
+    with pytest.raises(ValueError, match="2 panels"):
+        found.plot(axes[0])
+    with pytest.raises(ValueError, match="of its own"):
+        _ = found.floor_bytes
 
 
 def test_nothing_feasible_cannot_be_drawn():

@@ -306,7 +306,7 @@ def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(made, lowest_bytes):
         made, cluster=on_cpu(4), num_gpus=[2, 4], memory_budgets=caps
     )
 
-    assert [(row.num_gpus, row.budget_bytes) for row in rows] == [
+    assert [(row.cell["num_gpus"], row.budget_bytes) for row in rows] == [
         (count, cap) for count in (2, 4) for cap in caps
     ]
     assert rows[0].plan is None and "lowest peak" in rows[0].reason
@@ -314,12 +314,12 @@ def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(made, lowest_bytes):
         alone = autosac.plan_parallel(
             made,
             cluster=on_cpu(4),
-            num_gpus=row.num_gpus,
+            num_gpus=row.cell["num_gpus"],
             memory_budget=row.budget_bytes,
         )
         assert row.plan == alone and row.reason is None
     table = rows.to_dataframe()
-    assert table.feasible.tolist() == [row.plan is not None for row in rows]
+    assert table.status.tolist() == ["infeasible"] + ["planned"] * 3
     assert table.num_gpus.tolist() == [2, 2, 4, 4]
     assert [None if pandas.isna(b) else b for b in table.peak_bytes] == [
         row.plan and row.plan.peak_bytes for row in rows

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac import plotting
 from autosac.pictures.pictures import (
     Grid,
     Layer,
@@ -15,7 +16,7 @@ from autosac.pictures.pictures import (
     Panel,
     Picture,
 )
-from autosac.planning import plotting
+from autosac.planning import plotting as plan_pictures
 from autosac.planning.checking import chosen
 from autosac.profiles.memory_history import history
 from autosac.step.tape import CATEGORIES
@@ -180,7 +181,7 @@ def test_the_areas_add_up_to_the_peak_where_it_is_marked(plan, made):
         (mark,) = (line for line in panel.lines if line.label == "peak")
         assert max(heights) == pytest.approx(mark.y[0])
         highest = heights.index(max(heights))
-        width = found.end_ms / plotting._NUM_TIMES
+        width = found.end_ms / plan_pictures._NUM_TIMES
         assert abs(panel.stack_x[highest] - mark.x[0]) <= 2 * width
         assert str(found.place) in panel.title
         assert max(heights) <= panel.y_max
@@ -259,7 +260,7 @@ def test_every_unit_has_its_cell_and_other_modules_have_none(plan):
     }
     assert len(cells) == len(plan.policy)
     for fqn, ratio in plan.policy.items():
-        assert cells[plotting._place_in_layers(fqn)] == ratio
+        assert cells[plan_pictures._place_in_layers(fqn)] == ratio
     assert grid.columns == ("0", "1", "2", "3")
 
 

@@ -1,11 +1,14 @@
 import itertools
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import autosac
 from autosac.planning.make_plan import make_plan
+from autosac.quantities import format_bytes
+from autosac.results.rows import FIGURES
 from tests.models import CASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,10 +87,8 @@ def test_the_table_has_a_row_for_each_budget(swept):
 
     table = swept.to_dataframe()
 
-    assert list(table.columns) == [
-        "budget_bytes", "feasible", "peak_bytes", "recompute_ms", "step_ms",
-        "bound_ms", "optimality_gap", "reason",
-    ]  # fmt: skip
+    assert tuple(table.columns) == FIGURES
+    assert table["floor_bytes"].tolist() == [swept.floor_bytes] * len(swept)
     assert table["recompute_ms"].tolist() == [row.recompute_ms for row in swept.rows]
 
 
@@ -104,6 +105,28 @@ def test_the_plot_shows_plans_bound_floor_and_baseline(swept):
     assert len({line.get_linestyle() for line in axes.get_lines()}) == 4
     drawn = axes.get_lines()[0].get_ydata().tolist()
     assert drawn == [row.recompute_ms for row in swept.rows]
+
+
+def test_a_sweep_prints_as_a_table_with_a_line_for_each_budget(swept):
+    heads, *lines = repr(swept).splitlines()
+
+    assert heads.split() == [
+        "budget",
+        "peak",
+        "recompute",
+        "at",
+        "least",
+        "step",
+        "floor",
+    ]
+    assert len(lines) == len(swept) == 9
+    assert lines[0].split()[:2] == format_bytes(swept[0].budget_bytes).split()
+
+
+def test_long_tables_are_cut_in_the_middle_when_printed(swept):
+    many = replace(swept, rows=swept.rows * 10)
+
+    assert len(repr(many).splitlines()) == 42 and "... 50 more ..." in repr(many)
 
 
 def test_a_sweep_is_a_picture_that_can_be_saved(swept, tmp_path):

@@ -25,8 +25,7 @@ from autosac.errors import AutosacError, InfeasibleBudgetError
 from autosac.quantities import parse_bytes
 
 if TYPE_CHECKING:
-    from autosac.cli.models import Target
-    from autosac.sweeps.results import GridSweep
+    from autosac.results.rows import Sweep
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INFEASIBLE = 1, 2, 3
 _EPILOG = (
@@ -277,46 +276,20 @@ def sweep(
                 step, grid, budgets=budgets or (), n=n, calibrate=calibrate,
                 jobs=jobs, directory=directory,
             )  # fmt: skip
-            _show_grid(cells, out, csv, parquet, as_json)
+            _show_sweep(cells, out, csv, parquet, as_json)
             return
-        if directory or parquet or calibrate or jobs != 1:
-            raise UsageError(
-                "--jobs, --directory, --parquet and --calibrate need --grid."
-            )
-        _sweep_budgets(
-            cli.models.asked(model, settings, **options), budgets, n, out, csv, as_json
+        if directory or calibrate or jobs != 1:
+            raise UsageError("--jobs, --directory and --calibrate need --grid.")
+        traced = cli.models.asked(model, settings, **options).calibrated()
+        wanted = [_bytes(text, traced.device.memory_bytes) for text in budgets or ()]
+        rows = autosac.sweep(
+            traced, memory_budgets=wanted or None, n=None if wanted else n
         )
+        _show_sweep(rows, out, csv, parquet, as_json)
 
 
-def _sweep_budgets(
-    step: Target,
-    budgets: list[str] | None,
-    n: int,
-    out: Path | None,
-    csv: Path | None,
-    as_json: bool,
-) -> None:
-    """One step under many budgets."""
-    traced = step.calibrated()
-    wanted = [_bytes(text, traced.device.memory_bytes) for text in budgets or ()]
-    budget_sweep = autosac.sweep(
-        traced, memory_budgets=wanted or None, n=None if wanted else n
-    )
-    if out is not None:
-        autosac.plotting.budgets(budget_sweep).save(out)
-    if csv is not None:
-        budget_sweep.to_dataframe().to_csv(csv, index=False)
-    _show(
-        as_json,
-        lambda: cli.tables.sweep_record(budget_sweep),
-        cli.tables.sweep_table(budget_sweep),
-    )
-    if not any(row.feasible for row in budget_sweep.rows):
-        raise typer.Exit(code=EXIT_INFEASIBLE)
-
-
-def _show_grid(
-    grid_sweep: GridSweep,
+def _show_sweep(
+    found: Sweep,
     out: Path | None,
     csv: Path | None,
     parquet: Path | None,
@@ -324,16 +297,14 @@ def _show_grid(
 ) -> None:
     """Write the files, then show the table; exit with a code if nothing is planned."""
     if csv is not None:
-        grid_sweep.to_csv(csv)
+        found.to_csv(csv)
     if parquet is not None:
-        grid_sweep.to_parquet(parquet)
-    kinds = {row.status for row in grid_sweep.rows}
+        found.to_parquet(parquet)
+    kinds = {row.status for row in found}
     if out is not None and "planned" in kinds:
-        grid_sweep.picture().save(out)
+        found.picture().save(out)
     _show(
-        as_json,
-        lambda: cli.grids.grid_record(grid_sweep),
-        cli.grids.grid_table(grid_sweep),
+        as_json, lambda: cli.tables.sweep_record(found), cli.tables.sweep_table(found)
     )
     if "planned" not in kinds:
         code = EXIT_INFEASIBLE if "infeasible" in kinds else EXIT_ERROR

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from autosac.cli.models import Target, asked, factory_of, hf_path
 from autosac.cli.usage import OPTIONS, UsageError, usage
-from autosac.quantities import format_bytes, format_ms
+from autosac.results.rows import Sweep
 from autosac.sweeps.describing import described
 from autosac.sweeps.grids import sweep_grid
-from autosac.sweeps.results import GridSweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +63,7 @@ def swept(
     calibrate: bool,
     jobs: int,
     directory: Path | None,
-) -> GridSweep:
+) -> Sweep:
     """Sweep over the grid that was typed.
 
     Args:
@@ -100,36 +97,6 @@ def swept(
             directory=directory,
             version=code,
         )
-
-
-def grid_table(sweep: GridSweep) -> Table:
-    """A row for each budget of each cell."""
-    measured = "measured" if any(row.calibrated for row in sweep.rows) else "modelled"
-    table = Table(title=f"A grid of steps, {measured} figures", title_justify="left")
-    for name in sweep.axes:
-        table.add_column(name)
-    for head in ("budget", "peak", "recompute", "at least", "step", "floor"):
-        table.add_column(head, justify="right")
-    table.add_column("why not")
-    for row in sweep.rows:
-        reason = row.reason or ""
-        if row.status == "infeasible":
-            reason = "below the floor"
-        amounts = (row.budget_bytes, row.peak_bytes)
-        times = (row.recompute_ms, row.bound_ms, row.step_ms)
-        table.add_row(
-            *(str(label) for label in row.cell.values()),
-            *("" if x is None else format_bytes(x) for x in amounts),
-            *("" if x is None else format_ms(x) for x in times),
-            "" if row.floor_bytes is None else format_bytes(row.floor_bytes),
-            reason,
-        )
-    return table
-
-
-def grid_record(sweep: GridSweep) -> dict[str, Any]:
-    """A sweep as plain data."""
-    return {"axes": list(sweep.axes), "rows": sweep.records()}
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

@@ -9,10 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from autosac.devices.specs import DeviceSpec
-from autosac.planning.budget_sweep import Sweep, SweepRow
 from autosac.planning.plans import Plan
 from autosac.profiles.estimate import Estimate
-from autosac.quantities import format_bytes, format_ms
+from autosac.quantities import format_bytes
+from autosac.results.rows import Sweep
 from autosac.verification.verifying import Verification
 
 _PLAN_FIELDS = (
@@ -29,15 +29,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 def sweep_record(sweep: Sweep) -> dict[str, Any]:
     """A sweep without the plans themselves."""
-    rows = [
-        {name: getattr(row, name) for name in SweepRow.__slots__ if name != "plan"}
-        for row in sweep.rows
-    ]
-    return {
-        "floor_bytes": sweep.floor_bytes,
-        "baseline_peak_bytes": sweep.baseline_peak_bytes,
-        "rows": rows,
-    }
+    return {"axes": list(sweep.axes), "rows": sweep.records()}
 
 
 def estimate_record(estimate: Estimate) -> dict[str, Any]:
@@ -64,24 +56,12 @@ def device_record(spec: DeviceSpec) -> dict[str, Any]:
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """A row for each budget."""
-    table = _table(
-        "Recomputation against memory", "budget", "peak", "recompute", "at least",
-        "step", "why not",
-    )  # fmt: skip
-    for row in sweep.rows:
-        if row.plan is None:
-            reason = (row.reason or "").partition(":")[0]
-            table.add_row(format_bytes(row.budget_bytes), "", "", "", "", reason)
-            continue
-        table.add_row(
-            format_bytes(row.budget_bytes),
-            format_bytes(row.plan.peak_bytes),
-            format_ms(row.plan.recompute_ms),
-            format_ms(row.plan.bound_ms),
-            format_ms(row.plan.step_ms),
-            "",
-        )
+    """A row for each budget of each cell."""
+    measured = "measured" if any(row.calibrated for row in sweep) else "modelled"
+    heads, *rows = sweep.text_table()
+    table = _table(f"Recomputation against memory, {measured} figures", *heads)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -3,89 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 
 from autosac.errors import InfeasibleBudgetError
-from autosac.optional import needed
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.planning import (
     chooser_of,
     cluster_of,
     make_parallel_plan,
 )
-from autosac.parallel.plans import ParallelPlan
+from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes
+from autosac.results.rows import Row, Sweep, reason_of
 from autosac.solving.choosing import RELATIVE_GAP, SolveOptions
-
-_FIGURES = (
-    "peak_bytes", "recompute_ms", "step_ms", "batches_per_s", "mesh_shape",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSweepRow:
-    """What some GPUs take under a cap.
-
-    Attributes:
-        num_gpus: How many GPUs.
-        budget_bytes: Cap on the peak of a rank.
-        plan: The plan, None if nothing fits.
-        reason: Why nothing fits, None if a plan does.
-    """
-
-    num_gpus: int
-    budget_bytes: int
-    plan: ParallelPlan | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelSweep(Sequence[ParallelSweepRow]):
-    """Plans for many numbers of GPUs and caps: a sequence of rows.
-
-    Attributes:
-        rows: All caps of the first number of GPUs first.
-    """
-
-    rows: tuple[ParallelSweepRow, ...]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> ParallelSweepRow: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[ParallelSweepRow, ...]: ...
-
-    def __getitem__(
-        self, index: int | slice
-    ) -> ParallelSweepRow | tuple[ParallelSweepRow, ...]:
-        return self.rows[index]
-
-    def to_dataframe(self) -> Any:
-        """The rows as a pandas table, with the plans' figures instead of the plans.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        pandas = needed("pandas", "`ParallelSweep.to_dataframe`")
-        records = [
-            {
-                "num_gpus": row.num_gpus,
-                "budget_bytes": row.budget_bytes,
-                "feasible": row.plan is not None,
-                **{name: getattr(row.plan, name, None) for name in _FIGURES},
-                "reason": row.reason,
-            }
-            for row in self.rows
-        ]
-        table = pandas.DataFrame(records)
-        return table.astype({"peak_bytes": "Int64"})  # None would make it a float
 
 
 def sweep_parallel(
@@ -100,7 +33,7 @@ def sweep_parallel(
     relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = None,
     **options: Any,
-) -> ParallelSweep:
+) -> Sweep:
     """Plan for every number of GPUs and every cap; the step is traced once.
 
     Another batch or sequence length is another step: call this once for each.
@@ -118,7 +51,8 @@ def sweep_parallel(
         options: As in `profile`, but `device`.
 
     Returns:
-        A row for each pair, all caps of the first number of GPUs first.
+        A row for each pair, all caps of the first number of GPUs first; the axis is
+        ``num_gpus``.
 
     Raises:
         ValueError: As `plan_parallel`.
@@ -130,20 +64,43 @@ def sweep_parallel(
     budgets = [parse_bytes(cap, total_bytes=memory_bytes) for cap in memory_budgets]
     chooser = chooser_of(model, inputs, any_size, param_dtype, reduce_dtype, options)
     how = SolveOptions(relative_gap=relative_gap, time_limit_s=time_limit_s)
-    rows = []
-    for spec in specs:
-        for budget_bytes in budgets:
-            plan, reason = None, None
-            try:
-                plan = make_parallel_plan(chooser, spec, budget_bytes, options=how)
-            except InfeasibleBudgetError as error:
-                reason = str(error)
-            rows.append(
-                ParallelSweepRow(
-                    num_gpus=spec.num_gpus,
-                    budget_bytes=budget_bytes,
-                    plan=plan,
-                    reason=reason,
-                )
-            )
-    return ParallelSweep(rows=tuple(rows))
+    rows = [
+        _row(chooser, spec, budget_bytes, how)
+        for spec in specs
+        for budget_bytes in budgets
+    ]
+    return Sweep(axes=("num_gpus",), rows=tuple(rows))
+
+
+def _row(
+    chooser: ParallelChooser,
+    spec: ClusterSpec,
+    budget_bytes: int,
+    options: SolveOptions,
+) -> Row:
+    """The row of one cluster under one cap."""
+    cell = {"num_gpus": spec.num_gpus}
+    try:
+        plan = make_parallel_plan(chooser, spec, budget_bytes, options=options)
+    except InfeasibleBudgetError as error:
+        return Row(
+            cell=cell,
+            status="infeasible",
+            budget_bytes=budget_bytes,
+            reason=reason_of(error),
+        )
+    return Row(
+        cell=cell,
+        status="planned",
+        budget_bytes=budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        recompute_ms=plan.recompute_ms,
+        step_ms=plan.step_ms,
+        optimality_gap=plan.optimality_gap,
+        batches_per_s=plan.batches_per_s,
+        mesh_shape=" x ".join(map(str, plan.mesh_shape)),
+        num_units=len(plan.policy),
+        planned_for=plan.device,
+        calibrated=plan.calibrated,
+        plan=plan,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, TracedStep, profile
 from autosac.quantities import parse_bytes
+from autosac.results.rows import Row, Sweep
 from autosac.step.training_step import LossFn
 
 MakeInputs = Callable[[int], Any]
@@ -24,24 +25,6 @@ _MOST_KEPT = 4  # profiles at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchTrial:
-    """What one batch size takes.
-
-    Attributes:
-        batch_size: The size.
-        floor_bytes: Least feasible budget.
-        step_ms: Time of a micro-step under the budget, recomputation included, and of
-            the optimizer step; None if it was not planned for.
-        samples_per_s: Predicted throughput, likewise.
-    """
-
-    batch_size: int
-    floor_bytes: int
-    step_ms: float | None = None
-    samples_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
     """A batch size, and the plan that trains it under the budget.
 
@@ -49,13 +32,14 @@ class BatchSize:
         batch_size: The size.
         plan: Its plan.
         samples_per_s: Predicted throughput with it.
-        trials: All sizes that were traced, in their order.
+        trials: A row for each size that was looked at, in their order, with its floor;
+            the axis is ``batch_size``. Sizes that were planned for have times.
     """
 
     batch_size: int
     plan: Plan
     samples_per_s: float
-    trials: tuple[BatchTrial, ...]
+    trials: Sweep
 
 
 def max_batch_size(
@@ -85,10 +69,9 @@ def max_batch_size(
         InfeasibleBudgetError: Not even one sample fits.
         ValueError: The largest size to look at fits.
     """
-    steps = _Steps(model, make_inputs, make_loss_fn, options)
-    budget_bytes = steps.budget_bytes(memory_budget)
-    size = _largest(steps, budget_bytes, most)
-    return _found(steps, budget_bytes, size)
+    steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget)
+    size = _largest(steps, most)
+    return _found(steps, size)
 
 
 def best_batch_size(
@@ -121,29 +104,29 @@ def best_batch_size(
         InfeasibleBudgetError: None of the sizes fits.
         ValueError: `sizes` is empty or names a size below 1; or as `max_batch_size`.
     """
-    steps = _Steps(model, make_inputs, make_loss_fn, options)
-    budget_bytes = steps.budget_bytes(memory_budget)
+    steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget)
     if sizes is not None:
         wanted = sorted(set(sizes))
         if not wanted or wanted[0] < 1:
             raise ValueError(f"`sizes` must be positive numbers, got {wanted}.")
         for size in wanted:
-            steps.throughput(size, budget_bytes)
+            steps.throughput(size)
     else:
-        largest = _largest(steps, budget_bytes, most)
+        largest = _largest(steps, most)
         for size in {1 << k for k in range(largest.bit_length())} | {largest}:
-            steps.throughput(size, budget_bytes)
-        _refine(steps, budget_bytes)
+            steps.throughput(size)
+        _refine(steps)
         wanted = [1]
     best = steps.best()
     # Planning for what does not fit says why.
-    return _found(steps, budget_bytes, wanted[0] if best is None else best)
+    return _found(steps, wanted[0] if best is None else best)
 
 
 class _Steps:
     """The step of a model at every batch size that was asked for.
 
     Attributes:
+        budget_bytes: The budget; shares are of the device's memory.
         trials: What is known of each size.
     """
 
@@ -153,6 +136,7 @@ class _Steps:
         make_inputs: MakeInputs,
         make_loss_fn: MakeLoss | None,
         options: dict[str, Any],
+        memory_budget: int | str,
     ) -> None:
         if make_loss_fn is not None and "loss_fn" in options:
             raise TypeError("Pass either `loss_fn` or `make_loss_fn`.")
@@ -162,7 +146,11 @@ class _Steps:
         self._options = options
         self._profiles: dict[int, Profile] = {}
         self._floors: dict[int, int] = {}
-        self.trials: dict[int, BatchTrial] = {}
+        self.trials: dict[int, Row] = {}
+        total = None
+        if isinstance(memory_budget, str) and "%" in memory_budget:
+            total = self._profile(1).device.memory_bytes
+        self.budget_bytes = parse_bytes(memory_budget, total_bytes=total)
 
     def _profile(self, size: int) -> Profile:
         """Modelled profile of a batch size; the last few are kept."""
@@ -188,33 +176,39 @@ class _Steps:
         if not traced.calibrated:
             traced = self._profiles[size] = calibrated_if_present(traced)
         if size not in self.trials:
-            self.trials[size] = BatchTrial(batch_size=size, floor_bytes=floor(traced))
+            floor_bytes = floor(traced)
+            self.trials[size] = Row(
+                cell={"batch_size": size},
+                status="feasible" if floor_bytes <= self.budget_bytes else "infeasible",
+                budget_bytes=self.budget_bytes,
+                floor_bytes=floor_bytes,
+                baseline_peak_bytes=traced.baseline_peak_bytes,
+                planned_for=traced.device.name,
+                calibrated=traced.calibrated,
+            )
         return traced
 
-    def fits(self, size: int, budget_bytes: int) -> bool:
-        """Whether any plan for a batch size fits a budget."""
+    def fits(self, size: int) -> bool:
+        """Whether any plan for a batch size fits the budget."""
         if size not in self.trials:
             self.measured(size)
-        return self.trials[size].floor_bytes <= budget_bytes
+        return self.trials[size].feasible
 
-    def budget_bytes(self, memory_budget: int | str) -> int:
-        """A budget in bytes; shares are of the device's memory."""
-        if isinstance(memory_budget, str) and "%" in memory_budget:
-            total = self.measured(1).device.memory_bytes
-            return parse_bytes(memory_budget, total_bytes=total)
-        return parse_bytes(memory_budget)
-
-    def throughput(self, size: int, budget_bytes: int) -> None:
+    def throughput(self, size: int) -> None:
         """Plan for a batch size, if it fits, and note its throughput."""
         traced = self.measured(size)
-        trial = self.trials[size]
-        if trial.floor_bytes <= budget_bytes and trial.step_ms is None:
-            plan = make_plan(traced, budget_bytes, dry_run=False)
-            self.trials[size] = BatchTrial(
-                batch_size=size,
-                floor_bytes=trial.floor_bytes,
+        if self.trials[size].status == "feasible":
+            plan = make_plan(traced, self.budget_bytes, dry_run=False)
+            self.trials[size] = replace(
+                self.trials[size],
+                status="planned",
+                peak_bytes=plan.peak_bytes,
+                recompute_ms=plan.recompute_ms,
                 step_ms=plan.step_ms,
+                bound_ms=plan.bound_ms,
+                optimality_gap=plan.optimality_gap,
                 samples_per_s=self.samples_per_s(size, traced, plan),
+                num_units=len(plan.policy),
             )
 
     def samples_per_s(self, size: int, profile: TracedStep, plan: Plan) -> float:
@@ -230,65 +224,64 @@ class _Steps:
 
     def best(self) -> int | None:
         """The size of best throughput, the smallest of equal ones."""
-        rates = {t.batch_size: t.samples_per_s or 0.0 for t in self.trials.values()}
+        rates = {size: row.samples_per_s or 0.0 for size, row in self.trials.items()}
         planned = [size for size in sorted(rates) if rates[size] > 0.0]
         return max(planned, key=lambda size: rates[size], default=None)
 
 
-def _largest(steps: _Steps, budget_bytes: int, most: int) -> int:
+def _largest(steps: _Steps, most: int) -> int:
     """The largest size that fits; the next one does not."""
     low, high = 0, 1
-    while steps.modelled_floor(high) <= budget_bytes:
+    while steps.modelled_floor(high) <= steps.budget_bytes:
         if high >= most:
             raise ValueError(
-                f"A batch of `most`={most} fits {budget_bytes} bytes; raise `most`."
+                f"A batch of `most`={most} fits {steps.budget_bytes} bytes;"
+                " raise `most`."
             )
-        low, high = high, min(_beyond(steps, low, high, budget_bytes), most)
+        low, high = high, min(_beyond(steps, low, high), most)
     halve = False
     while high - low > 1:
         middle = (low + high) // 2
         if not halve and low:
-            middle = min(
-                max(_between(steps, low, high, budget_bytes), low + 1), high - 1
-            )
+            middle = min(max(_between(steps, low, high), low + 1), high - 1)
         width = high - low
-        if steps.modelled_floor(middle) <= budget_bytes:
+        if steps.modelled_floor(middle) <= steps.budget_bytes:
             low = middle
         else:
             high = middle
         halve = 2 * (high - low) > width
     # What is measured may need a little more or less than what was modelled.
     size = max(low, 1)
-    while size > 1 and not steps.fits(size, budget_bytes):
+    while size > 1 and not steps.fits(size):
         size -= 1
-    while size < most and steps.fits(size, budget_bytes):
-        if not steps.fits(size + 1, budget_bytes):
+    while size < most and steps.fits(size):
+        if not steps.fits(size + 1):
             break
         size += 1
     return size
 
 
-def _beyond(steps: _Steps, low: int, high: int, budget_bytes: int) -> int:
+def _beyond(steps: _Steps, low: int, high: int) -> int:
     """A size that should be the first one not to fit, from two that do."""
     if low == 0:
         return 2 * high
     rise = steps.modelled_floor(high) - steps.modelled_floor(low)
-    left = budget_bytes - steps.modelled_floor(high)
+    left = steps.budget_bytes - steps.modelled_floor(high)
     if rise <= 0:
         return 2 * high
     return high + max(1, left * (high - low) // rise + 1)
 
 
-def _between(steps: _Steps, low: int, high: int, budget_bytes: int) -> int:
+def _between(steps: _Steps, low: int, high: int) -> int:
     """Batch size at which the line between two floors meets the budget."""
     rise = steps.modelled_floor(high) - steps.modelled_floor(low)
-    return low + (budget_bytes - steps.modelled_floor(low)) * (high - low) // rise
+    return low + (steps.budget_bytes - steps.modelled_floor(low)) * (high - low) // rise
 
 
-def _refine(steps: _Steps, budget_bytes: int) -> None:
+def _refine(steps: _Steps) -> None:
     """Look between the best size and its neighbours while that may pay."""
     while (best := steps.best()) is not None:
-        planned = sorted(s for s, trial in steps.trials.items() if trial.step_ms)
+        planned = sorted(s for s, row in steps.trials.items() if row.step_ms)
         place = planned.index(best)
         gaps = [
             (other, (best + other) // 2)
@@ -301,13 +294,13 @@ def _refine(steps: _Steps, budget_bytes: int) -> None:
         if not gaps or len(planned) >= _MOST_TRIALS:
             return
         for _, middle in gaps:
-            steps.throughput(middle, budget_bytes)
+            steps.throughput(middle)
 
 
-def _found(steps: _Steps, budget_bytes: int, size: int) -> BatchSize:
+def _found(steps: _Steps, size: int) -> BatchSize:
     traced = steps.measured(size)
     try:
-        plan = make_plan(traced, budget_bytes)
+        plan = make_plan(traced, steps.budget_bytes)
     except InfeasibleBudgetError as error:
         error.args = (f"At batch size {size}: {error}",)
         raise
@@ -315,5 +308,8 @@ def _found(steps: _Steps, budget_bytes: int, size: int) -> BatchSize:
         batch_size=size,
         plan=plan,
         samples_per_s=steps.samples_per_s(size, traced, plan),
-        trials=tuple(steps.trials[size] for size in sorted(steps.trials)),
+        trials=Sweep(
+            axes=("batch_size",),
+            rows=tuple(steps.trials[size] for size in sorted(steps.trials)),
+        ),
     )

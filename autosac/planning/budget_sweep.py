@@ -3,109 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autosac.errors import InfeasibleBudgetError
-from autosac.optional import needed
-from autosac.pictures.pictures import Picture
-from autosac.planning import plotting
 from autosac.planning.make_plan import floor, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, TracedStep
 from autosac.quantities import parse_bytes
+from autosac.results.rows import Row, Sweep, reason_of
 from autosac.solvers import sac
 
 RELATIVE_GAP = 1.5e-2  # of a solve: 64 of them should not outlast a few plans
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRow:
-    """What one budget takes; all figures but the budget are None if nothing fits.
-
-    Attributes:
-        budget_bytes: Cap on the peak.
-        feasible: Whether a plan fits.
-        peak_bytes: Predicted peak of the plan.
-        recompute_ms: Predicted time that a step spends on recomputation.
-        step_ms: Predicted time of a step, recomputation included.
-        bound_ms: Proven lower bound on `recompute_ms`.
-        optimality_gap: Share of `recompute_ms` that the bound leaves open.
-        reason: Why nothing fits; None if a plan does.
-        plan: The plan.
-    """
-
-    budget_bytes: int
-    feasible: bool
-    peak_bytes: int | None = None
-    recompute_ms: float | None = None
-    step_ms: float | None = None
-    bound_ms: float | None = None
-    optimality_gap: float | None = None
-    reason: str | None = None
-    plan: Plan | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """Plans of one step for many budgets.
-
-    A larger budget never costs more: `recompute_ms` and `bound_ms` fall with it.
-
-    Attributes:
-        rows: One for each budget, in the order they were asked for.
-        floor_bytes: Least feasible budget.
-        baseline_peak_bytes: Budget at which nothing is recomputed.
-    """
-
-    rows: tuple[SweepRow, ...]
-    floor_bytes: int
-    baseline_peak_bytes: int
-
-    def to_dataframe(self) -> Any:
-        """The rows as a pandas table, without the plans.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        pandas = needed("pandas", "`Sweep.to_dataframe`")
-        records = [asdict(replace(row, plan=None)) for row in self.rows]
-        return pandas.DataFrame.from_records(records).drop(columns="plan")
-
-    def plot(self, axes: Any = None, *, rivals: plotting.Rivals | None = None) -> Any:
-        """Draw recompute time against the budget, with bound, floor and baseline.
-
-        `autosac.plotting.budgets` draws the same into a file, or interactively.
-
-        Args:
-            axes: Matplotlib axes to draw on; None for new ones.
-            rivals: Points of others, as there.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ImportError: Matplotlib is not installed.
-        """
-        pyplot = needed("matplotlib.pyplot", "`Sweep.plot`")
-        from autosac.pictures.matplotlib_figure import draw_panel  # needs Matplotlib
-
-        if axes is None:
-            _, axes = pyplot.subplots()
-        draw_panel(axes, plotting.budget_panel(self, rivals=rivals))
-        axes.legend()
-        return axes
-
-    def picture(self) -> Picture:
-        """The sweep as a picture, whose ``save`` writes a file.
-
-        Raises:
-            ValueError: No budget is feasible.
-        """
-        return plotting.budgets(self)
 
 
 def sweep(
@@ -159,12 +71,17 @@ def sweep(
         budget: _answer(traced, budget, {"start": start, **(plan_options or {})})
         for budget in sorted(set(budgets))
     }
-    rows = {row.budget_bytes: row for row in _monotone(answers)}
-    return Sweep(
-        rows=tuple(rows[budget] for budget in budgets),
-        floor_bytes=lowest,
-        baseline_peak_bytes=baseline,
-    )
+    rows = {
+        row.budget_bytes: replace(
+            row,
+            floor_bytes=lowest,
+            baseline_peak_bytes=baseline,
+            planned_for=traced.device.name,
+            calibrated=traced.calibrated,
+        )
+        for row in _monotone(answers)
+    }
+    return Sweep(rows=tuple(rows[budget] for budget in budgets))
 
 
 def _answer(
@@ -179,10 +96,10 @@ def _answer(
     try:
         return make_plan(profile, budget_bytes, **options)
     except InfeasibleBudgetError as error:
-        return str(error)
+        return reason_of(error)
 
 
-def _monotone(answers: dict[int, Plan | str]) -> list[SweepRow]:
+def _monotone(answers: dict[int, Plan | str]) -> list[Row]:
     """Rows by rising budget: plans of smaller budgets, bounds of larger ones hold."""
     plans: dict[int, Plan] = {}
     best: Plan | None = None
@@ -203,18 +120,19 @@ def _monotone(answers: dict[int, Plan | str]) -> list[SweepRow]:
             rows.append(_row(replace(plans[budget], bound_ms=bound_ms)))
         else:
             assert isinstance(answer, str)
-            rows.append(SweepRow(budget_bytes=budget, feasible=False, reason=answer))
+            rows.append(Row(status="infeasible", budget_bytes=budget, reason=answer))
     return rows[::-1]
 
 
-def _row(plan: Plan) -> SweepRow:
-    return SweepRow(
+def _row(plan: Plan) -> Row:
+    return Row(
+        status="planned",
         budget_bytes=plan.budget_bytes,
-        feasible=True,
         peak_bytes=plan.peak_bytes,
         recompute_ms=plan.recompute_ms,
         step_ms=plan.step_ms,
         bound_ms=plan.bound_ms,
         optimality_gap=plan.optimality_gap,
+        num_units=len(plan.policy),
         plan=plan,
     )

@@ -101,7 +101,7 @@ def _swept(plan: Plan, profile: TracedStep) -> str:
         return ""
     swept = sweep(profile, n=_NUM_BUDGETS, plan_options={"dry_run": False})
     here = {"this plan": [(plan.budget_bytes, plan.recompute_ms)]}
-    return _svg(plotting.budgets(swept, rivals=here))
+    return _svg(swept.picture(rivals=here))
 
 
 def _ratios(plan: Plan) -> Iterator[str]:

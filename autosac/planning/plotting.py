@@ -1,4 +1,4 @@
-"""The pictures of a step, its plans and its sweeps.
+"""The pictures of a step and its plans.
 
 Each function gives a `Picture`: ``.save("x.png")`` (or .svg, .pdf, .html), or
 ``.matplotlib()`` and ``.plotly()`` for the figure itself.
@@ -7,13 +7,12 @@ Each function gives a `Picture`: ``.save("x.png")`` (or .svg, .pdf, .html), or
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from autosac.pictures.pictures import (
-    MARKERS,
     Grid,
     Layer,
     Line,
@@ -32,10 +31,6 @@ from autosac.units import curves
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
-if TYPE_CHECKING:
-    from autosac.planning.budget_sweep import Sweep
-
-Rivals = Mapping[str, Sequence[tuple[int, float]]]
 _NUM_TIMES = 240  # of a history in a picture; each shows the most within its time
 _ORDER = (
     "parameter", "buffer", "optimizer", "gradient", "input", "activation", "temporary",
@@ -128,70 +123,6 @@ def trade_offs(
         title=f"What freed memory costs: {len(shown)} of {len(alike)} kinds of modules",
         panels=tuple(panels),
         num_columns=min(3, len(panels)),
-    )
-
-
-def budgets(sweep: Sweep, *, rivals: Rivals | None = None) -> Picture:
-    """Recompute time against the budget, with floor, baseline, bound and rivals.
-
-    Args:
-        sweep: Plans for many budgets.
-        rivals: Name of another way to plan -> peak in bytes and recompute time in
-            milliseconds of each of its points.
-
-    Raises:
-        ValueError: No budget of the sweep is feasible.
-    """
-    return Picture(title="", panels=(budget_panel(sweep, rivals=rivals),))
-
-
-def budget_panel(sweep: Sweep, *, rivals: Rivals | None = None) -> Panel:
-    """The panel of `budgets`."""
-    rows = sorted(
-        (row for row in sweep.rows if row.feasible), key=lambda row: row.budget_bytes
-    )
-    if not rows:
-        raise ValueError(
-            "No budget of the sweep is feasible: there is nothing to draw."
-        )
-    unit, size = byte_unit(sweep.baseline_peak_bytes)
-    x = tuple(row.budget_bytes / size for row in rows)
-    lines = [
-        Line(
-            label="plan",
-            x=x,
-            y=tuple(row.recompute_ms or 0.0 for row in rows),
-            is_step=True,
-        ),
-        Line(
-            label="bound",
-            x=x,
-            y=tuple(row.bound_ms or 0.0 for row in rows),
-            dash="dashed",
-            grey=0.5,
-            is_step=True,
-        ),
-    ]
-    for i, (name, points) in enumerate((rivals or {}).items()):
-        lines.append(
-            Line(
-                label=name,
-                x=tuple(nbytes / size for nbytes, _ in points),
-                y=tuple(ms for _, ms in points),
-                dash="none",
-                marker=MARKERS[i % len(MARKERS)],
-                grey=0.2 + 0.15 * (i % 4),
-            )
-        )
-    return Panel(
-        title="Recomputation against memory",
-        x_label=f"memory budget [{unit}]",
-        y_label="recomputation per step [ms]",
-        lines=tuple(lines),
-        verticals=(
-            (sweep.floor_bytes / size, "dotted", "least feasible budget"),
-            (sweep.baseline_peak_bytes / size, "dashdot", "peak without a plan"),
-        ),
     )
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autosac.costs import caching
-from autosac.planning.budget_sweep import SweepRow, sweep
+from autosac.planning.budget_sweep import sweep
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
+from autosac.results.rows import FIGURES, Label, Row, reason_of
 from autosac.sweeps import files
-from autosac.sweeps.results import GridRow, Label
 
 MakeStep = Callable[..., Any]
 _PARTS = ("model", "inputs", "loss_fn", "optimizer")
@@ -96,13 +96,15 @@ class Cell:
 
     def failed(self, error: BaseException) -> Record:
         """The row of a cell that could not be done."""
-        sentence = " ".join(str(error).split())
-        reason = f"{type(error).__name__}: {sentence}"
-        return [asdict(GridRow(cell=self.labels, status="failed", reason=reason))]
+        row = Row(cell=self.labels, status="failed", reason=reason_of(error))
+        return [row.record()]
 
-    def rows(self, record: Record) -> tuple[GridRow, ...]:
+    def rows(self, record: Record) -> tuple[Row, ...]:
         """A record as rows."""
-        return tuple(GridRow(**{**row, "cell": self.labels}) for row in record)
+        return tuple(
+            Row(cell=self.labels, **{name: figures[name] for name in FIGURES})
+            for figures in record
+        )
 
     def _planned(self) -> Record:
         traced = self._profile()
@@ -112,29 +114,7 @@ class Cell:
             n=self.n,
             plan_options=dict(self.plan_options),
         )
-        facts = {
-            "floor_bytes": budget_sweep.floor_bytes,
-            "baseline_peak_bytes": budget_sweep.baseline_peak_bytes,
-            "planned_for": traced.device.name,
-            "calibrated": traced.calibrated,
-        }
-        return [asdict(self._row(row, facts)) for row in budget_sweep.rows]
-
-    def _row(self, row: SweepRow, facts: Mapping[str, Any]) -> GridRow:
-        reason = None if row.reason is None else f"InfeasibleBudgetError: {row.reason}"
-        return GridRow(
-            cell=self.labels,
-            status="planned" if row.feasible else "infeasible",
-            budget_bytes=row.budget_bytes,
-            peak_bytes=row.peak_bytes,
-            recompute_ms=row.recompute_ms,
-            step_ms=row.step_ms,
-            bound_ms=row.bound_ms,
-            optimality_gap=row.optimality_gap,
-            num_units=None if row.plan is None else len(row.plan.policy),
-            reason=reason,
-            **facts,
-        )
+        return [replace(row, cell=self.labels).record() for row in budget_sweep]
 
     def _profile(self) -> Profile:
         parts = _parts_of(self.make_step(**self.values))

@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from autosac.costs import caching
 from autosac.devices.specs import DeviceSpec
 from autosac.quantities import parse_bytes
+from autosac.results.rows import FIGURES, Label, Row, Sweep
 from autosac.sweeps import describing, files, running
 from autosac.sweeps.cells import (
     Cell,
@@ -22,12 +22,10 @@ from autosac.sweeps.cells import (
     Record,
     Surroundings,
 )
-from autosac.sweeps.results import GridRow, GridSweep, Label
 
 Grid = Mapping[str, Sequence[Any] | Mapping[str, Any]]
 
 _LIBRARIES = ("numpy", "pulp", "highspy")  # what decides a plan besides torch
-_COLUMNS = frozenset(field.name for field in fields(GridRow))
 
 
 def sweep_grid(
@@ -42,7 +40,7 @@ def sweep_grid(
     directory: str | Path | None = None,
     version: str = "",
     progress: bool | None = None,
-) -> GridSweep:
+) -> Sweep:
     """Plan for every combination of some values, each under many budgets.
 
     Each combination is a cell: its step is traced once, which serves all budgets. A
@@ -95,7 +93,7 @@ def sweep_grid(
     }
     folder = None if directory is None else Path(directory).resolve()
     cells = _cells(axes, shared, folder, version)
-    return GridSweep(axes=tuple(axes), rows=_rows(cells, n_jobs, progress))
+    return Sweep(axes=tuple(axes), rows=_rows(cells, n_jobs, progress))
 
 
 def _cells(
@@ -124,7 +122,7 @@ def _cells(
 
 def _rows(
     cells: Sequence[Cell], n_jobs: int | None, progress: bool | None
-) -> tuple[GridRow, ...]:
+) -> tuple[Row, ...]:
     """Rows of all cells in their order; those with files are not done again."""
     records: dict[int, Record] = {}
     for index, cell in enumerate(cells):
@@ -171,10 +169,10 @@ def _budgets(
 
 def _axis(name: str, values: Sequence[Any] | Mapping[str, Any]) -> dict[Label, Any]:
     """Label -> value for one axis of a grid."""
-    if not name.isidentifier() or name in _COLUMNS:
+    if not name.isidentifier() or name in FIGURES:
         raise ValueError(
             f"`grid` has an axis {name!r}, which must be the name of an argument and no"
-            f" column of the table ({', '.join(sorted(_COLUMNS))})."
+            f" column of the table ({', '.join(sorted(FIGURES))})."
         )
     if isinstance(values, str) or not isinstance(values, (Sequence, Mapping)):
         raise ValueError(

@@ -1,0 +1,1 @@
+"""What was planned for, a row for each: tables, files and pictures."""

@@ -1,0 +1,318 @@
+"""Rows and tables of what is planned for many budgets, cells, sizes or clusters."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from autosac.optional import needed
+from autosac.pictures.pictures import Panel
+from autosac.quantities import format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from autosac.pictures.pictures import Picture
+    from autosac.results.pictures import Rivals
+
+Label = bool | int | float | str | None
+Status = Literal["planned", "feasible", "infeasible", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One budget of one cell; figures are None where they are not known.
+
+    Attributes:
+        cell: Name of each axis -> label of its value.
+        status: "planned", "feasible" (a plan fits, none was made), "infeasible" (none
+            fits) or "failed" (the step could not be built, traced or planned).
+        budget_bytes: Cap on the peak, of a rank if there are several.
+        peak_bytes: Predicted peak of the plan.
+        recompute_ms: Predicted time that a step spends on recomputation.
+        step_ms: Predicted time of a step, recomputation included.
+        bound_ms: Proven lower bound on `recompute_ms`.
+        optimality_gap: Share of the time that the bound leaves open.
+        samples_per_s: Predicted throughput, where the batch size is known.
+        batches_per_s: Predicted throughput of a cluster, of which each GPU has one
+            batch a step.
+        mesh_shape: Of a cluster: ranks of each dimension, as text ("2 x 8").
+        num_units: AC units of the plan.
+        floor_bytes: Least feasible budget of the cell.
+        baseline_peak_bytes: Budget at which nothing is recomputed.
+        planned_for: Name of the device that was planned for.
+        calibrated: Times and workspaces were measured, not modelled.
+        reason: Why there is no plan: type of the exception, and its sentence.
+        plan: The plan, if it was kept: a `Plan` or a `ParallelPlan`.
+    """
+
+    cell: Mapping[str, Label] = field(default_factory=dict)
+    status: Status
+    budget_bytes: int | None = None
+    peak_bytes: int | None = None
+    recompute_ms: float | None = None
+    step_ms: float | None = None
+    bound_ms: float | None = None
+    optimality_gap: float | None = None
+    samples_per_s: float | None = None
+    batches_per_s: float | None = None
+    mesh_shape: str | None = None
+    num_units: int | None = None
+    floor_bytes: int | None = None
+    baseline_peak_bytes: int | None = None
+    planned_for: str | None = None
+    calibrated: bool | None = None
+    reason: str | None = None
+    plan: Any = field(default=None, repr=False)
+
+    @property
+    def feasible(self) -> bool:
+        """Whether a plan fits."""
+        return self.status in ("planned", "feasible")
+
+    def record(self) -> dict[str, Any]:
+        """The row as plain data: axes first, then figures; no plan."""
+        return {**self.cell, **{name: getattr(self, name) for name in FIGURES}}
+
+
+def reason_of(error: BaseException) -> str:
+    """Why there is no plan, in one line: the exception's type and its sentence."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+FIGURES = tuple(f.name for f in fields(Row) if f.name not in ("cell", "plan"))
+_NUMBERS = {  # column -> its type in tables that know types
+    **{name: "Int64" for name in FIGURES if name.endswith("_bytes")},
+    **{name: "Float64" for name in FIGURES if name.endswith(("_ms", "_gap", "_s"))},
+    "num_units": "Int64",
+    "calibrated": "boolean",
+}
+_AXIS_TYPES = ((bool, "boolean"), (int, "Int64"), (float, "Float64"), (str, "string"))
+_ARROW = {"Int64": "int64", "Float64": "float64", "boolean": "bool_"}
+_SHOWN = {  # figure -> its head in text
+    "budget_bytes": "budget", "peak_bytes": "peak", "recompute_ms": "recompute",
+    "bound_ms": "at least", "step_ms": "step", "samples_per_s": "samples/s",
+    "batches_per_s": "batches/s", "mesh_shape": "mesh", "floor_bytes": "floor",
+    "reason": "why not",
+}  # fmt: skip
+_OPTIONAL = ("samples_per_s", "batches_per_s", "mesh_shape", "reason")
+_MOST_LINES = 40  # of a table in text; more are in `to_dataframe`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Sweep(Sequence[Row]):
+    """Rows of many budgets, of one step or of each cell of a grid; a sequence.
+
+    Under one cell a larger budget never costs more: `recompute_ms` and `bound_ms` fall.
+
+    Attributes:
+        axes: Names of the axes, the slowest first; none for a single step.
+        rows: One for each budget of each cell, in the order they were asked for; one in
+            all for a cell that failed.
+    """
+
+    axes: tuple[str, ...] = ()
+    rows: tuple[Row, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        return self.rows[index]
+
+    def __repr__(self) -> str:
+        lines = self.text_table()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        written = [
+            "  ".join(word.rjust(n) for word, n in zip(line, widths, strict=True))
+            for line in lines
+        ]
+        if len(self) > _MOST_LINES:
+            half = _MOST_LINES // 2
+            between = f"... {len(self) - 2 * half} more ..."
+            written = [*written[: half + 1], between, *written[-half:]]
+        return "\n".join(line.rstrip() for line in written)
+
+    @property
+    def floor_bytes(self) -> int:
+        """Least feasible budget of a single step."""
+        return self._of_the_step("floor_bytes")
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Budget at which nothing is recomputed, of a single step."""
+        return self._of_the_step("baseline_peak_bytes")
+
+    def _of_the_step(self, name: str) -> int:
+        if self.axes:
+            raise ValueError(f"Each cell has a `{name}` of its own: see the rows.")
+        return int(getattr(self.rows[0], name))
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """Rows of the cells that failed."""
+        return tuple(row for row in self.rows if row.status == "failed")
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows as plain data: axes first, then figures; no plans."""
+        return [row.record() for row in self.rows]
+
+    def text_table(self) -> list[tuple[str, ...]]:
+        """Heads, then each row, as people read them."""
+        figures = {
+            name: head
+            for name, head in _SHOWN.items()
+            if name not in _OPTIONAL or any(getattr(r, name) for r in self.rows)
+        }
+        return [
+            (*self.axes, *figures.values()),
+            *(
+                (
+                    *(str(row.cell[name]) for name in self.axes),
+                    *(_shown(row, name) for name in figures),
+                )
+                for row in self.rows
+            ),
+        ]
+
+    def to_dataframe(self) -> Any:
+        """The rows as a pandas table; bytes stay whole where some are missing.
+
+        An axis whose values are of several types is text.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = needed("pandas", "`Sweep.to_dataframe`")
+        columns = {
+            name: pandas.array(values, dtype=kind)
+            for name, (values, kind) in self._columns().items()
+        }
+        return pandas.DataFrame(columns)
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the rows as comma-separated values (RFC 4180); None is an empty field.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*self.axes, *FIGURES])
+            writer.writeheader()
+            writer.writerows(self.records())
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write the rows as Parquet, with the types of `to_dataframe`.
+
+        Raises:
+            ImportError: pyarrow is not installed.
+            OSError: The file cannot be written.
+        """
+        arrow = needed("pyarrow", "`Sweep.to_parquet`")
+        parquet = needed("pyarrow.parquet", "`Sweep.to_parquet`")
+        columns = {
+            name: arrow.array(values, getattr(arrow, _ARROW.get(kind, "string"))())
+            for name, (values, kind) in self._columns().items()
+        }
+        parquet.write_table(arrow.table(columns), path)
+
+    def picture(self, *, rivals: Rivals | None = None) -> Picture:
+        """The rows as a picture, whose ``save`` writes a file.
+
+        Of one step: recompute time against the budget, with bound, floor and baseline.
+        Of a grid: step time against the budget, with the values of the last axis as
+        lines and a panel for each combination of the others, at most 12 in all. Under
+        one budget for all, throughput or step time against the last axis.
+
+        Args:
+            rivals: Name of another way to plan -> peak in bytes and recompute time in
+                milliseconds of each of its points; for a single step.
+
+        Raises:
+            ValueError: No budget of any cell is feasible.
+        """
+        from autosac.results.pictures import picture_of
+
+        return picture_of(self, rivals=rivals)
+
+    def plot(self, axes: Any = None, *, rivals: Rivals | None = None) -> Any:
+        """Draw the picture with Matplotlib.
+
+        Args:
+            axes: Axes to draw on, if the picture has one panel; None for new ones.
+            rivals: As in `picture`.
+
+        Returns:
+            The axes, a list of them if there are several panels.
+
+        Raises:
+            ImportError: Matplotlib is not installed.
+            ValueError: As `picture`; or one pair of axes is given for several panels.
+        """
+        pyplot = needed("matplotlib.pyplot", "`Sweep.plot`")
+        from autosac.pictures.matplotlib_figure import draw_panel  # needs Matplotlib
+
+        panels = [
+            panel
+            for panel in self.picture(rivals=rivals).panels
+            if isinstance(panel, Panel)
+        ]
+        if axes is not None and len(panels) > 1:
+            raise ValueError(
+                f"`axes` is one pair, the sweep has {len(panels)} panels: leave it out."
+            )
+        if axes is None:
+            size = (6.4 * len(panels), 4.8)
+            _, grid = pyplot.subplots(1, len(panels), figsize=size, squeeze=False)
+            drawn = list(grid.flat)
+        else:
+            drawn = [axes]
+        for place, panel in zip(drawn, panels, strict=True):
+            draw_panel(place, panel)
+            place.legend()
+        return drawn if len(drawn) > 1 else drawn[0]
+
+    def _columns(self) -> dict[str, tuple[list[Any], str]]:
+        """Name -> values and type of each column."""
+        records = self.records()
+        columns = {}
+        for name in (*self.axes, *FIGURES):
+            values: list[Any] = [record[name] for record in records]
+            kind = _NUMBERS.get(name, "string")
+            if name in self.axes:
+                kind = _type_of(values)
+                if kind == "string":
+                    values = [None if x is None else str(x) for x in values]
+            columns[name] = (values, kind)
+        return columns
+
+
+def _shown(row: Row, name: str) -> str:
+    value = getattr(row, name)
+    if value is None:
+        return ""
+    if name == "reason":
+        return "below the floor" if row.status == "infeasible" else str(value)
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_ms"):
+        return format_ms(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _type_of(values: list[Label]) -> str:
+    """The type that all values of an axis have, text if they share none."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int, float}:
+        return "Float64"
+    for kind, name in _AXIS_TYPES:
+        if kinds == {kind}:
+            return name
+    return "string"
