@@ -1,4 +1,4 @@
-"""Private PyTorch APIs for graphs: the only file beside `_compat.py` that uses any.
+"""Private PyTorch APIs for graphs and compilers.
 
 Checked for torch 2.15. Compilers are imported where they are used: they take seconds.
 """

@@ -2,13 +2,16 @@
 
 Imports between folders, those inside functions and under TYPE_CHECKING included, by the
 order of the table in docs/design.md; sizes of files and functions; comments; seconds
-that `import autosac` takes, beside `import torch`. Written to results/house.md.
+that `import autosac` takes, beside `import torch`, and with `--tests` those of both test
+commands. Written to results/house.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
+import os
 import re
 import statistics
 import subprocess
@@ -158,16 +161,32 @@ def _sizes() -> Iterator[tuple[str, str]]:
 
 
 def _import_seconds() -> Iterator[tuple[str, str]]:
-    seconds: dict[str, list[float]] = {"torch": [], "autosac": []}
+    seconds: dict[str, list[float]] = {
+        "import torch": [],
+        "import autosac": [],
+        "from autosac import plan": [],
+    }
     for _ in range(_NUM_IMPORTS):
-        for package, times in seconds.items():
-            begin = perf_counter()
-            subprocess.run([sys.executable, "-c", f"import {package}"], check=True)
-            times.append(perf_counter() - begin)
-    torch_s, autosac_s = (statistics.median(times) for times in seconds.values())
-    yield "`import torch`, median", f"{torch_s:.2f} s"
-    yield "`import autosac`, median", f"{autosac_s:.2f} s"
-    yield "ratio", f"{autosac_s / torch_s:.2f}"
+        for statement, times in seconds.items():
+            times.append(_seconds([sys.executable, "-c", statement]))
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, median_s in medians.items():
+        ratio = median_s / medians["import torch"]
+        yield f"`{name}`, median", f"{median_s:.2f} s, {ratio:.2f} of torch's"
+
+
+def _test_seconds() -> Iterator[tuple[str, str]]:
+    """Both test commands, with as many processes as there are cores."""
+    for name, marks in (("all tests", "slow or not slow"), ("`pytest` alone", "")):
+        command = [sys.executable, "-m", "pytest", "-q", *(["-m", marks] * bool(marks))]
+        seconds = _seconds(command)
+        yield f"{name}, {os.cpu_count()} cores", f"{seconds:.0f} s"
+
+
+def _seconds(command: list[str]) -> float:
+    begin = perf_counter()
+    subprocess.run(command, check=True, cwd=ROOT)
+    return perf_counter() - begin
 
 
 # --- the page -----------------------------------------------------------------
@@ -186,10 +205,18 @@ def _edges() -> Iterator[str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.house")
+    parser.add_argument("--tests", action="store_true", help="time the tests, too")
+    options = parser.parse_args()
     lines = ["# The tree", "", f"{environment()}", "", "| figure | |", "| --- | --- |"]
     lines += [f"| imports up the layers | {len(upward())} |"]
     lines += [
-        f"| {name} | {value} |" for name, value in (*_sizes(), *_import_seconds())
+        f"| {name} | {value} |"
+        for name, value in (
+            *_sizes(),
+            *_import_seconds(),
+            *(_test_seconds() if options.tests else ()),
+        )
     ]
     lines += ["", "From the top down, with the number of pairs of files.", ""]
     lines += ["| folder | imports |", "| --- | --- |", *_edges()]

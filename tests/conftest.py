@@ -40,10 +40,16 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
-def pytest_sessionstart():
-    """Measuring collects garbage: not among all that PyTorch's import has made."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen_objects():
+    """Measuring collects garbage: not among all that imports and others have made."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish():
+    """What was frozen is not reported as leaked."""
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Every awkward habit: simulation equals dry run, three steps are bit-identical."""
 
 import dataclasses
+import gc
 import random
 import threading
 
@@ -22,6 +23,14 @@ from tests.awkward import AWKWARD, angles
 from tests.models import random_choice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_frozen(frozen_objects):
+    """What `gc.freeze` hides is not looked through for caches."""
+    gc.unfreeze()
+
+
 each_habit = pytest.mark.parametrize("name", AWKWARD)
 SHARES = (0.0, 1.0, None, None)  # of groups that are saved
 

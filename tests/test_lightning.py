@@ -141,12 +141,11 @@ def silent(memory_budget, **options):
 @pytest.mark.parametrize(
     ("module", "options"),
     [
-        ({}, {}),
         ({"is_called_twice": True}, {}),
         ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ({}, {"precision": "bf16-mixed"}),
     ],
-    ids=["plain", "called-twice", "accumulated", "bf16"],
+    ids=["called-twice", "accumulated", "bf16"],
 )
 def test_training_under_a_budget_is_the_same_and_keeps_it(module, options):
     plain, plain_peaks = train(module=module, **options)

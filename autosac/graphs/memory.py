@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -23,6 +23,7 @@ from autosac.costs.timing import OpMeasurement, OpSizes
 from autosac.devices.specs import device_spec
 from autosac.fake_tensors import op_facts, real_layouts
 from autosac.pytrees import tensors_in
+from autosac.step.ledger import Ledger
 from autosac.step.op_signatures import Signature
 
 
@@ -141,14 +142,17 @@ class GraphMemory:
 
     def live(self, freed: Collection[fx.Node] = ()) -> Iterator[tuple[fx.Node, int]]:
         """Bytes alive while each node runs; ``freed`` as for `lives`."""
-        changes = [0] * (len(self.nodes) + 1)
-        for storage, (first, last) in self.lives(freed).items():
-            changes[first] += self.nbytes[storage]
-            changes[last + 1] -= self.nbytes[storage]
-        base = sum(self.nbytes[storage] for storage in self._held(freed))
-        alive = accumulate(changes)
+        lives = self.lives(freed)
+        ends = np.array(list(lives.values()), dtype=np.int64).reshape(-1, 2)
+        ledger = Ledger(
+            born=ends[:, 0],
+            died=ends[:, 1] + 1,
+            nbytes=np.array([self.nbytes[storage] for storage in lives], np.int64),
+            constant_bytes=sum(self.nbytes[storage] for storage in self._held(freed)),
+        )
+        alive = ledger.after_ticks(len(self.nodes)).tolist()
         for (node, memory), num_bytes in zip(self.nodes.items(), alive, strict=False):
-            yield node, base + num_bytes + memory.workspace_bytes
+            yield node, num_bytes + memory.workspace_bytes
 
     def peak_bytes(self) -> int:
         """Most bytes alive at once."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-import numpy as np
-
 from autosac.errors import TraceError
+from autosac.step.ledger import Ledger
 from autosac.step.tape import Tape
 from autosac.tracing.probing import DRAWS
 
@@ -91,10 +90,8 @@ def largest(
 
 def plain_peak_bytes(tape: Tape) -> int:
     """Most bytes alive at once when nothing is recomputed, without workspaces."""
-    changes = np.zeros(tape.num_ticks + 2, dtype=np.int64)
-    np.add.at(changes, tape.born, tape.nbytes)
-    np.add.at(changes, tape.freed + 1, -tape.nbytes)
-    return int(np.cumsum(changes).max())
+    ledger = Ledger(born=tape.born, died=tape.freed + 1, nbytes=tape.nbytes)
+    return ledger.timeline().peak_bytes
 
 
 def _outline(tape: Tape) -> Hashable:
