@@ -2,7 +2,7 @@
 
 Imports between folders, those inside functions and under TYPE_CHECKING included, by the
 order of the table in docs/design.md; sizes of files and functions; comments; seconds
-that `import autosac` takes, beside `import torch`, and with `--tests` those of both test
+that imports take and, with `--tests`, both test
 commands. Written to results/house.md.
 """
 

@@ -40,6 +40,18 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test that is `slow_but_first`, all cases but the first are slow."""
+    seen = set()
+    for item in items:
+        if item.get_closest_marker("slow_but_first"):
+            name = item.nodeid.partition("[")[0]
+            if name in seen:
+                item.add_marker("slow")
+            seen.add(name)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen_objects():
     """Measuring collects garbage: not among all that imports and others have made."""

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_PLANS = 5
 
 
+@pytest.mark.slow_but_first
 @each_case
 def test_two_steps_are_bit_identical_with_any_policy(case):
     expected = train(case, case.model())

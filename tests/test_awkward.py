@@ -70,6 +70,7 @@ def train(case, policies):
     return states, attributes(model)
 
 
+@pytest.mark.slow_but_first
 @each_habit
 def test_the_simulated_peak_is_the_dry_runs_byte_for_byte(name):
     made = AWKWARD[name].profile(torch.optim.AdamW)
@@ -82,6 +83,7 @@ def test_the_simulated_peak_is_the_dry_runs_byte_for_byte(name):
         assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
 
 
+@pytest.mark.slow_but_first
 @each_habit
 def test_three_steps_are_bit_identical(name):
     case = AWKWARD[name]
@@ -95,6 +97,7 @@ def test_three_steps_are_bit_identical(name):
         assert planned_attributes == plain_attributes
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", sorted(set(AWKWARD) - {"draws in Python"}))
 def test_a_habit_does_not_keep_modules_from_being_units(name):
     assert AWKWARD[name].profile().units.candidates

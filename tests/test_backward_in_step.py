@@ -126,6 +126,7 @@ def profile_of(name):
     )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @each_step
 def test_the_peak_of_all_backward_passes_is_predicted(name, share):

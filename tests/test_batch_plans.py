@@ -185,6 +185,7 @@ ACT = st.one_of(
 
 
 # Hypothesis draws batches that no plan is for: these are warned of.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A batch with", "ignore:AC unit")
 @settings(
     max_examples=15,
@@ -198,6 +199,7 @@ def test_any_training_is_the_plain_one_bit_by_bit(plan, acts):
         assert differences(plain.run(act), planned.run(act)) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A batch with", "ignore:AC unit")
 @settings(max_examples=15, deadline=None)
 @given(
@@ -378,6 +380,7 @@ def test_a_larger_batch_is_not_recomputed_where_the_budget_is_ample():
     assert all(one.traced is not None for one in found.each)
 
 
+@pytest.mark.slow
 def test_replanning_keeps_the_budget_and_disturbs_nothing():
     found = autosac.plan(
         make_model(),
@@ -399,6 +402,7 @@ def test_replanning_keeps_the_budget_and_disturbs_nothing():
         assert planned.peak_bytes(batch) <= found.budget_bytes
 
 
+@pytest.mark.slow
 def test_replanning_in_the_middle_of_autocast_plans_the_same_step():
     options = {"optimizer": "adamw", "autocast": "bf16"}
     budget_bytes = budget_of(0.2, autocast="bf16")
@@ -585,6 +589,7 @@ def test_mistakes_are_one_sentence(inputs, options, sentence):
         autosac.plan(make_model(), inputs, memory_budget="1GiB", **options)
 
 
+@pytest.mark.slow
 def test_a_budget_below_one_floor_names_the_batch_and_the_least_for_all():
     with pytest.raises(InfeasibleBudgetError) as caught:
         autosac.plan(

@@ -166,6 +166,7 @@ CASES = {
 DRAWN = ("pick",)  # of the steps that draws decide, the largest is planned
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_planned_near_its_floor_and_trains_bit_by_bit(name):

@@ -217,6 +217,7 @@ def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
             assert apart or inside or around
 
 
+@pytest.mark.slow_but_first
 @each_chain
 def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):
     made = case.profile(torch.optim.AdamW)
@@ -261,6 +262,7 @@ def test_chains_hold_under_autocast_and_accumulation(case):
         assert found.identical, found.differences
 
 
+@pytest.mark.slow_but_first
 @each_chain
 def test_steps_with_a_chain_are_bit_identical(case):
     expected = train(case, case.model())
@@ -331,6 +333,7 @@ def test_a_deep_models_floor_is_below_that_of_every_block_checkpointed():
     assert saved > 6 * kept  # of 15 inputs; 4 come back when a chain is due
 
 
+@pytest.mark.slow
 def test_a_plan_at_such_a_floor_keeps_it_in_a_real_step():
     tokens = torch.randint(64, (64, 16))
     made = autosac.calibrate(autosac.profile(deep_gpt(), tokens))

@@ -79,6 +79,7 @@ def swept(request, setting):
     return profile, budgets, plans
 
 
+@pytest.mark.slow
 def test_every_plan_keeps_its_budget_by_the_replayed_allocator(swept):
     _, budgets, plans = swept
     assert all(plans[budget].peak_bytes <= budget for budget in budgets)
@@ -96,6 +97,7 @@ def test_no_rule_of_thumb_that_fits_is_cheaper(swept):
         assert plans[budget].recompute_ms <= min(fitting, default=1e99) * (1 + 1e-9)
 
 
+@pytest.mark.slow_but_first
 def test_asked_again_no_plan_is_dearer_than_that_of_a_smaller_budget(swept):
     profile, budgets, _ = swept
     times = [

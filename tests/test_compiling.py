@@ -107,6 +107,7 @@ def dropout_limits(one_thread_throughout):
     return limits("dropout", "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [

@@ -65,6 +65,7 @@ def test_stages_keep_their_number_and_lose_layers():
     assert list(config.depths) == [2, 2, 2, 2]  # of 2, 2, 6, 2
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "name",
     ["transformers/opt", "transformers/bart", "transformers/poolformer", "timm/ghostnet"

@@ -31,6 +31,7 @@ def trace(make_optimizer, *, device=None, in_backward=True):
     return profile(model, torch.ones(8, 16), optimizer=make, device=device).tape
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("in_backward", [True, False])
 @pytest.mark.parametrize("device", [None, "h100"])
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ def _calibrated(name):
     return calibrate(_RANDOM[name].profile(torch.optim.AdamW))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "seed"),
     [

@@ -49,6 +49,7 @@ def run(graph):
     return [*results, *after, torch.get_rng_state()]
 
 
+@pytest.mark.slow
 def test_numbers_of_a_graph_have_its_peak(planner):
     problem = planner.problem
 

@@ -52,6 +52,7 @@ class Vision(nn.Module):
         return self.head(x.flatten(1))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("autocast", [None, BFLOAT16, HALF], ids=str)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, HALF], ids=str)

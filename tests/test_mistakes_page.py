@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_every_row_of_the_page_has_its_test():
     text = (ROOT / "docs" / "mistakes.md").read_text()
     rows = [

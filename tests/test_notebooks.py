@@ -26,6 +26,7 @@ def test_notebook_runs_and_its_asserts_hold(path, client):
     client.execute(cleanup_kc=False)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_committed_without_outputs(path):
     notebook = nbformat.read(path, as_version=4)

@@ -108,6 +108,7 @@ def assert_updated_alike(graph, real):
 # --- what a graph does ------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_from_the_first_on_equal_those_of_pytorch(name):
     make_optimizer = OPTIMIZERS[name]
@@ -126,6 +127,7 @@ def test_steps_from_the_first_on_equal_those_of_pytorch(name):
                 assert torch.equal(expected, gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -175,6 +177,7 @@ def test_every_group_has_its_options_and_frozen_parameters_stay():
     assert owners == {"0.bias", "2.weight", "4.weight"}
 
 
+@pytest.mark.slow
 def test_model_optimizer_gradients_and_random_state_are_left_alone():
     model, inputs, loss_fn = step_of("convolutions")
     optimizer = OPTIMIZERS["adamw foreach"](model.parameters())
@@ -218,6 +221,7 @@ def measured_peak(graph):
     return measured
 
 
+@pytest.mark.slow_but_first
 def test_simulated_peak_equals_the_measured_one(case):
     *_, graph = case
 
@@ -260,6 +264,7 @@ def test_a_step_makes_nothing_but_temporaries_of_the_optimizer(name, share):
     assert sum(made) == share * num_bytes
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["momentum", "nesterov foreach", "adamw foreach"])
 def test_the_optimizer_peaks_as_its_real_step(name):
     graph = captured("mlp", OPTIMIZERS[name])
@@ -313,6 +318,7 @@ def outcome(graph):
     return [*results, *after]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["milp", "capuchin"])
 def test_plans_keep_the_budget_of_the_whole_step_and_its_updates(planner, strategy):
     low, high = planner.floor(strategy), planner.baseline_peak_bytes

@@ -57,6 +57,7 @@ def swept():
     return profile, budgets, {b: _plan(profile, b) for b in reversed(budgets)}
 
 
+@pytest.mark.slow
 def test_every_plan_keeps_its_budget_and_more_budget_helps(swept):
     _, budgets, plans = swept
 
@@ -115,6 +116,7 @@ def test_no_time_at_all_gives_a_plan_or_the_least_peak(swept):
         _plan(_profile(), budgets[0] // 2, time_limit_s=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off_share", [-0.1, 0.1], ids=["too little", "too much"])
 def test_rows_that_are_off_give_the_plan_of_those_that_are_not(swept, off_share):
     profile, budgets, _ = swept
@@ -148,6 +150,7 @@ def test_no_step_takes_less_than_the_bound_that_a_degree_is_given_up_by(swept):
             assert 0 < bound_ms <= found.best.milp_ms
 
 
+@pytest.mark.slow
 def test_a_degree_that_is_given_up_has_no_better_plan(swept):
     _, budgets, plans = swept
     for budget in budgets[::3]:

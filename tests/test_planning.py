@@ -45,6 +45,7 @@ def tight(mlp):
 # --- budgets ----------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", NAMES)
 def test_peaks_keep_budgets_and_more_budget_never_costs_more(name):
     made = profile_of(name)
@@ -92,6 +93,7 @@ def test_the_floor_is_the_least_feasible_budget(name):
     assert f"{lowest} bytes" in str(error)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_trains_bit_identically_within_its_budget(name):
     case = BIG_MLP if name == "mlp" else CASES[name]
@@ -166,6 +168,7 @@ def test_gradients_of_earlier_micro_steps_count():
     assert thrice.simulator.composition({})["gradient"] == gradients
 
 
+@pytest.mark.slow_but_first
 @each_case
 def test_no_random_plan_peaks_below_the_floor(case):
     made = case.profile()

@@ -420,6 +420,7 @@ def test_a_result_that_may_be_either_of_two_arguments_is_not_repeated(mode):
     assert ask(calls, aten.add_.Tensor, fake(mode, 4), fake(mode, 4))[0] is not None
 
 
+@pytest.mark.slow_but_first
 @each_case
 def test_a_tape_without_repeated_calls_is_the_same(case, monkeypatch):
     known = case.profile(torch.optim.AdamW).tape

@@ -43,6 +43,7 @@ def test_it_has_one_plan():
     assert plans[0] == plans[1]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_its_predicted_peak_is_the_real_one(share):
     case, made = CASES["gpt"], autosac.calibrate(traced("gpt"))

@@ -180,6 +180,7 @@ def are_equal(expected, found):
     )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_planned_model_gives_the_gradients_of_the_plain_one(name, way):

@@ -15,6 +15,7 @@ from tests.models import CASES, each_case, random_choice
 NUM_PLANS = 5
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW], ids=["none", "adamw"])
 @each_case
 def test_a_simulated_peak_is_the_dry_runs_byte_for_byte(case, optimizer):

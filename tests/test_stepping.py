@@ -82,6 +82,7 @@ def assert_exact(make_optimizer, **settings):
     assert plan.peak_bytes <= made.baseline_peak_bytes
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_peak_with_any_optimizer_is_that_of_a_real_step(name):
     assert_exact(OPTIMIZERS[name])

@@ -161,6 +161,7 @@ def test_the_baseline_peak_is_that_of_the_storages_of_a_real_step(case, optimize
     assert expected == counter.peak
 
 
+@pytest.mark.slow_but_first
 @each_optimizer
 @each_case
 def test_the_baseline_peak_is_the_dry_runs_byte_for_byte(case, optimizer):

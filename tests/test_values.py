@@ -83,6 +83,7 @@ def _mean_square(output):
     return output.square().mean()
 
 
+@pytest.mark.slow_but_first
 @each_value_case
 def test_values_decide_and_gradients_are_equal(case):
     for seed in range(4):
@@ -92,6 +93,7 @@ def test_values_decide_and_gradients_are_equal(case):
         assert_equal(train(case, case.model()), found)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_models_are_trained_bit_by_bit(seed):
     case = drawn_case(seed)
@@ -220,6 +222,7 @@ def routed():
     return stack(Routes)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.003, 0.01])
 def test_a_plan_leaves_room_for_what_a_router_learns(rate):
     x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(1))
