@@ -27,7 +27,8 @@ from autosac.profiles.mistakes import (
 from autosac.simulation.simulator import Simulator
 from autosac.solvers.curves import knapsack
 from autosac.solving.choosing import Chooser
-from autosac.solving.formulation import Formulation, formulate
+from autosac.solving.curve_points import CurvePoints
+from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
 from autosac.solving.rules_of_thumb import Rules
 from autosac.statistics.by_module import Statistics, module_statistics
@@ -135,7 +136,16 @@ class TracedStep:
     def formulation(self) -> Formulation:
         """The MILP's numbers for the candidates that free memory."""
         with no_collections():
-            return self._formulation()
+            return self._curve_points().few()
+
+    def _curve_points(self) -> CurvePoints:
+        return CurvePoints(
+            simulator=self.simulator,
+            candidates=self.candidates,
+            single=(*self.units.candidates, *self.slices),
+            chains=self.chains,
+            fronts=self.fronts,
+        )
 
     @cached_property
     def fronts(self) -> dict[Hashable, knapsack.Front]:
@@ -144,31 +154,6 @@ class TracedStep:
         problems = {key: curves.save_problem(unit) for key, unit in alike.items()}
         solved = {problem: knapsack.front(problem) for problem in problems.values()}
         return {key: solved[problem] for key, problem in problems.items()}
-
-    def _formulation(self) -> Formulation:
-        single = (*self.units.candidates, *self.slices)
-        sizes = [len(self.fronts[unit.key].solutions) for unit in single]
-        num_points = curves.affordable_points(sizes)
-        by_key = {
-            unit.key: curves.trade_off(
-                unit, self.fronts[unit.key], num_points=num_points
-            )
-            for unit in {unit.key: unit for unit in single}.values()
-        }
-        for chain in self.chains:
-            if chain.key not in by_key:
-                of_blocks = [by_key[block.unit.key] for block in chain.blocks]
-                by_key[chain.key] = curves.chain_trade_off(chain, of_blocks)
-        useful = [
-            (unit, curve)
-            for unit in self.candidates
-            if (curve := by_key[unit.key]) is not None
-        ]
-        return formulate(
-            self.simulator.in_blocks(),
-            [unit for unit, _ in useful],
-            [curve for _, curve in useful],
-        )
 
     @cached_property
     def rules(self) -> Rules:
@@ -181,7 +166,12 @@ class TracedStep:
         with no_collections():
             choices = self.rules.some(most_rules(self.simulator))
             incumbents = Incumbents(self.simulator, choices)
-            return Chooser(self.simulator, self.formulation, incumbents)
+            return Chooser(
+                self.simulator,
+                self.formulation,
+                incumbents,
+                more_points=self._curve_points().many,
+            )
 
     @cached_property
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:

@@ -15,8 +15,9 @@ as a choice between may be worth it. The cheapest choice that fits is kept throu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -38,6 +39,9 @@ RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
 _ROUNDS = 6  # of moving the rows
 _MOST_WORK = 7_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
+_FAR = 1e-2  # a gap above which curves of more points are worth their time,
+_FINER_SHARE = 1 / 8  # and of that work for those at least
+_MOST_MENDS = 14  # a tenth of a second each where an allocator is replayed
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
@@ -70,14 +74,22 @@ class Chooser:
         simulator: Of the step.
         formulation: The MILP's numbers.
         incumbents: Choices that are known from the start.
+        more_points: Makes those numbers with more points of the units' curves, where
+            plans are far from the bound; None from it if there are no more.
     """
 
     def __init__(
-        self, simulator: Simulator, formulation: Formulation, incumbents: Incumbents
+        self,
+        simulator: Simulator,
+        formulation: Formulation,
+        incumbents: Incumbents,
+        *,
+        more_points: Callable[[], Formulation | None] = lambda: None,
     ) -> None:
         self._simulator = simulator
         self._formulation = formulation
         self._incumbents = incumbents
+        self._more_points = more_points
         self._solver = sac.Solver(formulation.problem(0))
         self._lowest: dict[Backend, Choice] = {}
         self._predicted_floor: dict[Backend, tuple[int, Choice]] = {}
@@ -108,12 +120,22 @@ class Chooser:
         search.offer(self._incumbents.cheapest(budget_bytes))
         if self._formulation.units:
             search.run()
+            if search.is_far() and self._finer is not None:
+                search.go_on(self._finer)
         if search.choice is None:
             search.offer(self.lowest(options.backend))
         if search.choice is None:
             return None, 0.0
         self._incumbents.add(search.choice)
         return search.choice, search.bound_ms
+
+    @cached_property
+    def _finer(self) -> Chooser | None:
+        """A chooser with more points of every curve."""
+        formulation = self._more_points()
+        if formulation is None:
+            return None
+        return Chooser(self._simulator, formulation, self._incumbents)
 
     def lowest(self, backend: Backend = "highs") -> Choice:
         """The choice of least true peak, found once for all budgets."""
@@ -322,6 +344,8 @@ class _Search:
         start: What smaller budgets of a sweep found.
         choice: The cheapest choice so far that fits, and its time.
         bound_ms: Of the solve with the lowest rows.
+        least_ms: What is proven before it begins.
+        mends_left: How many choices that break the budget may still be mended.
     """
 
     chooser: Chooser
@@ -331,6 +355,8 @@ class _Search:
     choice: Choice | None = None
     time_ms: float = math.inf
     bound_ms: float = 0.0
+    least_ms: float = 0.0
+    mends_left: int = _MOST_MENDS
     _work_left: int = _MOST_WORK
     _breaking_ms: float = 0.0
     _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
@@ -353,8 +379,9 @@ class _Search:
 
     def _offer_mended(self, choice: Choice) -> None:
         """Keep a choice, or one near it that fits and uses what it leaves."""
-        if not choice or recompute_ms(choice) >= self.time_ms:
+        if not choice or recompute_ms(choice) >= self.time_ms or not self.mends_left:
             return
+        self.mends_left -= 1
         mended = self.chooser.mend(choice, self.budget_bytes, self.time_ms)
         if mended is not None:
             self.offer(self.chooser.spend(mended, self.budget_bytes))
@@ -391,21 +418,39 @@ class _Search:
                 self.chooser.relink(self.choice, self._breaking, self.budget_bytes)
             )
 
+    def is_far(self) -> bool:
+        """Whether the best choice is far from what is proven, and time is no matter."""
+        is_free = self.options.time_limit_s is None and self.options.segments is None
+        return is_free and self.time_ms - self.bound_ms > _FAR * self.time_ms
+
+    def go_on(self, finer: Chooser) -> None:
+        """Search with more points; what either search finds and proves holds."""
+        search = _Search(finer, self.budget_bytes, self.options, None)
+        search.least_ms, search._is_feasible = self.bound_ms, True
+        search.mends_left = self.mends_left
+        search._work_left = max(self._work_left, int(_FINER_SHARE * _MOST_WORK))
+        search.offer(self.choice)
+        search.run()
+        self.offer(search.choice)
+        self.bound_ms = max(self.bound_ms, search.bound_ms)
+
     def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:
+        most_work = int(_FIRST_SHARE * self._work_left)
         solution = self.chooser.solve(
             self.budget_bytes,
             self.options,
             raised=raised,
             start=self.start,
-            least_ms=0.0 if proves else self.bound_ms,
+            least_ms=self.least_ms if proves else self.bound_ms,
             most_ms=self.time_ms,
             proves=proves,
-            most_work=int(_FIRST_SHARE * self._work_left),
+            most_work=most_work,
             near=self._near,
             rows=self._binding,
             finer=self._try_finer,
         )
-        self._work_left = max(0, self._work_left - solution.work)
+        # Where the gap is wide a solve may do more; that is not taken from others.
+        self._work_left -= min(solution.work, most_work)
         self._binding = solution.rows
         return solution
 

@@ -18,8 +18,7 @@ from autosac.units.policies import (
 )
 from autosac.units.unit import Unit
 
-_NUM_POINTS = (24, 32, 48, 64, 128, 256)  # of a curve
-_AFFORDABLE_POINTS = 1600  # of all units: about a second to simulate
+_NUM_POINTS = (24, 32, 48, 64, 128, 256, 512, 1024)  # of a curve
 
 
 # By whether a group is saved, and whether it is rerun.
@@ -93,7 +92,7 @@ def save_problem(
     )
 
 
-def affordable_points(sizes: Sequence[int]) -> int:
+def affordable_points(sizes: Sequence[int], most_in_all: int) -> int:
     """How many points of each unit the MILP can have.
 
     All of them in a small model; where layers are many, few points of each are enough
@@ -101,12 +100,13 @@ def affordable_points(sizes: Sequence[int]) -> int:
 
     Args:
         sizes: Number of Pareto points of every candidate unit.
+        most_in_all: How many points all units may have.
     """
     return max(
         (
             most
             for most in _NUM_POINTS
-            if sum(min(size, most) for size in sizes) <= _AFFORDABLE_POINTS
+            if sum(min(size, most) for size in sizes) <= most_in_all
         ),
         default=_NUM_POINTS[0],
     )

@@ -29,6 +29,8 @@ _WIDER = 4.0  # and then fewer of them
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 8  # as a share of it
 _LATER_SHARE = 1 / 4  # of the work is left for whole points, and of what is left then
+_WIDE_GAP = 0.05  # for which there is more work, now that the rows are known:
+_WIDE_SHARE = 2 / 3  # of what there was
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
 
 # Shares of the points of units; the time of a choice in ms.
@@ -125,6 +127,9 @@ class Search(RowSearch):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
+        if self._has_best and self._best - self.bound > _WIDE_GAP * self._best:
+            self._most_work += int(_WIDE_SHARE * self._most_work)
+            self._mix(budget_bytes, _TOLERANCES[-1])
         if self._is_done():
             self._polish(budget_bytes)
         if self.choice is None:
