@@ -237,3 +237,36 @@ def test_reads_as_a_short_table():
         "step        10.0 ms     12.5 ms  +25.0%",
         "state  bit-identical after the last step",
     ]
+
+
+class Remembering(torch.nn.Module):
+    """Keeps a tensor that is neither parameter nor buffer from step to step."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.before = torch.nn.Linear(64, 64)
+        self.after = torch.nn.Linear(64, 64)
+        self.kept = [torch.randn(64, 64)] if how == "from the start" else []
+
+    def forward(self, x):
+        if self.how == "from the first step" and not self.kept:
+            self.kept.append(torch.randn(64, 64))
+        if self.how == "of the last step":
+            self.kept = [torch.tanh(x).detach()]
+        x = x + (self.kept[0] if len(self.kept[0]) == len(x) else x @ self.kept[0])
+        return self.after(torch.relu(self.before(x)).sigmoid())
+
+
+@pytest.mark.parametrize(
+    "how", ["from the start", "from the first step", "of the last step"]
+)
+def test_tensors_that_modules_keep_count_in_the_peak(how):
+    inputs = torch.randn(512, 64)
+    step = {"loss_fn": lambda out: out.square().mean()}
+    traced = calibrate(profile(Remembering(how), inputs, **step), progress=False)
+    lowest = plan(traced, memory_budget=floor(traced))
+
+    found = verify(lowest, lambda: Remembering(how), lambda: inputs, **step)
+
+    assert found.prediction_error == 0.0 and found.identical

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
+from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms
 from autosac.step.arguments import (
     check_loss_fn,
@@ -283,6 +284,8 @@ class _Run:
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self.model.buffers()
+        for module in self.model.modules():  # such as tables that the first step made
+            yield from tensors_in(vars(module))
         yield from optimizer_tensors(self.optimizer)
         for leaf in tree_leaves((self.args, self.kwargs)):
             if isinstance(leaf, torch.Tensor):
