@@ -178,6 +178,7 @@ def _process(rank: int, store: str, run: Callable[..., Any], args: Any) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     try:
         run(rank, *args)
+        dist.barrier()  # who is done waits for the other one
     finally:
         dist.destroy_process_group()
 
