@@ -32,7 +32,7 @@ from autosac.parallel.planning import shard_degrees
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
-from autosac.solving.choosing import SolveOptions
+from autosac.solving.solve_options import SolveOptions
 from benchmarks.environment import MIB, environment
 from benchmarks.fsdp_ranks import (
     LARGEST_DIFFERENCE,

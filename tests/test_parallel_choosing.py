@@ -11,7 +11,7 @@ from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.solving import Degree, ParallelChooser
 from autosac.solvers import fsdp
-from autosac.solving.choosing import RELATIVE_GAP, SolveOptions
+from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
 from tests.busy import alone_and_in_turns
 
 NUM_GPUS = 4

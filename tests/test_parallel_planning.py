@@ -23,7 +23,7 @@ from autosac.parallel.solving import ParallelChooser
 from autosac.solvers import fsdp
 from autosac.solvers.curves import knapsack
 from autosac.solvers.fsdp import FsdpChoice
-from autosac.solving.choosing import SolveOptions
+from autosac.solving.solve_options import SolveOptions
 from autosac.units.curves import save_problem, spell
 from autosac.units.policies import Policy
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.solving import Found, ParallelChooser
-from autosac.solving.choosing import SolveOptions
+from autosac.solving.solve_options import SolveOptions
 
 
 def fewest_gpus(

@@ -24,7 +24,7 @@ from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, calibrate, in_compute_dtype
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.solvers.milp.solution import Backend
-from autosac.solving.choosing import RELATIVE_GAP, SolveOptions
+from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
 from autosac.units import curves
 
 _LATE = "held by slow threads of gloo"  # beside the categories of the tape

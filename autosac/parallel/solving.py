@@ -22,8 +22,8 @@ from autosac.parallel.sharding import Sharding
 from autosac.solvers import fsdp
 from autosac.solvers.fsdp import FsdpChoice, FsdpProblem, FsdpSolution, step_time
 from autosac.solvers.fsdp.step_time import StepTime
-from autosac.solving.choosing import SolveOptions
 from autosac.solving.corrections import Rows
+from autosac.solving.solve_options import SolveOptions
 from autosac.step.tape import IntArray
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit

@@ -18,7 +18,7 @@ from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep, reason_of
-from autosac.solving.choosing import RELATIVE_GAP, SolveOptions
+from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
 
 
 def sweep_parallel(

@@ -19,9 +19,9 @@ from autosac.profiles.profile import (
 from autosac.quantities import format_bytes
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
-from autosac.solving.choosing import SolveOptions
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.rules_of_thumb import Choice
+from autosac.solving.solve_options import SolveOptions
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.trace import dry_run, is_watched
 from autosac.units import curves

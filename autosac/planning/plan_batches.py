@@ -27,7 +27,7 @@ from autosac.profiles.given import calibrated_if_present, profile_of
 from autosac.profiles.profile import Profile, TracedStep, profile
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
-from autosac.solving.choosing import RELATIVE_GAP
+from autosac.solving.solve_options import RELATIVE_GAP
 from autosac.step.arguments import fits_forward
 from autosac.step.training_step import LossFn
 from autosac.tracing.real_steps import names_of_forward

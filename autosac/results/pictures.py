@@ -16,13 +16,11 @@ def picture_of(sweep: Sweep, *, rivals: Rivals | None = None) -> Picture:
     """The picture of a sweep: see `Sweep.picture`.
 
     Raises:
-        ValueError: No budget of any cell is feasible.
+        ValueError: No row has a plan.
     """
     rows = [row for row in sweep.rows if row.status == "planned"]
     if not rows:
-        raise ValueError(
-            "No budget of the sweep is feasible: there is nothing to draw."
-        )
+        raise ValueError("No row of the sweep has a plan: there is nothing to draw.")
     if not sweep.axes:
         return Picture(title="", panels=(_budget_panel(sweep, rows, rivals or {}),))
     last = sweep.axes[-1]

@@ -236,7 +236,7 @@ class Sweep(Sequence[Row]):
                 milliseconds of each of its points; for a single step.
 
         Raises:
-            ValueError: No budget of any cell is feasible.
+            ValueError: No row has a plan.
         """
         from autosac.results.pictures import picture_of
 

@@ -31,11 +31,11 @@ from autosac.solving.path_relinking import relink
 from autosac.solving.repair import mend
 from autosac.solving.rules_of_thumb import Choice, FloatArray
 from autosac.solving.slack import spend_slack
+from autosac.solving.solve_options import SolveOptions
 from autosac.step.tape import IntArray
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
-RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
 _ROUNDS = 6  # of moving the rows
 _MOST_WORK = 7_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
@@ -46,25 +46,6 @@ _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 _NEAR_FLOOR = 2**-7  # of the least peak
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SolveOptions:
-    """How the MILPs of a plan are solved.
-
-    Attributes:
-        segments: None for the exact points of every curve, a number to let a MILP on
-            curves of so many fitted segments pick the units first.
-        backend: MILP solver.
-        relative_gap: A solve stops when proven this close to the least time.
-        time_limit_s: A solve stops after this long; None to count work only, which is
-            the same in every run.
-    """
-
-    segments: int | None = None
-    backend: Backend = "highs"
-    relative_gap: float = RELATIVE_GAP
-    time_limit_s: float | None = None
 
 
 class Chooser:
@@ -155,7 +136,14 @@ class Chooser:
         """Least predicted peak, and the choice that reaches it."""
         if backend not in self._predicted_floor:
             peak_bytes, solution = self._solver.lowest_peak(backend=backend)
-            self._predicted_floor[backend] = peak_bytes, self.decode(solution)
+            choice = self.decode(solution)
+            assert solution.chosen is not None
+            faster = self.decode(
+                replace(solution, chosen=self._solver.trimmed(solution.chosen))
+            )
+            if self.true_peak_bytes(faster) <= self.true_peak_bytes(choice):
+                choice = faster  # else an allocator adds more to it
+            self._predicted_floor[backend] = peak_bytes, choice
         return self._predicted_floor[backend]
 
     def true_peak_bytes(self, choice: Choice) -> int:
@@ -358,6 +346,7 @@ class _Search:
     least_ms: float = 0.0
     mends_left: int = _MOST_MENDS
     _work_left: int = _MOST_WORK
+    _lowered_bytes: int = 0  # how far the rows of the bound were lowered: negative
     _breaking_ms: float = 0.0
     _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
     _near: tuple[int | None, ...] | None = None  # the same as the MILP has it
@@ -409,6 +398,7 @@ class _Search:
             bound_ms = solution.bound_ms or 0.0
             if is_lower:
                 lowest, self.bound_ms = raised, bound_ms
+                self._lowered_bytes = min(0, int(raised.min()))
             elif (raised == lowest).all() and self.options.segments is None:
                 self.bound_ms = max(self.bound_ms, bound_ms)
             higher = self._next_rows(raised, solution)
@@ -421,10 +411,14 @@ class _Search:
     def is_far(self) -> bool:
         """Whether the best choice is far from what is proven, and time is no matter."""
         is_free = self.options.time_limit_s is None and self.options.segments is None
-        return is_free and self.time_ms - self.bound_ms > _FAR * self.time_ms
+        gap = max(_FAR, self.options.relative_gap)
+        return is_free and self.time_ms - self.bound_ms > gap * self.time_ms
 
     def go_on(self, finer: Chooser) -> None:
-        """Search with more points; what either search finds and proves holds."""
+        """Search with more points, from what is found and proven.
+
+        A bound of rows that were not lowered as far as ours is not taken over.
+        """
         search = _Search(finer, self.budget_bytes, self.options, None)
         search.least_ms, search._is_feasible = self.bound_ms, True
         search.mends_left = self.mends_left
@@ -432,7 +426,8 @@ class _Search:
         search.offer(self.choice)
         search.run()
         self.offer(search.choice)
-        self.bound_ms = max(self.bound_ms, search.bound_ms)
+        if search._lowered_bytes <= self._lowered_bytes:
+            self.bound_ms = max(self.bound_ms, search.bound_ms)
 
     def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:
         most_work = int(_FIRST_SHARE * self._work_left)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from ..milp.solution import Termination
-from .greedy import round_and_repair, trimmed
+from .greedy import round_and_repair
 from .rows import (
     LP_ROUNDS,
     TOLERANCE_BYTES,
@@ -22,7 +22,7 @@ _FAR_BELOW = -(2.0**60)  # any peak in bytes
 
 
 class LeastPeak(RowSearch):
-    """Searches the choice of least peak; it is made faster where that costs nothing."""
+    """Searches the choice of least peak; times are of no account."""
 
     def run(self) -> Termination:
         """Search the choice of least peak; `bound` is in bytes."""
@@ -54,8 +54,6 @@ class LeastPeak(RowSearch):
                 any(self._repair_peak(weights) for weights in relaxed[::-1])
         if not self._is_least(TOLERANCE_BYTES):
             self._push_peak()
-        assert self.choice is not None
-        self.choice = trimmed(self._table, int(self._best), self._units, self.choice)
         is_proven = self._is_least(TOLERANCE_BYTES)
         return Termination.OPTIMAL if is_proven else Termination.FEASIBLE
 

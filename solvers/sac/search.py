@@ -127,7 +127,8 @@ class Search(RowSearch):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
-        if self._has_best and self._best - self.bound > _WIDE_GAP * self._best:
+        wide_gap = max(_WIDE_GAP, wanted)
+        if self._has_best and self._best - self.bound > wide_gap * self._best:
             self._most_work += int(_WIDE_SHARE * self._most_work)
             self._mix(budget_bytes, _TOLERANCES[-1])
         if self._is_done():

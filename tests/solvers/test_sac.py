@@ -281,6 +281,31 @@ def test_the_lowest_peak_without_time_to_branch_is_the_relaxation_rounded():
     assert solution.chosen == (1,)
 
 
+def test_trimming_drops_what_the_peak_does_not_need():
+    # "a" frees at the peak, position 1; what "b" frees is elsewhere, and lower.
+    needed = unit("a", HALF_OR_ALL)
+    idle = replace(unit("b", [(1.0, 2, 3.0)]), freed_from=2, freed_until=3)
+    solver = Solver(problem(needed, idle, budget=0))
+
+    assert solver.trimmed((1, 0)) == (1, None)
+
+
+@settings(max_examples=60)
+@given(problem=sac_problems())
+def test_trimming_makes_a_choice_no_slower_and_its_peak_no_higher(problem):
+    solver = Solver(problem)
+    peak_bytes, solution = solver.lowest_peak()
+
+    chosen = solver.trimmed(solution.chosen)
+
+    def time_ms(choice):
+        pairs = zip(problem.units, choice, strict=True)
+        return sum(u.points[k].recompute_ms for u, k in pairs if k is not None)
+
+    assert int(solver.live(chosen).max()) <= peak_bytes
+    assert time_ms(chosen) <= time_ms(solution.chosen)
+
+
 @settings(max_examples=60)
 @given(problem=sac_problems())
 def test_whole_points_match_trying_every_choice(problem):
