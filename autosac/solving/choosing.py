@@ -37,10 +37,10 @@ from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
 _ROUNDS = 6  # of moving the rows
-_MOST_WORK = 7_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
+_MOST_WORK = 9_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
 _FAR = 1e-2  # a gap above which curves of more points are worth their time,
-_FINER_SHARE = 1 / 8  # and of that work for those at least
+_FINER_SHARE = 1 / 4  # if so much of that work is left
 _MOST_MENDS = 14  # a tenth of a second each where an allocator is replayed
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
@@ -351,7 +351,7 @@ class _Search:
     _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
     _near: tuple[int | None, ...] | None = None  # the same as the MILP has it
     _is_feasible: bool = False  # as far as the MILP's relaxation can tell
-    _binding: tuple[int, ...] = ()  # positions in the last solve
+    _last_rows: tuple[int, ...] = ()  # of the last solve: positions
     _understated: IntArray | None = None  # memory of the last mixture that broke it
     _rows: Rows = field(init=False)
 
@@ -409,8 +409,12 @@ class _Search:
             )
 
     def is_far(self) -> bool:
-        """Whether the best choice is far from what is proven, and time is no matter."""
+        """Whether more points may bring the best choice closer to what is proven.
+
+        Not where the work was spent before all MILPs of fewer points were solved.
+        """
         is_free = self.options.time_limit_s is None and self.options.segments is None
+        is_free = is_free and self._work_left > _FINER_SHARE * _MOST_WORK
         gap = max(_FAR, self.options.relative_gap)
         return is_free and self.time_ms - self.bound_ms > gap * self.time_ms
 
@@ -422,7 +426,7 @@ class _Search:
         search = _Search(finer, self.budget_bytes, self.options, None)
         search.least_ms, search._is_feasible = self.bound_ms, True
         search.mends_left = self.mends_left
-        search._work_left = max(self._work_left, int(_FINER_SHARE * _MOST_WORK))
+        search._work_left = self._work_left
         search.offer(self.choice)
         search.run()
         self.offer(search.choice)
@@ -441,12 +445,12 @@ class _Search:
             proves=proves,
             most_work=most_work,
             near=self._near,
-            rows=self._binding,
+            rows=self._last_rows,
             finer=self._try_finer,
         )
         # Where the gap is wide a solve may do more; that is not taken from others.
         self._work_left -= min(solution.work, most_work)
-        self._binding = solution.rows
+        self._last_rows = solution.rows
         return solution
 
     def _next_rows(

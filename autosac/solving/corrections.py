@@ -49,7 +49,8 @@ class Rows:
     ) -> IntArray | None:
         """Lower rows if the MILP saw more memory than there is; None if all is well."""
         self.enough = raised
-        return np.minimum(raised, understated) if overstated else None
+        lower = np.minimum(raised, understated)
+        return lower if overstated and (lower < raised).any() else None
 
     def between(self) -> IntArray | None:
         """Rows between too low and enough; None if one is unknown or they are near."""

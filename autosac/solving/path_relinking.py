@@ -2,25 +2,36 @@
 
 Glover's heuristic (Fundamentals of scatter search and path relinking, 2000). A GPU's
 allocator adds a little to every choice that the MILP cannot foresee, and a cheap choice
-may break the budget by a few blocks. Parts of it often fit.
+may break the budget by a few blocks. Most parts of it often fit: they are taken over
+together, and where that breaks the budget, half of them at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from autosac.simulation.simulator import Simulator
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.rules_of_thumb import Choice
+from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
-_MOST_REPLAYS = 16  # of the allocator, some 10 ms each
+_MOST_REPLAYS = 64  # of the allocator, some 10 ms each
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Units in or around one another, and their policies in the cheaper choice."""
+
+    units: set[Unit]
+    policies: dict[Unit, Policy]
 
 
 def relink(
     simulator: Simulator, fitting: Choice, cheaper: Choice, budget_bytes: int
 ) -> Choice:
-    """Take over parts of a cheaper choice, the dearest first, while the budget holds.
+    """Take over parts of a cheaper choice while the budget holds.
 
     Args:
         simulator: Says the peaks.
@@ -32,21 +43,38 @@ def relink(
     for units in _families(fitting, cheaper):
         ours = {unit: fitting[unit] for unit in units if unit in fitting}
         theirs = {unit: cheaper[unit] for unit in units if unit in cheaper}
-        gain_ms = recompute_ms(ours) - recompute_ms(theirs)
-        if gain_ms > 0:
-            parts.append((gain_ms, units, theirs))
-    parts.sort(key=lambda part: -part[0])
-    replays = simulator.num_replays(_MOST_REPLAYS)
-    for _, units, theirs in parts:
-        changed = {u: p for u, p in fitting.items() if u not in units} | theirs
-        if simulator.peak_bytes(changed) > budget_bytes:
-            continue
-        replays -= 1
-        if simulator.true_peak_bytes(changed) <= budget_bytes:
-            fitting = changed
-        if not replays:
-            break
-    return fitting
+        if recompute_ms(ours) > recompute_ms(theirs):
+            parts.append(_Part(units, theirs))
+    return _Relinking(simulator, budget_bytes).take(fitting, parts)
+
+
+class _Relinking:
+    def __init__(self, simulator: Simulator, budget_bytes: int) -> None:
+        self._simulator = simulator
+        self._budget_bytes = budget_bytes
+        self._replays_left = simulator.num_replays(_MOST_REPLAYS)
+
+    def take(self, choice: Choice, parts: Sequence[_Part]) -> Choice:
+        """A choice with as many of some parts as bisection finds to fit."""
+        if not parts or not self._replays_left:
+            return choice
+        changed = dict(choice)
+        for part in parts:
+            for unit in part.units:
+                changed.pop(unit, None)
+            changed |= part.policies
+        if self._fits(changed):
+            return changed
+        if len(parts) == 1:
+            return choice
+        middle = len(parts) // 2
+        return self.take(self.take(choice, parts[:middle]), parts[middle:])
+
+    def _fits(self, choice: Choice) -> bool:
+        if self._simulator.peak_bytes(choice) > self._budget_bytes:
+            return False
+        self._replays_left -= 1
+        return self._simulator.true_peak_bytes(choice) <= self._budget_bytes
 
 
 def _families(one: Choice, other: Choice) -> Iterator[set[Unit]]:

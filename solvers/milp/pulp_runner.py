@@ -25,8 +25,11 @@ from pulp import constants
 from .highs import QuietHighs
 from .solution import Backend, Termination
 
-_FEW_ROWS = 200  # of more, a look takes longer than its coefficients tell
-_WORK_OF_COLUMN = 200  # about what presolve and root take
+# Work of a MILP: of presolve and root, by its size, and of each look at the limits.
+# Some 4.5 million are a second on one core of 2025: fitted to 170 MILPs of models of
+# many kinds, whose times it meets within a factor of 2.5 (98 % of them).
+_ROOT_OF_COLUMN, _ROOT_OF_COEFFICIENT = 75, 15
+_LOOK_AT_COLUMN, _LOOK_AT_COEFFICIENT = 2.5, 0.5
 _ROW_TOLERANCE = 1e-5  # 10 x the absolute row tolerance of HiGHS; rows are in MiB
 # Models are small and rounded elsewhere: HiGHS's own search for incumbents takes most
 # of its time and proves nothing.
@@ -93,11 +96,10 @@ def run(
         backend: Which solver to run.
         time_limit_s: Stop after this long with the incumbent of the moment.
         work_limit: Stop a MILP after so much work: unlike a time, the same in every
-            run; unlike nodes, each unit takes a like time, within some four times. For
-            HiGHS that is the number of times that it looks at its limits (some ten a
-            node, more at the root) times the coefficients, more with more rows than
-            `_FEW_ROWS`, and `_WORK_OF_COLUMN` for each variable; for CBC, which can
-            only count nodes, likewise. None for no limit.
+            run; unlike nodes, each unit takes a like time. For HiGHS it grows with the
+            number of times that it looks at its limits (some ten a node, more at the
+            root) and with the size of the model; for CBC, which can only count nodes,
+            likewise. None for no limit.
         relative_gap: Stop as soon as the incumbent is proven this close to the best.
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
@@ -120,10 +122,8 @@ def run(
         raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
     options = {"timeLimit": time_limit_s, "gapRel": relative_gap, "threads": threads}
     started = time.perf_counter()
-    fixed = _WORK_OF_COLUMN * len(model.variables())
-    size = max(1, len(_matrix(model).columns))
-    size = int(size * max(1.0, model.numConstraints() / _FEW_ROWS))
-    most_looks = None if work_limit is None else max(0, work_limit - fixed) // size
+    at_root, a_look = _work_of(model)
+    most_looks = None if work_limit is None else max(0, work_limit - at_root) // a_look
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":
         termination, bound, looks = _rerun_highs(model)
@@ -145,7 +145,7 @@ def run(
         termination=termination,
         bound=bound,
         solve_s=solve_s,
-        work=fixed + max(0, looks) * size,
+        work=at_root + max(0, looks) * a_look,
     )
 
 
@@ -234,6 +234,14 @@ def _as_matrix(model: pulp.LpProblem) -> _Matrix:
 
 def _matrix(model: pulp.LpProblem) -> _Matrix:
     return model.matrix() if isinstance(model, Model) else _as_matrix(model)
+
+
+def _work_of(model: pulp.LpProblem) -> tuple[int, int]:
+    """Work of a MILP's root, and of each look at its limits: see `run`."""
+    columns, coefficients = len(model.variables()), len(_matrix(model).columns)
+    at_root = _ROOT_OF_COLUMN * columns + _ROOT_OF_COEFFICIENT * coefficients
+    a_look = _LOOK_AT_COLUMN * columns + _LOOK_AT_COEFFICIENT * coefficients
+    return at_root, max(1, int(a_look))
 
 
 def _or(instead: float, values: Iterable[float | None]) -> npt.NDArray[np.float64]:

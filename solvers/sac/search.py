@@ -26,11 +26,11 @@ from .table import Choice, Floats, Table
 _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
+_RISE = 1e-4  # of a relaxation that new rows are worth,
+_MOST_IN_VAIN = 3  # rounds of rows that are not
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 8  # as a share of it
-_LATER_SHARE = 1 / 4  # of the work is left for whole points, and of what is left then
-_WIDE_GAP = 0.05  # for which there is more work, now that the rows are known:
-_WIDE_SHARE = 2 / 3  # of what there was
+_LATER_SHARE = 0.0
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
 
 # Shares of the points of units; the time of a choice in ms.
@@ -51,7 +51,6 @@ class Search(RowSearch):
             says the time of a choice that the caller knows by now, in finer points.
 
     Attributes:
-        binding: Rows that bound the last relaxation.
         price: Milliseconds that one more byte of budget saves, by the duals of the
             relaxation.
     """
@@ -88,7 +87,6 @@ class Search(RowSearch):
         self.rows = list(rows) or self.rows
         if start is not None and start.rows:
             self.rows = list(start.rows)
-        self.binding: list[int] = []
         self.bound = least_ms
         self.price = 0.0
         self._best = most_ms
@@ -127,10 +125,6 @@ class Search(RowSearch):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
-        wide_gap = max(_WIDE_GAP, wanted)
-        if self._has_best and self._best - self.bound > wide_gap * self._best:
-            self._most_work += int(_WIDE_SHARE * self._most_work)
-            self._mix(budget_bytes, _TOLERANCES[-1])
         if self._is_done():
             self._polish(budget_bytes)
         if self.choice is None:
@@ -152,6 +146,7 @@ class Search(RowSearch):
     def relax(self, budget_bytes: int) -> Termination:
         """Solve LP relaxations until all rows are kept; round the last one."""
         weights: Floats | None = None
+        rounds_in_vain = 0
         for _ in range(LP_ROUNDS):
             if self._is_hopeless(budget_bytes):
                 return Termination.INFEASIBLE
@@ -161,18 +156,21 @@ class Search(RowSearch):
                     return outcome.termination
                 break
             assert outcome.bound is not None
-            self._relaxed = outcome.bound / model.scale
+            before_ms, self._relaxed = self._relaxed, outcome.bound / model.scale
             self._prove(self._relaxed)
+            is_higher = self._relaxed > before_ms * (1.0 + _RISE)
+            rounds_in_vain = 0 if is_higher else rounds_in_vain + 1
             self._surcharges = model.surcharges() / model.scale
             prices = dict(zip(self.rows, model.prices(), strict=True))
             self.price = sum(prices.values()) / model.scale
             solved, weights = model, new_weights
             live = self._table.live(weights)
             near = budget_bytes - TOLERANCE_BYTES
-            self.binding = [q for q in self.rows if live[q] >= near]
-            if self._start is not None:  # they bind at the next budget too
-                self._start.rows = self.binding
+            if self._start is not None:  # what binds does so at the next budget too
+                self._start.rows = [q for q in self.rows if live[q] >= near]
             cap = budget_bytes + TOLERANCE_BYTES
+            if rounds_in_vain == _MOST_IN_VAIN:  # what is dealt out breaks like rows
+                break
             if not self._refine(model, weights, live, cap):
                 break
         if weights is not None:

@@ -50,7 +50,7 @@ class SacSolution(Solution):
         recompute_ms: Time of all reruns.
         predicted_peak_bytes: Most live memory at any position.
         work: Of the MILPs, see `pulp_runner.run`: the same in every run.
-        rows: Positions that bind its relaxation, for `Solver.solve`.
+        rows: Positions that were rows in the end, for `Solver.solve`.
     """
 
     weights: tuple[tuple[float, ...], ...] | None = None
@@ -139,7 +139,7 @@ class Solver:
         else:
             solution = self._record(search.choice)
             solution = _finished(solution, search.bound, relative_gap, started)
-        return replace(solution, work=search.work, rows=tuple(search.binding))
+        return replace(solution, work=search.work, rows=tuple(search.rows))
 
     def lowest_peak(
         self,
