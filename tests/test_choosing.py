@@ -184,11 +184,8 @@ def test_a_mixture_becomes_the_fastest_known_point_that_frees_as_much():
 
             # What a point frees is what it keeps less than the last one.
             most = freed[-1] + kept(unit, curve.policies[-1])
-            enough = [
-                time_ms
-                for nbytes, time_ms, _ in curve.finer
-                if most - nbytes >= wanted - 1.0
-            ]
+            front = curve.front
+            enough = front.recompute_ms[most - front.saved_bytes >= wanted - 1.0]
             assert recompute_ms({unit: policy}) == pytest.approx(min(enough))
             finer_than_the_milp += policy not in curve.policies
     assert finer_than_the_milp > 3

@@ -242,7 +242,11 @@ def _trade_off_panel(
         x = tuple(nbytes / size for nbytes, _ in ordered_points)
         return Line(label=label, x=x, y=tuple(ms for _, ms in ordered_points), **style)
 
-    pareto = [(most - kept_bytes, ms) for kept_bytes, ms, _ in unit_curve.finer]
+    pareto: list[tuple[int, float]] = []
+    if unit_curve.front is not None:
+        front = unit_curve.front
+        freed_bytes = (most - front.saved_bytes).tolist()
+        pareto = list(zip(freed_bytes, front.recompute_ms.tolist(), strict=True))
     fit = zip(fitted.freed_bytes, fitted.recompute_ms, strict=True)
     points = [
         (most - curves.kept(u, policy), curves.recompute_ms(u, policy))

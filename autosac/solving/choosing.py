@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -56,7 +55,8 @@ class Chooser:
         formulation: The MILP's numbers.
         incumbents: Choices that are known from the start.
         more_points: Makes those numbers with more points of the units' curves, where
-            plans are far from the bound; None from it if there are no more.
+            plans are far from the bound; told what the best known choice takes in ms.
+            None from it if there are no more.
     """
 
     def __init__(
@@ -65,13 +65,15 @@ class Chooser:
         formulation: Formulation,
         incumbents: Incumbents,
         *,
-        more_points: Callable[[], Formulation | None] = lambda: None,
+        more_points: Callable[[float], Formulation | None] = lambda most_ms: None,
     ) -> None:
         self._simulator = simulator
         self._formulation = formulation
         self._incumbents = incumbents
         self._more_points = more_points
         self._solver = sac.Solver(formulation.problem(0))
+        self._finer_for_ms = -1.0
+        self._last_finer: Chooser | None = None
         self._lowest: dict[Backend, Choice] = {}
         self._predicted_floor: dict[Backend, tuple[int, Choice]] = {}
 
@@ -101,8 +103,8 @@ class Chooser:
         search.offer(self._incumbents.cheapest(budget_bytes))
         if self._formulation.units:
             search.run()
-            if search.is_far() and self._finer is not None:
-                search.go_on(self._finer)
+            if search.is_far() and (finer := self._finer(search.time_ms)) is not None:
+                search.go_on(finer)
         if search.choice is None:
             search.offer(self.lowest(options.backend))
         if search.choice is None:
@@ -110,13 +112,19 @@ class Chooser:
         self._incumbents.add(search.choice)
         return search.choice, search.bound_ms
 
-    @cached_property
-    def _finer(self) -> Chooser | None:
-        """A chooser with more points of every curve."""
-        formulation = self._more_points()
-        if formulation is None:
-            return None
-        return Chooser(self._simulator, formulation, self._incumbents)
+    def _finer(self, time_ms: float) -> Chooser | None:
+        """A chooser with more points of every curve, for choices of at most a time."""
+        # Rounded up, so that choices of like times have the same points.
+        most_ms = math.ldexp(1.0, math.frexp(time_ms)[1])
+        if self._finer_for_ms != most_ms:
+            formulation = self._more_points(most_ms)
+            self._finer_for_ms = most_ms
+            self._last_finer = None
+            if formulation is not None:
+                self._last_finer = Chooser(
+                    self._simulator, formulation, self._incumbents
+                )
+        return self._last_finer
 
     def lowest(self, backend: Backend = "highs") -> Choice:
         """The choice of least true peak, found once for all budgets."""

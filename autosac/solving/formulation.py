@@ -9,7 +9,6 @@ what it changes at the positions of its own forward, rerun and backward.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -363,16 +362,18 @@ def _by_position(
 
 
 def _between(curve: UnitCurve) -> tuple[sac.Between, ...]:
-    """Points of the finer curve that are not among those of the MILP."""
-    freed = curve.points.freed_bytes
-    most = freed[-1] + min(nbytes for nbytes, _, _ in curve.finer)
-    points = []
-    for nbytes, time_ms, _ in curve.finer:
-        index = bisect_right(freed, most - nbytes) - 1
-        if freed[index] != most - nbytes:
-            share = (most - nbytes - freed[index]) / (freed[index + 1] - freed[index])
-            points.append(sac.Between(index=index, share=share, recompute_ms=time_ms))
-    return tuple(points)
+    """Known points of a curve that are not among those of the MILP."""
+    if curve.front is None:
+        return ()
+    freed = np.array(curve.points.freed_bytes)
+    freeing = freed[-1] + curve.front.saved_bytes[-1] - curve.front.saved_bytes
+    index = np.searchsorted(freed, freeing, side="right") - 1
+    is_new = freed[index] != freeing
+    index, freeing = index[is_new], freeing[is_new]
+    shares = (freeing - freed[index]) / (freed[index + 1] - freed[index])
+    times = curve.front.recompute_ms[is_new]
+    values = zip(index.tolist(), shares.tolist(), times.tolist(), strict=True)
+    return tuple(map(sac.Between._make, values))
 
 
 def _most_frequent(values: IntArray) -> int:

@@ -7,8 +7,9 @@ is allocated. A neighbouring choice takes about as long, and may take a few bloc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import NamedTuple
+
+import numpy as np
 
 from autosac.simulation.simulator import Simulator
 from autosac.solving.formulation import Formulation
@@ -17,6 +18,7 @@ from autosac.units import curves
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
+_MORE = 1.0 + 1e-12  # of a time: not rounding
 _MOST_PIECES = 2_000_000  # of memory in all simulations
 _FEWEST = 16  # simulations of a long step
 _MOST_REPLAYS = 24  # of the allocator, some 10 ms each
@@ -102,10 +104,10 @@ def _slower(
     curve: curves.UnitCurve, unit: Unit, policy: Policy
 ) -> Iterator[tuple[float, Policy]]:
     """What the next points of a curve cost beyond a unit's own, and their policies."""
+    front = curve.front
+    if front is None:
+        return
     own_ms = curves.recompute_ms(unit, policy)
-    slower = (
-        (time_ms - own_ms, other)
-        for _, time_ms, other in reversed(curve.finer)  # the fastest first
-        if time_ms > own_ms
-    )
-    return islice(slower, _NEIGHBOURS)
+    first = int(np.searchsorted(front.recompute_ms, own_ms * _MORE, side="right"))
+    for i in range(first, min(first + _NEIGHBOURS, len(front))):
+        yield float(front.recompute_ms[i]) - own_ms, curves.policy_of(front, i)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from autosac.units import curves
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
+_LESS = 1.0 - 1e-12  # of a time: not rounding
 _MOST_SIMULATIONS = 24  # milliseconds each; the dearest reruns are spared first
 
 
@@ -78,12 +78,12 @@ def _best_move(
         curves.recompute_ms(unit, policy),
         curves.kept(unit, policy),
     )
-    num_within = bisect_right(
-        curve.finer, before_bytes + limit_bytes, key=lambda point: point[0]
-    )
-    if num_within == 0:
+    front = curve.front
+    if front is None:
         return None
-    nbytes, time_ms, better = curve.finer[num_within - 1]
-    if time_ms >= before_ms:
+    i = curves.first_within(front, before_bytes + limit_bytes)
+    nbytes, time_ms = int(front.saved_bytes[i]), float(front.recompute_ms[i])
+    if nbytes > before_bytes + limit_bytes or time_ms >= before_ms * _LESS:
         return None
+    better = curves.policy_of(front, i)
     return _Move(before_ms - time_ms, nbytes - before_bytes, better)

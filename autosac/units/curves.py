@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import numpy as np
 
 from autosac.solvers.curves import curve, knapsack
 from autosac.units.chains import Block, Chain
@@ -21,15 +23,6 @@ from autosac.units.unit import Unit
 _NUM_POINTS = (24, 32, 48, 64, 128, 256, 512, 1024)  # of a curve
 
 
-# By whether a group is saved, and whether it is rerun.
-_SPELLED = {
-    (True, False): SAVE,
-    (True, True): SAVE,
-    (False, True): RERUN,
-    (False, False): SKIP,
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCurve:
     """Points of a unit's trade-off curve, and the policies behind them.
@@ -40,16 +33,16 @@ class UnitCurve:
             evenly spaced between them.
         policies: Policy of each point.
         ratios: Share of the unit's activation memory that each point recomputes.
-        finer: Every Pareto point that is known: saved bytes, time and policy, the
-            fewest bytes first.
+        front: Every Pareto point that is known, the most saved bytes first; None if
+            these are all.
         is_selection: There are more Pareto points than `points`.
-        complete_below_ms: No faster Pareto point is missing in `finer`.
+        complete_below_ms: No faster Pareto point is missing in `front`.
     """
 
     points: curve.TradeoffCurve
     policies: tuple[Policy, ...]
     ratios: tuple[float, ...]
-    finer: tuple[tuple[int, float, Policy], ...] = ()
+    front: knapsack.Front | None = None
     is_selection: bool = False
     complete_below_ms: float = math.inf
 
@@ -61,13 +54,10 @@ class UnitCurve:
         """
         freed = self.points.freed_bytes
         wanted = sum(map(operator.mul, shares, freed)) - 1.0  # rounding
-        if self.finer:
-            most = freed[-1] + self.finer[0][0]
-            num_within = bisect_right(
-                self.finer, most - wanted, key=lambda point: point[0]
-            )
-            return self.finer[max(num_within, 1) - 1][2]
-        return self.policies[min(bisect_left(freed, wanted), len(freed) - 1)]
+        if self.front is None:
+            return self.policies[min(bisect_left(freed, wanted), len(freed) - 1)]
+        most = freed[-1] + int(self.front.saved_bytes[-1])
+        return policy_of(self.front, first_within(self.front, most - wanted))
 
 
 def save_problem(
@@ -126,29 +116,36 @@ def trade_off(
     if front is None:
         front = knapsack.front(save_problem(unit))
     most = max(unit.activation_bytes, unit.sole_bytes, 1)
-    finer: list[tuple[int, float, Policy]] = []
-    within: list[knapsack.SaveSolution] = []
-    for solution in front.solutions:
-        assert solution.saved is not None and solution.rerun is not None
-        assert solution.saved_bytes is not None and solution.recompute_ms is not None
-        if solution.saved_bytes <= most:
-            policy = Policy(spell(solution.saved, solution.rerun))
-            finer.append((solution.saved_bytes, solution.recompute_ms, policy))
-            within.append(solution)
-    # Selected among these, so that they have the hull's vertices of their own.
-    chosen = replace(front, solutions=tuple(within)).select(num_points)
-    freed = {most - finer[i][0]: finer[i][1:] for i in chosen} if within else {}
-    if not freed or max(freed) == 0:
+    front = front.within(most)
+    if not len(front) or int(front.saved_bytes[-1]) == most:
         return None
-    exact = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
+    # Of all that are within, so that they have the hull's vertices of their own.
+    chosen = front.select(num_points)
+    freed = {most - int(front.saved_bytes[i]): i for i in chosen}
+    exact = curve.pareto(
+        (nbytes, knapsack.recompute_ms(front.problem, front.rerun[i]))
+        for nbytes, i in freed.items()
+    )
     return UnitCurve(
         points=exact,
-        policies=tuple(freed[nbytes][1] for nbytes in exact.freed_bytes),
+        policies=tuple(policy_of(front, freed[n]) for n in exact.freed_bytes),
         ratios=tuple(min(1.0, nbytes / most) for nbytes in exact.freed_bytes),
-        finer=tuple(reversed(finer)),
-        is_selection=not front.is_complete or len(finer) > len(freed),
+        front=front,
+        is_selection=not front.is_complete or len(front) > len(chosen),
         complete_below_ms=front.complete_below_ms,
     )
+
+
+def policy_of(front: knapsack.Front, i: int) -> Policy:
+    """The policy of a point of a front."""
+    choices = np.where(front.saved[i], SAVE, np.where(front.rerun[i], RERUN, SKIP))
+    return Policy("".join(choices.tolist()))
+
+
+def first_within(front: knapsack.Front, most_bytes: float) -> int:
+    """The fastest point of a front that saves so many bytes; else that of fewest."""
+    first = int(np.searchsorted(-front.saved_bytes, -most_bytes))
+    return min(first, len(front) - 1)
 
 
 def chain_trade_off(
@@ -223,4 +220,5 @@ def recompute_ms(unit: Unit, policy: Policy) -> float:
 
 def spell(saved: tuple[bool, ...], rerun: tuple[bool, ...]) -> str:
     """Choices of a policy from the flags of a solution."""
-    return "".join(map(_SPELLED.__getitem__, zip(saved, rerun, strict=True)))
+    flags = zip(saved, rerun, strict=True)
+    return "".join(SAVE if kept else RERUN if again else SKIP for kept, again in flags)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress, pairwise
 
 import numpy as np
@@ -107,25 +107,57 @@ class SaveSolution(Solution):
     saved_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Front:
-    """Pareto points of recompute time against saved bytes.
+    """Pareto points of recompute time against saved bytes, the most bytes first.
 
     The vertices of the lower convex hull of all Pareto points are among them: no save
     set lies below the line through two neighbours of these.
 
     Attributes:
-        solutions: Most saved bytes (and least recompute time) first.
+        problem: The groups.
+        saved: Flags of shape (points, groups): whether each group's results are saved,
+        rerun: and whether each group is rerun: no more than `saved` makes necessary.
+        saved_bytes: Activation memory of the groups that are saved, at each point.
+        recompute_ms: Time of the groups that are rerun.
         complete_below_ms: No faster Pareto point is missing; infinite if none is.
     """
 
-    solutions: tuple[SaveSolution, ...]
+    problem: SaveProblem
+    saved: _Flags
+    rerun: _Flags
+    saved_bytes: npt.NDArray[np.int64]
+    recompute_ms: npt.NDArray[np.float64]
     complete_below_ms: float
+
+    def __len__(self) -> int:
+        return len(self.saved_bytes)
 
     @property
     def is_complete(self) -> bool:
         """Whether no Pareto point is missing."""
         return math.isinf(self.complete_below_ms)
+
+    def solution(self, i: int) -> SaveSolution:
+        """Record of a point."""
+        saved, rerun = tuple(self.saved[i].tolist()), tuple(self.rerun[i].tolist())
+        return _solution(self.problem, saved, rerun, self.complete_below_ms)
+
+    @property
+    def solutions(self) -> tuple[SaveSolution, ...]:
+        """Records of all points."""
+        return tuple(map(self.solution, range(len(self))))
+
+    def within(self, most_bytes: int) -> Front:
+        """The points that save no more than so many bytes."""
+        start = int(np.searchsorted(-self.saved_bytes, -most_bytes))
+        return replace(
+            self,
+            saved=self.saved[start:],
+            rerun=self.rerun[start:],
+            saved_bytes=self.saved_bytes[start:],
+            recompute_ms=self.recompute_ms[start:],
+        )
 
     def select(self, num_points: int) -> tuple[int, ...]:
         """Indices of the hull's vertices and of points evenly spaced in bytes.
@@ -135,43 +167,54 @@ class Front:
                 look at, evenly spaced between the fewest possible bytes and those of
                 the least time. These two are always looked at.
         """
-        if len(self.solutions) <= num_points:
-            return tuple(range(len(self.solutions)))
-        sizes = [_bytes_of(solution) for solution in self.solutions]
-        last = max(num_points, 2) - 1
-        times = [_time_of(solution) for solution in self.solutions]
-        hull = lower_hull(np.array(sizes[::-1]), np.array(times[::-1]))
-        indices = set((len(sizes) - 1 - hull).tolist())
-        for k in range(last + 1):
-            capacity = sizes[-1] + (sizes[0] - sizes[-1]) * k // last
-            indices.add(next(i for i, size in enumerate(sizes) if size <= capacity))
-        return tuple(sorted(indices))
+        if len(self) <= num_points:
+            return tuple(range(len(self)))
+        sizes, last = self.saved_bytes, max(num_points, 2) - 1
+        hull = lower_hull(sizes[::-1], self.recompute_ms[::-1])
+        low, high = int(sizes[-1]), int(sizes[0])
+        capacities = np.array([low + (high - low) * k // last for k in range(last + 1)])
+        evenly = np.searchsorted(-sizes, -capacities)
+        return tuple(sorted({*(len(sizes) - 1 - hull).tolist(), *evenly.tolist()}))
 
 
-def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
+def front(
+    problem: SaveProblem,
+    *,
+    most_labels: int | None = None,
+    known: Front | None = None,
+    most_ms: float = math.inf,
+) -> Front:
     """Pareto points: all of them, or some with the vertices of their hull.
 
     Args:
         problem: The groups; its capacity is ignored.
         most_labels: Partial solutions to keep at once before they are thinned out;
             None for as many as take some tenths of a second.
+        known: Points of the same problem that are known already: only faster ones than
+            `most_ms` are sought, and more of these are found than of all.
+        most_ms: See `known`.
     """
     if most_labels is None:
         most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
-    pareto = save_front(problem, most_labels=most_labels)
-    saved = pareto.saved
-    if not pareto.has_hull:
+    if known is None:
+        most_ms = math.inf
+    pareto = save_front(problem, most_labels=most_labels, most_ms=most_ms)
+    saved, complete_below_ms = pareto.saved, pareto.complete_below_ms
+    if known is not None:
+        saved, _ = _unbeaten(problem, np.concatenate([known.saved, saved]))
+        complete_below_ms = max(complete_below_ms, known.complete_below_ms)
+    elif not pareto.has_hull:
         saved, _ = _unbeaten(problem, np.concatenate([saved, save_hull(problem)]))
     rerun = _rerun(problem, saved)
-    if len(saved) and not math.isinf(pareto.complete_below_ms):
+    if known is None and len(saved) and not math.isinf(complete_below_ms):
         saved, rerun = _with_crossings(problem, saved)
-    flags = zip(saved.tolist(), rerun.tolist(), strict=True)
     return Front(
-        solutions=tuple(
-            _solution(problem, tuple(saved), tuple(rerun), pareto.complete_below_ms)
-            for saved, rerun in flags
-        ),
-        complete_below_ms=pareto.complete_below_ms,
+        problem=problem,
+        saved=saved,
+        rerun=rerun,
+        saved_bytes=np.dot(saved, np.array(problem.saved_bytes, dtype=np.int64)),
+        recompute_ms=np.dot(rerun, np.array(problem.runtime_ms, dtype=np.float64)),
+        complete_below_ms=complete_below_ms,
     )
 
 
@@ -237,7 +280,7 @@ def trade_off(
 ) -> tuple[SaveSolution, ...]:
     """A selection of Pareto points: see `Front.select`."""
     pareto = front(problem)
-    return tuple(pareto.solutions[i] for i in pareto.select(num_points))
+    return tuple(map(pareto.solution, pareto.select(num_points)))
 
 
 def _solution(
@@ -258,16 +301,6 @@ def _solution(
         recompute_ms=cost_ms,
         saved_bytes=saved_bytes(problem, saved),
     )
-
-
-def _bytes_of(solution: SaveSolution) -> int:
-    assert solution.saved_bytes is not None
-    return solution.saved_bytes
-
-
-def _time_of(solution: SaveSolution) -> float:
-    assert solution.recompute_ms is not None
-    return solution.recompute_ms
 
 
 def rerun_closure(problem: SaveProblem, saved: Sequence[bool]) -> tuple[bool, ...]:

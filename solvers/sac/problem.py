@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,19 +24,18 @@ class Breakpoint:
     recompute_ms: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Between:
+class Between(NamedTuple):
     """A point that lies between two neighbours of a curve's selected points.
 
     What it does to memory is taken to lie between what these two do.
 
     Attributes:
-        index: Index of the neighbour that frees less.
+        point: Index of the neighbour that frees less.
         share: Place between them: 0 at that one, 1 at the next one.
         recompute_ms: What the point takes.
     """
 
-    index: int
+    point: int
     share: float
     recompute_ms: float
 
@@ -76,10 +76,10 @@ class Unit:
                     f" got {point.recompute_ms}."
                 )
         for between in self.between:
-            if not 0 <= between.index < len(self.points) - 1:
+            if not 0 <= between.point < len(self.points) - 1:
                 raise ValueError(
                     f"`between` of {self.fqn!r} must have indices below"
-                    f" {len(self.points) - 1}, got {between.index}."
+                    f" {len(self.points) - 1}, got {between.point}."
                 )
         for position, extras in self.working:
             if len(extras) != len(self.points):

@@ -62,7 +62,7 @@ class Segments:
 def segments(unit: Unit, limit_ms: float) -> Segments | None:
     """All known points of a unit that take less than a time; None if none does."""
     points = [(k, 0.0, point.recompute_ms) for k, point in enumerate(unit.points)]
-    points += [(b.index, b.share, b.recompute_ms) for b in unit.between]
+    points += [(b.point, b.share, b.recompute_ms) for b in unit.between]
     points = sorted(point for point in points if point[2] < limit_ms)
     if not points:
         return None

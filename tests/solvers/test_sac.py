@@ -467,7 +467,7 @@ def _between(front, selected, known_ms):
             at = bisect.bisect_left(selected, i) - 1
             low, high = selected[at], selected[at + 1]
             share = (sizes[low] - sizes[i]) / (sizes[low] - sizes[high])
-            yield Between(index=at, share=share, recompute_ms=solution.recompute_ms)
+            yield Between(point=at, share=share, recompute_ms=solution.recompute_ms)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_slow_points_are_left_out():
 @pytest.mark.parametrize("share", [0.25, 0.75])
 def test_values_at_a_known_point_lie_between_those_of_its_neighbours(share):
     two = unit([(10, 1.0), (10, 1.0)])
-    known = sac.Between(index=0, share=share, recompute_ms=1.5)
+    known = sac.Between(point=0, share=share, recompute_ms=1.5)
     found = segments(replace(two, between=(known,)), np.inf)
 
     values = found.between(np.array([4.0, 8.0]))
