@@ -13,7 +13,7 @@ from typing import Any
 from autosac.cli.models import Target, asked, factory_of, hf_path
 from autosac.cli.usage import OPTIONS, UsageError, usage
 from autosac.results.rows import Sweep
-from autosac.sweeps.describing import described
+from autosac.sweeps.cell_facts import code_of
 from autosac.sweeps.grids import sweep_grid
 
 
@@ -85,7 +85,7 @@ def swept(
     for values in itertools.product(*grid.values()):
         step.target(dict(zip(grid, values, strict=True)))  # complain now
     path = hf_path(step.model)
-    code = described(factory_of(step.model)) if path is None else path.read_text()
+    code = code_of(factory_of(step.model)) if path is None else path.read_text()
     with usage():
         return sweep_grid(
             step,
