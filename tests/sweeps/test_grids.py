@@ -22,7 +22,7 @@ from autosac.sweeps.cell_facts import code_of, text_of
 from tests.grid_steps import interrupted_step, make_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GRID = {"width": [8, 13, 16], "batch_size": [64, 128]}
 BUDGETS = ["1KiB", "1GiB"]
 
