@@ -229,7 +229,7 @@ def sweep(
 
 
 def _show_sweep(
-    found: Sweep,
+    rows: Sweep,
     out: Path | None,
     csv: Path | None,
     parquet: Path | None,
@@ -237,15 +237,13 @@ def _show_sweep(
 ) -> None:
     """Write the files, then show the table; exit with a code if nothing is planned."""
     if csv is not None:
-        found.to_csv(csv)
+        rows.to_csv(csv)
     if parquet is not None:
-        found.to_parquet(parquet)
-    kinds = {row.status for row in found}
+        rows.to_parquet(parquet)
+    kinds = {row.status for row in rows}
     if out is not None and "planned" in kinds:
-        found.picture().save(out)
-    _show(
-        as_json, lambda: cli.tables.sweep_record(found), cli.tables.sweep_table(found)
-    )
+        rows.picture().save(out)
+    _show(as_json, lambda: cli.tables.sweep_record(rows), cli.tables.sweep_table(rows))
     if "planned" not in kinds:
         code = EXIT_INFEASIBLE if "infeasible" in kinds else EXIT_ERROR
         raise typer.Exit(code=code)
