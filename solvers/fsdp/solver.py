@@ -1,6 +1,6 @@
 """Which modules are FSDP units, which of them reshard, and what is recomputed: a MILP.
 
-The numbers are in `fsdp_problem.py`, the rows in `fsdp/model.py`. Rows of memory are
+The numbers are in `fsdp/problem.py`, the rows in `fsdp/model.py`. Rows of memory are
 added on demand: a solution is checked at every position in whole bytes, and positions
 that it breaks become rows.
 
