@@ -155,12 +155,6 @@ class ClusterSpec:
             all_reduce=replace(total, ms_per_byte=total.ms_per_byte / degree),
         )
 
-    def collective_ms(
-        self, collective: Collective, group: Group, nbytes: float
-    ) -> float:
-        """Time of one collective; 0 for one rank or for no bytes."""
-        return self.cost(collective, group, nbytes).ms(nbytes)
-
 
 def _nvlink_node(
     name: str,
