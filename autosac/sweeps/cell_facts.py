@@ -10,7 +10,6 @@ import functools
 import hashlib
 import os
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -54,14 +53,17 @@ def code_of(function: Callable[..., Any]) -> str:
         ValueError: It comes from no file, as in a notebook.
     """
     digests: dict[str, str] = {}
-    waiting = [_unwrapped(function).__module__]
+    first = _unwrapped(function).__module__
+    waiting = [first]
     while waiting:
         name = waiting.pop()
         module = sys.modules.get(name)
-        if module is None or name in digests or not _is_own(module):
+        if module is None or name in digests or _is_installed(name):
             continue
         path = Path(getattr(module, "__file__", None) or "")
         if not path.is_file():
+            if name not in (first, "__main__"):
+                continue
             raise ValueError(
                 f"`directory` keeps cells by the code that makes them, and {name!r} is"
                 " no file; pass `version`, any text that you change with the code."
@@ -80,18 +82,13 @@ def _unwrapped(function: Any) -> Any:
     return function if hasattr(function, "__qualname__") else type(function)
 
 
-def _is_own(module: types.ModuleType) -> bool:
-    """Whether a module is neither installed nor autosac's nor of the standard library.
-
-    One without a file is the user's only if it is where a notebook's code is.
-    """
-    path = getattr(module, "__file__", None)
-    if path is None:
-        return module.__name__ == "__main__"
-    folder = Path(path).resolve()
-    installed = {"site-packages", "dist-packages"} & set(folder.parts)
-    others = (sysconfig.get_path("stdlib"), _ROOT / "autosac")
-    return not installed and not any(folder.is_relative_to(other) for other in others)
+def _is_installed(name: str) -> bool:
+    """Whether a module is of an installed package, autosac or the standard library."""
+    top = name.partition(".")[0]
+    if top == "autosac" or top in sys.stdlib_module_names:
+        return True
+    path = Path(getattr(sys.modules.get(top), "__file__", None) or "")
+    return bool({"site-packages", "dist-packages"} & set(path.parts))
 
 
 def text_of(value: Any) -> str:

@@ -258,7 +258,9 @@ def test_an_edit_of_a_module_that_the_step_imports_makes_another_cell(
     tmp_path, monkeypatch
 ):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "users_step.py").write_text("from users_helper import step as make\n")
+    (tmp_path / "users_step.py").write_text(
+        "from torch import ops\nfrom users_helper import step as make\n"
+    )
     texts = []
     for factor in (1, 1, 2):
         (tmp_path / "users_helper.py").write_text(f"def step(): return {factor}\n")
