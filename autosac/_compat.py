@@ -80,30 +80,36 @@ HIDDEN_VIEWS = frozenset(
     )
 )
 
-_written_positions: dict[Any, tuple[tuple[int, str], ...]] = {}
-
 
 def written_arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
     """Arguments that a call mutates, by its schema or by `_HIDDEN_WRITES`."""
-    positions = _written_positions.get(func)
-    if positions is None:
-        hidden = hidden_writes(func)
-        schema = getattr(func, "_schema", None)
-        arguments = () if schema is None else schema.arguments
-        positions = tuple(
-            (i, argument.name)
-            for i, argument in enumerate(arguments)
-            if i in hidden
-            or (argument.alias_info is not None and argument.alias_info.is_write)
-        )
-        _written_positions[func] = positions
+    positions = _written_positions(func)
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in positions]
 
 
-_returned: dict[Any, tuple[int, ...]] = {}
-_views: dict[Any, bool] = {}
+@cache
+def _written_positions(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(_arguments(func))
+        if i in hidden_writes(func)
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
+
+
+def _arguments(func: Any) -> Any:
+    """Arguments of an op by its schema; none for a function that has no schema."""
+    schema = getattr(func, "_schema", None)
+    return () if schema is None else schema.arguments
+
+
+def _returns(func: Any) -> Any:
+    schema = getattr(func, "_schema", None)
+    return () if schema is None else schema.returns
+
+
 _names: dict[int, tuple[Any, str]] = {}  # by address, as ops are slow to hash
 
 
@@ -115,22 +121,19 @@ def op_name(func: Any) -> str:
     return entry[1]
 
 
+@cache
 def returned_arguments(func: Any) -> tuple[int, ...]:
     """Positions of the arguments that an in-place or out= op returns."""
-    if func not in _returned:
-        schema = getattr(func, "_schema", None)
-        returns = () if schema is None else schema.returns
-        written = {
-            frozenset(argument.alias_info.before_set): i
-            for i, argument in enumerate(() if schema is None else schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        }
-        _returned[func] = tuple(
-            written[frozenset(result.alias_info.before_set)]
-            for result in returns
-            if result.alias_info is not None and result.alias_info.is_write
-        )
-    return _returned[func]
+    written = {
+        frozenset(argument.alias_info.before_set): i
+        for i, argument in enumerate(_arguments(func))
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    return tuple(
+        written[frozenset(result.alias_info.before_set)]
+        for result in _returns(func)
+        if result.alias_info is not None and result.alias_info.is_write
+    )
 
 
 def pick_arguments(
@@ -149,16 +152,15 @@ def argument_names(func: Any) -> list[str]:
     return [argument.name for argument in func._schema.arguments]
 
 
+@cache
 def is_view(func: Any) -> bool:
     """Whether all results of an operator alias its arguments without writing."""
-    if func not in _views:
-        schema = getattr(func, "_schema", None)
-        returns = () if schema is None else schema.returns
-        _views[func] = bool(returns) and all(
-            result.alias_info is not None and not result.alias_info.is_write
-            for result in returns
-        )
-    return _views[func] or str(func) in HIDDEN_VIEWS
+    returns = _returns(func)
+    by_schema = bool(returns) and all(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in returns
+    )
+    return by_schema or str(func) in HIDDEN_VIEWS
 
 
 def hidden_writes(func: Any) -> tuple[int, ...]:
@@ -375,11 +377,8 @@ def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> int:
 
 @cache
 def _tensor_positions(func: Any) -> tuple[int, ...]:
-    schema = getattr(func, "_schema", None)
-    arguments = () if schema is None else schema.arguments
-    return tuple(
-        i for i, argument in enumerate(arguments) if str(argument.type) == "Tensor"
-    )
+    kinds = (str(argument.type) for argument in _arguments(func))
+    return tuple(i for i, kind in enumerate(kinds) if kind == "Tensor")
 
 
 @cache

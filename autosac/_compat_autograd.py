@@ -18,6 +18,19 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def is_the_engines_own() -> bool:
+    """Whether the op dispatched now is the engine's, not of Python code in backward.
+
+    That is code of hooks and of custom functions, and what a checkpoint runs again. A
+    GPU's backward has a thread of its own, in which nobody calls the engine's ops.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    caller = frame.f_back
+    return caller is None or caller.f_code.co_name == "_engine_run_backward"
+
+
 # References to a gradient that only the engine's buffer holds, while an op on it is
 # dispatched to Python: to the tensor, and by it to its storage (torch 2.10 to 2.15).
 _ENGINE_TENSOR_USES, _ENGINE_STORAGE_USES = 4, 2

@@ -1,9 +1,9 @@
 """The tree's own figures: `python -m benchmarks.house`.
 
 Imports between folders, those inside functions and under TYPE_CHECKING included, by the
-order of the table in docs/design.md; sizes of files and functions; comments; seconds
-that imports take and, with `--tests`, both test
-commands. Written to results/house.md.
+order of the table in docs/design.md; sizes of files and functions; comments; lines of
+each capability now and at the review (needs the repository's history); seconds that
+imports take and, with `--tests`, both test commands. Written to results/house.md.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ast
 import io
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -23,10 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+from benchmarks import capabilities
 from benchmarks.environment import environment
 
 ROOT = Path(__file__).parents[1]
 _OUTPUT = ROOT / "benchmarks" / "results" / "house.md"
+_KINDS = ("nests", "slices", "chains")  # of units, each in a file of its own
 _NUM_IMPORTS = 7  # of each package, in turn; medians
 
 
@@ -141,6 +144,14 @@ def _function_lines(path: Path, code: set[int]) -> Iterator[tuple[int, str]]:
             yield len(code & set(lines)), f"{_name(path)}.{node.name}"
 
 
+def _named_in() -> Iterator[str]:
+    """In how many files each kind of unit is named, its own included."""
+    for kind in _KINDS:
+        name = f"autosac.units.{kind}"
+        files = {one.importer for one in imports() if one.imported == name}
+        yield f"{kind} {len(files) + 1}"
+
+
 def _sizes() -> Iterator[tuple[str, str]]:
     functions, comments, code_lines = [], 0, 0
     files = []
@@ -152,6 +163,7 @@ def _sizes() -> Iterator[tuple[str, str]]:
         code_lines += len(code)
     total = sum(lines for lines, _ in files)
     yield "lines of product", f"{total:,} in {len(files)} files"
+    yield "lines of a file, median", f"{statistics.median(n for n, _ in files):.0f}"
     yield "largest files", ", ".join(f"{n} {f}" for f, n in sorted(files)[-3:][::-1])
     lengths = [lines for lines, _ in functions]
     yield "lines of code of a function, median", f"{statistics.median(lengths):.0f}"
@@ -168,11 +180,19 @@ def _import_seconds() -> Iterator[tuple[str, str]]:
     }
     for _ in range(_NUM_IMPORTS):
         for statement, times in seconds.items():
-            times.append(_seconds([sys.executable, "-c", statement]))
+            times.append(_cpu_seconds([sys.executable, "-c", statement]))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     for name, median_s in medians.items():
         ratio = median_s / medians["import torch"]
-        yield f"`{name}`, median", f"{median_s:.2f} s, {ratio:.2f} of torch's"
+        yield f"`{name}`, median", f"{median_s:.2f} CPU s, {ratio:.2f} of torch's"
+
+
+def _cpu_seconds(command: list[str]) -> float:
+    """Seconds of the processor that a command takes, however busy the machine is."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, cwd=ROOT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _test_seconds() -> Iterator[tuple[str, str]]:
@@ -210,6 +230,7 @@ def main() -> int:
     options = parser.parse_args()
     lines = ["# The tree", "", f"{environment()}", "", "| figure | |", "| --- | --- |"]
     lines += [f"| imports up the layers | {len(upward())} |"]
+    lines += [f"| files that name a kind of unit | {', '.join(_named_in())} |"]
     lines += [
         f"| {name} | {value} |"
         for name, value in (
@@ -218,6 +239,7 @@ def main() -> int:
             *(_test_seconds() if options.tests else ()),
         )
     ]
+    lines += ["", *capabilities.table(modules().values())]
     lines += ["", "From the top down, with the number of pairs of files.", ""]
     lines += ["| folder | imports |", "| --- | --- |", *_edges()]
     _OUTPUT.write_text("\n".join(lines) + "\n")

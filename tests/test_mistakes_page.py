@@ -16,7 +16,7 @@ def test_every_row_of_the_page_has_its_test():
     rows = [
         line for line in text.splitlines() if re.match(r"\| (?!what|model|---)", line)
     ]
-    named = [re.search(r"`(test_\w+\.py)::([^`]+)` \|$", row) for row in rows]
+    named = [re.search(r"`((?:\w+/)?test_\w+\.py)::([^`]+)` \|$", row) for row in rows]
     assert len(rows) > 40 and all(named), rows[named.index(None)]
     files = sorted({f"tests/{found[1]}" for found in named})
 

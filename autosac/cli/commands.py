@@ -19,6 +19,7 @@ from rich.console import Console
 
 import autosac
 from autosac import cli
+from autosac.cli.step_options import takes_step
 from autosac.cli.usage import OPTIONS, UsageError, usage
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.errors import AutosacError, InfeasibleBudgetError
@@ -54,43 +55,7 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(help=_MODEL, show_default=False)]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Argument of the factory, or entry of the config; repeat for more.",
-    ),
-]
-Optimizer = Annotated[
-    str, typer.Option(help="Class of torch.optim by name, such as adamw.")
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="Device to plan for, present or not: see `autosac devices`."
-        " [default: where the model is built]"
-    ),
-]
-Build = Annotated[
-    str, typer.Option("--on", help="Where to build the model: cpu, cuda or meta.")
-]
-Batch = Annotated[int, typer.Option(min=1, help="Batch size of an hf: model.")]
-Length = Annotated[int, typer.Option(min=1, help="Tokens per sequence of one.")]
-Autocast = Annotated[str, typer.Option(help="Type to autocast to, such as bfloat16.")]
-Accumulate = Annotated[int, typer.Option(min=1, help="Micro-steps per optimizer step.")]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FQN", help="Module that must be no AC unit; repeatable."),
-]
-Opaque = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FQN",
-        help="Module that is never run again, nor cut inside, such as a router, by"
-        " name or pattern (*.gate); repeatable.",
-    ),
-]
+Options = dict[str, Any]  # those of `takes_step`, by name
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 PlanFile = Annotated[
     Path, typer.Argument(help="A file that `autosac plan -o` wrote.", exists=True)
@@ -166,9 +131,11 @@ def demo() -> None:
 
 
 @app.command(epilog=_EPILOG)
+@takes_step()
 def plan(
     model: Model,
     budget: Budget,
+    options: Options,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the plan file here.")
     ] = None,
@@ -178,29 +145,17 @@ def plan(
     gap: Annotated[
         float, typer.Option(min=0.0, help="Stop when proven this close to the best.")
     ] = 0.005,
-    settings: Settings = None,
-    optimizer: Optimizer = "",
-    device: Device = "",
-    on: Build = "cpu",
-    batch: Batch = 1,
-    length: Length = 512,
-    autocast: Autocast = "",
-    accumulate: Accumulate = 1,
-    exclude: Exclude = None,
-    opaque: Opaque = None,
     as_json: Json = False,
 ) -> None:
     """Find the cheapest plan that fits a budget."""
     with _exit_codes(as_json):
         _check_folders(out, html)
-        step = cli.models.asked(
-            model, settings, optimizer, device, on, batch, length, autocast,
-            accumulate, exclude, opaque,
-        )  # fmt: skip
+        step = cli.models.asked(model, **options)
         parts = step.parts()
         if step.has_several(parts):
-            options = {**parts, **step.options, "relative_gap": gap}
-            cheapest_plan = autosac.plan(**options, memory_budget=budget)
+            cheapest_plan = autosac.plan(
+                **parts, **step.options, relative_gap=gap, memory_budget=budget
+            )
         else:
             traced = step.calibrated(parts)
             budget_bytes = _bytes(budget, traced.device.memory_bytes)
@@ -217,8 +172,10 @@ def plan(
 
 
 @app.command(epilog=_EPILOG)
+@takes_step()
 def sweep(
     model: Model,
+    options: Options,
     budgets: Annotated[
         list[str] | None,
         typer.Option("--budget", "-b", help="A budget; repeat for more."),
@@ -248,30 +205,13 @@ def sweep(
     calibrate: Annotated[
         bool, typer.Option(help=f"Measure the steps that are here. {_OF_A_GRID}")
     ] = False,
-    settings: Settings = None,
-    optimizer: Optimizer = "",
-    device: Device = "",
-    on: Build = "cpu",
-    batch: Batch = 1,
-    length: Length = 512,
-    autocast: Autocast = "",
-    accumulate: Accumulate = 1,
-    exclude: Exclude = None,
-    opaque: Opaque = None,
     as_json: Json = False,
 ) -> None:
     """Plan for many budgets, and a grid of steps: what a byte costs in time."""
-    options: dict[str, Any] = {
-        "optimizer": optimizer, "device": device, "on": on, "batch": batch,
-        "length": length, "autocast": autocast, "accumulate": accumulate,
-        "exclude": exclude, "opaque": opaque,
-    }  # fmt: skip
     with _exit_codes(as_json):
         _check_folders(out, csv, parquet)
         if grid:
-            step = cli.grids.GridStep(
-                model=model, settings=tuple(settings or ()), options=options
-            )
+            step = cli.grids.GridStep(model=model, options=options)
             cells = cli.grids.swept(
                 step, grid, budgets=budgets or (), n=n, calibrate=calibrate,
                 jobs=jobs, directory=directory,
@@ -280,7 +220,7 @@ def sweep(
             return
         if directory or calibrate or jobs != 1:
             raise UsageError("--jobs, --directory and --calibrate need --grid.")
-        traced = cli.models.asked(model, settings, **options).calibrated()
+        traced = cli.models.asked(model, **options).calibrated()
         wanted = [_bytes(text, traced.device.memory_bytes) for text in budgets or ()]
         rows = autosac.sweep(
             traced, memory_budgets=wanted or None, n=None if wanted else n
@@ -289,7 +229,7 @@ def sweep(
 
 
 def _show_sweep(
-    found: Sweep,
+    rows: Sweep,
     out: Path | None,
     csv: Path | None,
     parquet: Path | None,
@@ -297,43 +237,32 @@ def _show_sweep(
 ) -> None:
     """Write the files, then show the table; exit with a code if nothing is planned."""
     if csv is not None:
-        found.to_csv(csv)
+        rows.to_csv(csv)
     if parquet is not None:
-        found.to_parquet(parquet)
-    kinds = {row.status for row in found}
+        rows.to_parquet(parquet)
+    kinds = {row.status for row in rows}
     if out is not None and "planned" in kinds:
-        found.picture().save(out)
-    _show(
-        as_json, lambda: cli.tables.sweep_record(found), cli.tables.sweep_table(found)
-    )
+        rows.picture().save(out)
+    _show(as_json, lambda: cli.tables.sweep_record(rows), cli.tables.sweep_table(rows))
     if "planned" not in kinds:
         code = EXIT_INFEASIBLE if "infeasible" in kinds else EXIT_ERROR
         raise typer.Exit(code=code)
 
 
 @app.command(epilog=_EPILOG)
+@takes_step()
 def estimate(
     model: Model,
+    options: Options,
     fits: Annotated[
         str,
         typer.Option(help="Exit with 3 unless the plain step fits: a device or bytes."),
     ] = "",
-    settings: Settings = None,
-    optimizer: Optimizer = "",
-    device: Device = "",
-    on: Build = "cpu",
-    batch: Batch = 1,
-    length: Length = 512,
-    autocast: Autocast = "",
-    accumulate: Accumulate = 1,
     as_json: Json = False,
 ) -> None:
     """Say what a plain step takes: peak, where, and of what."""
     with _exit_codes(as_json):
-        step = cli.models.asked(
-            model, settings, optimizer, device, on, batch, length, autocast,
-            accumulate, None,
-        )  # fmt: skip
+        step = cli.models.asked(model, **options)
         traced = step.calibrated()
         plain_estimate = autosac.estimate(traced)
         with usage():
@@ -351,25 +280,17 @@ def estimate(
 
 
 @app.command(epilog=_EPILOG)
+@takes_step("device", "exclude", "opaque")
 def verify(
     plan_file: PlanFile,
     model: Model,
-    settings: Settings = None,
-    optimizer: Optimizer = "",
-    on: Build = "cpu",
-    batch: Batch = 1,
-    length: Length = 512,
-    autocast: Autocast = "",
-    accumulate: Accumulate = 1,
+    options: Options,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Really train with and without a plan: peak, time, every bit of the state."""
     with _exit_codes(as_json):
-        step = cli.models.asked(
-            model, settings, optimizer, "", on, batch, length, autocast, accumulate,
-            None,
-        )  # fmt: skip
+        step = cli.models.asked(model, **options)
         loaded = autosac.Plan.load(plan_file)
         parts = step.parts()
         maker = parts.get("optimizer")
@@ -386,7 +307,7 @@ def verify(
             loss_fn=parts.get("loss_fn"),
             steps=steps,
             autocast=step.options.get("autocast"),
-            accumulate=accumulate,
+            accumulate=options["accumulate"],
         )
         _show(
             as_json,
@@ -398,24 +319,16 @@ def verify(
 
 
 @app.command(epilog=_EPILOG)
+@takes_step()
 def report(
     plan_file: PlanFile,
+    options: Options,
     model: Annotated[
         str, typer.Argument(help=f"For all that a plan file lacks: {_MODEL}")
     ] = "",
     html: Annotated[
         Path | None, typer.Option(help="Write it with pictures here instead.")
     ] = None,
-    settings: Settings = None,
-    optimizer: Optimizer = "",
-    device: Device = "",
-    on: Build = "cpu",
-    batch: Batch = 1,
-    length: Length = 512,
-    autocast: Autocast = "",
-    accumulate: Accumulate = 1,
-    exclude: Exclude = None,
-    opaque: Opaque = None,
 ) -> None:
     """Explain a plan: why each module is recomputed, what more memory buys."""
     with _exit_codes(as_json=False):
@@ -423,10 +336,7 @@ def report(
         loaded = autosac.Plan.load(plan_file)
         traced = None
         if model:
-            step = cli.models.asked(
-                model, settings, optimizer, device, on, batch, length, autocast,
-                accumulate, exclude, opaque,
-            )  # fmt: skip
+            step = cli.models.asked(model, **options)
             traced = step.calibrated() if loaded.calibrated else step.profile()
             autosac.check(loaded, traced)
         if html is None:
@@ -443,24 +353,18 @@ def devices(as_json: Json = False) -> None:
 
 
 @app.command(epilog=_EPILOG)
+@takes_step("device", "exclude", "opaque")
 def calibrate(
     model: Model,
+    options: Options,
     refresh: Annotated[
         bool, typer.Option(help="Measure again what is known from before.")
     ] = False,
-    settings: Settings = None,
-    optimizer: Optimizer = "",
-    on: Build = "cpu",
-    batch: Batch = 1,
-    length: Length = 512,
-    autocast: Autocast = "",
     as_json: Json = False,
 ) -> None:
     """Measure every distinct op of a step here; figures are kept for later plans."""
     with _exit_codes(as_json):
-        step = cli.models.asked(
-            model, settings, optimizer, "", on, batch, length, autocast, 1, None
-        )
+        step = cli.models.asked(model, **options)
         calibration = autosac.calibrate(step.profile(), refresh=refresh).calibration
         _show(as_json, lambda: asdict(calibration), str(calibration))
 

@@ -13,7 +13,7 @@ from typing import Any
 from autosac.cli.models import Target, asked, factory_of, hf_path
 from autosac.cli.usage import OPTIONS, UsageError, usage
 from autosac.results.rows import Sweep
-from autosac.sweeps.describing import described
+from autosac.sweeps.cell_facts import code_of
 from autosac.sweeps.grids import sweep_grid
 
 
@@ -23,12 +23,10 @@ class GridStep:
 
     Attributes:
         model: As on the command line.
-        settings: Likewise, for all cells.
-        options: What `asked` takes besides these, for all cells.
+        options: What `asked` takes besides it, for all cells.
     """
 
     model: str
-    settings: tuple[str, ...]
     options: Mapping[str, Any]
 
     def target(self, values: Mapping[str, Any]) -> Target:
@@ -37,7 +35,8 @@ class GridStep:
         Raises:
             UsageError: A value cannot be meant.
         """
-        options, settings = dict(self.options), list(self.settings)
+        options = dict(self.options)
+        settings = list(options.pop("settings") or ())
         own = _arguments(self.model)
         for name, value in values.items():
             if name in OPTIONS and name not in own:
@@ -46,7 +45,7 @@ class GridStep:
                 settings.append(f"{name}={value!r}")
         if not all(isinstance(options[n], int) for n in ("accumulate", "batch")):
             raise UsageError("--grid accumulate and batch must be whole numbers.")
-        return asked(self.model, settings, **options)
+        return asked(self.model, settings=settings, **options)
 
     def __call__(self, **values: Any) -> dict[str, Any]:
         """Model, inputs and options of `autosac.profile`."""
@@ -85,7 +84,7 @@ def swept(
     for values in itertools.product(*grid.values()):
         step.target(dict(zip(grid, values, strict=True)))  # complain now
     path = hf_path(step.model)
-    code = described(factory_of(step.model)) if path is None else path.read_text()
+    code = code_of(factory_of(step.model)) if path is None else path.read_text()
     with usage():
         return sweep_grid(
             step,

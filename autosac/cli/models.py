@@ -122,15 +122,16 @@ def target(
 
 def asked(
     model: str,
+    *,
     settings: list[str] | None,
     optimizer: str,
-    device: str,
     on: str,
     batch: int,
     length: int,
     autocast: str,
     accumulate: int,
-    exclude: list[str] | None,
+    device: str = "",
+    exclude: list[str] | None = None,
     opaque: list[str] | None = None,
 ) -> Target:
     """The step that options of the command line describe.

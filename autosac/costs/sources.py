@@ -34,8 +34,8 @@ class Calibration:
     Attributes:
         measured: Ops that were run for this profile.
         cached: Ops that were run before on this device, from the table on disk.
-        modelled: Ops whose time is a formula, and so is their workspace (workspaces.py
-            for a GPU that is not present, cpu_workspaces.py for the CPU).
+        modelled: Ops whose time is a formula, and so is their workspace (`devices`:
+            cuda_workspaces.py for a GPU that is not present, cpu_workspaces.py).
         modelled_ops: Names of these, dearest first, and why each was not run.
         unsteady_ms: Time of ops that were run, but whose runs disagreed, as on a busy
             machine; `calibrate` runs these again when it meets them again.

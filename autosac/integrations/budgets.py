@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autosac.errors import InfeasibleBudgetError
+from autosac.errors import InfeasibleBudgetError, UnsupportedError
 from autosac.planning.make_plan import lowest_plan, make_plan
 from autosac.planning.plans import Plan
 from autosac.planning.unseen_batches import OnMismatch, check_on_mismatch
@@ -17,10 +17,58 @@ from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
+from autosac.step.arguments import marks_of
 
 # Losses, norms and counts that a loop keeps over a step: some scalars, and a GPU's
 # allocator hands out 512 bytes for each.
 _SCALARS_BYTES = 16 * 512
+
+
+class BudgetCallback:
+    """What a callback is told, and the plan that it made.
+
+    Args:
+        memory_budget: Cap on the peak of a step: bytes, or text such as "24GiB" or
+            "80%" (of the device's memory).
+        exclude: FQNs of modules that must not be AC units.
+        opaque: Modules that are never run again, nor cut inside, as in `autosac.plan`.
+        on_mismatch: As in `autosac.plan`.
+        report: Gets a text that says what was planned.
+
+    Attributes:
+        plan: The plan of the last training; None before its first batch.
+    """
+
+    def __init__(
+        self,
+        memory_budget: int | str,
+        *,
+        exclude: tuple[str, ...] = (),
+        opaque: Iterable[str | type] = (),
+        on_mismatch: OnMismatch = "recompute",
+        report: Callable[[str], object] = print,
+    ) -> None:
+        self.memory_budget = memory_budget
+        self.exclude = exclude
+        self.opaque = marks_of(opaque)
+        self.on_mismatch = on_mismatch
+        self.report = report
+        self.plan: Plan | None = None
+        self._undo: list[Callable[[], object]] = []
+
+
+def refuse(settings: Mapping[str, object]) -> None:
+    """Refuse settings of a trainer that a plan could not keep its word under.
+
+    Args:
+        settings: What to say of each -> whether it is set.
+
+    Raises:
+        UnsupportedError: With what to change.
+    """
+    for sentence, applies in settings.items():
+        if applies:
+            raise UnsupportedError(f"`MemoryBudget` cannot plan this: {sentence}.")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ the model's ``forward``, so that the trace runs into it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,51 +20,24 @@ from transformers import TrainerCallback
 
 from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
+    BudgetCallback,
     checkpointing_already,
     plan_loss,
+    refuse,
     summary,
 )
-from autosac.planning.plans import Plan
-from autosac.planning.unseen_batches import OnMismatch
-from autosac.step.arguments import marks_of
 
 _LIKELY = "`compute_loss_func`, `label_smoothing_factor` or a `compute_loss` of its own"
 
 
-class MemoryBudget(TrainerCallback):
+class MemoryBudget(BudgetCallback, TrainerCallback):
     """Plans on the first batch of training, applies the plan, takes it off at the end.
 
     The plan is for the shapes of that batch; `on_mismatch` says what becomes of others.
     Losses and weights are those of training without it, bit by bit.
 
-    Args:
-        memory_budget: Cap on the peak of a step: bytes, or text such as "24GiB" or
-            "80%" (of the device's memory).
-        exclude: FQNs of modules that must not be AC units.
-        opaque: Modules that are never run again, nor cut inside, as in `autosac.plan`.
-        on_mismatch: As in `autosac.plan`.
-        report: Gets a text that says what was planned.
-
-    Attributes:
-        plan: The plan of the last training; None before its first batch.
+    Its arguments are those of `BudgetCallback`.
     """
-
-    def __init__(
-        self,
-        memory_budget: int | str,
-        *,
-        exclude: tuple[str, ...] = (),
-        opaque: Iterable[str | type] = (),
-        on_mismatch: OnMismatch = "recompute",
-        report: Callable[[str], object] = print,
-    ) -> None:
-        self.memory_budget = memory_budget
-        self.exclude = exclude
-        self.opaque = marks_of(opaque)
-        self.on_mismatch = on_mismatch
-        self.report = report
-        self.plan: Plan | None = None
-        self._undo: list[Callable[[], object]] = []
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
@@ -191,6 +164,4 @@ def _refuse(args: Any, model: torch.nn.Module) -> None:
             args.label_smoothing_factor != 0
         ),
     }
-    for sentence, applies in refused.items():
-        if applies:
-            raise UnsupportedError(f"`MemoryBudget` cannot plan this: {sentence}.")
+    refuse(refused)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,13 +23,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from autosac.checkpointing.batch_variants import steps_by_hand
 from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
+    BudgetCallback,
     checkpointing_already,
     plan_loss,
+    refuse,
     summary,
 )
-from autosac.planning.plans import Plan
-from autosac.planning.unseen_batches import OnMismatch
-from autosac.step.arguments import marks_of
 
 _OWN_LOOP = (
     "backward",
@@ -39,40 +38,16 @@ _OWN_LOOP = (
 )
 
 
-class MemoryBudget(Callback):
+class MemoryBudget(BudgetCallback, Callback):
     """Plans on the first batch of training, applies the plan, takes it off at the end.
 
     The plan is for the shapes of that batch; `on_mismatch` says what becomes of others.
     Losses and weights are those of training without it, bit by bit.
 
-    Args:
-        memory_budget: Cap on the peak of a step: bytes, or text such as "24GiB" or
-            "80%" (of the device's memory).
-        exclude: FQNs of modules that must not be AC units.
-        opaque: Modules that are never run again, nor cut inside, as in `autosac.plan`.
-        on_mismatch: As in `autosac.plan`.
-        report: Gets a text that says what was planned.
-
-    Attributes:
-        plan: The plan of the last training; None before its first batch.
+    Its arguments are those of `BudgetCallback`.
     """
 
-    def __init__(
-        self,
-        memory_budget: int | str,
-        *,
-        exclude: tuple[str, ...] = (),
-        opaque: Iterable[str | type] = (),
-        on_mismatch: OnMismatch = "recompute",
-        report: Callable[[str], object] = print,
-    ) -> None:
-        self.memory_budget = memory_budget
-        self.exclude = exclude
-        self.opaque = marks_of(opaque)
-        self.on_mismatch = on_mismatch
-        self.report = report
-        self.plan: Plan | None = None
-        self._begin_step: Callable[..., None] | None = None
+    _begin_step: Callable[..., None] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what cannot be planned."""
@@ -223,6 +198,4 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
         f"`{checkpointing}` has gradient checkpointing already; switch"
         " it off, the plan decides what is recomputed": bool(checkpointing),
     }
-    for sentence, applies in refused.items():
-        if applies:
-            raise UnsupportedError(f"`MemoryBudget` cannot plan this: {sentence}.")
+    refuse(refused)

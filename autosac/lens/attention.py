@@ -36,17 +36,8 @@ def attend(
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         while attn_mask is not None and attn_mask.dim() < 4:
             attn_mask = attn_mask.unsqueeze(0)
-        return attend(
-            device,
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        ).squeeze(0)
+        moved = (query, key, value, attn_mask, dropout_p, is_causal)
+        return attend(device, *moved, scale=scale, enable_gqa=enable_gqa).squeeze(0)
     call = choice.Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = choice.backend(call, device)
     aten = torch.ops.aten
@@ -62,16 +53,9 @@ def attend(
         return out if out.shape[-1] == width else aten.slice.Tensor(out, -1, 0, width)
     mask = _additive(attn_mask, query.dtype)
     if kernel == choice.MATH:
+        given = (query, key, value, mask, dropout_p, is_causal, None)
         composite: torch.Tensor = aten._scaled_dot_product_attention_math(
-            query,
-            key,
-            value,
-            mask,
-            dropout_p,
-            is_causal,
-            None,
-            scale=scale,
-            enable_gqa=enable_gqa,
+            *given, scale=scale, enable_gqa=enable_gqa
         )[0]
         return composite
     options: tuple[Any, ...] = (call.needs_gradients, dropout_p, is_causal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -17,7 +16,7 @@ from autosac.solvers.fsdp.collectives import (
     Collective,
     Fabric,
     Group,
-    affine_cost,
+    ring,
 )
 
 _SIZES_BYTES = (2**12, 2**16, 2**20, 2**23)
@@ -127,35 +126,22 @@ def fit_ring(
     Raises:
         ValueError: No positive bandwidth fits: times do not grow with bytes.
     """
+    from scipy.optimize import nnls  # slow to import
+
     timings = tuple(timings)
     columns = np.array([_ring_terms(group, timing) for timing in timings])
     times = np.array([timing.ms for timing in timings])
     fixed = 0.0 if base_ms is None else base_ms
-    weights = 1.0 / times
-    free = (0, 1, 2) if base_ms is None else (1, 2)
-    best: tuple[float, list[float]] | None = None
-    # Least squares with three variables that are not negative: the best of all sets of
-    # positive ones.
-    for size in range(1, len(free) + 1):
-        for used in itertools.combinations(free, size):
-            scaled = columns[:, used] * weights[:, None]
-            target = (times - fixed) * weights
-            values = np.linalg.lstsq(scaled, target, rcond=None)[0]
-            if values.min() < 0.0:
-                continue
-            error = float(np.square(scaled @ values - target).sum())
-            if best is None or error < best[0]:
-                constants = [fixed, 0.0, 0.0]
-                for column, value in zip(used, values.tolist(), strict=True):
-                    constants[column] = value
-                best = (error, constants)
-    if best is None or best[1][2] == 0.0:
+    if base_ms is not None:
+        columns[:, 0] = 0.0
+    values, _ = nnls(columns / times[:, None], (times - fixed) / times)
+    base, step, ms_per_byte = values.tolist()
+    if ms_per_byte == 0.0:
         raise ValueError(
             f"No bandwidth fits the measured times {times.tolist()} ms: they do not"
             " grow with bytes. Measure larger `sizes_bytes`."
         )
-    base, step, ms_per_byte = best[1]
-    return base, step, 1e3 / ms_per_byte
+    return base + fixed, step, 1e3 / ms_per_byte
 
 
 def _ring_terms(group: Group, timing: CollectiveTiming) -> tuple[float, float, float]:
@@ -167,7 +153,7 @@ def _ring_terms(group: Group, timing: CollectiveTiming) -> tuple[float, float, f
         intra_bandwidth_bytes_per_s=1e3,
         inter_bandwidth_bytes_per_s=1e3,
     )
-    cost = affine_cost(unit, group, timing.collective, "ring")
+    cost = ring(unit, group, timing.collective)
     return 1.0, cost.latency_ms, cost.ms_per_byte * timing.nbytes
 
 

@@ -11,7 +11,7 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -19,7 +19,6 @@ from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.solvers.fsdp import collectives
 from autosac.solvers.fsdp.collectives import (
     AffineCost,
-    Algorithm,
     Collective,
     Fabric,
     Group,
@@ -128,8 +127,6 @@ class ClusterSpec:
         collective: Collective,
         group: Group,
         nbytes: float,
-        *,
-        algorithms: Sequence[Algorithm] | None = None,
     ) -> AffineCost:
         """Affine cost of the algorithm that is fastest for a size: see `fastest`.
 
@@ -137,11 +134,8 @@ class ClusterSpec:
             collective: What the ranks do.
             group: The ranks, as from `shard_group` or `replica_group`.
             nbytes: The whole, unsharded buffer.
-            algorithms: Those to choose from; None for those of NCCL.
         """
-        return collectives.fastest(
-            self.fabric, group, collective, nbytes, algorithms=algorithms
-        )
+        return collectives.fastest(self.fabric, group, collective, nbytes)
 
     def fsdp_costs(self, degree: int, nbytes: float) -> FsdpCosts:
         """What the collectives of FSDP units cost that are sharded `degree` times.
@@ -160,12 +154,6 @@ class ClusterSpec:
             reduce=self.cost("reduce_scatter", shard, nbytes),
             all_reduce=replace(total, ms_per_byte=total.ms_per_byte / degree),
         )
-
-    def collective_ms(
-        self, collective: Collective, group: Group, nbytes: float
-    ) -> float:
-        """Time of one collective; 0 for one rank or for no bytes."""
-        return self.cost(collective, group, nbytes).ms(nbytes)
 
 
 def _nvlink_node(

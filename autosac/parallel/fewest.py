@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.solving import Found, ParallelChooser
+from autosac.parallel.solving import ParallelChooser, SimulatedChoice
 from autosac.solving.solve_options import SolveOptions
 
 
@@ -16,7 +16,7 @@ def fewest_gpus(
     budget_bytes: int,
     *,
     most_gpus: int = 65_536,
-    guess: Found | None = None,
+    guess: SimulatedChoice | None = None,
     options: SolveOptions | None = None,
 ) -> int | None:
     """Fewest GPUs whose fully sharded step fits: see `min_gpus`.
@@ -28,7 +28,7 @@ def fewest_gpus(
     """
     options, ranks = options or SolveOptions(), chooser.form.ranks
 
-    def lowest_on(num_gpus: int) -> Found:
+    def lowest_on(num_gpus: int) -> SimulatedChoice:
         return chooser.at(spec.resized(num_gpus), num_gpus).lowest(options)
 
     sizes = [n for n in range(1, spec.gpus_per_node) if n <= most_gpus]

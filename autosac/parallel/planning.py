@@ -17,7 +17,7 @@ from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import ParallelFormulation, Types
 from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.sharding import Sharding, fsdp_units
-from autosac.parallel.solving import Degree, Found, ParallelChooser, Search
+from autosac.parallel.solving import Degree, ParallelChooser, Search, SimulatedChoice
 from autosac.planning.make_plan import policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.profiles.given import profile_of
@@ -240,8 +240,8 @@ class _Race:
     ) -> None:
         self.chooser, self.spec = chooser, spec
         self.budget_bytes, self.options = budget_bytes, options
-        self.best: Found | None = None
-        self.least: Found | None = None
+        self.best: SimulatedChoice | None = None
+        self.least: SimulatedChoice | None = None
         self.others: list[Alternative] = []
         self._search: Search | None = None
         self._too_large: list[Degree] = []
@@ -273,7 +273,7 @@ class _Race:
         self.others.append(_slower(slower, self.best))
         return ""
 
-    def _is_known_to_be_faster(self, degree: int, best: Found) -> bool:
+    def _is_known_to_be_faster(self, degree: int, best: SimulatedChoice) -> bool:
         fastest = self.chooser.fastest_known(self.spec, degree, self.budget_bytes)
         return fastest is not None and fastest.step.total_ms < best.step.total_ms
 
@@ -317,7 +317,7 @@ class _Race:
         return ""
 
 
-def _lower(choice: Found, least: Found | None) -> Found:
+def _lower(choice: SimulatedChoice, least: SimulatedChoice | None) -> SimulatedChoice:
     if least is None or choice.highest_peak_bytes < least.highest_peak_bytes:
         return choice
     return least
@@ -329,7 +329,7 @@ def _unseen(spec: ClusterSpec, degree: int, reason: str) -> Alternative:
     )
 
 
-def _slower(choice: Found, best: Found) -> Alternative:
+def _slower(choice: SimulatedChoice, best: SimulatedChoice) -> Alternative:
     more_ms = choice.step.total_ms - best.step.total_ms
     return Alternative(
         shard_degree=choice.sharding.shard_degree,
@@ -340,7 +340,7 @@ def _slower(choice: Found, best: Found) -> Alternative:
     )
 
 
-def _least_of_all(race: _Race, degrees: Sequence[int]) -> Found:
+def _least_of_all(race: _Race, degrees: Sequence[int]) -> SimulatedChoice:
     """The least peak of those found and of degrees that were not worked out.
 
     A rank has less of the parameters the more of them share, so that these are the
@@ -391,7 +391,7 @@ def _infeasible(race: _Race, degrees: Sequence[int]) -> InfeasibleBudgetError:
     )
 
 
-def _as_plan(race: _Race, best: Found) -> ParallelPlan:
+def _as_plan(race: _Race, best: SimulatedChoice) -> ParallelPlan:
     form, spec = race.chooser.form, race.spec
     profile = form.profile
     recompute_ms = sum(curves.recompute_ms(*item) for item in best.chosen.items())

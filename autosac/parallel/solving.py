@@ -34,7 +34,7 @@ _SLACK_SHARE = 0.01  # of the budget: more than that overstated is worth a solve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SimulatedChoice:
     """A choice at one sharding degree.
 
     Attributes:
@@ -85,7 +85,7 @@ class Degree:
     ) -> None:
         self.form, self.spec, self.degree = form, spec, degree
         self.problem = form.problem(spec, degree, 0)
-        self._known: dict[FsdpChoice, Found] = {}
+        self._known: dict[FsdpChoice, SimulatedChoice] = {}
         self._least_of: set[SolveOptions] = set()  # with which it was looked for
 
     @cached_property
@@ -97,14 +97,14 @@ class Degree:
         ]
         return tuple(sorted(timed, key=lambda pair: pair[0]))
 
-    def simulated(self, choice: FsdpChoice) -> Found:
+    def simulated(self, choice: FsdpChoice) -> SimulatedChoice:
         """Memory and time of a choice."""
         if choice not in self._known:
             replicas = self.spec.num_gpus // self.degree
             sharding = self.form.sharding(choice, self.degree, replicas)
             chosen = self.form.policies(choice)
             times = fsdp.schedule(self.problem, choice)
-            self._known[choice] = Found(
+            self._known[choice] = SimulatedChoice(
                 choice=choice,
                 sharding=sharding,
                 chosen=chosen,
@@ -115,7 +115,7 @@ class Degree:
             )
         return self._known[choice]
 
-    def fastest_known(self, budget_bytes: int) -> Found | None:
+    def fastest_known(self, budget_bytes: int) -> SimulatedChoice | None:
         """The fastest choice so far that fits a budget."""
         fitting = (
             choice
@@ -124,7 +124,7 @@ class Degree:
         )
         return min(fitting, key=lambda choice: choice.times, default=None)
 
-    def lowest(self, options: SolveOptions) -> Found:
+    def lowest(self, options: SolveOptions) -> SimulatedChoice:
         """The choice of least peak; its time has no bound.
 
         Raises:
@@ -214,7 +214,7 @@ class Search:
     at: Degree
     budget_bytes: int
     options: SolveOptions
-    best: Found | None = None
+    best: SimulatedChoice | None = None
     bound_ms: float = 0.0
     raised: IntArray | None = None
     rows: frozenset[int] = frozenset()
@@ -313,7 +313,7 @@ class Search:
         )
         return self._moves.after_fitting(raised, off, overstated=True)
 
-    def _offer(self, choice: Found) -> None:
+    def _offer(self, choice: SimulatedChoice) -> None:
         """Keep a choice if it fits and none is known that is faster."""
         if choice.highest_peak_bytes > self.budget_bytes:
             return
@@ -353,7 +353,7 @@ class ParallelChooser:
 
     def fastest_known(
         self, spec: ClusterSpec, degree: int, budget_bytes: int
-    ) -> Found | None:
+    ) -> SimulatedChoice | None:
         """The fastest choice so far that fits a budget; None if there is none."""
         sharded_step = self._degrees.get(self._key(spec, degree))
         return (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from autosac.pictures.pictures import Picture
 from autosac.planning import plotting, reporting
 from autosac.planning.budget_sweep import sweep
 from autosac.planning.plans import Plan
-from autosac.planning.reporting import Details
+from autosac.planning.reporting import Details, Section
 from autosac.profiles.profile import TracedStep
 from autosac.quantities import format_bytes, format_ms
 
@@ -47,7 +47,7 @@ def page(plan: Plan, profile: TracedStep | None = None) -> str:
     body = "\n".join(
         [
             f"<h1>{escape(title)}</h1>",
-            _table(("", ""), reporting.summary_rows(plan, details)),
+            _table(reporting.summary(plan, details)),
             *(_known(plan, traced, details) if traced and details else _unknown(plan)),
         ]
     )
@@ -62,34 +62,27 @@ def _unknown(plan: Plan) -> Iterator[str]:
     """Sections of the report on a plan from a file, without its step."""
     yield f"<p>{escape(reporting.MISSING)}</p>"
     yield from _ratios(plan)
-    notes = plan.notes()
-    rows = [(fqn, f"{r:.1%}", notes.get(fqn, "")) for fqn, r in plan.policy.items()]
-    yield _section("AC units", _table(("AC unit", "recomputed", "note"), rows))
+    yield _headed(reporting.policy(plan))
 
 
 def _known(plan: Plan, profile: TracedStep, details: Details) -> Iterator[str]:
-    heads = ("category", "without plan", "with plan")
-    parts = _table(heads, reporting.composition_rows(plan, details))
+    parts = _table(reporting.composition(plan, details))
     memory = _svg(plotting.memory(plan, profile))
     yield _section("Memory over the step", memory + parts)
     lines = "".join(f"<li>{escape(x)}</li>" for x in reporting.price_lines(details))
     yield _section(
         "What would more memory buy?", f"<ul>{lines}</ul>{_swept(plan, profile)}"
     )
-    units = _table(reporting.UNIT_HEADS, map(reporting.unit_cells, details.units))
-    yield _section("Why is this module recomputed?", units)
+    yield _headed(reporting.units(details))
     yield from _ratios(plan)
     if profile.formulation.units:
         curves = _svg(plotting.trade_offs(plan, profile))
         yield _section("What memory costs in each module", curves)
     if details.refused:
-        refused = ((f, format_bytes(n), why) for f, n, why in details.refused)
-        table = _table(("module", "keeps", "because"), refused)
-        yield _section("Modules that cannot be AC units", table)
+        yield _headed(reporting.refused(details))
     ops = "".join(
         f"<details><summary><code>{escape(table.title)}</code>: {len(table.rows)} ops"
-        f"</summary>{_table(reporting.OP_HEADS, map(reporting.op_cells, table.rows))}"
-        "</details>"
+        f"</summary>{_table(reporting.ops(table))}</details>"
         for table in details.tables
     )
     yield _section("What happens to every op", ops)
@@ -114,11 +107,16 @@ def _section(title: str, content: str) -> str:
     return f"<h2>{escape(title)}</h2>\n{content}"
 
 
+def _headed(section: Section) -> str:
+    return _section(section.title, _table(section))
+
+
 def _svg(picture: Picture) -> str:
     return f"<figure>{picture.svg()}</figure>"
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(section: Section) -> str:
+    heads = section.heads
     kinds = [' class="text"' if head in _TEXT_COLUMNS else "" for head in heads]
 
     def line(tag: str, cells: Sequence[str]) -> str:
@@ -130,4 +128,4 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         return f"<tr{mark}>{inner}</tr>"
 
     head = line("th", heads) if any(heads) else ""
-    return f"<table>{head}{''.join(line('td', row) for row in rows)}</table>"
+    return f"<table>{head}{''.join(line('td', row) for row in section.rows)}</table>"

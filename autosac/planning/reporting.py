@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
@@ -22,12 +23,21 @@ _WIDTH = 120  # of plain text
 _MOST_OPS = 40  # of one table, in a terminal
 _MOST_REFUSED = 8
 _GIB, _MIB = 2**30, 2**20
+_TEXT_HEADS = ("why", "because", "class", "source", "what happens")
 MISSING = (
     "This plan comes from a file, which holds no ops and times. With"
     " `profile=autosac.profile(model, ...)` the report also tells where the peak is,"
     " why each module is recomputed, what more memory buys, and what happens to every"
     " op; and it draws memory and trade-offs."
 )
+
+
+class Section(NamedTuple):
+    """A table of the report as text; heads are empty if it has none."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +81,18 @@ class Report:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        yield _summary(self.plan, self.details)
+        yield _table(summary(self.plan, self.details))
         if self.details is None:
-            yield _policy_table(self.plan)
+            yield _table(policy(self.plan))
             yield Text(MISSING)
             return
-        yield _composition(self.plan, self.details)
+        yield _table(composition(self.plan, self.details))
         yield Text("\n".join(price_lines(self.details)) + "\n")
-        yield _unit_table(self.details)
+        yield _table(units(self.details))
         if self.details.refused:
-            yield _refused_table(self.details)
+            yield _table(refused(self.details))
         for table in self.details.tables:
-            yield _op_table(table)
+            yield _table(ops(table), most=_MOST_OPS)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
@@ -141,132 +151,107 @@ def price_lines(details: Details) -> list[str]:
     return lines
 
 
-def summary_rows(plan: Plan, details: Details | None) -> Iterator[tuple[str, str]]:
+# --- tables, for a terminal and for HTML ----------------------------------------------
+
+
+def summary(plan: Plan, details: Details | None) -> Section:
     """What a plan promises, in words."""
     after = f" in {details.after}" if details else ""
     before = f" in {details.before}" if details else ""
-    gap = f"{100 * plan.optimality_gap:.1f} %"
-    yield "budget", format_bytes(plan.budget_bytes)
-    yield "peak with the plan", f"{format_bytes(plan.peak_bytes)}{after}"
-    yield "peak without it", f"{format_bytes(plan.baseline_peak_bytes)}{before}"
-    if plan.reserved_bytes is not None:
-        yield "reserved by PyTorch", format_bytes(plan.reserved_bytes)
-    yield "step", f"{format_ms(plan.step_ms)} on {plan.device}"
-    yield (
-        "of it recomputation",
-        f"{format_ms(plan.recompute_ms)}, at least {format_ms(plan.bound_ms)} by the"
-        f" bound: gap {gap}",
-    )
-    yield "times and workspaces", f"{plan.measured_fraction:.1%} of the time measured"
-    yield "checked by", "a dry run" if plan.dry_run else "simulation only"
-    yield "torch", plan.torch_version
+    reserved = plan.reserved_bytes
+    rows = {
+        "budget": format_bytes(plan.budget_bytes),
+        "peak with the plan": f"{format_bytes(plan.peak_bytes)}{after}",
+        "peak without it": f"{format_bytes(plan.baseline_peak_bytes)}{before}",
+        "reserved by PyTorch": None if reserved is None else format_bytes(reserved),
+        "step": f"{format_ms(plan.step_ms)} on {plan.device}",
+        "of it recomputation": f"{format_ms(plan.recompute_ms)}, at least"
+        f" {format_ms(plan.bound_ms)} by the bound: gap"
+        f" {100 * plan.optimality_gap:.1f} %",
+        "times and workspaces": f"{plan.measured_fraction:.1%} of the time measured",
+        "checked by": "a dry run" if plan.dry_run else "simulation only",
+        "torch": plan.torch_version,
+    }
+    return Section("Plan", ("", ""), [(k, v) for k, v in rows.items() if v is not None])
 
 
-def _summary(plan: Plan, details: Details | None) -> Table:
-    table = Table(title="Plan", show_header=False, title_justify="left")
-    for row in summary_rows(plan, details):
-        table.add_row(*row)
-    return table
-
-
-def composition_rows(plan: Plan, details: Details) -> Iterator[tuple[str, str, str]]:
+def composition(plan: Plan, details: Details) -> Section:
     """Bytes at the peak per category, without the plan and with it."""
-    for name in {**details.baseline, **plan.composition}:
-        before = details.baseline.get(name, 0)
-        after = plan.composition.get(name, 0)
-        if before or after:
-            yield name, format_bytes(before), format_bytes(after)
-
-
-def _composition(plan: Plan, details: Details) -> Table:
-    table = _table("What is alive at the peak", "category", "without plan", "with plan")
-    for row in composition_rows(plan, details):
-        table.add_row(*row)
-    return table
-
-
-UNIT_HEADS = (
-    "AC unit", "class", "recomputed", "keeps", "frees", "costs", "ms per GiB", "why",
-)  # fmt: skip
-
-
-def unit_cells(row: explaining.UnitRow) -> tuple[str, ...]:
-    """One AC unit in the columns of `UNIT_HEADS`."""
-    return (
-        row.fqn,
-        row.class_name,
-        f"{row.ratio:.1%}",
-        format_bytes(row.activation_bytes - row.freed_bytes),
-        format_bytes(row.freed_bytes),
-        format_ms(row.recompute_ms),
-        f"{row.ms_per_gib:.4g}",
-        row.why,
+    before, after = details.baseline, plan.composition
+    pairs = {name: (before.get(name, 0), after.get(name, 0)) for name in before | after}
+    return Section(
+        "What is alive at the peak",
+        ("category", "without plan", "with plan"),
+        [(name, *map(format_bytes, pair)) for name, pair in pairs.items() if any(pair)],
     )
 
 
-def _unit_table(details: Details) -> Table:
-    table = _table("Why is this module recomputed?", *UNIT_HEADS)
-    for row in details.units:
-        table.add_row(*unit_cells(row))
-    return table
+def units(details: Details) -> Section:
+    """What each AC unit frees and costs."""
+    return Section(
+        "Why is this module recomputed?",
+        ("AC unit", "class", "recomputed", "keeps", "frees", "costs", "ms per GiB",
+         "why"),
+        [
+            (
+                row.fqn,
+                row.class_name,
+                f"{row.ratio:.1%}",
+                format_bytes(row.activation_bytes - row.freed_bytes),
+                format_bytes(row.freed_bytes),
+                format_ms(row.recompute_ms),
+                f"{row.ms_per_gib:.4g}",
+                row.why,
+            )
+            for row in details.units
+        ],
+    )  # fmt: skip
 
 
-def _policy_table(plan: Plan) -> Table:
-    table = _table("AC units", "AC unit", "recomputed", "note")
+def policy(plan: Plan) -> Section:
+    """The ratio of each AC unit: all that a plan file knows."""
     notes = plan.notes()
-    for fqn, ratio in plan.policy.items():
-        table.add_row(fqn, f"{ratio:.1%}", notes.get(fqn, ""))
-    return table
+    rows = [(fqn, f"{r:.1%}", notes.get(fqn, "")) for fqn, r in plan.policy.items()]
+    return Section("AC units", ("AC unit", "recomputed", "note"), rows)
 
 
-def _refused_table(details: Details) -> Table:
-    table = _table("Modules that cannot be AC units", "module", "keeps", "because")
-    for fqn, nbytes, reason in details.refused:
-        table.add_row(fqn, format_bytes(nbytes), reason)
-    return table
+def refused(details: Details) -> Section:
+    """Modules that keep most of what cannot be recomputed."""
+    rows = [(fqn, format_bytes(kept), why) for fqn, kept, why in details.refused]
+    heads = ("module", "keeps", "because")
+    return Section("Modules that cannot be AC units", heads, rows)
 
 
-OP_HEADS = (
-    "module", "op", "shape", "bytes", "what happens", "ms", "source", "times",
-)  # fmt: skip
-
-
-def op_cells(row: explaining.OpRow) -> tuple[str, ...]:
-    """One op in the columns of `OP_HEADS`."""
-    return (
-        row.fqn,
-        row.name,
-        row.shape,
-        format_bytes(row.nbytes),
-        row.action,
-        f"{row.ms:.4g}",
-        row.source,
-        str(row.count),
+def ops(table: explaining.OpTable) -> Section:
+    """What happens to every op of some module calls that are alike."""
+    return Section(
+        f"Ops of {table.title}",
+        ("module", "op", "shape", "bytes", "what happens", "ms", "source", "times"),
+        [
+            (
+                row.fqn,
+                row.name,
+                row.shape,
+                format_bytes(row.nbytes),
+                row.action,
+                f"{row.ms:.4g}",
+                row.source,
+                str(row.count),
+            )
+            for row in table.rows
+        ],
     )
 
 
-def _op_table(ops: explaining.OpTable) -> Table:
-    table = _table(f"Ops of {ops.title}", *OP_HEADS)
-    for row in ops.rows[:_MOST_OPS]:
-        table.add_row(*op_cells(row))
-    if len(ops.rows) > _MOST_OPS:
-        left = len(ops.rows) - _MOST_OPS
-        table.add_row(f"... and {left} more: `plan.to_html` has all of them")
-    return table
-
-
-_TEXT_HEADS = ("why", "because", "class", "source", "what happens", "op", "note")
-
-
-def _table(title: str, *heads: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for i, head in enumerate(heads):
-        is_text = i == 0 or head in (
-            "why",
-            "because",
-            "class",
-            "source",
-            "what happens",
-        )
+def _table(section: Section, most: int | None = None) -> Table:
+    has_heads = any(section.heads)
+    table = Table(title=section.title, show_header=has_heads, title_justify="left")
+    for i, head in enumerate(section.heads):
+        is_text = not has_heads or i == 0 or head in _TEXT_HEADS
         table.add_column(head, justify="left" if is_text else "right", overflow="fold")
+    for row in section.rows[:most]:
+        table.add_row(*row)
+    if most is not None and len(section.rows) > most:
+        left = len(section.rows) - most
+        table.add_row(f"... and {left} more: `plan.to_html` has all of them")
     return table

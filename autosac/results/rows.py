@@ -89,7 +89,6 @@ _NUMBERS = {  # column -> its type in tables that know types
     "calibrated": "boolean",
 }
 _AXIS_TYPES = ((bool, "boolean"), (int, "Int64"), (float, "Float64"), (str, "string"))
-_ARROW = {"Int64": "int64", "Float64": "float64", "boolean": "bool_"}
 _SHOWN = {  # figure -> its head in text
     "budget_bytes": "budget", "peak_bytes": "peak", "recompute_ms": "recompute",
     "bound_ms": "at least", "step_ms": "step", "samples_per_s": "samples/s",
@@ -212,16 +211,11 @@ class Sweep(Sequence[Row]):
         """Write the rows as Parquet, with the types of `to_dataframe`.
 
         Raises:
-            ImportError: pyarrow is not installed.
+            ImportError: pandas or pyarrow is not installed.
             OSError: The file cannot be written.
         """
-        arrow = needed("pyarrow", "`Sweep.to_parquet`")
-        parquet = needed("pyarrow.parquet", "`Sweep.to_parquet`")
-        columns = {
-            name: arrow.array(values, getattr(arrow, _ARROW.get(kind, "string"))())
-            for name, (values, kind) in self._columns().items()
-        }
-        parquet.write_table(arrow.table(columns), path)
+        needed("pyarrow", "`Sweep.to_parquet`")
+        self.to_dataframe().to_parquet(path, index=False)
 
     def picture(self, *, rivals: Rivals | None = None) -> Picture:
         """The rows as a picture, whose ``save`` writes a file.

@@ -57,12 +57,12 @@ class _Onward:
 
     Attributes:
         saved: Storages that its policy has saved.
-        made: Storage, from, to and bytes of what is made on the way to a later block.
+        remade: Storage, from, to and bytes of what is made on the way to a later block.
         works: From, to and bytes of what its kernels hold for themselves.
     """
 
     saved: list[int] = field(default_factory=list)
-    made: list[tuple[int, int, int, int]] = field(default_factory=list)
+    remade: list[tuple[int, int, int, int]] = field(default_factory=list)
     works: list[Span] = field(default_factory=list)
 
 
@@ -267,7 +267,7 @@ class Simulator:
                         lifetimes.hold(storage, needed_until[storage])
                 copies += [
                     (start + born, needed_until.get(storage, start + end), nbytes)
-                    for storage, born, end, nbytes in passed.made
+                    for storage, born, end, nbytes in passed.remade
                 ]
                 works += [(start + a, start + b, n) for a, b, n in passed.works]
         for storage in unit.call.inputs:
@@ -305,10 +305,10 @@ class Simulator:
         assert piece.leave is not None
         key = (piece.unit, piece.choices, piece.leave)
         if key not in self._onwards:
-            self._onwards[key] = self._made_onward(piece, piece.leave)
+            self._onwards[key] = self._work_onward(piece, piece.leave)
         return self._onwards[key]
 
-    def _made_onward(self, piece: Piece, leave: int) -> _Onward:
+    def _work_onward(self, piece: Piece, leave: int) -> _Onward:
         onward = _Onward()
         for group, choice in zip(piece.groups, piece.choices, strict=True):
             if choice == SAVE:
@@ -317,7 +317,7 @@ class Simulator:
                 for storage in group.storages:
                     record = self.tape.storages[storage]
                     end = min(record.died, leave)
-                    onward.made.append((storage, record.born, end, record.nbytes))
+                    onward.remade.append((storage, record.born, end, record.nbytes))
                 ops = (self.tape.ops[piece.unit.ops[i]] for i in group.ops)
                 onward.works += self._reruns.workspaces(ops, 0)
         return onward

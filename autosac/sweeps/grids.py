@@ -15,7 +15,7 @@ from autosac.costs import caching
 from autosac.devices.specs import DeviceSpec
 from autosac.quantities import parse_bytes
 from autosac.results.rows import FIGURES, Label, Row, Sweep
-from autosac.sweeps import describing, files, running
+from autosac.sweeps import cell_facts, files, running
 from autosac.sweeps.cells import (
     Cell,
     MakeStep,
@@ -63,11 +63,12 @@ def sweep_grid(
         n_jobs: Cells that run at a time: as in `joblib.Parallel`, which obeys
             `joblib.parallel_config`: processes here, Dask, Ray.
         directory: Where finished cells are kept, a JSON file for each. Those that are
-            there are not done again, unless the code of `make_step`, a version or
+            there are not done again, unless the code of `make_step`, `version` or
             anything else that decides the result has changed. Failed cells are tried
             again. None to keep nothing.
-        version: Any text, for what `make_step` depends on and its code does not show,
-            such as a file that it reads: another text, another cell.
+        version: Any text: another text, another cell. It stands for the code of
+            `make_step`; without it the source files of your own modules do, that of
+            `make_step` and those which are imported from there.
         progress: Show a progress bar; None for only on a terminal.
 
     Returns:
@@ -78,6 +79,8 @@ def sweep_grid(
         TypeError: Neither or both of `memory_budgets` and `n` are given.
         ValueError: A budget cannot be read, `n` is less than 2, or an axis has no
             values, values that cannot be told apart, or the name of a column.
+            With `directory` also: the code of `make_step` is in no file and there is no
+            `version`, or nothing tells a value from others.
         OSError: The directory cannot be written.
         KeyboardInterrupt: It was interrupted; finished cells are in the directory.
     """
@@ -113,8 +116,8 @@ def _cells(
         values = dict(zip(axes, (value for _, value in items), strict=True))
         file = None
         if folder is not None:
-            own = {**facts, "cell": describing.described(values)}
-            own["labels"] = describing.described(labels)
+            own = {**facts, "cell": cell_facts.text_of(values)}
+            own["labels"] = cell_facts.text_of(labels)
             file = files.cell_file(folder, labels, own)
         cells.append(Cell(**shared, labels=labels, values=values, file=file))
     return cells
@@ -221,9 +224,10 @@ def _facts(shared: Mapping[str, Any], version: str) -> dict[str, str]:
         states["cpu"]["memory"] = str(pages)
     names = ("budgets", "n", "plan_options", "calibrate", "surroundings", "make_step")
     return {
-        "autosac": describing.own_version(),
-        "libraries": describing.versions(_LIBRARIES),
-        "version": version,
-        "state": describing.described(states),
-        **{name: describing.described(shared[name]) for name in names},
+        "autosac": cell_facts.own_version(),
+        "libraries": cell_facts.versions(_LIBRARIES),
+        "code": version or cell_facts.code_of(shared["make_step"]),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "state": cell_facts.text_of(states),
+        **{name: cell_facts.text_of(shared[name]) for name in names},
     }

@@ -46,6 +46,7 @@ class Accumulations:
             and into.shape == gradient.shape
             and into.dtype == gradient.dtype
             and _is_dense(into)
+            and _compat_autograd.is_the_engines_own()
             and _compat_autograd.held_by_engine_only(into)
         )
 

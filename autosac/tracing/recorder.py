@@ -1,7 +1,6 @@
-"""A dispatch mode that writes down a training step while it runs.
+"""A dispatch mode that writes down a training step while it runs, on fakes or for real.
 
-On fakes, where nothing is computed; or on real tensors, whose values decide what the
-step does.
+Real tensors are for steps that values decide: on fakes nothing is computed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_autograd
+from autosac import _compat
 from autosac.devices import cuda_workspaces
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import TraceError
@@ -27,6 +26,7 @@ from autosac.step import source_lines
 from autosac.step.tape import Op, Storage, Tape
 from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
+from autosac.tracing.attribution import Attribution
 from autosac.tracing.failures import WHY_REAL, place_of
 from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
@@ -89,13 +89,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.ops: list[Op] = []
         self.saved: list[Saved] = []
         self.calls: list[Call] = []
-        self.stack: list[int] = [0]
         self.met: set[int] = set()  # storages from elsewhere that modules handed on
-        self.module_of_node: dict[int, int] = {}
-        self.module_of_parameter: dict[int, int] = {}
-        self.last_backward_module = 0
         self.failed_in = 0
-        self.first_loss_node = 0
+        self.modules = Attribution(model)
         self.views = LiveViews()
         self.answers_zero = False
         self.accumulations = Accumulations()
@@ -120,14 +116,14 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if loss is not None:
             self.accumulations = Accumulations(loss)
         if phase == "loss":
-            self.first_loss_node = _compat_autograd.next_sequence_nr()
+            self.modules.begin_loss()
         self.phase = phase
         self.phases[phase] = self.tick()
 
     def place(self) -> str:
         """Where the step is, or failed, in words."""
         in_backward = self.phase == "backward"
-        module = self.last_backward_module if in_backward else self.failed_in
+        module = self.modules.last_backward if in_backward else self.failed_in
         return place_of(self.tree[module].fqn, self.phase)
 
     def tape(self) -> Tape:
@@ -192,17 +188,11 @@ class Recorder(_compat.PlainDispatchMode, Account):
         strided = key is not None
         if self.learned.overwritten and self._is_overwritten(func, inputs):
             key = _OVERWRITTEN
-        call = self.repeated.find(key, func, args, kwargs, inputs)
         self._refuse_own_parameters(func, inputs)
         reads: tuple[int, ...] = ()
         if func is not _LITERAL:  # its memory is born here, with the output
             reads = self._indices(inputs, 0, "input", strided=strided)
-        if call is None:
-            out = self._call(key, func, args, kwargs, inputs)
-            refuse_sparse(func, tensors_in((out,)))
-            call = self.repeated.learn(key, func, args, kwargs, out)
-        else:
-            out = self.repeated.repeat(call, func, args, kwargs, inputs)
+        call, out = self._run(key, func, args, kwargs, inputs)
         if self.target is not None:
             if self.phase == "optimizer":
                 self._exempt_results(func, inputs, out)
@@ -213,8 +203,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
         made_ids = self._indices(outputs, born, category, strided=True)
-        if made_ids and made_ids[0] < first_new and not self.is_real:
-            self._look_for_written_views(func, inputs, outputs, made_ids)
+        hands_on = made_ids and made_ids[0] < first_new and not self.is_real
+        if hands_on and self.views.are_written(func, inputs, outputs, made_ids):
+            self.needs_plain_fakes()  # autograd follows writes to such memory
         if not self.only_storages:
             call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
             creates = tuple(i for i in made_ids if i >= first_new)
@@ -223,14 +214,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
             self.copies.forget(writes)
             spent = VIEW
             if creates or writes:
-                spent = call.facts.costs or costs(
-                    func,
-                    args,
-                    kwargs,
-                    inputs + outputs,
-                    out,
-                    device_type=self.device_type,
-                    target=self.target,
+                spent = call.facts.costs or self._costs(
+                    func, args, kwargs, inputs + outputs, out
                 )
                 call.facts.costs = spent
             decides = creates if call.facts.finds else ()
@@ -240,6 +225,35 @@ class Recorder(_compat.PlainDispatchMode, Account):
             ticks = (start, born)
             self._write(call.facts, spent, ticks, reads, writes, creates, decides)
         return out
+
+    def _run(
+        self,
+        key: Hashable,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+    ) -> tuple[Any, Any]:
+        """What is known of a call from now on, and its result."""
+        call = self.repeated.find(key, func, args, kwargs, inputs)
+        if call is not None:
+            return call, self.repeated.repeat(call, func, args, kwargs, inputs)
+        out = self._call(key, func, args, kwargs, inputs)
+        refuse_sparse(func, tensors_in((out,)))
+        return self.repeated.learn(key, func, args, kwargs, out), out
+
+    def _costs(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        out: Any,
+    ) -> Costs:
+        device_type, target = self.device_type, self.target
+        return costs(
+            func, args, kwargs, tensors, out, device_type=device_type, target=target
+        )
 
     def _write(
         self,
@@ -377,17 +391,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
                 self.learned.overwritten.add((made_by.name, made_by.source))
                 self._retrace()
 
-    def _look_for_written_views(
-        self,
-        func: Any,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        storages: tuple[int, ...],
-    ) -> None:
-        """Begin anew if autograd follows a write to memory that views look at."""
-        if self.views.are_written(func, inputs, outputs, storages):
-            self.needs_plain_fakes()
-
     def needs_plain_fakes(self) -> None:
         """Begin anew if the fakes are not such that autograd takes for plain."""
         if not self.learned.plain:
@@ -414,25 +417,13 @@ class Recorder(_compat.PlainDispatchMode, Account):
     def _module(self) -> int:
         """Index of the module that the running op belongs to."""
         if self.phase == "backward":
-            self.last_backward_module = self._backward_module()
-            return self.last_backward_module
-        module = self.stack[-1]
+            module, is_of_model = self.modules.of_backward()
+            if is_of_model:
+                self.phases.setdefault("model backward", self.clock)
+            return module
         if self.phase in _FORWARD_PHASES:
-            self.module_of_node.setdefault(
-                _compat_autograd.next_sequence_nr() - 1, module
-            )
-        return module
-
-    def _backward_module(self) -> int:
-        variable = _compat_autograd.current_node_variable()
-        if variable is not None:
-            return self.module_of_parameter.get(id(variable), 0)
-        node = _compat_autograd.current_node_sequence_nr()
-        if node is None:
-            return self.last_backward_module
-        if node < self.first_loss_node:
-            self.phases.setdefault("model backward", self.clock)
-        return self.module_of_node.get(node, self.last_backward_module)
+            return self.modules.of_forward()
+        return self.modules.stack[-1]
 
     # --- saved tensors ----------------------------------------------------
 
@@ -474,26 +465,24 @@ class Recorder(_compat.PlainDispatchMode, Account):
 
     def _probe_modules(self) -> None:
         for index, module in enumerate(self.model.modules()):
-            for parameter in module.parameters(recurse=False):
-                self.module_of_parameter.setdefault(id(parameter), index)
             if not isinstance(module, torch.jit.ScriptModule):
                 module.forward = Probe(self, index, module.forward)
 
     def enter(self, module: int, args: Any, kwargs: Any) -> Call:
         """A module's ``forward`` begins."""
         call = Call(module, self.phase, self.tick())
-        if self.finds_draws or len(self.stack) == 1:
+        if self.finds_draws or len(self.modules.stack) == 1:
             call.random = random_numbers()
         tensors = list(tensors_in((args, kwargs)))
         call.inputs = self._handed_on(tensors)
         call.look_at_arguments((args, kwargs), tensors)
         self.calls.append(call)
-        self.stack.append(module)
+        self.modules.stack.append(module)
         return call
 
     def leave(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
         """A module's ``forward`` ends."""
-        self.stack.pop()
+        self.modules.stack.pop()
         if self._handed_on(list(tensors_in((args, kwargs)))) != call.inputs:
             call.once = call.once or "it changes a container that it is given"
         if call.random is not None and call.random != random_numbers():

@@ -10,10 +10,7 @@ rate of the narrowest link of its rings:
     algorithm    collective       intra steps    inter steps         factor
     ring         gather, reduce   n - m          m - 1               (n - 1) / n
     ring         all-reduce       2 (n - m)      2 (m - 1)           2 (n - 1) / n
-    tree         gather, reduce   log2 g         log2 m              (n - 1) / n
     tree         all-reduce       2 (g - 1)      2 log2 m            2 / 0.92
-    two-level    all              ring inside every node and ring between nodes, which
-                                  carries 1 / g of the bytes per rank
 
 with log2 rounded up. `bytes` is the whole, unsharded buffer: what every rank has after
 an all-gather or an all-reduce, and before a reduce-scatter. A ring that crosses nodes
@@ -22,21 +19,18 @@ min(intra, g * inter), or inter if g = 1.
 
 Source:
     Thakur, Rabenseifner and Gropp, Optimization of collective communication operations
-    in MPICH (2005), for steps and bytes of rings and of recursive doubling (the "tree"
-    of a gather, NCCL's PAT); NCCL src/graph/tuning.cc for the steps of rings over nodes
-    and for the all-reduce tree and its 0.92; nccl-tests doc/PERFORMANCE.md for the
-    factors ("busbw").
+    in MPICH (2005), for steps and bytes of rings; NCCL src/graph/tuning.cc for the
+    steps of rings over nodes and for the all-reduce tree and its 0.92; nccl-tests
+    doc/PERFORMANCE.md for the factors ("busbw").
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
-Algorithm = Literal["ring", "tree", "two-level"]
 
 _TREE_EFFICIENCY = 0.92  # NCCL src/graph/tuning.cc, tree all-reduce with SIMPLE
 
@@ -117,83 +111,68 @@ class AffineCost:
 FREE = AffineCost(latency_ms=0.0, ms_per_byte=0.0)
 
 
-def affine_cost(
-    fabric: Fabric, group: Group, collective: Collective, algorithm: Algorithm
-) -> AffineCost:
-    """Formula (1) for one algorithm; a group of one rank costs nothing.
+def ring(fabric: Fabric, group: Group, collective: Collective) -> AffineCost:
+    """Formula (1) for a ring; a group of one rank costs nothing.
 
     Raises:
-        ValueError: `collective` or `algorithm` is unknown.
+        ValueError: `collective` is unknown.
     """
     if collective not in ("all_gather", "reduce_scatter", "all_reduce"):
         raise ValueError(
             "`collective` must be 'all_gather', 'reduce_scatter' or 'all_reduce', got"
             f" {collective!r}."
         )
-    if algorithm not in ("ring", "tree", "two-level"):
-        raise ValueError(
-            f"`algorithm` must be 'ring', 'tree' or 'two-level', got {algorithm!r}."
-        )
-    if group.size == 1:
-        return FREE
-    if algorithm == "two-level":
-        return _two_level(fabric, group, collective)
-    intra_steps, inter_steps, factor = _steps(group, collective, algorithm)
-    return AffineCost(
-        latency_ms=fabric.base_latency_ms
-        + intra_steps * fabric.intra_latency_ms
-        + inter_steps * fabric.inter_latency_ms,
-        ms_per_byte=1e3 * factor / _bandwidth(fabric, group),
+    m, n = group.num_nodes, group.size
+    rounds = 2 if collective == "all_reduce" else 1
+    return _cost(
+        fabric, group, rounds * (n - m), rounds * (m - 1), rounds * (n - 1) / n
     )
 
 
+def tree(fabric: Fabric, group: Group) -> AffineCost:
+    """Formula (1) for an all-reduce by a tree; a group of one rank costs nothing."""
+    g, m = group.ranks_per_node, group.num_nodes
+    levels = (m - 1).bit_length()  # log2 m, rounded up
+    return _cost(fabric, group, 2 * (g - 1), 2 * levels, 2.0 / _TREE_EFFICIENCY)
+
+
 def fastest(
-    fabric: Fabric,
-    group: Group,
-    collective: Collective,
-    nbytes: float,
-    *,
-    algorithms: Sequence[Algorithm] | None = None,
+    fabric: Fabric, group: Group, collective: Collective, nbytes: float
 ) -> AffineCost:
     """The algorithm that takes least time for a size.
 
-    The least of several increasing lines: monotone in `nbytes`, and concave, so that
-    the line returned is nowhere below the fastest algorithm of another size.
+    NCCL chooses from rings and, for all-reduce, trees on several GPUs a node. The least
+    of several increasing lines: monotone in `nbytes`, and concave, so that the line
+    returned is nowhere below the fastest algorithm of another size.
 
     Args:
         fabric: Speed of the links.
         group: The ranks.
         collective: What they do.
         nbytes: The whole, unsharded buffer.
-        algorithms: Those to choose from; None for what NCCL chooses from on several
-            GPUs a node: rings, and for all-reduce also trees.
 
     Raises:
-        ValueError: `nbytes` is negative or `algorithms` is empty.
+        ValueError: `nbytes` is negative, or `collective` is unknown.
     """
     if not nbytes >= 0:
         raise ValueError(f"`nbytes` must not be negative, got {nbytes}.")
-    if algorithms is None:
-        algorithms = ("ring", "tree") if collective == "all_reduce" else ("ring",)
-    if not algorithms:
-        raise ValueError("`algorithms` must name at least one algorithm.")
-    costs = [affine_cost(fabric, group, collective, name) for name in algorithms]
+    costs = [ring(fabric, group, collective)]
+    if collective == "all_reduce":
+        costs.append(tree(fabric, group))
     return min(costs, key=lambda cost: cost.latency_ms + nbytes * cost.ms_per_byte)
 
 
-def _steps(
-    group: Group, collective: Collective, algorithm: Algorithm
-) -> tuple[int, int, float]:
-    """Steps inside and between nodes, and the factor of the bytes."""
-    g, m, n = group.ranks_per_node, group.num_nodes, group.size
-    share = (n - 1) / n
-    if algorithm == "ring":
-        if collective == "all_reduce":
-            return 2 * (n - m), 2 * (m - 1), 2.0 * share
-        return n - m, m - 1, share
-    if collective == "all_reduce":
-        return 2 * (g - 1), 2 * _log2(m), 2.0 / _TREE_EFFICIENCY
-    return _log2(g), _log2(m), share
+def _cost(
+    fabric: Fabric, group: Group, intra_steps: int, inter_steps: int, factor: float
+) -> AffineCost:
+    if group.size == 1:
+        return FREE
+    return AffineCost(
+        latency_ms=fabric.base_latency_ms
+        + intra_steps * fabric.intra_latency_ms
+        + inter_steps * fabric.inter_latency_ms,
+        ms_per_byte=1e3 * factor / _bandwidth(fabric, group),
+    )
 
 
 def _bandwidth(fabric: Fabric, group: Group) -> float:
@@ -204,25 +183,3 @@ def _bandwidth(fabric: Fabric, group: Group) -> float:
     if group.ranks_per_node == 1:
         return inter
     return min(intra, group.ranks_per_node * inter)
-
-
-def _two_level(fabric: Fabric, group: Group, collective: Collective) -> AffineCost:
-    """A ring inside each node, and one between nodes for 1 / g of the bytes."""
-    g, m = group.ranks_per_node, group.num_nodes
-    # An all-reduce is a reduce-scatter inside, an all-reduce between nodes of what
-    # each rank is left with, and an all-gather inside.
-    within = affine_cost(
-        fabric, Group(ranks_per_node=g, num_nodes=1), collective, "ring"
-    )
-    between = affine_cost(
-        fabric, Group(ranks_per_node=1, num_nodes=m), collective, "ring"
-    )
-    return AffineCost(
-        latency_ms=within.latency_ms + between.latency_ms,
-        ms_per_byte=within.ms_per_byte + between.ms_per_byte / g,
-    )
-
-
-def _log2(count: int) -> int:
-    """Binary logarithm, rounded up."""
-    return (count - 1).bit_length()

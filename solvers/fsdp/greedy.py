@@ -6,7 +6,7 @@ them fits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -46,37 +46,28 @@ def simple_units(
     finest = {0, *(index for index in open_ones if modules[index].gather_bytes)}
     for some in (plans, [finest]):
         distinct = dict.fromkeys(tuple(sorted(plan)) for plan in some)
-        legal = [u for u in distinct if not broken_rules(problem, _plain(problem, u))]
+        legal = [u for u in distinct if not broken_rules(problem, plain(problem, u))]
         if legal:
             return legal
     return []
 
 
-def by_hand(
-    problem: FsdpProblem,
-    units: Sequence[int],
-    *,
-    reshard: Mapping[int, bool] | None = None,
-    points: Choice | None = None,
-) -> Iterator[FsdpChoice]:
+def by_hand(problem: FsdpProblem, units: Sequence[int]) -> Iterator[FsdpChoice]:
     """Choices with given units: all reshard or none; AC nowhere, or wherever it may be.
 
     Args:
         problem: The modules and AC units.
         units: Indices of the FSDP units, the root among them.
-        reshard: By module, what is already decided.
-        points: Of each AC unit, if that is decided.
     """
-    decided = reshard or {}
-    plain = _plain(problem, units)
-    recomputed = [points] if points is not None else _ways(problem, plain)
+    kept = plain(problem, units)
+    recomputed = _ways(problem, kept)
     for is_resharded in (False, True):
         flags = tuple(
-            is_unit and bool(index) and decided.get(index, is_resharded)
-            for index, is_unit in enumerate(plain.units)
+            is_unit and bool(index) and is_resharded
+            for index, is_unit in enumerate(kept.units)
         )
         for chosen in recomputed:
-            choice = FsdpChoice(units=plain.units, reshard=flags, points=tuple(chosen))
+            choice = FsdpChoice(units=kept.units, reshard=flags, points=tuple(chosen))
             if not broken_rules(problem, choice):
                 yield choice
 
@@ -86,9 +77,6 @@ def rounded(
     table: Table,
     budget_bytes: int,
     shares: tuple[Sequence[bool], Sequence[float], Sequence[Sequence[float]]],
-    *,
-    reshard: Mapping[int, bool] | None = None,
-    points: Choice | None = None,
 ) -> FsdpChoice | None:
     """A whole choice near one in shares that keeps a budget; None if none was found.
 
@@ -97,23 +85,19 @@ def rounded(
         table: The AC units.
         budget_bytes: Cap on the predicted peak.
         shares: Units, share of each that reshards, and weight of each AC point.
-        reshard: By module, what is already decided.
-        points: Of each AC unit, if that is decided.
     """
     units, resharded, weights = shares
     flags = tuple(
-        is_unit and (reshard or {}).get(index, share > _SOME)
-        for index, (is_unit, share) in enumerate(zip(units, resharded, strict=True))
+        is_unit and share > _SOME
+        for is_unit, share in zip(units, resharded, strict=True)
     )
-    chosen = points
-    if chosen is None:
-        added = sharded_live(problem, units, flags).astype(np.int64)
-        chosen = round_and_repair(
-            table.raised(added),
-            budget_bytes,
-            _allowed(problem, units),
-            np.array([weight for point in weights for weight in point]),
-        )
+    added = sharded_live(problem, units, flags).astype(np.int64)
+    chosen = round_and_repair(
+        table.raised(added),
+        budget_bytes,
+        _allowed(problem, units),
+        np.array([weight for point in weights for weight in point]),
+    )
     if chosen is None:
         return None
     return FsdpChoice(units=tuple(units), reshard=flags, points=tuple(chosen))
@@ -130,7 +114,7 @@ def least_live(
         units: Indices of the FSDP units, the root among them.
         positions: Where to look, besides where most is alive if all reshard.
     """
-    flags = _plain(problem, units).units
+    flags = plain(problem, units).units
     reshard = [is_unit and index > 0 for index, is_unit in enumerate(flags)]
     live = table.base + sharded_live(problem, flags, reshard).astype(np.int64)
     # Nowhere else a unit that stays takes less: at this instant it is gathered again.
@@ -158,7 +142,7 @@ def _least_added(table: Table, position: int, allowed: Ints) -> int:
     return int(total + held)
 
 
-def _plain(problem: FsdpProblem, units: Collection[int]) -> FsdpChoice:
+def plain(problem: FsdpProblem, units: Collection[int]) -> FsdpChoice:
     """The choice with given units where nothing reshards and nothing is recomputed."""
     count = len(problem.modules)
     return FsdpChoice(
@@ -168,12 +152,12 @@ def _plain(problem: FsdpProblem, units: Collection[int]) -> FsdpChoice:
     )
 
 
-def _ways(problem: FsdpProblem, plain: FsdpChoice) -> list[Choice]:
+def _ways(problem: FsdpProblem, kept: FsdpChoice) -> list[Choice]:
     """Points with no AC, with AC on every block, and on every module that may be."""
-    allowed = _allowed(problem, plain.units)
+    allowed = _allowed(problem, kept.units)
     kinds = {module.fqn: module.kind for module in problem.modules}
     repeated = [u for u in allowed if kinds.get(problem.sac.units[u].fqn) is not None]
-    return [plain.points, _under_ac(problem, repeated), _under_ac(problem, allowed)]
+    return [kept.points, _under_ac(problem, repeated), _under_ac(problem, allowed)]
 
 
 def _under_ac(problem: FsdpProblem, candidates: Sequence[int]) -> Choice:

@@ -47,8 +47,6 @@ class FsdpModel:
         forced: Whether all candidates are units.
         integral: Whether resharding and AC points are whole; otherwise shares.
         peak: Minimise the peak instead of time; the budget is ignored.
-        reshard: By module, what is already decided; None for the solver's choice.
-        points: By AC unit, what is already decided: None altogether for the solver's.
 
     Attributes:
         model: The PuLP model.
@@ -64,8 +62,6 @@ class FsdpModel:
         forced: bool,
         integral: bool,
         peak: bool,
-        reshard: dict[int, bool],
-        points: Sequence[int | None] | None,
     ) -> None:
         self.model = pulp_runner.Model("fsdp")
         self._problem, self._table, self._sites = problem, table, sites
@@ -73,10 +69,10 @@ class FsdpModel:
         self._rows: dict[int, tuple[pulp.LpConstraint, float]] = {}
         self._held: dict[tuple[int, int, int], pulp.LpVariable] = {}
         self._add_units(forced)
-        self._add_points(points)
+        self._add_points()
         self._add_bytes()
         self._late = self._late_copies()
-        self._add_stays(reshard)
+        self._add_stays()
         self._add_carried()
         self._peak: pulp.LpVariable | None = None
         self.constant_ms = 0.0
@@ -153,21 +149,16 @@ class FsdpModel:
                 terms = [(self._nearest[t][unit], 1.0), (has[name], -1.0)]
                 self.model += pulp_runner.row(terms) <= 0
 
-    def _add_points(self, points: Sequence[int | None] | None) -> None:
+    def _add_points(self) -> None:
         """AC units, and row (5)."""
         add, units = self.model.add_variable, self._problem.sac.units
         kind = pulp.LpInteger if self._integral else pulp.LpContinuous
         self._y: list[pulp.LpVariable] = []
         self._z: list[pulp.LpVariable] = []
         for u, unit in enumerate(units):
-            chosen = [
-                (0, 1) if points is None else (int(points[u] == k),) * 2
-                for k in range(len(unit.points))
-            ]
             first = len(self._z)
             self._z += [
-                add(f"z_{first + k:06d}", low, high, kind)
-                for k, (low, high) in enumerate(chosen)
+                add(f"z_{first + k:06d}", 0, 1, kind) for k in range(len(unit.points))
             ]
             self._y.append(add(f"y_{u:05d}", 0, 1))
             terms = [(z, 1.0) for z in self._z[first:]]
@@ -224,23 +215,17 @@ class FsdpModel:
             self.model += pulp_runner.row([(late, 1.0), (reduced, -copies)]) >= 0
         return [(late, 1.0)]
 
-    def _add_stays(self, decided: dict[int, bool]) -> None:
+    def _add_stays(self) -> None:
         """Row (7); the root stays."""
         kind = pulp.LpInteger if self._integral else pulp.LpContinuous
         self._stays: list[pulp.LpVariable] = []
         self._reshards: list[pulp.LpVariable] = []
-        for unit, index in enumerate(self._sites.modules):
-            most = self._sites.most_gather[unit] / _MIB
-            flag = decided.get(index)
-            low, high = (0, 1) if flag is None else (int(flag), int(flag))
-            if unit == 0:
-                low = high = 0
+        for unit, nbytes in enumerate(self._sites.most_gather):
+            most = nbytes / _MIB
             stay = self.model.add_variable(f"k_{unit:05d}", 0)
-            s = self.model.add_variable(f"s_{unit:05d}", 0, high, kind)
+            s = self.model.add_variable(f"s_{unit:05d}", 0, min(unit, 1), kind)
             gathered, x = self._gathered[unit], self._x[unit]
             self.model += pulp_runner.row([(s, 1.0), (x, -1.0)]) <= 0
-            if low:
-                self.model += pulp_runner.row([(s, 1.0), (x, -1.0)]) >= 0
             self.model += (
                 pulp_runner.row([(stay, 1.0), (gathered, -1.0), (s, most)]) >= 0
             )

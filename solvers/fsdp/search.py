@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -16,10 +16,10 @@ from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
 from ..sac.table import Table
 from . import step_time
-from .checks import check_fixed, check_units
 from .greedy import (
     by_hand,
     least_live,
+    plain,
     rounded,
     simple_units,
 )
@@ -88,21 +88,14 @@ def estimate(problem: FsdpProblem, choice: FsdpChoice) -> FsdpSolution:
     )
 
 
-def candidates(problem: FsdpProblem, *, least_unit_bytes: int = 0) -> list[int]:
-    """Modules that may be FSDP units: those of a kind only if all of it may.
-
-    Args:
-        problem: The modules.
-        least_unit_bytes: Leaves out modules whose parameters, with those of all that
-            is inside, gather to less than this.
-    """
+def candidates(problem: FsdpProblem) -> list[int]:
+    """Modules that may be FSDP units: those of a kind only if all of it may."""
     modules = problem.modules
     inside = [module.gather_bytes for module in modules]
     for index in reversed(range(1, len(modules))):
         inside[modules[index].parent or 0] += inside[index]
     may = [
-        module.can_be_unit and inside[index] >= max(1, least_unit_bytes)
-        for index, module in enumerate(modules)
+        module.can_be_unit and inside[index] > 0 for index, module in enumerate(modules)
     ]
     barred = {m.kind for m, good in zip(modules, may, strict=True) if not good}
     barred.discard(None)
@@ -122,8 +115,6 @@ class Search:
         backend: Which solver to run.
         time_limit_s: Stop branching after this long; relaxations are solved in full.
         relative_gap: Stop when proven this close to the optimum.
-        fixed_reshard: By module, whether it reshards, if that is decided.
-        fixed_points: Point of each AC unit, if that is decided.
         rows: Positions to cap from the start.
     """
 
@@ -135,8 +126,6 @@ class Search:
         backend: Backend,
         time_limit_s: float | None,
         relative_gap: float,
-        fixed_reshard: Mapping[int, bool] | None,
-        fixed_points: Sequence[int | None] | None,
         rows: Collection[int] = (),
     ) -> None:
         self._started = perf_counter()
@@ -146,27 +135,22 @@ class Search:
         self._backend: Backend = backend
         self._ends = None if time_limit_s is None else self._started + time_limit_s
         self._gap = relative_gap
-        self._reshard = dict(fixed_reshard or {})
-        self._points = None if fixed_points is None else tuple(fixed_points)
         self._rows = set(rows)
         self._work_left, self._reserve = _MOST_WORK, 0
         # By units, the value of the best solution with the rest in shares.
         self._in_shares: dict[tuple[int, ...], float] = {}
         self._best: FsdpSolution | None = None
         self._best_value = math.inf  # in ms, or in MiB if it is a peak
-        check_fixed(problem, self._reshard, self._points)
 
-    def run(
-        self, fixed_units: Collection[int] | None, least_unit_bytes: int
-    ) -> FsdpSolution:
+    def run(self, fixed_units: Collection[int] | None) -> FsdpSolution:
         """Decide on what is open."""
         problem = self._problem
         if fixed_units is not None:
             chosen = tuple(sorted({0, *fixed_units}))
-            check_units(self._problem, chosen, self._points)
+            self._check(chosen)
             self._offer_by_hand([chosen])
             return self._result(*self._whole(chosen, forced=True))
-        open_ones = candidates(problem, least_unit_bytes=least_unit_bytes)
+        open_ones = candidates(problem)
         simple = simple_units(problem, open_ones)
         self._offer_by_hand(simple)
         kinds = [problem.modules[index].kind for index in open_ones]
@@ -174,6 +158,14 @@ class Search:
         if len(named) == len(set(named)):
             return self._result(*self._whole(open_ones, forced=False))
         return self._two_steps(open_ones, simple)
+
+    def _check(self, chosen: Sequence[int]) -> None:
+        """Refuse fixed units that break a rule of FSDP2, or are no modules."""
+        count = len(self._problem.modules)
+        if not all(0 <= index < count for index in chosen):
+            raise ValueError(f"`fixed_units` must name modules below {count}.")
+        if broken := broken_rules(self._problem, plain(self._problem, chosen)):
+            raise ValueError(f"`fixed_units` breaks rules: {' '.join(broken)}")
 
     def bound(self) -> float | None:
         """Bound of the relaxation with the first rows; None if it has no solution."""
@@ -292,9 +284,7 @@ class Search:
     def _offer_by_hand(self, simple: Sequence[tuple[int, ...]]) -> None:
         """Offer plans that people write by hand as first incumbents."""
         for units in simple:
-            for choice in by_hand(
-                self._problem, units, reshard=self._reshard, points=self._points
-            ):
+            for choice in by_hand(self._problem, units):
                 self._offer(choice)
 
     def _offer_rounded(self, model: FsdpModel, value: float) -> None:
@@ -310,14 +300,7 @@ class Search:
             caps = [int((value + share * more) * _MIB) for share in _ABOVE]
         shares = model.units(), model.reshards(), model.weights()
         for cap_bytes in caps:
-            choice = rounded(
-                self._problem,
-                self._table,
-                cap_bytes,
-                shares,
-                reshard=self._reshard,
-                points=self._points,
-            )
+            choice = rounded(self._problem, self._table, cap_bytes, shares)
             if choice is not None:
                 self._offer(choice)
                 return
@@ -379,8 +362,6 @@ class Search:
             forced=forced,
             integral=integral,
             peak=self._peak,
-            reshard=self._reshard,
-            points=self._points,
         )
         self._rows |= self._first_rows(open_ones)
         for position in sorted(self._rows):

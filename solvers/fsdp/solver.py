@@ -1,6 +1,6 @@
 """Which modules are FSDP units, which of them reshard, and what is recomputed: a MILP.
 
-The numbers are in `fsdp_problem.py`, the rows in `fsdp/model.py`. Rows of memory are
+The numbers are in `fsdp/problem.py`, the rows in `fsdp/model.py`. Rows of memory are
 added on demand: a solution is checked at every position in whole bytes, and positions
 that it breaks become rows.
 
@@ -12,7 +12,7 @@ the rest in whole for these units. The others are solved at once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 
 from ..milp.solution import Backend
 from .greedy import by_hand as choices_by_hand
@@ -34,10 +34,7 @@ def solve(
     backend: Backend = "highs",
     time_limit_s: float | None = None,
     relative_gap: float = 1e-3,
-    least_unit_bytes: int = 0,
     fixed_units: Collection[int] | None = None,
-    fixed_reshard: Mapping[int, bool] | None = None,
-    fixed_points: Sequence[int | None] | None = None,
     rows: Collection[int] = (),
 ) -> FsdpSolution:
     """Choose units, resharding and AC points with the least step time in the budget.
@@ -49,11 +46,7 @@ def solve(
             far; a tenth of it is left for what follows the units. None to stop after
             a certain amount of work instead, which is the same in every run.
         relative_gap: Stop when proven this close to the least time.
-        least_unit_bytes: Modules with fewer bytes of parameters in them are no units,
-            unless they are fixed; the bound holds for that.
         fixed_units: Indices of the units besides the root, if that is decided.
-        fixed_reshard: Index of a module -> whether it reshards if it is a unit.
-        fixed_points: Point of each AC unit, if that is decided.
         rows: Positions that are likely to bind: those of a solution of a problem like
             this one, with the same positions.
 
@@ -62,7 +55,7 @@ def solve(
         A budget that nothing fits is an outcome, not an error.
 
     Raises:
-        ValueError: What is fixed breaks a rule of FSDP2 or AC, or names no module.
+        ValueError: The units break a rule of FSDP2, or are no modules.
     """
     search = Search(
         problem,
@@ -70,11 +63,9 @@ def solve(
         backend=backend,
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
-        fixed_reshard=fixed_reshard,
-        fixed_points=fixed_points,
         rows=rows,
     )
-    return search.run(fixed_units, least_unit_bytes)
+    return search.run(fixed_units)
 
 
 def lower_bound(
@@ -96,8 +87,6 @@ def lower_bound(
         backend=backend,
         time_limit_s=None,
         relative_gap=0.0,
-        fixed_reshard=None,
-        fixed_points=None,
         rows=rows,
     )
     return search.bound()
@@ -119,10 +108,7 @@ def lowest_peak(
     backend: Backend = "highs",
     time_limit_s: float | None = None,
     relative_gap: float = 0.0,
-    least_unit_bytes: int = 0,
     fixed_units: Collection[int] | None = None,
-    fixed_reshard: Mapping[int, bool] | None = None,
-    fixed_points: Sequence[int | None] | None = None,
 ) -> FsdpSolution:
     """Find the least peak of a rank that any choice reaches; the budget is ignored.
 
@@ -131,10 +117,7 @@ def lowest_peak(
         backend: As in `solve`, and so are the others.
         time_limit_s: Stop branching after about this long.
         relative_gap: Stop when proven this close to the least peak.
-        least_unit_bytes: Modules with fewer bytes are no units.
         fixed_units: The units besides the root.
-        fixed_reshard: What reshards.
-        fixed_points: Points of AC units.
 
     Returns:
         A solution with that peak, to 4 KiB of the least one if it is optimal. Its time
@@ -149,7 +132,5 @@ def lowest_peak(
         backend=backend,
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
-        fixed_reshard=fixed_reshard,
-        fixed_points=fixed_points,
     )
-    return search.run(fixed_units, least_unit_bytes)
+    return search.run(fixed_units)

@@ -262,8 +262,7 @@ def solve(
 
     Returns:
         The outcome. A budget that nothing fits is an outcome, not an error. Whole
-        points keep the budget exactly, continuous weights within the tolerance of
-        `solvers.check`.
+        points keep the budget exactly, continuous weights within a tolerance.
     """
     if integral:
         return Solver(problem).solve(

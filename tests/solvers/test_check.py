@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from autosac.solvers import sac
-from autosac.solvers.check import violations
 from autosac.solvers.curves import knapsack
 from tests.solvers import save_milp
+from tests.solvers.check import violations
 from tests.solvers.strategies import MIB
 
 SAVING = knapsack.SaveProblem(

@@ -6,12 +6,12 @@ from autosac.solvers.fsdp.collectives import (
     FREE,
     Fabric,
     Group,
-    affine_cost,
     fastest,
+    ring,
+    tree,
 )
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-ALGORITHMS = ("ring", "tree", "two-level")
 # 1 MB/ms inside a node, 0.25 MB/ms to other nodes.
 FABRIC = Fabric(
     base_latency_ms=3.0,
@@ -31,9 +31,9 @@ def test_a_ring_inside_a_node_by_hand():
     group = Group(ranks_per_node=4, num_nodes=1)
 
     # 3 + 3 steps, 3/4 of 8 MB at 1 MB/ms; all-reduce does both ways.
-    assert affine_cost(FABRIC, group, "all_gather", "ring").ms(8e6) == 3 + 3 + 6
-    assert affine_cost(FABRIC, group, "reduce_scatter", "ring").ms(8e6) == 3 + 3 + 6
-    assert affine_cost(FABRIC, group, "all_reduce", "ring").ms(8e6) == 3 + 6 + 12
+    assert ring(FABRIC, group, "all_gather").ms(8e6) == 3 + 3 + 6
+    assert ring(FABRIC, group, "reduce_scatter").ms(8e6) == 3 + 3 + 6
+    assert ring(FABRIC, group, "all_reduce").ms(8e6) == 3 + 6 + 12
 
 
 def test_a_ring_over_nodes_enters_each_by_all_its_links():
@@ -41,31 +41,21 @@ def test_a_ring_over_nodes_enters_each_by_all_its_links():
     one = Group(ranks_per_node=1, num_nodes=4)
 
     # Two ranks a node have 0.5 MB/ms to other nodes together, one has 0.25.
-    assert affine_cost(FABRIC, two, "all_gather", "ring").ms(8e6) == 3 + 2 + 10 + 12
-    assert affine_cost(FABRIC, one, "all_gather", "ring").ms(8e6) == 3 + 30 + 24
+    assert ring(FABRIC, two, "all_gather").ms(8e6) == 3 + 2 + 10 + 12
+    assert ring(FABRIC, one, "all_gather").ms(8e6) == 3 + 30 + 24
 
 
 def test_a_tree_takes_logarithmic_steps():
     group = Group(ranks_per_node=8, num_nodes=16)
 
-    assert affine_cost(FABRIC, group, "all_gather", "tree").latency_ms == 3 + 3 + 40
-    assert affine_cost(FABRIC, group, "all_reduce", "tree").latency_ms == 3 + 14 + 80
-
-
-def test_two_levels_send_only_a_share_between_nodes():
-    group = Group(ranks_per_node=4, num_nodes=2)
-    found = affine_cost(FABRIC, group, "all_reduce", "two-level")
-
-    # Inside 2 * 3/4 of 8 MB at 1 MB/ms, between nodes all of 2 MB at 0.25 MB/ms.
-    assert found.ms(8e6) == pytest.approx(3 + 6 + 12 + 3 + 20 + 8)
+    assert tree(FABRIC, group).latency_ms == 3 + 14 + 80
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_rank_costs_nothing(collective, algorithm):
+def test_one_rank_costs_nothing(collective):
     group = Group(ranks_per_node=1, num_nodes=1)
 
-    assert affine_cost(FABRIC, group, collective, algorithm) == FREE
+    assert ring(FABRIC, group, collective) == tree(FABRIC, group) == FREE
     assert fastest(FABRIC, group, collective, 10**9) == FREE
 
 
@@ -74,13 +64,11 @@ def test_one_rank_costs_nothing(collective, algorithm):
     collective=st.sampled_from(COLLECTIVES),
     small=sizes,
     large=sizes,
-    algorithms=st.sets(st.sampled_from(ALGORITHMS), min_size=1).map(tuple),
 )
-def test_more_bytes_never_take_less_time(group, collective, small, large, algorithms):
+def test_more_bytes_never_take_less_time(group, collective, small, large):
     small, large = sorted((small, large))
     times = [
-        fastest(FABRIC, group, collective, size, algorithms=algorithms).ms(size)
-        for size in (small, large)
+        fastest(FABRIC, group, collective, size).ms(size) for size in (small, large)
     ]
 
     assert 0.0 <= times[0] <= times[1]
@@ -108,10 +96,8 @@ def test_large_buffers_run_at_the_bandwidth_of_the_narrowest_link(group):
 
 @given(group=groups)
 def test_an_all_reduce_by_rings_is_a_reduce_scatter_and_an_all_gather(group):
-    parts = [
-        affine_cost(FABRIC, group, c, "ring") for c in ("reduce_scatter", "all_gather")
-    ]
-    whole = affine_cost(FABRIC, group, "all_reduce", "ring")
+    parts = [ring(FABRIC, group, c) for c in ("reduce_scatter", "all_gather")]
+    whole = ring(FABRIC, group, "all_reduce")
     base = FABRIC.base_latency_ms if group.size > 1 else 0.0
 
     assert whole.latency_ms == sum(part.latency_ms for part in parts) - base
@@ -122,13 +108,9 @@ def test_wrong_names_and_sizes_are_errors():
     group = Group(ranks_per_node=2, num_nodes=1)
 
     with pytest.raises(ValueError, match=r"`collective` must be .* got 'gather'"):
-        affine_cost(FABRIC, group, "gather", "ring")
-    with pytest.raises(ValueError, match=r"`algorithm` must be .* got 'star'"):
-        affine_cost(FABRIC, group, "all_gather", "star")
+        ring(FABRIC, group, "gather")
     with pytest.raises(ValueError, match="`nbytes` must not be negative, got -1"):
         fastest(FABRIC, group, "all_gather", -1)
-    with pytest.raises(ValueError, match="`algorithms` must name at least one"):
-        fastest(FABRIC, group, "all_gather", 1, algorithms=())
     with pytest.raises(ValueError, match="must be at least 1, got 0 and 1"):
         Group(ranks_per_node=0, num_nodes=1)
     with pytest.raises(ValueError, match="`inter_bandwidth_bytes_per_s` must be"):

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosac.solvers.check import violations
 from autosac.solvers.curves import knapsack
 from autosac.solvers.curves.front import save_front
 from autosac.solvers.curves.knapsack import (
@@ -19,6 +18,7 @@ from autosac.solvers.curves.knapsack import (
     trade_off,
 )
 from autosac.solvers.milp.solution import Termination
+from tests.solvers.check import violations
 from tests.solvers.oracles import best_save, pareto_saves
 from tests.solvers.save_milp import solve
 from tests.solvers.strategies import MIB, save_problems

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosac.solvers.check import violations
 from autosac.solvers.curves import knapsack
 from autosac.solvers.milp.solution import Termination
 from autosac.solvers.sac import (
@@ -24,6 +23,7 @@ from autosac.solvers.sac import (
     solve,
 )
 from autosac.solvers.sac.rows import _SMALL_GAP
+from tests.solvers.check import violations
 from tests.solvers.oracles import least_peak, least_time, peak_of, sac_choices
 from tests.solvers.strategies import (
     MIB,

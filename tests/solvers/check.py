@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import overload
 
-from .curves import knapsack
-from .curves.knapsack import SaveProblem, SaveSolution
-from .sac import SacProblem, SacSolution, Unit, live_bytes
+from autosac.solvers.curves import knapsack
+from autosac.solvers.curves.knapsack import SaveProblem, SaveSolution
+from autosac.solvers.sac import SacProblem, SacSolution, Unit, live_bytes
 
 # Continuous weights hold to 1e-6, and so do rows in MiB, some thousands of them
 # chained; whole points are checked exactly.

@@ -115,3 +115,33 @@ class Doubling(torch.autograd.Function):
 
 def test_a_sum_within_a_backward_function_makes_a_new_tensor():
     assert traced_in_place(lambda x: Doubling.apply(x).sin().sum()) == [False]
+
+
+class Towers(nn.Module):
+    """Residual blocks that two inputs go through, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 64, dropout=0.1, batch_first=True)
+            for _ in range(3)
+        )
+
+    def forward(self, one, other):
+        for block in self.blocks:
+            one = block(one)
+        for block in self.blocks:
+            other = block(other)
+        return one.mean(1) @ other.mean(1).T
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_a_rerun_in_backward_makes_sums_of_its_own(share, one_thread):
+    # A residual is added in it, to what only the rerun holds: the dry run confirms it.
+    inputs = torch.randn(4, 12, 16), torch.randn(4, 24, 16)
+    step = autosac.profile(Towers(), inputs, loss_fn=torch.sum)
+    floor, highest = autosac.floor(step), step.baseline_peak_bytes
+
+    plan = autosac.plan(step, memory_budget=int(floor + share * (highest - floor)))
+
+    assert plan.dry_run and plan.policy

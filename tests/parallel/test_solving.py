@@ -180,7 +180,7 @@ def test_a_large_gap_is_a_warning_that_says_what_to_do(swept):
 
 
 _PLANS = """
-from tests.test_parallel_choosing import _budgets, _plan, _profile
+from tests.parallel.test_solving import _budgets, _plan, _profile
 profile = _profile()
 for budget in _budgets(profile)[1::3]:
     print(_plan(profile, budget))

@@ -76,14 +76,15 @@ def test_sharding_inside_a_node_never_gathers_slower(num_gpus, nbytes):
     spec = cluster_spec("hgx-h100", num_gpus=num_gpus)
     inside, across = spec.shard_group(8), spec.shard_group(num_gpus)
 
-    assert spec.collective_ms("all_gather", inside, nbytes) <= spec.collective_ms(
-        "all_gather", across, nbytes
-    )
+    times = [
+        spec.cost("all_gather", group, nbytes).ms(nbytes) for group in (inside, across)
+    ]
+    assert times[0] <= times[1]
 
 
 def test_a_gather_of_one_gigabyte_on_eight_h100():
     spec = cluster_spec("hgx-h100")
-    found = spec.collective_ms("all_gather", spec.shard_group(8), 10**9)
+    found = spec.cost("all_gather", spec.shard_group(8), 10**9).ms(10**9)
 
     # 7/8 GB at 370.8 GB/s, 8.4 us and seven steps of 3.4 us.
     assert found == pytest.approx(875 / 370.8 + 0.0084 + 7 * 0.0034)
@@ -93,11 +94,9 @@ def test_replicas_reduce_only_their_shards():
     spec = cluster_spec("hgx-h100", num_gpus=64)
     costs = spec.fsdp_costs(8, 10**9)
 
-    assert costs.gather.ms(10**9) == spec.collective_ms(
-        "all_gather", spec.shard_group(8), 10**9
-    )
+    assert costs.gather == spec.cost("all_gather", spec.shard_group(8), 10**9)
     assert costs.reduce == spec.cost("reduce_scatter", spec.shard_group(8), 10**9)
-    assert costs.all_reduce.ms(10**9) == pytest.approx(
-        spec.collective_ms("all_reduce", spec.replica_group(8), 10**9 / 8)
-    )
+    shard_bytes = 10**9 / 8
+    total = spec.cost("all_reduce", spec.replica_group(8), shard_bytes)
+    assert costs.all_reduce.ms(10**9) == pytest.approx(total.ms(shard_bytes))
     assert spec.fsdp_costs(64, 10**9).all_reduce.ms(10**9) == 0.0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import autosac
 from autosac.parallel.cluster_timing import CollectiveTiming, fit_ring
 from autosac.parallel.clusters import cluster_spec
-from autosac.solvers.fsdp.collectives import Fabric, Group, affine_cost
+from autosac.solvers.fsdp.collectives import Fabric, Group, ring
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -105,7 +105,7 @@ def test_the_fit_finds_the_constants_that_made_the_times(
         CollectiveTiming(
             collective=collective,
             nbytes=nbytes,
-            ms=affine_cost(fabric, group, collective, "ring").ms(nbytes),
+            ms=ring(fabric, group, collective).ms(nbytes),
         )
         for collective in COLLECTIVES
         for nbytes in (2**12, 2**20, 2**30)

@@ -16,7 +16,7 @@ from autosac.verification.measuring import (
     optimizer_tensors,
 )
 from tests.models import CASES
-from tests.test_tracing import LiveBytes
+from tests.tracing.test_trace import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH = 64

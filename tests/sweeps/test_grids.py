@@ -1,11 +1,14 @@
 import csv
 import functools
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import joblib
@@ -15,11 +18,11 @@ import torch
 import autosac
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.sweeps import running
-from autosac.sweeps.describing import described
+from autosac.sweeps.cell_facts import code_of, text_of
 from tests.grid_steps import interrupted_step, make_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GRID = {"width": [8, 13, 16], "batch_size": [64, 128]}
 BUDGETS = ["1KiB", "1GiB"]
 
@@ -251,24 +254,34 @@ def test_a_file_is_small_readable_json(tmp_path):
     assert file.stat().st_size < 50_000
 
 
-HELPER = "def make(x):\n    return helper(x) + {}\ndef helper(x):\n    return x * {}\n"
+def test_an_edit_of_a_module_that_the_step_imports_makes_another_cell(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "users_step.py").write_text(
+        "from torch import ops\nfrom users_helper import step as make\n"
+    )
+    texts = []
+    for factor in (1, 1, 2):
+        (tmp_path / "users_helper.py").write_text(f"def step(): return {factor}\n")
+        for name in ("users_step", "users_helper"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        texts.append(code_of(importlib.import_module("users_step").make))
+
+    assert texts[0] == texts[1] != texts[2]
 
 
-def _make(text):
-    scope = {"__name__": "users_code"}
-    exec(compile(text, "a file", "exec"), scope)
-    return scope["make"]
+def test_code_that_is_in_no_file_needs_a_version(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    step = types.FunctionType(make_step.__code__, {"__name__": "__main__"})
+    grid = {"width": [13], "batch_size": [1]}
+
+    with pytest.raises(ValueError, match="'__main__' is no file; pass `version`"):
+        autosac.sweep_grid(step, grid, n=2, directory=tmp_path)
+    autosac.sweep_grid(step, grid, n=2, directory=tmp_path, version="first")
 
 
-def test_functions_are_told_apart_by_code_not_by_lines():
-    same = described(_make(HELPER.format(1, 2)))
-
-    assert described(_make("# a comment\n\n" + HELPER.format(1, 2))) == same
-    assert described(_make(HELPER.format(2, 2))) != same
-    assert described(_make(HELPER.format(1, 3))) != same  # in what it calls
-
-
-def test_closures_defaults_and_classes_count():
+def test_closures_defaults_and_arguments_count():
     def closing(value):
         return lambda: value
 
@@ -278,37 +291,31 @@ def test_closures_defaults_and_classes_count():
 
         return inner
 
-    def classy(value):
-        class Model:
-            size = value
-
-        return Model
-
-    for make in (
-        closing,
-        defaulting,
-        classy,
-        functools.partial(functools.partial, max),
-    ):
-        assert described(make(1)) == described(make(1)) != described(make(2))
-    assert described(torch.zeros(2)) != described(torch.ones(2))
-    assert described({1: "a"}) != described({1: "b"})
+    for make in (closing, defaulting, functools.partial(functools.partial, max)):
+        assert text_of(make(1)) == text_of(make(1)) != text_of(make(2))
+    first, second = [lambda: 1, lambda: 2]
+    assert text_of(first) != text_of(second)
+    assert text_of({1: "a"}) != text_of({1: "b"})
+    with pytest.raises(ValueError, match="cannot be told from others"):
+        text_of(threading.Lock())
 
 
 @pytest.mark.slow
 def test_texts_are_the_same_in_another_process():
     code = (
         "from tests.grid_steps import make_step; import torch;"
-        "from autosac.sweeps.describing import described;"
-        "print(described([make_step, torch.optim.AdamW, {'a', 'b', 'c'}]))"
+        "from autosac.devices.specs import KNOWN_DEVICES as known;"
+        "from autosac.sweeps.cell_facts import code_of, text_of;"
+        "value = [make_step, torch.optim.AdamW, {'a', 'b', 'c'}, known['h100']];"
+        "print(code_of(make_step), text_of(value))"
     )
 
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     ).stdout
 
-    expected = described([make_step, torch.optim.AdamW, {"a", "b", "c"}])
-    assert out.strip() == expected
+    value = [make_step, torch.optim.AdamW, {"a", "b", "c"}, KNOWN_DEVICES["h100"]]
+    assert out.strip() == f"{code_of(make_step)} {text_of(value)}"
 
 
 # --- tables and pictures ------------------------------------------------------
