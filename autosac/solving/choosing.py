@@ -186,6 +186,7 @@ class Chooser:
                 break
             target = (best_bytes + least_bytes) // 2
             search = _Search(self, target, SolveOptions(backend=backend), None)
+            search._work_left = _MOST_WORK // _FLOOR_ROUNDS
             search.run()
             if search.choice is None:
                 least_bytes = target
