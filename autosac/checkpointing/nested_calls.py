@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,11 +28,12 @@ from autosac.checkpointing.call_arguments import (
     take_apart,
 )
 from autosac.checkpointing.chained_calls import cut_off, drop, run_onward
-from autosac.checkpointing.module_attributes import Attributes, Snapshots
+from autosac.checkpointing.module_attributes import Snapshots
 from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.tensor_parts import (
     alias_of,
     copy_of,
+    equal_bytes,
     key_of,
     layout_of,
     version_of,
@@ -112,10 +113,51 @@ class _ForwardGlue(_compat.PlainDispatchMode):
                 if key_of(tensor) not in self.own and self.nest.is_outer(tensor):
                     self.nest.depart(f"changes a tensor from outside ({traits.name})")
                     self.nest.protect(tensor)
+        if not self.nest.departed:
+            self.nest.ops.append((func, self._read(args, kwargs)))
         out = func(*args, **kwargs)
-        if not is_write and not traits.is_view:
+        if not is_write and (traits.is_literal or not traits.is_view):
             self.own.update(map(key_of, tensors_in((out,))))
         return out
+
+    def _read(self, args: Any, kwargs: Any) -> list[Any]:
+        """What an op reads; layouts in place of tensors that the nest made."""
+        return [
+            _Own(value.shape, value.dtype)
+            if isinstance(value, torch.Tensor) and key_of(value) in self.own
+            else value
+            for value in _values_in(args, kwargs)
+        ]
+
+
+class _Own(NamedTuple):
+    """A tensor that the nest made, which is another one in a rerun."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _values_in(args: Any, kwargs: Any) -> Iterator[Any]:
+    """Tensors and plain values among the arguments of an op."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Whether a rerun reads what forward read."""
+    if isinstance(before, _Own):
+        is_tensor = isinstance(now, torch.Tensor)
+        return is_tensor and before == (now.shape, now.dtype)
+    if isinstance(before, torch.Tensor):
+        if not isinstance(now, torch.Tensor):
+            return False
+        if key_of(before) == key_of(now) or _compat.is_fake(now):
+            return layout_of(before) == layout_of(now)
+        return equal_bytes(before, now)
+    return before is now or bool(before == now) or bool(before != before)
 
 
 class _RerunGlue(_compat.TorchDispatchMode):
@@ -130,20 +172,23 @@ class _RerunGlue(_compat.TorchDispatchMode):
         self.nest = nest
         self.changed = nest.changed()
         self.own: set[int] = set()
+        self.place = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if id(func) in _compat.IGNORED_IDS:
+            return func(*args, **kwargs)
         written = list(tensors_in(_compat.written_arguments(func, args, kwargs)))
         is_view = _compat.is_view(func)
         if not self.nest.in_part:
             outer = any(key_of(t) not in self.own for t in written)
-            if outer or _compat.is_random(func):
+            if outer or not self._is_next(func, args, kwargs):
                 raise RuntimeError(
                     f"`{self.nest.fqn}` runs {func} between its parts when it is rerun"
-                    " in backward, but did not in forward, or on a tensor that nobody"
-                    " knows. Exclude it from the plan with `exclude`."
+                    " in backward, but something else in forward: it depends on state"
+                    " that changed in between. Exclude it from the plan with `exclude`."
                 )
             if self.changed and not is_view:
                 self._refuse_changed(func, (args, kwargs))
@@ -154,6 +199,16 @@ class _RerunGlue(_compat.TorchDispatchMode):
         if not written and not is_view:
             self.own |= {key_of(t) for t in tensors_in((out,))}
         return out
+
+    def _is_next(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether forward ran this op at this place, on the same tensors and values."""
+        if self.place == len(self.nest.ops):
+            return False
+        expected, read = self.nest.ops[self.place]
+        self.place += 1
+        values = list(_values_in(args, kwargs))
+        is_alike = expected is func and len(read) == len(values)
+        return is_alike and all(map(_is_same, read, values))
 
     def _refuse_changed(self, func: Any, arguments: Any) -> None:
         read = {key_of(tensor) for tensor in tensors_in(arguments)}
@@ -177,6 +232,7 @@ class Nest:
 
     Attributes:
         glue: Watches what it does between its parts while it runs forward.
+        ops: What it did between its parts until it departed, and what that read.
         calls: Calls of its parts, as long as backward can come to them,
         records: and what they did.
         copies: Tensors from outside that it changed, by storage: an alias, and a copy
@@ -203,6 +259,7 @@ class Nest:
         outer = [*self.attributes.tensors(), *leaves(arguments, torch.Tensor)]
         self.outer = {id(t): (weakref.ref(t), version_of(t)) for t in outer}
         self.glue: _ForwardGlue | None = None
+        self.ops: list[tuple[Any, list[Any]]] = []
         self.calls: list[weakref.ref[NestedCall]] = []
         self.records: list[Record] = []
         self.copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -310,13 +367,13 @@ class Nest:
             return forward(*args, **kwargs)
         record, call = self.records[self.reached], self.calls[self.reached]()
         self.reached += 1
-        given = self._given((args, kwargs))
-        if call is not None:  # else autograd has dropped it
-            call.given = given
-        if call is self.asking:
-            raise _Reached
         self.in_part = True
         try:
+            given = self._given((args, kwargs))
+            if call is not None:  # else autograd has dropped it
+                call.given = given
+            if call is self.asking:
+                raise _Reached
             if record.is_exact:
                 return put_together(run_onward(record, given))
             assert record.code is not None

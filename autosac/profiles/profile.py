@@ -55,6 +55,11 @@ from autosac.units.policies import Policy
 from autosac.units.slices import find_slices, plain_sequences
 from autosac.units.unit import Unit
 
+_OF_UNITS = (  # what a profile knows of its AC units
+    *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
+    *("chooser", "dry_runs"),
+)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TracedStep:
@@ -107,10 +112,21 @@ class TracedStep:
         return Simulator(self.tape)
 
     @cached_property
+    def left_out(self) -> dict[str, str]:
+        """FQNs of modules that are no AC units, whatever the tape says -> why."""
+        return dict.fromkeys(self.exclude, "it was excluded")
+
+    def leave_out(self, fqns: Iterable[str], why: str) -> None:
+        """Make modules no AC units from now on; what was worked out is forgotten."""
+        self.left_out.update(dict.fromkeys(fqns, why))
+        for name in _OF_UNITS:
+            vars(self).pop(name, None)
+
+    @cached_property
     def units(self) -> Units:
         """Module calls that can be AC units, and why other modules are none."""
         with no_collections():
-            return find_units(self.tape, self.op_ms, exclude=self.exclude)
+            return find_units(self.tape, self.op_ms, exclude=self.left_out)
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
@@ -124,7 +140,7 @@ class TracedStep:
         """Consecutive layers of sequences that can be AC units."""
         finder_args = (self.tape, self.op_ms, self.sequences)
         with no_collections():
-            return find_slices(*finder_args, exclude=self.exclude)
+            return find_slices(*finder_args, exclude=self.left_out)
 
     @cached_property
     def candidates(self) -> tuple[Unit, ...]:

@@ -32,6 +32,7 @@ from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
 from autosac.tracing.saving import Holder, Saved
+from autosac.tracing.untold import noting_dirty, noting_states
 
 _FORWARD_PHASES = ("forward", "loss")
 _LITERAL = torch.ops.aten.lift_fresh.default
@@ -90,6 +91,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.saved: list[Saved] = []
         self.calls: list[Call] = []
         self.stack: list[int] = [0]
+        self.running: list[Call] = []
         self.met: set[int] = set()  # storages from elsewhere that modules handed on
         self.module_of_node: dict[int, int] = {}
         self.module_of_parameter: dict[int, int] = {}
@@ -108,12 +110,31 @@ class Recorder(_compat.PlainDispatchMode, Account):
             self._probe_modules()
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         try:
-            with hooks, self:
+            with hooks, self._noting_untold(), self:
                 yield
         finally:
             if self.retraces:
                 raise Retrace  # again: the model may have caught it
         self.tick()
+
+    @contextlib.contextmanager
+    def _noting_untold(self) -> Iterator[None]:
+        with noting_states(self._note_state), noting_dirty(self._note_dirty):
+            yield
+
+    def _note_dirty(self) -> None:
+        """Refuse the modules that run as units."""
+        for call in self.running:
+            call.once = call.once or (
+                "an autograd function in it marks a tensor as dirty, which may be"
+                " changed where no op tells of it"
+            )
+
+    def _note_state(self, state: torch.Tensor) -> None:
+        """Count a copy of the CPU generator's state, which a step holds for a while."""
+        if self.target is None:
+            category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
+            self._indices([state], self.tick(), category)
 
     def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
         """Begin a phase of the step; backward begins at a loss."""
@@ -489,11 +510,13 @@ class Recorder(_compat.PlainDispatchMode, Account):
         call.look_at_arguments((args, kwargs), tensors)
         self.calls.append(call)
         self.stack.append(module)
+        self.running.append(call)
         return call
 
     def leave(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
         """A module's ``forward`` ends."""
         self.stack.pop()
+        self.running.pop()
         if self._handed_on(list(tensors_in((args, kwargs)))) != call.inputs:
             call.once = call.once or "it changes a container that it is given"
         if call.random is not None and call.random != random_numbers():
