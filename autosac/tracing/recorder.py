@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_autograd
+from autosac import _compat, _compat_autograd, _compat_dispatch
 from autosac.devices import cuda_workspaces
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import TraceError
@@ -503,6 +503,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
     def enter(self, module: int, args: Any, kwargs: Any) -> Call:
         """A module's ``forward`` begins."""
         call = Call(module, self.phase, self.tick())
+        if _compat_dispatch.is_transformed():
+            call.once = "it runs under a transform of torch.func, torch.vmap or jvp"
+            args = kwargs = None  # such tensors have no memory of their own
         if self.finds_draws or len(self.stack) == 1:
             call.random = random_numbers()
         tensors = list(tensors_in((args, kwargs)))
@@ -517,6 +520,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
         """A module's ``forward`` ends."""
         self.stack.pop()
         self.running.pop()
+        if _compat_dispatch.is_transformed():
+            args = kwargs = output = None
         if self._handed_on(list(tensors_in((args, kwargs)))) != call.inputs:
             call.once = call.once or "it changes a container that it is given"
         if call.random is not None and call.random != random_numbers():

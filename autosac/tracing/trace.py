@@ -79,7 +79,7 @@ def trace(step: Step) -> Tape:
             become(variant)
             tape, *step.learned.redrawn = tapes
     finally:
-        _let_go_of_copies(step)
+        _let_go_of_copies(step, after_each=False)
     return tape
 
 
@@ -99,9 +99,15 @@ def _storages(step: Step) -> Tape:
     return _run(step, lambda model: None, only_storages=True)
 
 
-def _let_go_of_copies(step: Step) -> None:
-    """Free the copies of a step that ran on real tensors: they hang in cycles."""
-    if step.learned.real:
+def _let_go_of_copies(step: Step, *, after_each: bool) -> None:
+    """Free the copies of a step that ran on real tensors: they hang in cycles.
+
+    Args:
+        step: The step.
+        after_each: After one of several runs, not behind the last: only large copies
+            are worth a search through all of Python's objects, but at once.
+    """
+    if step.learned.real and _takes_much(step) == after_each:
         gc.collect()
 
 
@@ -184,7 +190,7 @@ def dry_run(
     try:
         return _run(step, apply, only_storages=True, optimizes=optimizes)
     finally:
-        _let_go_of_copies(step)
+        _let_go_of_copies(step, after_each=False)
 
 
 def _run(
@@ -227,8 +233,7 @@ def _run(
             if left is None or left:
                 memoized.forget_fakes()
             _compat_plain.restore_keys(mode)
-            if _takes_much(step):  # else once, behind the last run
-                _let_go_of_copies(step)
+            _let_go_of_copies(step, after_each=True)
 
 
 def _later(
@@ -378,7 +383,7 @@ def _recorded(
 
 
 def _takes_much(step: Step) -> bool:
-    """Whether a copy's memory is worth a search through all of Python's objects."""
+    """Whether a copy of the model takes much memory."""
     return sum(p.nbytes for p in step.model.parameters()) > _MUCH_BYTES
 
 
