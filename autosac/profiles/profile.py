@@ -22,6 +22,7 @@ from autosac.errors import ArgumentError, UnsupportedError
 from autosac.profiles.fingerprints import Fingerprint, fingerprint
 from autosac.profiles.mistakes import (
     check_unplanned,
+    warn_of_other_formulas,
     warn_of_summed_outputs,
 )
 from autosac.simulation.simulator import Simulator
@@ -324,6 +325,7 @@ def profile(
     tape = trace(step)
     if loss_fn is None:
         warn_of_summed_outputs(model, tape)
+    warn_of_other_formulas(tape)
     new_profile = Profile(
         step=step,
         tape=tape,

@@ -33,6 +33,7 @@ from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numb
 from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
 from autosac.tracing.saving import Holder, Saved
 from autosac.tracing.untold import noting_dirty, noting_states
+from autosac.tracing.writing_in_place import written_in_place
 
 _FORWARD_PHASES = ("forward", "loss")
 _LITERAL = torch.ops.aten.lift_fresh.default
@@ -205,8 +206,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
             return func(*args, **kwargs)
         if self.muted:
             return self._unrecorded(func, args, kwargs)
-        if self.phase == "backward" and self.accumulations.in_place(func, args):
-            func = torch.ops.aten.add_.Tensor
+        if self.phase == "backward":
+            func, args = self._of_real_backward(func, args)
         start = self.tick()
         inputs: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, inputs)
@@ -261,6 +262,14 @@ class Recorder(_compat.PlainDispatchMode, Account):
             ticks = (start, born)
             self._write(call.facts, spent, ticks, reads, writes, creates, decides)
         return out
+
+    def _of_real_backward(
+        self, func: Any, args: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The op that backward really runs, where no mode is active, and its arguments."""
+        if self.accumulations.in_place(func, args):
+            return torch.ops.aten.add_.Tensor, args
+        return written_in_place(func, args)
 
     def _write(
         self,
