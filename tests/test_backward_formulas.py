@@ -26,8 +26,8 @@ FUNCTIONS = {
     "cummax": lambda x: x.cummax(1).values,
     "minimum": lambda x: torch.minimum(x, x.sin()),
     "repeat_interleave": lambda x: x.repeat_interleave(torch.full((SIZE,), 2), 0),
-    "cross entropy of logits": lambda x: (
-        nn.functional.binary_cross_entropy_with_logits(x, torch.ones_like(x) / 2)
+    "cross entropy of logits": lambda x: nn.functional.binary_cross_entropy_with_logits(
+        x, torch.ones_like(x) / 2
     ),
 }
 WRITES = ("scatter", "scatter_add", "index_put", "index_add", "put", "masked_fill")

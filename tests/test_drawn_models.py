@@ -21,6 +21,7 @@ sizes = st.lists(
     st.tuples(st.sampled_from([ROWS, ROWS + 2]), st.booleans()), min_size=2, max_size=4
 )
 
+
 @dataclass(frozen=True)
 class Habits:
     """How a model is trained.

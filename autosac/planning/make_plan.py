@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -220,22 +219,20 @@ def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
     Raises:
         SolverError: Each by itself is.
     """
-    kinds: dict[Hashable, list[Unit]] = defaultdict(list)
-    for unit in chosen:
-        kinds[type(unit), unit.key].append(unit)
-    fqns = [
-        fqn
-        for alike in kinds.values()
-        if _difference(profile, {alike[0]: chosen[alike[0]]})
-        for unit in alike
-        for fqn in _modules_of(unit)
-    ]
+    kinds = {(type(unit), unit.key): unit for unit in chosen}
+    inexact = {
+        kind
+        for kind, unit in kinds.items()
+        if _difference(profile, {unit: chosen[unit]})
+    }
+    alike = (u for u in profile.candidates if (type(u), u.key) in inexact)
+    fqns = [fqn for unit in alike for fqn in _modules_of(unit)]
     if not fqns:
         raise SolverError(difference)
+    more = f" and {len(fqns) - 1} more" if fqns[1:] else ""
     warnings.warn(
-        f"`{fqns[0]}`{f' and {len(fqns) - 1} more' if fqns[1:] else ''} cannot be an AC"
-        " unit: rerun, it takes other memory than its trace shows. It is left out, and"
-        " the rest is planned.",
+        f"`{fqns[0]}`{more} cannot be an AC unit: rerun, it takes other memory than its"
+        " trace shows. It is left out, and the rest is planned.",
         stacklevel=4,
     )
     profile.leave_out(fqns, "rerun, it takes other memory than its trace shows")
