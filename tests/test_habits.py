@@ -215,9 +215,11 @@ def test_units_whose_dry_run_is_not_as_simulated_are_left_out_and_said(monkeypat
 
     monkeypatch.setattr(make_plan.installing, "install", some)  # of dry runs
 
-    with pytest.warns(UserWarning, match="It is left out, and the rest is planned"):
-        with pytest.raises(InfeasibleBudgetError):
-            autosac.plan(profile, memory_budget=floor)
+    with (
+        pytest.warns(UserWarning, match="It is left out, and the rest is planned"),
+        pytest.raises(InfeasibleBudgetError),
+    ):
+        autosac.plan(profile, memory_budget=floor)
     plan = autosac.plan(profile, memory_budget=peak - 1)
 
     assert floor < autosac.floor(profile) < peak

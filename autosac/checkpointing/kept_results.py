@@ -75,7 +75,8 @@ class KeptResult:
 def _tensor_in(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     """All elements of a storage."""
     whole = torch.empty(0, dtype=dtype, device=storage.device)
-    return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[call-overload,no-any-return]
+    size = (storage.nbytes() // dtype.itemsize,)
+    return whole.set_(storage, 0, size, (1,))
 
 
 def results_to_keep(record: Record, passed: Mapping[int, Passed]) -> list[KeptResult]:

@@ -119,9 +119,8 @@ def _refill(container: Any, content: Any) -> None:
 
 
 _Reference = tuple[_Attributes, str, weakref.ref[torch.Tensor]]
-_Taken = tuple[
-    *(_Attributes, tuple[str, ...], list[Any], list[_Reference], list[tuple[Any, Any]])
-]
+_Contents = list[tuple[Any, Any]]
+_Taken = tuple[_Attributes, tuple[str, ...], list[Any], list[_Reference], _Contents]
 
 
 class Attributes:

@@ -25,6 +25,7 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step import source_lines
 from autosac.step.tape import Op, Storage, Tape
+from autosac.tracing import untold
 from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.failures import WHY_REAL, place_of
@@ -32,8 +33,7 @@ from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
 from autosac.tracing.saving import Holder, Saved
-from autosac.tracing.untold import noting_dirty, noting_states
-from autosac.tracing.writing_in_place import written_in_place
+from autosac.tracing.writing_in_place import of_real_step
 
 _FORWARD_PHASES = ("forward", "loss")
 _LITERAL = torch.ops.aten.lift_fresh.default
@@ -111,27 +111,19 @@ class Recorder(_compat.PlainDispatchMode, Account):
             self._probe_modules()
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         try:
-            with hooks, self._noting_untold(), self:
+            with hooks, untold.noting(self.note_state, self.note_dirty), self:
                 yield
         finally:
             if self.retraces:
                 raise Retrace  # again: the model may have caught it
         self.tick()
 
-    @contextlib.contextmanager
-    def _noting_untold(self) -> Iterator[None]:
-        with noting_states(self._note_state), noting_dirty(self._note_dirty):
-            yield
-
-    def _note_dirty(self) -> None:
-        """Refuse the modules that run as units."""
+    def note_dirty(self) -> None:
+        """Refuse the modules that run: an autograd function marks a tensor as dirty."""
         for call in self.running:
-            call.once = call.once or (
-                "an autograd function in it marks a tensor as dirty, which may be"
-                " changed where no op tells of it"
-            )
+            call.once = call.once or untold.DIRTY
 
-    def _note_state(self, state: torch.Tensor) -> None:
+    def note_state(self, state: torch.Tensor) -> None:
         """Count a copy of the CPU generator's state, which a step holds for a while."""
         if self.target is None:
             category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
@@ -207,7 +199,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if self.muted:
             return self._unrecorded(func, args, kwargs)
         if self.phase == "backward":
-            func, args = self._of_real_backward(func, args)
+            func, args = of_real_step(func, args, self.accumulations)
         start = self.tick()
         inputs: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, inputs)
@@ -262,14 +254,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
             ticks = (start, born)
             self._write(call.facts, spent, ticks, reads, writes, creates, decides)
         return out
-
-    def _of_real_backward(
-        self, func: Any, args: tuple[Any, ...]
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """The op that backward really runs, where no mode is active, and its arguments."""
-        if self.accumulations.in_place(func, args):
-            return torch.ops.aten.add_.Tensor, args
-        return written_in_place(func, args)
 
     def _write(
         self,

@@ -10,9 +10,23 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
+DIRTY = (
+    "an autograd function in it marks a tensor as dirty, which may be changed where no"
+    " op tells of it"
+)
+
 
 @contextlib.contextmanager
-def noting_states(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def noting(
+    on_state: Callable[[torch.Tensor], None], on_dirty: Callable[[], None]
+) -> Iterator[None]:
+    """Inside, what this thread does is told: see `_noting_states`, `_noting_dirty`."""
+    with _noting_states(on_state), _noting_dirty(on_dirty):
+        yield
+
+
+@contextlib.contextmanager
+def _noting_states(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Inside, ``note`` gets every state of the CPU generator that this thread copies.
 
     `torch.utils.checkpoint` keeps one for every call, and `torch.random.fork_rng` one
@@ -34,7 +48,7 @@ def noting_states(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting_dirty(note: Callable[[], None]) -> Iterator[None]:
+def _noting_dirty(note: Callable[[], None]) -> Iterator[None]:
     """Inside, ``note`` is called when an autograd function marks a tensor as changed.
 
     It may have been changed where no op is seen, as by a kernel of one's own.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autosac import _compat_autograd
+from autosac.tracing.accumulating import Accumulations
 
 _aten = torch.ops.aten
 # By the op of a trace: that of a real step, further arguments, and the functions.
@@ -64,8 +65,18 @@ _IN_PLACE: dict[Any, tuple[Any, tuple[Any, ...], frozenset[str]]] = {
 _BY_ADDRESS = {id(func): (func, *entry) for func, entry in _IN_PLACE.items()}
 
 
-def written_in_place(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The op of backward that a real step runs in place of one, and its arguments."""
+def of_real_step(
+    func: Any, args: tuple[Any, ...], accumulations: Accumulations
+) -> tuple[Any, tuple[Any, ...]]:
+    """The op of backward that a real step runs for a trace's, and its arguments.
+
+    Args:
+        func: The op of the trace.
+        args: Its positional arguments.
+        accumulations: Recognise sums of gradients.
+    """
+    if accumulations.in_place(func, args):
+        return _aten.add_.Tensor, args
     entry = _BY_ADDRESS.get(id(func))  # ops are slow to hash
     if entry is None or torch.is_grad_enabled():
         return func, args
