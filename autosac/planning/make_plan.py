@@ -217,8 +217,10 @@ def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
     """Leave out the units whose dry run is not as simulated.
 
     Raises:
-        SolverError: Each by itself is.
+        SolverError: Each by itself is, or the step differs without any.
     """
+    if _difference(profile, {}):
+        raise SolverError(difference)
     kinds = {(type(unit), unit.key): unit for unit in chosen}
     inexact = {
         kind
