@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 import autosac
@@ -96,7 +96,11 @@ def planned(specs, habits, seed):
 def test_gradients_buffers_and_random_numbers_are_those_without_a_plan(
     specs, habits, seed
 ):
-    expected = train(make(specs), habits)
+    try:
+        expected = train(make(specs), habits)
+    except RuntimeError as error:  # what a block was given may not be changed
+        assert "modified by an inplace operation" in str(error)
+        reject()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # units that depart say so
         states = train(planned(specs, habits, seed), habits)
