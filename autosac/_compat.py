@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
@@ -174,6 +175,25 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
     if positions is None or not args[5]:
         return args
     return tuple(None if i in positions else arg for i, arg in enumerate(args))
+
+
+CachedWeights = tuple[int, dict[Any, Any]]
+
+
+def cached_weights() -> CachedWeights:
+    """What `torch.nn.utils.parametrize.cached` keeps at the moment."""
+    return parametrize._cache_enabled, dict(parametrize._cache)
+
+
+@contextlib.contextmanager
+def with_cached_weights(weights: CachedWeights) -> Iterator[None]:
+    """Inside, parametrized modules find the weights that were cached at a moment."""
+    present = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = weights[0], dict(weights[1])
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = present
 
 
 class PlainDispatchMode(TorchDispatchMode):

@@ -16,9 +16,13 @@ STEPS = (
     *("linear", "gelu", "tanh", "relu_", "dropout", "norm", "batch_norm"),
     *("write_rows", "count", "average", "replace", "codes", "shared", "swapped"),
     *("parametrized", "noise", "choose", "literal", "split", "no_grad", "attribute"),
-    "residual",
+    *("residual", "remember", "recall"),
 )
-BRANCH_STEPS = (*STEPS, "view")  # whose groups planning cannot order yet
+BRANCH_STEPS = (  # "view" has groups that planning cannot order yet
+    *(*STEPS, "view", "shift", "level", "given", "shift_", "write_given", "recall"),
+)
+# Between the parts of a block: nothing here is saved by autograd or must not run twice.
+GLUE = ("same", "shift", "level", "given", "shift_")
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class BlockSpec:
         at: Where.
         asks: Whether the branch depends on the batch's size, or on an attribute.
         is_swapped: It is called with one layer's parameters for another's.
+        is_parted: Every step is followed by a part, which all that is saved lies in.
     """
 
     steps: tuple[str, ...]
@@ -38,6 +43,16 @@ class BlockSpec:
     at: int
     asks: str
     is_swapped: bool = False
+    is_parted: bool = False
+
+
+class _Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.gelu(self.up(x)))
 
 
 class _Doubled(nn.Module):
@@ -68,18 +83,25 @@ class Block(nn.Module):
         self.register_buffer("codes", torch.ones(WIDTH))
         self.register_buffer("num_calls", torch.zeros(()))
         self.register_buffer("replaced", torch.zeros(WIDTH))
+        if spec.is_parted:
+            self.parts = nn.ModuleList(_Part() for _ in spec.steps)
         self.calls = 0
+        self.remembered: torch.Tensor | None = None
+        self.argument = torch.zeros(())
         self.kept: torch.Tensor | None = None
         self.is_other = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.argument, self.remembered = x, None
         for place, step in enumerate(self.spec.steps):
             if place == self.spec.at and self._takes_branch(x):
                 for more in self.spec.branch:
                     x = getattr(self, f"do_{more}")(x)
-            x = getattr(self, f"do_{step}")(x)
-        return x + self.linear(x)
+            y = getattr(self, f"do_{step}")(x)
+            x = x + self.parts[place](y) if self.spec.is_parted else y
+        self.argument = torch.zeros(())
+        return x if self.spec.is_parted else x + self.linear(x)
 
     def _takes_branch(self, x: torch.Tensor) -> bool:
         if self.spec.asks == "size":
@@ -180,6 +202,38 @@ class Block(nn.Module):
         y += x
         return torch.tanh(y)
 
+    def do_remember(self, x: torch.Tensor) -> torch.Tensor:
+        """Keeps something made of a buffer, then changes the buffer."""
+        self.remembered = self.num_calls + 1.5
+        self.remembered.mul_(2)
+        y = torch.tanh(x) + self.remembered.floor()
+        self.num_calls.add_(1)
+        return y
+
+    def do_recall(self, x: torch.Tensor) -> torch.Tensor:
+        """Reads what was kept, if anything was."""
+        return x.sin() if self.remembered is None else x.sin() * self.remembered
+
+    def do_same(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def do_shift(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def do_level(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.num_calls
+
+    def do_given(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.argument
+
+    def do_shift_(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).add_(self.average)
+
+    def do_write_given(self, x: torch.Tensor) -> torch.Tensor:
+        """Changes what the block was given."""
+        self.argument.detach().mul_(0.5)
+        return x + 1
+
     def do_view(self, x: torch.Tensor) -> torch.Tensor:
         """A view that is written to behind a read of its base."""
         y = torch.sigmoid(x) * 2
@@ -204,7 +258,7 @@ class Drawn(nn.Module):
                 parameters = {f"linear.{name}": value for name, value in named}
                 x = torch.func.functional_call(block, parameters, (x,))
             else:
-                x = block(x)
+                x = block(x + 0)
         return x
 
     def touch(self) -> None:
@@ -218,11 +272,14 @@ class Drawn(nn.Module):
 @st.composite
 def block_specs(draw: Any) -> BlockSpec:
     """What a block does, and does more on another branch."""
-    steps = draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=4))
+    is_parted = draw(st.booleans())
+    kinds = st.sampled_from(GLUE if is_parted else STEPS)
+    steps = draw(st.lists(kinds, min_size=1 + is_parted, max_size=4))
     branch = draw(st.lists(st.sampled_from(BRANCH_STEPS), max_size=2))
     at = draw(st.integers(0, len(steps) - 1))
     asks = draw(st.sampled_from(["size", "flag"]))
-    return BlockSpec(tuple(steps), tuple(branch), at, asks, draw(st.booleans()))
+    is_swapped = draw(st.booleans())
+    return BlockSpec(tuple(steps), tuple(branch), at, asks, is_swapped, is_parted)
 
 
 models = st.lists(block_specs(), min_size=1, max_size=3).map(tuple)

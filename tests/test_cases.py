@@ -185,3 +185,12 @@ def test_it_is_planned_near_its_floor_and_trains_bit_by_bit(name):
         assert done.predicted_peak_bytes == pytest.approx(
             done.measured_peak_bytes, rel=0.002, abs=64
         )
+
+
+def test_verify_says_that_a_step_fails_without_a_plan():
+    case = Case(*CASES["grouped"], mean_square)
+    profile = case.profile()
+    plan = autosac.plan(profile, memory_budget=profile.baseline_peak_bytes)
+
+    with pytest.raises(autosac.TraceError, match="fails without a plan, too"):
+        autosac.verify(plan, case.model, case.inputs)  # its gradient is expanded

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 import autosac
@@ -19,13 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 sizes = st.lists(
     st.tuples(st.sampled_from([ROWS, ROWS + 2]), st.booleans()), min_size=2, max_size=4
-)
-
-# A branch draws between blocks that make each other's arguments again; a block departs
-# after it has changed what it had read, which its plan did not expect to be read again.
-REFUSALS = (
-    "between its parts, which its plan does not expect",
-    "has been changed in place since it read",
 )
 
 
@@ -103,17 +96,14 @@ def planned(specs, habits, seed):
 def test_gradients_buffers_and_random_numbers_are_those_without_a_plan(
     specs, habits, seed
 ):
-    expected = train(make(specs), habits)
+    try:
+        expected = train(make(specs), habits)
+    except RuntimeError as error:  # what a block was given may not be changed
+        assert "modified by an inplace operation" in str(error)
+        reject()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # units that depart say so
-        try:
-            states = train(planned(specs, habits, seed), habits)
-        except RuntimeError as error:
-            # A step that the plan has not seen may be refused, with what to do.
-            is_seen = set(habits.sizes) == {(ROWS, False)}
-            if is_seen or not any(words in str(error) for words in REFUSALS):
-                raise
-            return
+        states = train(planned(specs, habits, seed), habits)
 
     for before, after in zip(expected, states, strict=True):
         assert differences(before, after) == ()

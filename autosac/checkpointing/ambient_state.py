@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from autosac import _compat
 from autosac.checkpointing.module_attributes import Snapshots
 
 
@@ -127,6 +128,7 @@ class Surroundings:
                 )
 
 
+_NO_WEIGHTS: _compat.CachedWeights = (0, {})
 _Autocast = tuple[str, torch.dtype, bool, bool]
 
 
@@ -148,18 +150,21 @@ def _device_types() -> tuple[str, ...]:
 
 
 class Present:
-    """Autocast and the default device as they are now."""
+    """Autocast, the default device and cached weights as they are now."""
 
-    __slots__ = ("autocast", "device")
+    __slots__ = ("autocast", "device", "weights")
 
     def __init__(self) -> None:
+        self.weights = _compat.cached_weights()
         self.autocast = [_autocast(kind) for kind in _device_types()]
         self.device = torch.get_default_device()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Restore autocast and the default device inside."""
+        """Restore them inside."""
         with contextlib.ExitStack() as stack:
+            if self.weights != _NO_WEIGHTS or _compat.cached_weights() != _NO_WEIGHTS:
+                stack.enter_context(_compat.with_cached_weights(self.weights))
             for autocast in self.autocast:
                 if autocast != _autocast(autocast[0]):
                     stack.enter_context(torch.autocast(*autocast))

@@ -21,6 +21,7 @@ from autosac.checkpointing.call_arguments import (
     leaves,
     put_together,
 )
+from autosac.checkpointing.kept_results import Memory
 from autosac.checkpointing.module_attributes import Attributes
 from autosac.checkpointing.op_records import Call, Record
 from autosac.checkpointing.random_states import RandomState
@@ -125,6 +126,7 @@ class RerunMode(_compat.PlainDispatchMode):
         self.copies: dict[int, torch.Tensor] = {}
         self.results: dict[int, tuple[int, Layout]] = {}
         self._storages: dict[int, object] = {}
+        self.memory = Memory()
         self.own: set[int] = set()
         self.fresh: set[int] = set()  # of what nobody was expected to need,
         self.twins: dict[int, int] = {}  # by what it is that forward made of it
@@ -179,6 +181,17 @@ class RerunMode(_compat.PlainDispatchMode):
         if self._is_another_cast(func, args, kwargs):
             return func(*args, **kwargs)
         place = self._next(func)
+        out = self._again(place, traits, args, kwargs)
+        if self.place == self.history.departure:
+            for key in self.memory.put(self.history.kept):
+                self.stale.pop(key, None)
+        return out
+
+    def _again(
+        self, place: int, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what an op did in forward."""
+        func = traits.func
         action = self.history.actions[place]
         if place in self.history.numbers:
             return self.history.numbers[place]
@@ -212,13 +225,16 @@ class RerunMode(_compat.PlainDispatchMode):
     def _pass_again(self, place: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that nobody was expected to need, in memory of this rerun."""
         passed = self.history.passed[place]
-        tensors = list(tensors_in((args, kwargs)))
-        for tensor, version in zip(tensors, passed.versions, strict=True):
-            key = key_of(tensor)
-            if key not in self.own and version_of(tensor) != version:
-                raise changed(tensor, version, self.record.policy.fqn)
         part = self._stale_among(args, kwargs)
+        for tensor, version in zip(
+            tensors_in((args, kwargs)), passed.versions, strict=True
+        ):
+            if key_of(tensor) not in self.own and version_of(tensor) != version:
+                part = Part()
+                part.version = version
         out = passed.again(func, args, kwargs)
+        for result, tensor in zip(passed.results, tensors_in((out,)), strict=False):
+            self.memory.note(result, tensor)
         for tensor in tensors_in((out,)):
             key = self._pinned(tensor)
             self.fresh.add(key)
@@ -335,6 +351,7 @@ class RerunMode(_compat.PlainDispatchMode):
         """Remember where a result lies in this rerun."""
         if result is not None:
             key = self._pinned(tensor)
+            self.memory.note(result, tensor)
             self.results[id(result)] = (key, layout_of(tensor))
             self.own.add(key)
 

@@ -2,12 +2,13 @@
 
 A unit runs as a `Frame` (`saved_tensors.py`), which records what it does and makes
 again what its policy does not save. Blocks of a chain run as units too, but keep only
-arguments from outside the chain (`chained_calls.py`).
+arguments from outside the chain (`chained_calls.py`, `nested_calls.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections import Counter
@@ -19,13 +20,10 @@ import torch
 from autosac import _compat_dispatch
 from autosac.checkpointing.ambient_state import Present, thread
 from autosac.checkpointing.call_arguments import Kept, Source, leaves
-from autosac.checkpointing.chained_calls import (
-    Nest,
-    NestedCall,
-    RelayedCall,
-)
+from autosac.checkpointing.chained_calls import RelayedCall
 from autosac.checkpointing.departed_units import Code
 from autosac.checkpointing.module_attributes import Snapshots
+from autosac.checkpointing.nested_calls import Nest, NestedCall
 from autosac.checkpointing.op_programs import KnownMode, Program
 from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.recording_mode import RecordingMode
@@ -163,11 +161,11 @@ class CheckpointedForward(StandIn):
         source = self._source(policy, (args, kwargs))
         given = list(leaves((args, kwargs), torch.Tensor))
         record = Record(policy, given, source.relayed())
-        del given
         mode = self._mode(record, forward)
         if isinstance(source, (RelayedCall, NestedCall)):
-            source.record = record
-        output = Frame(source, mode).run(forward, args, kwargs)
+            source.begin(record)
+        run = functools.partial(Frame(source, mode).run, forward, args, kwargs)
+        output = source.run(run, given) if isinstance(source, NestedCall) else run()
         if isinstance(source, RelayedCall):
             source.finish(output)
             self.step.latest[policy.chain] = source
@@ -199,7 +197,8 @@ class CheckpointedForward(StandIn):
         if not policy.chain:
             return Kept(arguments)
         nest = self.step.nests.get(policy.chain)
-        if nest is not None and len(nest.calls) == policy.position:
+        departed = nest is not None and nest.departed
+        if nest is not None and not departed and len(nest.calls) == policy.position:
             return NestedCall(nest, self.step, arguments)
         before = None
         if policy.position and not policy.around:
@@ -207,7 +206,8 @@ class CheckpointedForward(StandIn):
         if before is not None and before.position != policy.position - 1:
             before = None
         call = RelayedCall(before, arguments)
-        if not call.relayed() and (policy.around or policy.position):
+        is_planned = departed or not (policy.around or policy.position)
+        if not call.relayed() and not is_planned:
             warnings.warn(
                 f"AC unit `{self.fqn}` does not get what the block before it made, as"
                 " its plan expects; its arguments are kept, and the planned peak no"
@@ -280,11 +280,10 @@ class _NestForward(StandIn):
         is_planned = torch.is_grad_enabled() and self.module.training == self.training
         if thread.is_inside or not is_planned or _compat_dispatch.is_transformed():
             return forward(*args, **kwargs)
-        attributes = self.snapshots.take()
-        nest = Nest(self.fqn, forward, attributes, self.fqns, (args, kwargs))
+        nest = Nest(self.fqn, forward, self.snapshots, self.fqns, (args, kwargs))
         self.step.nests[self.chain] = nest
         try:
-            return forward(*args, **kwargs)
+            return nest.run(args, kwargs)
         finally:
             self.step.nests.pop(self.chain, None)
 

@@ -8,12 +8,16 @@ time in backward, it would do that twice, or meet other tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 _PLAIN = (bool, int, float, complex, str, type(None))
+_CONTAINERS = (list, dict, set, deque)
+_DEEPEST = 3  # containers in containers
+_OF_PYTORCH = frozenset(vars(torch.nn.Module()))
 _TENSORS = ("_parameters", "_buffers")
 _Attributes = dict[str, Any]
 
@@ -25,10 +29,11 @@ class _Owner:
         own: All of them.
         types: Their types when they were sorted,
         plain: and the names of plain values, `None` among them,
-        tensors: and of tensors other than parameters and buffers.
+        tensors: of tensors other than parameters and buffers,
+        containers: and of containers of the model's own.
     """
 
-    __slots__ = ("own", "plain", "tensors", "types")
+    __slots__ = ("containers", "own", "plain", "tensors", "types")
 
     def __init__(self, own: _Attributes) -> None:
         self.own = own
@@ -40,6 +45,11 @@ class _Owner:
         self.types = tuple(map(type, own.values()))
         self.plain = tuple(name for name, v in own.items() if isinstance(v, _PLAIN))
         self.tensors = tuple(n for n, v in own.items() if isinstance(v, torch.Tensor))
+        self.containers = tuple(
+            name
+            for name, value in own.items()
+            if isinstance(value, _CONTAINERS) and name not in _OF_PYTORCH
+        )
 
     def take(self) -> _Taken:
         """Snapshot of the attributes as they are now."""
@@ -49,6 +59,7 @@ class _Owner:
         try:
             plain = [own[name] for name in self.plain]
             held = [(own, name, own[name]) for name in self.tensors]
+            outermost = [own[name] for name in self.containers]
         except KeyError:  # others, of the same types
             self.sort()
             return self.take()
@@ -57,17 +68,66 @@ class _Owner:
             if tensors:
                 held += [(tensors, n, t) for n, t in tensors.items() if t is not None]
         refs = [(place, name, weakref.ref(tensor)) for place, name, tensor in held]
-        return own, self.plain, plain, refs
+        contents = [(c, _weakly(c)) for c in _nested(outermost)] if outermost else []
+        return own, self.plain, plain, refs, contents
+
+
+def _nested(values: Iterable[Any], depth: int = _DEEPEST) -> Iterator[Any]:
+    """Containers among values, and in these."""
+    for value in values:
+        if isinstance(value, _CONTAINERS):
+            yield value
+            if depth:
+                items = value.values() if isinstance(value, dict) else value
+                yield from _nested(items, depth - 1)
+
+
+def _weakly(container: Any) -> Any:
+    """A copy of what a container holds, which keeps no tensor alive."""
+    if isinstance(container, dict):
+        return {key: _reference(value) for key, value in container.items()}
+    return [_reference(value) for value in container]
+
+
+def _reference(value: Any) -> Any:
+    return weakref.ref(value) if isinstance(value, torch.Tensor) else value
+
+
+def _strongly(content: Any) -> Any:
+    """What a container held, from its copy."""
+    if isinstance(content, dict):
+        return {key: _value(value) for key, value in content.items()}
+    return [_value(value) for value in content]
+
+
+def _value(value: Any) -> Any:
+    return value() if isinstance(value, weakref.ref) else value
+
+
+def _tensors_of(content: Any) -> Iterator[torch.Tensor | None]:
+    values = content.values() if isinstance(content, dict) else content
+    return (value() for value in values if isinstance(value, weakref.ref))
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Make a container hold what it held."""
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(content)
+    else:
+        container.update(content)
 
 
 _Reference = tuple[_Attributes, str, weakref.ref[torch.Tensor]]
-_Taken = tuple[_Attributes, tuple[str, ...], list[Any], list[_Reference]]
+_Contents = list[tuple[Any, Any]]
+_Taken = tuple[_Attributes, tuple[str, ...], list[Any], list[_Reference], _Contents]
 
 
 class Attributes:
     """What the attributes of a module and of all inside it were at one moment.
 
-    Plain values and which tensors stood where; tensors are not kept alive.
+    Plain values, what containers held and which tensors stood where; tensors are not
+    kept alive.
     """
 
     __slots__ = ("_kept", "_taken")
@@ -78,29 +138,40 @@ class Attributes:
 
     def keep(self) -> None:
         """Keep the tensors alive from now on."""
-        self._kept = list(self.tensors())
+        self._kept = [*self.tensors(), *self._contained()]
+
+    def _contained(self) -> Iterator[torch.Tensor]:
+        """Tensors in containers that are alive."""
+        for *_, contents in self._taken:
+            for _, content in contents:
+                yield from (t for t in _tensors_of(content) if t is not None)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Tensors among the attributes that are alive."""
-        for *_, refs in self._taken:
+        for *_, refs, _ in self._taken:
             for *_, ref in refs:
                 tensor = ref()
                 if tensor is not None:
                     yield tensor
 
     def resume(self) -> _Present:
-        """Set plain values and living tensors back to the snapshot; containers stay.
+        """Set plain values and living tensors back to the snapshot, and containers.
+
+        One that held a tensor which is gone stays as it is.
 
         Returns:
             What restores the present.
         """
         present = _Present([own for own, *_ in self._taken])
-        for own, names, values, refs in self._taken:
+        for own, names, values, refs, contents in self._taken:
             own.update(zip(names, values, strict=True))
             for place, name, ref in refs:
                 tensor = ref()
                 if tensor is not None:
                     place[name] = tensor
+            for container, content in contents:
+                if all(tensor is not None for tensor in _tensors_of(content)):
+                    _refill(container, _strongly(content))
         return present
 
 
@@ -140,7 +211,7 @@ class _Present:
 
     def __init__(self, owners: list[_Attributes]) -> None:
         self._saved = [
-            (own, dict(own), [(v, v.copy()) for v in own.values() if _is_container(v)])
+            (own, dict(own), [(c, c.copy()) for c in _nested(own.values())])
             for own in owners
         ]
 
@@ -152,15 +223,7 @@ class _Present:
                 own.update(attributes)
             for container, content in containers:
                 if not _same(container, content):
-                    container.clear()
-                    if isinstance(container, list):
-                        container.extend(content)
-                    else:
-                        container.update(content)
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, dict, set))  # empty ones too: they may fill
+                    _refill(container, content)
 
 
 def _same(container: Any, content: Any) -> bool:

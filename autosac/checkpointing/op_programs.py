@@ -168,7 +168,14 @@ class KnownMode(_compat.PlainDispatchMode):
             return args[0].device
         if id(func) not in _compat.IGNORED_IDS and not self.paused:
             self._lose(str(func))
+            self._protect(_compat_dispatch.traits(func).targets(args, kwargs))
         return func(*args, **kwargs)
+
+    def _protect(self, targets: list[Any]) -> None:
+        """Copy tensors from elsewhere that are about to change, for what read them."""
+        for tensor in tensors_in(targets):
+            if self.record.result_of(tensor) is None:
+                self.record.protect(tensor)
 
     def _record(self, place: int, kind: int, func: Any, args: Any, kwargs: Any) -> Any:
         record = self.record
@@ -178,6 +185,7 @@ class KnownMode(_compat.PlainDispatchMode):
             results = [record.result_of(tensor) for tensor in targets]
             if any(result is None or result.action == SAVE for result in results):
                 self._lose(f"{func} on a tensor from elsewhere")
+                self._protect(targets)
                 return func(*args, **kwargs)
         call = Call(place, func, kind)
         record.write_down(call, traits, args, kwargs)

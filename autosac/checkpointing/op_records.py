@@ -8,7 +8,7 @@ from this record, it sees what it saw, whatever became of modules and attributes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from autosac.checkpointing.tensor_parts import (
     Literal,
     Part,
     Result,
+    copy_of,
     key_of,
     layout_in,
     layout_of,
@@ -302,6 +303,31 @@ class Record:
         """The result in whose memory a tensor lies."""
         plain = _is_plain(type(tensor))
         return self.results.get(key_of(tensor)) if plain else None
+
+    def alive(self) -> Iterator[tuple[Result, torch.UntypedStorage]]:
+        """Results of calls that somebody holds, and their storages."""
+        for watch, _, result in self._watched.values():
+            if (storage := watch()) is not None:
+                yield result, storage
+
+    def is_changed(self, part: Part) -> bool:
+        """Whether the memory of a part that an op read has changed since."""
+        return part.version is not None and part.version != version_of(
+            part.whole_of(self._given)
+        )
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor from elsewhere for the ops that read it: it changes now."""
+        copies: dict[int, torch.Tensor] = {}
+        for part in leaves([[call.args, call.kwargs] for call in self.calls], Part):
+            if part.version is None or isinstance(part.source, Result):
+                continue
+            whole = part.whole_of(self._given)
+            if key_of(whole) == key_of(tensor) and not self.is_changed(part):
+                if id(whole) not in copies:
+                    copies[id(whole)] = copy_of(_compat_dispatch.detached(whole))
+                    _compat_dispatch.set_version(copies[id(whole)], part.version)
+                part.source = copies[id(whole)]
 
     def note_views(self, out: Any) -> None:
         """Note views that count their changes by themselves."""

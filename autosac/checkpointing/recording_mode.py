@@ -14,6 +14,7 @@ import torch
 
 from autosac import _compat, _compat_autograd, _compat_dispatch
 from autosac._compat_dispatch import Traits
+from autosac.checkpointing.kept_results import KeptResult, results_to_keep
 from autosac.checkpointing.op_records import (
     BACKWARD,
     ONWARD,
@@ -39,6 +40,9 @@ class History:
         copies: Arguments (by number) and tensors from elsewhere that it changed after
             it departed, each with a copy of what it was before, and its version then.
         packed: Shape, type and version of each tensor that autograd saved.
+        kept: Results that it keeps as it departs, as it has changed what they are made
+            of,
+        departure: and the place of the op before which it did.
         numbers: What its ops returned that return numbers, by their places: a branch
             that depends on one is not decided twice.
         passed: Those that nobody was expected to need, likewise.
@@ -50,6 +54,8 @@ class History:
         self.actions: list[str] = []
         self.copies: list[tuple[int | torch.Tensor, torch.Tensor, int]] = []
         self.packed: list[tuple[torch.Size, torch.dtype, int]] = []
+        self.kept: list[KeptResult] = []
+        self.departure = -1
         self.numbers: dict[int, complex] = {}
         self.passed: dict[int, Passed] = {}
         self.departed = False
@@ -75,6 +81,7 @@ class RecordingMode(_compat.PlainDispatchMode):
         self.packs: list[int] = []
         self.paused = False
         self._copied: set[int] = set()
+        self._has_changed = False  # a tensor from outside
         self._next_node = -1  # number of the next autograd node at the latest op
 
     def __torch_dispatch__(
@@ -184,7 +191,10 @@ class RecordingMode(_compat.PlainDispatchMode):
         return action
 
     def _depart(self, what: str) -> None:
-        self.history.departed = True
+        history = self.history
+        history.departed, history.departure = True, len(history.funcs)
+        if self._has_changed:
+            history.kept = results_to_keep(self.record, history.passed)
         warnings.warn(
             f"AC unit `{self.record.policy.fqn}` {what}. All of it is recomputed in"
             " backward, as by plain checkpointing: that takes up to one more forward"
@@ -203,6 +213,7 @@ class RecordingMode(_compat.PlainDispatchMode):
         plain = [t for t in targets if _compat_dispatch.is_plain(type(t))]
         results = [self.record.results.get(key_of(tensor)) for tensor in plain]
         if not self.history.departed:
+            self._has_changed |= not all(results)
             kinds = {SAVE if result is None else result.action for result in results}
             if len(kinds) == 1 and kinds != {SAVE}:
                 return kinds.pop()
@@ -218,6 +229,9 @@ class RecordingMode(_compat.PlainDispatchMode):
     def _protect(self, tensor: torch.Tensor) -> None:
         """Copy what is changed now, but Python code that runs again must find as is."""
         key = key_of(tensor)
+        for kept in self.history.kept:
+            if kept.key == key:
+                kept.protect()
         result = self.record.results.get(key)
         if result is not None:
             if result.tensor is not None and result.copied is None:

@@ -54,14 +54,14 @@ def alias_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
         return whole.as_strided(*layout)
     size, stride, offset, dtype, is_conjugate, is_negative = layout
     if dtype != whole.dtype:
-        whole = _elements(whole).view(dtype)
+        whole = elements(whole).view(dtype)
     alias = whole.as_strided(size, stride, offset)
     if is_conjugate != alias.is_conj():
         alias = alias.conj()
     return torch._neg_view(alias) if is_negative != alias.is_neg() else alias
 
 
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
+def elements(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of a tensor's storage, as they lie in memory."""
     if tensor.is_conj():
         tensor = tensor.conj()
@@ -84,7 +84,7 @@ def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor in a copy of its whole storage."""
-    return alias_of(_elements(tensor).clone(), layout_of(tensor))
+    return alias_of(elements(tensor).clone(), layout_of(tensor))
 
 
 class Result:

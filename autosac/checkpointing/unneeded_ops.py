@@ -8,6 +8,8 @@ these ops as well: on what they read, and with what they drew.
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,8 +17,9 @@ import torch
 from autosac import _compat
 from autosac._compat_dispatch import Traits
 from autosac.checkpointing.random_states import RandomState, random_state
-from autosac.checkpointing.tensor_parts import version_of
+from autosac.checkpointing.tensor_parts import Result, version_of
 from autosac.pytrees import tensors_in
+from autosac.units.policies import DETACHED
 
 
 class Passed:
@@ -28,19 +31,32 @@ class Passed:
 
     Attributes:
         versions: How often each of its tensors had been changed.
+        results: What it returned, if it changes nothing.
     """
 
-    __slots__ = ("_drawn", "versions")
+    __slots__ = ("_drawn", "_storages", "results", "versions")
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.versions = [version_of(tensor) for tensor in tensors_in((args, kwargs))]
+        self.results: list[Result] = []
+        self._storages: list[weakref.ref[Any]] = []
         self._drawn: list[bytes] | None = None
 
     def note(self, traits: Traits, out: Any) -> None:
         """Keep what the op drew, as bytes: tensors would count as model memory."""
         tensors = list(tensors_in((out,)))
+        if traits.only_makes:
+            self.results = [Result(DETACHED, 0, tensor) for tensor in tensors]
+            storages = (tensor.untyped_storage() for tensor in tensors)
+            self._storages = [weakref.ref(storage) for storage in storages]
         if traits.is_random and not any(map(_compat.is_fake, tensors)):
             self._drawn = [_bytes_of(tensor) for tensor in tensors]
+
+    def alive(self) -> Iterator[tuple[Result, torch.UntypedStorage]]:
+        """Results that somebody holds, and their storages."""
+        for result, ref in zip(self.results, self._storages, strict=True):
+            if (storage := ref()) is not None:
+                yield result, storage
 
     def again(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op again, with what it drew."""

@@ -27,7 +27,7 @@ import torch
 from autosac.costs.timing import OpMeasurement
 from autosac.step.op_signatures import Layout, Signature
 
-_FORMAT_VERSION = 3  # rises when the way of measuring changes
+_FORMAT_VERSION = 4  # rises when the way of measuring changes
 _NAMESPACES = ("aten.", "prims.")  # PyTorch's own: others change with no new version
 _PLAIN = (bool, int, float, complex, str, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -85,8 +85,11 @@ def on_any_device(func: Any, args: tuple[Any, ...], out: Any) -> Any:
 
     Losses that reduce in place keep the memory of what they reduced (`_UNREDUCED`).
     The backward of batch norm makes no gradient of images that need none (cpu and cuda
-    in aten/src/ATen/native: batch_norm.cpp, Normalization.cu).
+    in aten/src/ATen/native: batch_norm.cpp, Normalization.cu). `fold` makes its result
+    in a tensor of its input's size (Col2Im.cpp, cuda/Col2Im.cu there).
     """
+    if str(func) == "aten.col2im.default":
+        return args[0].new_empty(args[0].shape).as_strided(out.shape, out.stride())
     if str(func) == "aten.native_batch_norm_backward.default":
         return (out[0] if args[9][0] else None, *out[1:])
     position = _UNREDUCED.get(str(func))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -25,10 +26,13 @@ from autosac.solving.solve_options import SolveOptions
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.trace import dry_run, is_watched
 from autosac.units import curves
+from autosac.units.nests import Nest
 from autosac.units.policies import OpPolicy
+from autosac.units.unit import Unit
 
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
 _MOST_LOWERED = 4  # solves with less and less memory, where sizes vary
+_MOST_LEFT_OUT = 8  # rounds in which units are left out
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
 
 
@@ -68,18 +72,29 @@ def make_plan(
         InfeasibleBudgetError: No plan fits.
         SolverError: The applied model's dry run does not confirm the plan.
     """
-    chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
-    if profile.redrawn:
-        solution = chosen, bound_ms
-        chosen, bound_ms = _for_other_draws(profile, budget_bytes, solution, solving)
-    policies = spell_out(profile, chosen)
-    if _wants_dry_run(profile, chosen) if dry_run is None else dry_run:
+    for _ in range(_MOST_LEFT_OUT):
+        chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
+        if profile.redrawn:
+            solution = chosen, bound_ms
+            chosen, bound_ms = _for_other_draws(
+                profile, budget_bytes, solution, solving
+            )
+        policies = spell_out(profile, chosen)
+        if not (_wants_dry_run(profile, chosen) if dry_run is None else dry_run):
+            break
         if not isinstance(profile, Profile):
             raise ValueError(
                 "`dry_run`=True needs the model: pass the `Profile`, not the step that"
                 " a plan keeps of it."
             )
-        _confirm(profile, chosen, policies)
+        difference = _difference(profile, chosen)
+        if not difference:
+            profile.dry_runs.add(frozenset(chosen.items()))
+            break
+        _leave_out(profile, chosen, difference)
+        start = None  # it knows of units that are none any more
+    else:
+        raise SolverError(difference)
     return _as_plan(profile, budget_bytes, chosen, policies, bound_ms)
 
 
@@ -174,8 +189,13 @@ def _wants_dry_run(profile: TracedStep, chosen: Choice) -> bool:
     return len(profile.tape.ops) <= _MANY_OPS or not any(profile.dry_runs)
 
 
-def _confirm(profile: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -> None:
-    """Run the applied model under fake tensors: memory must be as simulated."""
+def _difference(profile: Profile, chosen: Choice) -> str:
+    """What a dry run of the applied model has other than the simulation, in words.
+
+    The model runs under fake tensors, and memory must be as simulated: else something
+    happens in it that the tape does not tell of.
+    """
+    policies = spell_out(profile, chosen)
     expected = _before_optimizer(profile.simulator, chosen)
     for _ in range(_DISTURBED if is_watched() else 1):
         dry = dry_run(
@@ -185,14 +205,46 @@ def _confirm(profile: Profile, chosen: Choice, policies: tuple[OpPolicy, ...]) -
         )
         observed = _before_optimizer(Simulator(dry), {})
         if observed == expected:
-            break
-    else:
-        raise SolverError(
-            f"The dry run of the plan peaks at {observed[0]} bytes and leaves"
-            f" {observed[1]} to the optimizer, its simulation at {expected[0]} and"
-            f" {expected[1]}. This is a mistake in autosac; please report the model."
-        )
-    profile.dry_runs.add(frozenset(chosen.items()))
+            return ""
+    return (
+        f"The dry run of the plan peaks at {observed[0]} bytes and leaves {observed[1]}"
+        f" to the optimizer, its simulation at {expected[0]} and {expected[1]}."
+        " This is a mistake in autosac; please report the model."
+    )
+
+
+def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
+    """Leave out the units whose dry run is not as simulated.
+
+    Raises:
+        SolverError: Each by itself is, or the step differs without any.
+    """
+    if _difference(profile, {}):
+        raise SolverError(difference)
+    kinds = {(type(unit), unit.key): unit for unit in chosen}
+    inexact = {
+        kind
+        for kind, unit in kinds.items()
+        if _difference(profile, {unit: chosen[unit]})
+    }
+    alike = (u for u in profile.candidates if (type(u), u.key) in inexact)
+    fqns = [fqn for unit in alike for fqn in _modules_of(unit)]
+    if not fqns:
+        raise SolverError(difference)
+    more = f" and {len(fqns) - 1} more" if fqns[1:] else ""
+    warnings.warn(
+        f"`{fqns[0]}`{more} cannot be an AC unit: rerun, it takes other memory than its"
+        " trace shows. It is left out, and the rest is planned.",
+        stacklevel=4,
+    )
+    profile.leave_out(fqns, "rerun, it takes other memory than its trace shows")
+
+
+def _modules_of(unit: Unit) -> list[str]:
+    """FQNs of the modules that a unit consists of."""
+    if isinstance(unit, Nest):
+        return [unit.around]
+    return [call.fqn for call in unit.calls]
 
 
 def _before_optimizer(simulator: Simulator, chosen: Choice) -> tuple[int, int]:

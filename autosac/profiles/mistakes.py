@@ -44,6 +44,33 @@ def warn_of_summed_outputs(model: torch.nn.Module, tape: Tape) -> None:
         )
 
 
+# Ops whose backward is another formula where a dispatch mode is active, as it is in any
+# trace (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp).
+_OTHER_FORMULAS = frozenset(
+    {
+        *("aten.max.default", "aten.min.default", "aten.median.default"),
+        *("aten.nanmedian.default", "aten.prod.default", "aten.prod.dim_int"),
+        *("aten.cumprod.default", "aten.linalg_householder_product.default"),
+        "aten.linalg_matrix_exp.default",
+    }
+)
+
+
+def warn_of_other_formulas(tape: Tape) -> None:
+    """Warn if backward goes through ops whose formula no trace can follow."""
+    saved = {saved.storage for saved in tape.saved}
+    for op in tape.ops:
+        if op.name in _OTHER_FORMULAS and not saved.isdisjoint(op.creates + op.reads):
+            where = tape.modules[op.module].fqn or "the model itself"
+            warn(
+                f"PyTorch goes backward through {op.name} (in `{where}`) by another"
+                " formula while a step is traced: there the predicted peak may be off"
+                " by some tensors of the size of its input. Leave that much of the"
+                " budget free, or use another op, such as `amax` for `max`."
+            )
+            return
+
+
 def hints(refused: Mapping[str, str]) -> tuple[str, ...]:
     """What can be switched off so that more modules can be AC units, in sentences.
 

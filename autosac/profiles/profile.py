@@ -22,6 +22,7 @@ from autosac.errors import ArgumentError, UnsupportedError
 from autosac.profiles.fingerprints import Fingerprint, fingerprint
 from autosac.profiles.mistakes import (
     check_unplanned,
+    warn_of_other_formulas,
     warn_of_summed_outputs,
 )
 from autosac.simulation.simulator import Simulator
@@ -54,6 +55,11 @@ from autosac.units.nests import find_nests
 from autosac.units.policies import Policy
 from autosac.units.slices import find_slices, plain_sequences
 from autosac.units.unit import Unit
+
+_OF_UNITS = (  # what a profile knows of its AC units
+    *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
+    *("chooser", "dry_runs"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,10 +113,21 @@ class TracedStep:
         return Simulator(self.tape)
 
     @cached_property
+    def left_out(self) -> dict[str, str]:
+        """FQNs of modules that are no AC units, whatever the tape says -> why."""
+        return dict.fromkeys(self.exclude, "it was excluded")
+
+    def leave_out(self, fqns: Iterable[str], why: str) -> None:
+        """Make modules no AC units from now on; what was worked out is forgotten."""
+        self.left_out.update(dict.fromkeys(fqns, why))
+        for name in _OF_UNITS:
+            vars(self).pop(name, None)
+
+    @cached_property
     def units(self) -> Units:
         """Module calls that can be AC units, and why other modules are none."""
         with no_collections():
-            return find_units(self.tape, self.op_ms, exclude=self.exclude)
+            return find_units(self.tape, self.op_ms, exclude=self.left_out)
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
@@ -124,7 +141,7 @@ class TracedStep:
         """Consecutive layers of sequences that can be AC units."""
         finder_args = (self.tape, self.op_ms, self.sequences)
         with no_collections():
-            return find_slices(*finder_args, exclude=self.exclude)
+            return find_slices(*finder_args, exclude=self.left_out)
 
     @cached_property
     def candidates(self) -> tuple[Unit, ...]:
@@ -308,6 +325,7 @@ def profile(
     tape = trace(step)
     if loss_fn is None:
         warn_of_summed_outputs(model, tape)
+    warn_of_other_formulas(tape)
     new_profile = Profile(
         step=step,
         tape=tape,

@@ -33,6 +33,7 @@ class Learned:
             known, until a value that is not is written to them.
         real: It must run on real tensors, as its values decide what it does; or why
             fakes cannot do it.
+        earlier: A step comes before it that makes what modules keep for later ones.
         seed: Where its random streams begin.
         num_updates: Training steps that come before it.
         redrawn: Its tapes with other seeds and updates, if these decide sizes.
@@ -42,6 +43,7 @@ class Learned:
     plain: bool = False
     overwritten: set[tuple[str, str]] = field(default_factory=set)
     real: bool = False
+    earlier: bool = False
     seed: int = 0
     num_updates: int = 0
     redrawn: list[Tape] = field(default_factory=list)

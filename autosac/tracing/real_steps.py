@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,19 +144,24 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
     if frugal:
         follower.shared = {p.untyped_storage()._cdata for p in model.parameters()}
         hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _miss)
-    follower.probe(model)
+    run = partial(
+        output_and_loss,
+        model,
+        args,
+        kwargs,
+        loss_fn=step.loss_fn,
+        autocast=step.autocast,
+        accumulate=step.accumulate,
+        mark=follower.mark,
+    )
     try:
         streams = seeded_streams(step.learned.seed)
-        with streams, torch.enable_grad(), hooks, follower:
-            output_and_loss(
-                model,
-                args,
-                kwargs,
-                loss_fn=step.loss_fn,
-                autocast=step.autocast,
-                accumulate=step.accumulate,
-                mark=follower.mark,
-            )
+        with streams, torch.enable_grad(), hooks:
+            if step.learned.earlier:
+                run()
+            follower.probe(model)
+            with follower:
+                run()
         follower.end()
     except _Departed:
         pass

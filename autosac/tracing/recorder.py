@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_dispatch
 from autosac.devices import cuda_workspaces
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import TraceError
@@ -24,6 +24,7 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step import source_lines
 from autosac.step.tape import Op, Storage, Tape
+from autosac.tracing import untold
 from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.attribution import Attribution
@@ -32,6 +33,7 @@ from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
 from autosac.tracing.saving import Holder, Saved
+from autosac.tracing.writing_in_place import of_real_step
 
 _FORWARD_PHASES = ("forward", "loss")
 _LITERAL = torch.ops.aten.lift_fresh.default
@@ -89,6 +91,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.ops: list[Op] = []
         self.saved: list[Saved] = []
         self.calls: list[Call] = []
+        self.running: list[Call] = []
         self.met: set[int] = set()  # storages from elsewhere that modules handed on
         self.failed_in = 0
         self.modules = Attribution(model)
@@ -104,12 +107,23 @@ class Recorder(_compat.PlainDispatchMode, Account):
             self._probe_modules()
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         try:
-            with hooks, self:
+            with hooks, untold.noting(self.note_state, self.note_dirty), self:
                 yield
         finally:
             if self.retraces:
                 raise Retrace  # again: the model may have caught it
         self.tick()
+
+    def note_dirty(self) -> None:
+        """Refuse the modules that run: an autograd function marks a tensor as dirty."""
+        for call in self.running:
+            call.once = call.once or untold.DIRTY
+
+    def note_state(self, state: torch.Tensor) -> None:
+        """Count a copy of the CPU generator's state, which a step holds for a while."""
+        if self.target is None:
+            category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
+            self._indices([state], self.tick(), category)
 
     def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
         """Begin a phase of the step; backward begins at a loss."""
@@ -180,8 +194,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
             return func(*args, **kwargs)
         if self.muted:
             return self._unrecorded(func, args, kwargs)
-        if self.phase == "backward" and self.accumulations.in_place(func, args):
-            func = torch.ops.aten.add_.Tensor
+        if self.phase == "backward":
+            func, args = of_real_step(func, args, self.accumulations)
         start = self.tick()
         inputs: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, inputs)
@@ -471,6 +485,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
     def enter(self, module: int, args: Any, kwargs: Any) -> Call:
         """A module's ``forward`` begins."""
         call = Call(module, self.phase, self.tick())
+        if _compat_dispatch.is_transformed():
+            call.once = "it runs under a transform of torch.func, torch.vmap or jvp"
+            args = kwargs = None  # such tensors have no memory of their own
         if self.finds_draws or len(self.modules.stack) == 1:
             call.random = random_numbers()
         tensors = list(tensors_in((args, kwargs)))
@@ -478,11 +495,15 @@ class Recorder(_compat.PlainDispatchMode, Account):
         call.look_at_arguments((args, kwargs), tensors)
         self.calls.append(call)
         self.modules.stack.append(module)
+        self.running.append(call)
         return call
 
     def leave(self, call: Call, args: Any, kwargs: Any, output: Any) -> None:
         """A module's ``forward`` ends."""
         self.modules.stack.pop()
+        self.running.pop()
+        if _compat_dispatch.is_transformed():
+            args = kwargs = output = None
         if self._handed_on(list(tensors_in((args, kwargs)))) != call.inputs:
             call.once = call.once or "it changes a container that it is given"
         if call.random is not None and call.random != random_numbers():

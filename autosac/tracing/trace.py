@@ -79,7 +79,7 @@ def trace(step: Step) -> Tape:
             become(variant)
             tape, *step.learned.redrawn = tapes
     finally:
-        _let_go_of_copies(step)
+        _let_go_of_copies(step, after_each=False)
     return tape
 
 
@@ -99,9 +99,15 @@ def _storages(step: Step) -> Tape:
     return _run(step, lambda model: None, only_storages=True)
 
 
-def _let_go_of_copies(step: Step) -> None:
-    """Free the copies of a step that ran on real tensors: they hang in cycles."""
-    if step.learned.real:
+def _let_go_of_copies(step: Step, *, after_each: bool) -> None:
+    """Free the copies of a step that ran on real tensors: they hang in cycles.
+
+    Args:
+        step: The step.
+        after_each: After one of several runs, not behind the last: only large copies
+            are worth a search through all of Python's objects, but at once.
+    """
+    if step.learned.real and _takes_much(step) == after_each:
         gc.collect()
 
 
@@ -184,7 +190,7 @@ def dry_run(
     try:
         return _run(step, apply, only_storages=True, optimizes=optimizes)
     finally:
-        _let_go_of_copies(step)
+        _let_go_of_copies(step, after_each=False)
 
 
 def _run(
@@ -213,6 +219,8 @@ def _run(
             tape, left = _run_on(mode, step, prepare, **options)
             if left and memoized.remember(left):
                 tape, _ = _run_on(mode, step, prepare, **options)
+            elif left and not only_storages and not step.learned.earlier:
+                tape = _later(tape, mode, step, prepare, **options)
             return tape
         except Retrace:
             pass
@@ -225,8 +233,28 @@ def _run(
             if left is None or left:
                 memoized.forget_fakes()
             _compat_plain.restore_keys(mode)
-            if _takes_much(step):  # else once, behind the last run
-                _let_go_of_copies(step)
+            _let_go_of_copies(step, after_each=True)
+
+
+def _later(
+    tape: Tape, mode: _compat.FakeTensorMode | None, step: Step, *args: Any, **how: Any
+) -> Tape:
+    """The tape of a second step, if modules keep what makes it run other ops.
+
+    A model may make a table of positions in its first step only.
+    """
+    step.learned.earlier, is_real = True, step.learned.real
+    try:
+        later, _ = _run_on(mode, step, *args, **how)
+    except (Retrace, TraceError):  # a second step may need what the first has lost
+        step.learned.earlier, step.learned.real = False, is_real
+        return tape
+    step.learned.earlier = _names(later) != _names(tape)
+    return later if step.learned.earlier else tape
+
+
+def _names(tape: Tape) -> list[str]:
+    return [op.name for op in tape.ops]
 
 
 def _run_on(
@@ -248,32 +276,30 @@ def _run_on(
         model, optimizer, args, kwargs = copied(step, mode)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
         _train(step, model, optimizer, args, kwargs)
-        prepare(model)
-        recorder = Recorder(
+        new_recorder = partial(
+            Recorder,
             model,
             mode=mode,
             device_type=step.traced_type,
             granularity_bytes=step.granularity_bytes,
-            only_storages=only_storages,
             target=step.lens,
             learned=step.learned,
             finds_draws=finds_draws or mode is None,
             most_bytes=_most_bytes(step) if mode is None else None,
         )
-        _register(recorder, step, model, (args, kwargs))
+        recorder = new_recorder(only_storages=True)
         try:
+            if step.learned.earlier:
+                with _recorded(recorder, mode):
+                    _one_micro_step(recorder, step, model, args, kwargs)
+                model.zero_grad(set_to_none=True)
+            prepare(model)
+            recorder = new_recorder(only_storages=only_storages)
+            _register(recorder, step, model, (args, kwargs))
             with _recorded(recorder, mode):
                 if isinstance(optimizer, OptimizerInBackward):
                     _make_states(recorder, optimizer)
-                loss = micro_step(
-                    model,
-                    args,
-                    kwargs,
-                    loss_fn=step.loss_fn,
-                    autocast=step.autocast,
-                    accumulate=step.accumulate,
-                    mark=_marker(recorder, model, step),
-                )
+                loss = _one_micro_step(recorder, step, model, args, kwargs)
                 _enter_steady_state(recorder, model, optimizer, step.accumulate)
                 recorder.mark("optimizer")
                 if optimizes:
@@ -291,6 +317,21 @@ def _run_on(
             return recorder.tape(), left
         parameters = find_parameters(recorder, step.model, model, optimizer)
         return replace(recorder.tape(), parameters=parameters), left
+
+
+def _one_micro_step(
+    recorder: Recorder, step: Step, model: torch.nn.Module, args: Any, kwargs: Any
+) -> torch.Tensor:
+    """Run forward, loss and backward under a recorder; the loss."""
+    return micro_step(
+        model,
+        args,
+        kwargs,
+        loss_fn=step.loss_fn,
+        autocast=step.autocast,
+        accumulate=step.accumulate,
+        mark=_marker(recorder, model, step),
+    )
 
 
 def _train(
@@ -342,7 +383,7 @@ def _recorded(
 
 
 def _takes_much(step: Step) -> bool:
-    """Whether a copy's memory is worth a search through all of Python's objects."""
+    """Whether a copy of the model takes much memory."""
     return sum(p.nbytes for p in step.model.parameters()) > _MUCH_BYTES
 
 

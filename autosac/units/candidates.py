@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autosac.step.tape import ModuleCall, Op, Tape
@@ -22,16 +22,16 @@ class Units:
 
 
 def find_units(
-    tape: Tape, op_ms: Sequence[float], *, exclude: Iterable[str] = ()
+    tape: Tape, op_ms: Sequence[float], *, exclude: Mapping[str, str] | None = None
 ) -> Units:
     """Find the modules of a tape that can be AC units.
 
     Args:
         tape: The traced step.
         op_ms: Forward time of every op of the tape.
-        exclude: FQNs that must not be units.
+        exclude: FQNs that must not be units -> why.
     """
-    excluded = frozenset(exclude)
+    excluded = exclude or {}
     counts = Counter(call.module for call in tape.calls)
     in_backward = {call.module for call in tape.calls if call.phase == "backward"}
     index = TapeIndex(tape)
@@ -44,7 +44,7 @@ def find_units(
         place = (seen[call.module], counts[call.module])
         seen[call.module] += 1
         if fqn in excluded:
-            refused[fqn] = "it was excluded"
+            refused[fqn] = excluded[fqn]
         elif call.module in in_backward:
             refused[fqn] = (
                 "it runs in backward as well: it has its own checkpointing (switch that"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
+from autosac.errors import AutosacError, TraceError
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms
 from autosac.step.arguments import (
@@ -248,6 +249,7 @@ class _Run:
         torch.manual_seed(recipe.seed)
         self.args, self.kwargs = normalize_inputs(recipe.make_inputs())
         self.recipe = recipe
+        self.is_planned = plan is not None
         self.device = self._find_device()
         torch.manual_seed(recipe.seed)
 
@@ -257,17 +259,28 @@ class _Run:
             self.model.zero_grad(set_to_none=True)
 
     def step(self) -> torch.Tensor:
-        return training_step(
-            self.model,
-            self.args,
-            self.kwargs,
-            loss_fn=self.recipe.loss_fn,
-            optimizer=self.optimizer,
-            autocast=self.recipe.autocast,
-            accumulate=self.recipe.accumulate,
-            clip_grad_norm=self.recipe.clip_grad_norm,
-            gradients_in_forward=self.recipe.gradients_in_forward,
-        )
+        try:
+            return training_step(
+                self.model,
+                self.args,
+                self.kwargs,
+                loss_fn=self.recipe.loss_fn,
+                optimizer=self.optimizer,
+                autocast=self.recipe.autocast,
+                accumulate=self.recipe.accumulate,
+                clip_grad_norm=self.recipe.clip_grad_norm,
+                gradients_in_forward=self.recipe.gradients_in_forward,
+            )
+        except (AutosacError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the user's code raises
+            if self.is_planned:
+                raise
+            raise TraceError(
+                f"The step fails without a plan, too: {type(error).__name__} says"
+                f" {error}. Pass the loss, the optimizer and a batch of the step that"
+                " was planned, as `loss_fn` and so on."
+            ) from error
 
     def timed_step_ms(self) -> float:
         self.clear_gradients()

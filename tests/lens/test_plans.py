@@ -13,8 +13,7 @@ from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
 from autosac.lens import attention_choice
 from autosac.lens.mode import lens
-from autosac.planning.make_plan import _confirm, floor, make_plan
-from autosac.planning.spelling import spell_out
+from autosac.planning.make_plan import _difference, floor, make_plan
 from autosac.profiles.profile import profile
 from tests.fake_gpu import Attention, Language
 from tests.models import CASES, random_choice
@@ -100,7 +99,7 @@ def test_other_optimizers_step_too(kind):
     chosen = random_choice(made, 0)
 
     assert any("_foreach" in name for name in names(made, "optimizer"))
-    _confirm(made, chosen, spell_out(made, chosen))
+    assert not _difference(made, chosen)
 
 
 def test_optimizers_in_backward_keep_their_steps_on_the_cpu():
@@ -214,7 +213,7 @@ def test_a_dry_run_confirms_random_plans(name, device, autocast):
 
     for seed in range(3):
         chosen = random_choice(made, seed)
-        _confirm(made, chosen, spell_out(made, chosen))
+        assert not _difference(made, chosen)
 
 
 def meta_gpt():
@@ -289,7 +288,8 @@ def _outside():
 def test_leaves_nothing_behind():
     before = _outside()
 
-    profile(Language(), IDS, device=A100, autocast=BFLOAT16)
+    with pytest.warns(UserWarning, match=r"goes backward through aten\.prod"):
+        profile(Language(), IDS, device=A100, autocast=BFLOAT16)
     assert _outside() == before
     with pytest.raises(NotImplementedError):
         profile(nn.LSTM(8, 8), torch.zeros(4, 2, 8), device=A100, autocast=BFLOAT16)

@@ -1,0 +1,87 @@
+"""Which functions of autograd write in place in a real step, but not in a trace.
+
+Backward of `gather`, `x[index]`, `sort` and others fills a tensor of zeros in place,
+unless a dispatch mode is active: then PyTorch runs the op that makes a new tensor
+(`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp and
+aten/src/ATen/native/TensorAdvancedIndexing.cpp). A trace that follows it would see
+memory that no real step takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autosac import _compat_autograd
+from autosac.tracing.accumulating import Accumulations
+
+_aten = torch.ops.aten
+# By the op of a trace: that of a real step, further arguments, and the functions.
+_IN_PLACE: dict[Any, tuple[Any, tuple[Any, ...], frozenset[str]]] = {
+    _aten.scatter_add.default: (
+        _aten.scatter_add_.default,
+        (),
+        frozenset({"GatherBackward0", "CummaxBackward0", "CumminBackward0"}),
+    ),
+    _aten.scatter.src: (
+        _aten.scatter_.src,
+        (),
+        frozenset(
+            {
+                *("SortBackward0", "SortBackward1", "TopkBackward0", "ModeBackward0"),
+                *("MedianBackward1", "NanmedianBackward1", "KthvalueBackward0"),
+                *("MaxBackward0", "MinBackward0"),
+            }
+        ),
+    ),
+    _aten.index_put.default: (
+        _aten._index_put_impl_.default,
+        (True,),
+        frozenset({"IndexBackward0"}),
+    ),
+    _aten.index_add.default: (
+        _aten.index_add_.default,
+        (),
+        frozenset({"IndexSelectBackward0"}),
+    ),
+    _aten.put.default: (_aten.put_.default, (), frozenset({"TakeBackward0"})),
+    _aten.masked_scatter.default: (
+        _aten.masked_scatter_.default,
+        (),
+        frozenset({"MaskedSelectBackward0"}),
+    ),
+    _aten.masked_fill.Scalar: (
+        _aten.masked_fill_.Scalar,
+        (),
+        frozenset({"MinimumBackward0", "MaximumBackward0", "Atan2Backward0"}),
+    ),
+    _aten.sub.Tensor: (
+        _aten.sub_.Tensor,
+        (),
+        frozenset({"BinaryCrossEntropyWithLogitsBackward0"}),
+    ),
+}
+_BY_ADDRESS = {id(func): (func, *entry) for func, entry in _IN_PLACE.items()}
+
+
+def of_real_step(
+    func: Any, args: tuple[Any, ...], accumulations: Accumulations
+) -> tuple[Any, tuple[Any, ...]]:
+    """The op of backward that a real step runs for a trace's, and its arguments.
+
+    Args:
+        func: The op of the trace.
+        args: Its positional arguments.
+        accumulations: Recognise sums of gradients.
+    """
+    if accumulations.in_place(func, args):
+        return _aten.add_.Tensor, args
+    entry = _BY_ADDRESS.get(id(func))  # ops are slow to hash
+    if entry is None or torch.is_grad_enabled():
+        return func, args
+    _, real, more, functions = entry
+    node = _compat_autograd.current_node()
+    if node is None or node.name() not in functions:
+        return func, args
+    return real, (*args, *more)

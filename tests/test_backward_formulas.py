@@ -1,0 +1,66 @@
+"""Backward in a trace runs the ops that it runs in a real step."""
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import autosac
+from tests.models import Case
+
+SIZE = 12
+ROWS = torch.tensor([0, 0, 3])
+
+FUNCTIONS = {
+    "gather": lambda x: x.gather(1, (x > 0).long()),
+    "index": lambda x: x[ROWS],
+    "mask": lambda x: x[x > 0],
+    "index_select": lambda x: x.index_select(0, ROWS),
+    "take": lambda x: x.take(ROWS),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "sort": lambda x: x.sort(1).values,
+    "topk": lambda x: x.topk(3).values,
+    "max of rows": lambda x: x.max(1).values,
+    "min of columns": lambda x: x.min(0).values,
+    "median of rows": lambda x: x.median(1).values,
+    "cummax": lambda x: x.cummax(1).values,
+    "minimum": lambda x: torch.minimum(x, x.sin()),
+    "repeat_interleave": lambda x: x.repeat_interleave(torch.full((SIZE,), 2), 0),
+    "cross entropy of logits": lambda x: nn.functional.binary_cross_entropy_with_logits(
+        x, torch.ones_like(x) / 2
+    ),
+}
+WRITES = ("scatter", "scatter_add", "index_put", "index_add", "put", "masked_fill")
+
+
+class Applies(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.weight * x).square().mean()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_backward_makes_the_tensors_of_a_real_step(name):
+    torch.manual_seed(0)
+    model, x = Applies(FUNCTIONS[name]), torch.ones(())
+    traced = autosac.profile(model, x, loss_fn=lambda loss: loss)
+    loss = model(x)
+    with profile(activities=[ProfilerActivity.CPU]) as recording:
+        loss.backward()
+
+    real = {event.name for event in recording.events()}
+    names = {op.name.split(".")[1] for op in traced.tape.ops if op.phase == "backward"}
+    out_of_place = names.intersection({*WRITES, "masked_scatter", "sub"})
+    assert {f"aten::{name}" for name in out_of_place} <= real
+
+
+@pytest.mark.parametrize("function", [torch.max, torch.prod])
+def test_a_formula_that_no_trace_follows_is_warned_of(function):
+    case = Case(lambda: Applies(function), lambda: torch.ones(()))
+
+    with pytest.warns(UserWarning, match="goes backward through aten"):
+        autosac.profile(case.model(), case.inputs(), loss_fn=lambda loss: loss)

@@ -1,0 +1,228 @@
+"""Models of habits that no op tells of: planned near the floor, trained bit by bit."""
+
+import collections
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import autosac
+from autosac.checkpointing import installing
+from autosac.errors import InfeasibleBudgetError
+from autosac.planning import make_plan
+from tests.models import Case
+from tests.training import assert_equal, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH, ROWS = 32, 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class KeepsTable(Block):
+    """Makes a table of positions in its first step, and keeps it in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+
+    def forward(self, x):
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.arange(len(x), dtype=x.dtype)[:, None] / len(x)
+        return super().forward(x + self.tables[len(x)])
+
+
+class KeepsLatest(Block):
+    """Adds up what it saw in the last two steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.latest = collections.deque(maxlen=2)
+
+    def forward(self, x):
+        self.latest.append(x.detach().mean(0))
+        return super().forward(x + sum(self.latest))
+
+
+class Checkpointed(Block):
+    """Checkpoints by itself, which keeps states of the random generator."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class _Double(torch.autograd.Function):
+    """Changes its argument in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class MarksDirty(Block):
+    def forward(self, x):
+        return x + self.down(_Double.apply(functional.gelu(self.up(x))))
+
+
+class Vectorized(Block):
+    """Calls modules under `torch.vmap`."""
+
+    def forward(self, x):
+        return x + torch.vmap(super().forward)(x)
+
+
+class Folds(Block):
+    """`fold` keeps the memory of its input."""
+
+    def forward(self, x):
+        images = super().forward(x).view(-1, 1, 16, 16)
+        return functional.fold(functional.unfold(images, 3), 16, 3).reshape(x.shape)
+
+
+class Picks(Block):
+    """Backward of indexing writes into zeros in place."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        order = x.sum(1).argsort()
+        rows = x[order]
+        return rows.sort(1).values + x.gather(1, (x > 0).long())
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return torch.tanh(weight) * 2
+
+
+class Parametrized(Block):
+    def __init__(self):
+        super().__init__()
+        parametrize.register_parametrization(self.up, "weight", Doubled())
+
+
+class Blocks(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def rows():
+    return torch.randn(ROWS, WIDTH)
+
+
+def mean_square(output):
+    return output.square().mean()
+
+
+def of(block):
+    return Case(lambda: Blocks(block), rows, mean_square)
+
+
+HABITS = (
+    *(KeepsTable, KeepsLatest, Checkpointed, MarksDirty, Vectorized, Folds, Picks),
+    Parametrized,
+)
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("block", HABITS)
+def test_a_plan_keeps_its_budget_and_every_bit(block):
+    case = of(block)
+    profile = autosac.calibrate(case.profile(), progress=False)
+    floor, peak = autosac.floor(profile), profile.baseline_peak_bytes
+    plan = autosac.plan(profile, memory_budget=floor + (peak - floor) // 20)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # first steps that make tables depart
+        done = autosac.verify(
+            plan, case.model, case.inputs, loss_fn=mean_square, timing_rounds=0
+        )
+
+    assert not done.differences
+    assert done.measured_peak_bytes <= plan.budget_bytes
+    assert done.predicted_peak_bytes == pytest.approx(
+        done.measured_peak_bytes, rel=0.002, abs=64
+    )
+
+
+def test_a_function_that_marks_tensors_as_dirty_makes_no_unit():
+    refused = of(MarksDirty).profile().units.refused
+
+    assert set(refused) == {f"blocks.{i}" for i in range(4)}
+    assert "dirty" in refused["blocks.0"]
+
+
+@pytest.mark.parametrize("block", [KeepsTable, KeepsLatest])
+def test_units_that_depart_find_containers_as_forward_did(block):
+    case = of(block)
+    model, plain = case.model(), case.model()
+    profile = case.profile()
+    autosac.plan(profile, memory_budget=autosac.floor(profile)).apply(model)
+    expected = train(case, plain, steps=3)
+
+    with pytest.warns(UserWarning, match="where its plan expects"):
+        states = train(case, model, steps=3)
+
+    assert_equal(expected, states)
+
+
+def test_units_that_depart_find_parametrized_weights_as_forward_did():
+    case = of(Parametrized)
+    model, plain = case.model(), case.model()
+    profile = case.profile()
+    autosac.plan(profile, memory_budget=autosac.floor(profile)).apply(model)
+    gradients = []
+    for twin in (plain, model):
+        with warnings.catch_warnings(), parametrize.cached():
+            warnings.simplefilter("ignore")  # weights of the second pass are cached
+            loss = mean_square(twin(case.inputs())) + mean_square(twin(case.inputs()))
+        loss.backward()
+        gradients.append([parameter.grad for parameter in twin.parameters()])
+
+    assert all(map(torch.equal, *gradients))
+
+
+def test_units_whose_dry_run_is_not_as_simulated_are_left_out_and_said(monkeypatch):
+    case = Case(lambda: nn.Sequential(Blocks(Block), Blocks(Folds)), rows, mean_square)
+    profile = autosac.calibrate(case.profile(), progress=False)
+    floor, peak = autosac.floor(profile), profile.baseline_peak_bytes
+    install = installing.install
+
+    def some(model, policies):
+        install(model, tuple(p for p in policies if not p.fqn.startswith("0.")))
+
+    monkeypatch.setattr(make_plan.installing, "install", some)  # of dry runs
+
+    with (
+        pytest.warns(UserWarning, match="It is left out, and the rest is planned"),
+        pytest.raises(InfeasibleBudgetError),
+    ):
+        autosac.plan(profile, memory_budget=floor)
+    plan = autosac.plan(profile, memory_budget=peak - 1)
+
+    assert floor < autosac.floor(profile) < peak
+    assert "other memory than its trace shows" in profile.units.refused["0.blocks.0"]
+    assert plan.dry_run
+    assert not plan.policy.keys() & profile.units.refused.keys()
