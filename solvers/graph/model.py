@@ -260,21 +260,24 @@ class GraphModel:
         op = problem.maker[value]
         # While the op itself runs, its values are there.
         is_here = op == position.op
-        copy = self.again(
-            op, position.step if is_here else self._last_step(op, position)
-        )
+        last_step = position.step if is_here else self._last_step(op, position)
+        copy = self.again(op, last_step)
+        ahead = self._run(op) - copy  # it runs again, but later
         is_single = len(problem.makes[op]) == 1
         if problem.last_need.get(value, -1) >= position.step:
+            if problem.first_need[value] <= last_step:
+                return _number(1)
             if is_single:
                 return keep + copy
-            return self._at_least(value, position, [keep + 0.0, copy])
-        there = [keep + copy] if is_single else [keep + 0.0, copy]
+            return self._at_least(value, position, [keep + 0.0, copy, 1 - ahead])
         asked = []
         for c in self.readers.get(value, ()):
             step = self._last_step(c, position)
             if not self._runs_early(c, step):
-                ahead = self.run[c] - self.again(c, step)
-                asked += [a + ahead - 1 for a in there]
+                needs = self.run[c] - self.again(c, step)
+                asked.append(needs - ahead)
+                if not is_single:
+                    asked += [keep + needs - 1, copy + needs - 1]
         if is_here:
             asked.append(copy - self.again(op, position.step - 1))
         return self._at_least(value, position, asked) if asked else None
