@@ -33,7 +33,7 @@ from ..milp import pulp_runner
 from .recomputation import GraphProblem, Position
 
 _MIB = 2**20
-_TIE_BREAK = 1e-4  # weight of kept bytes against all of the time: a heuristic
+_TIE_BREAK = 1e-6  # weight of kept bytes against all of the time: a heuristic
 
 _Expression = Any  # a pulp.LpAffineExpression: PuLP has no types
 
@@ -59,6 +59,7 @@ class GraphModel:
         self.model = pulp_runner.Model("graph")
         self.rows: set[Position] = set()
         self._again: dict[tuple[int, int], _Expression] = {}
+        self._cutoff: pulp.LpConstraint | None = None
         self._add_choices()
         if budget_bytes is None:
             self._cap: pulp.LpVariable | float = self.model.add_variable("peak", 0.0)
@@ -293,9 +294,31 @@ class GraphModel:
 
     # --- solutions ----------------------------------------------------------------
 
-    def kept(self) -> frozenset[int]:
-        """Values that the variables keep, rounded."""
-        return frozenset(v for v, k in self.keep.items() if (k.varValue or 0.0) > 0.5)
+    def kept(self, more_than: float = 0.5) -> frozenset[int]:
+        """Values that the variables keep by more than a share."""
+        keep = self.keep.items()
+        return frozenset(v for v, k in keep if (k.varValue or 0.0) > more_than)
+
+    def cut_off(self, cost_ms: float) -> None:
+        """Leave out choices that take more than so much time."""
+        limit = (cost_ms + self.tie_break_ms) * self.time_scale
+        if self._cutoff is None:
+            self._cutoff = self.model.objective <= limit
+            self.model += self._cutoff
+        self._cutoff.changeRHS(limit)
+
+    def fix(self, cost_ms: float) -> None:
+        """Fix what no choice below a time has otherwise, by reduced costs.
+
+        The variables hold the optimum of the relaxation.
+        """
+        bound = self.model.objective.value()
+        room = (cost_ms + self.tie_break_ms) * self.time_scale - bound
+        for k in self.keep.values():
+            if (k.dj or 0.0) > room:
+                k.upBound = 0.0
+            elif -(k.dj or 0.0) > room:
+                k.lowBound = 1.0
 
     def forbid(self, kept: Set[int]) -> None:
         """Cut off one choice that breaks rows by less than their tolerance."""

@@ -8,12 +8,14 @@ that recompute a value at most once, just before its first use.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
+from . import fractional, local_search
 from .model import GraphModel
 from .recomputation import (
     GraphProblem,
@@ -24,8 +26,13 @@ from .recomputation import (
     timeline,
 )
 
-_ROUGH_GAP = 0.1  # while rows are looked for: a heuristic
 _ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
+_LP_ROUNDS = 40  # of adding rows to the relaxation: a start, no proof hangs on it
+_LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds of adding rows: else
+_ROUNDS_TO_RISE = 3  # more rows are not worth their time
+_SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
+_MOST_WORK = 40_000_000  # of all MILPs, see `pulp_runner.run`: some ten seconds
+_ANY_WORK = 2**50
 _MIB = 2**20
 _TOLERANCE = 1e-5  # of solvers, relative to a peak: rows keep theirs in MiB
 
@@ -50,7 +57,7 @@ def solve(
     *,
     budget_bytes: int,
     start: Iterable[frozenset[int]] = (),
-    time_limit_s: float = 60.0,
+    time_limit_s: float | None = None,
     relative_gap: float = 0.0,
     backend: Backend = "highs",
 ) -> GraphSolution:
@@ -59,21 +66,21 @@ def solve(
     Args:
         problem: The step.
         budget_bytes: Cap on its peak.
-        start: Choices that may fit, for when time runs out.
-        time_limit_s: Stop after about so long with the best choice of the moment.
+        start: Choices that may fit; the result takes no more time than any that does.
+        time_limit_s: Stop branching after about so long; None to stop after an amount
+            of work, which is the same in every run.
         relative_gap: Stop as soon as a choice is proven this close to the best.
         backend: Which MILP solver to run.
 
     Returns:
         The outcome. A budget that no choice meets is an outcome, not an error.
     """
-    search = _Search(problem, budget_bytes, time_limit_s, backend)
-    for kept in (problem.kept_plainly, *start):
+    search = _Search(problem, budget_bytes, time_limit_s, relative_gap, backend)
+    for kept in dict.fromkeys((problem.kept_plainly, *start)):
         search.try_out(kept)
-    if search.best is not None and search.best[0] == 0.0:
+    if search.is_done():
         return search.solution(Termination.OPTIMAL)
-    search.find_rows()
-    return search.solution(search.run(relative_gap))
+    return search.solution(search.run())
 
 
 class _Search:
@@ -88,34 +95,55 @@ class _Search:
         self,
         problem: GraphProblem,
         budget_bytes: int,
-        time_limit_s: float,
+        time_limit_s: float | None,
+        relative_gap: float,
         backend: Backend,
     ) -> None:
         self.problem = problem
         self.budget_bytes = budget_bytes
         self.started = time.perf_counter()
-        self.time_limit_s = time_limit_s
-        self.backend: Backend = backend
+        self._ends = math.inf if time_limit_s is None else self.started + time_limit_s
+        self._work = _MOST_WORK if time_limit_s is None else _ANY_WORK
+        self._gap = relative_gap
+        self._backend: Backend = backend
         self.model = GraphModel(problem, budget_bytes=budget_bytes)
         self.best: tuple[float, frozenset[int]] | None = None
         self.bound_ms = 0.0
 
+    def is_done(self) -> bool:
+        """Whether the best choice is proven as close to the best as is asked for."""
+        if self.best is None:
+            return False
+        return self.best[0] - self.bound_ms <= self._gap * self.best[0]
+
     @property
     def _left_s(self) -> float:
-        return self.time_limit_s - (time.perf_counter() - self.started)
+        return self._ends - time.perf_counter()
 
     def try_out(self, kept: frozenset[int]) -> list[Position]:
-        """Replay a choice: remember it if it fits, else list positions over the cap."""
+        """Replay a choice: improve it if it fits, else list positions over the cap."""
         try:
             moments = timeline(self.problem, kept)
         except ValueError:  # it needs a pinned op again
             return []
         broken = worst(moments, self.budget_bytes)
         if not broken:
+            kept = local_search.keep_again(self.problem, kept, self.budget_bytes)
             cost_ms = recompute_ms(self.problem, kept)
             if self.best is None or cost_ms < self.best[0]:
                 self.best = cost_ms, kept
         return broken
+
+    def _repair(self, kept: frozenset[int]) -> None:
+        """Try out a choice with as little more dropped as makes it fit."""
+        try:
+            repaired = local_search.drop_until_it_fits(
+                self.problem, kept, self.budget_bytes
+            )
+        except ValueError:  # it needs a pinned op again
+            return
+        if repaired is not None:
+            self.try_out(repaired)
 
     def _add_rows(self, positions: Iterable[Position]) -> bool:
         new = [p for p in positions if p not in self.model.rows]
@@ -123,55 +151,82 @@ class _Search:
             self.model.add_row(position)
         return bool(new)
 
-    def find_rows(self) -> None:
-        """Solve relaxations, which is cheap, and replay them rounded."""
-        self._add_rows(self.try_out(self.problem.kept_plainly))
-        for _ in range(50):
-            outcome = pulp_runner.run(
-                self.model.model, backend=self.backend, relaxed=True
-            )
-            if not outcome.termination.has_incumbent or self._left_s < 0:
-                return
-            self._note_bound(outcome)
-            if not self._add_rows(self.try_out(self.model.kept())):
-                return
+    def relax(self) -> Termination:
+        """Solve relaxations until they keep the budget; repair the last one, rounded.
 
-    def _note_bound(self, outcome: pulp_runner.Outcome) -> None:
-        if outcome.bound is not None:
-            bound_ms = outcome.bound / self.model.time_scale - self.model.tie_break_ms
-            self.bound_ms = max(self.bound_ms, bound_ms)
-
-    def run(self, relative_gap: float) -> Termination:
-        """Solve the model until its choice fits.
-
-        Roughly at first: most rows are found by choices that are far from the best.
+        What the variables hold is checked at all positions, fractions included.
         """
-        gap = max(relative_gap, _ROUGH_GAP)
-        while True:
+        self._add_rows(self.try_out(self.problem.kept_plainly))
+        bounds: list[float] = []
+        for _ in range(_LP_ROUNDS):
+            outcome = pulp_runner.run(
+                self.model.model, backend=self._backend, relaxed=True
+            )
+            if not outcome.termination.has_incumbent:
+                return outcome.termination
+            self._note_bound(outcome.bound)
+            bounds.append(self.bound_ms)
+            if self.is_done() or self._left_s < 0 or _hardly_rises(bounds):
+                break
+            broken = fractional.broken(self.model, self.budget_bytes)
+            if not self._add_rows(broken):
+                break
+        for share in _SHARES:
+            self._repair(self.model.kept(share))
+        return Termination.OPTIMAL
+
+    def _note_bound(self, bound: float | None, most_ms: float = math.inf) -> None:
+        if bound is not None:
+            bound_ms = bound / self.model.time_scale - self.model.tie_break_ms
+            self.bound_ms = max(self.bound_ms, min(bound_ms, most_ms))
+
+    def run(self) -> Termination:
+        """Solve the relaxation, then the model until its choice fits."""
+        relaxed = self.relax()
+        if relaxed is Termination.INFEASIBLE:
+            return relaxed
+        if self.best is not None and not self.is_done():
+            self.model.fix(self.best[0])
+        while not self.is_done() and self._left_s > 0 and self._work > 0:
+            most_ms = math.inf
+            if self.best is not None:
+                most_ms = self.best[0] * (1.0 - self._gap)
+                self.model.cut_off(most_ms)
             outcome = pulp_runner.run(
                 self.model.model,
-                backend=self.backend,
-                time_limit_s=max(self._left_s, 1.0),
-                relative_gap=gap,
+                backend=self._backend,
+                time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
+                work_limit=self._work,
+                relative_gap=self._gap,
             )
+            self._work -= max(1, outcome.work)
             if outcome.termination is Termination.INFEASIBLE:
-                return Termination.INFEASIBLE
-            self._note_bound(outcome)
+                if self.best is None:
+                    return outcome.termination
+                self.bound_ms = max(self.bound_ms, most_ms)
+                break
+            self._note_bound(outcome.bound, most_ms)
             if not outcome.termination.has_incumbent:
                 break
-            kept = self.model.kept()
-            broken = self.try_out(kept)
-            if not broken:
-                if gap == relative_gap or self._left_s < 0:
-                    return outcome.termination
-                gap = relative_gap
-                continue
-            if self._left_s < 0:
-                break
+            self._take(self.model.kept())
+        if self.best is None:
+            return Termination.NO_INCUMBENT
+        return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
+
+    def _take(self, kept: frozenset[int]) -> None:
+        """Try out the model's choice, and leave it out of the model if it is no good.
+
+        Unless it is new to the best, rows do, or a cut where it breaks them by less
+        than solvers can tell.
+        """
+        before = self.best
+        broken = self.try_out(kept)
+        if broken:
+            self._repair(kept)
             if not self._add_rows(broken):
-                self.model.forbid(kept)  # broken by less than solvers can tell
-        fits = self.best is not None
-        return Termination.FEASIBLE if fits else Termination.NO_INCUMBENT
+                self.model.forbid(kept)
+        elif self.best is before:
+            self.model.forbid(kept)
 
     def solution(self, termination: Termination) -> GraphSolution:
         solve_s = time.perf_counter() - self.started
@@ -190,6 +245,13 @@ class _Search:
             peak_bytes=peak_bytes(self.problem, kept),
             num_rows=rows,
         )
+
+
+def _hardly_rises(bounds: list[float]) -> bool:
+    """Whether the last rounds of rows have hardly raised the bound."""
+    if len(bounds) <= _ROUNDS_TO_RISE:
+        return False
+    return bounds[-1] - bounds[-1 - _ROUNDS_TO_RISE] <= _LEAST_RISE * bounds[-1]
 
 
 def worst(moments: list[Moment], budget_bytes: int) -> list[Position]:

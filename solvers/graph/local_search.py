@@ -1,0 +1,142 @@
+"""Better choices from given ones: values are kept again, or no more.
+
+Both are rules of thumb: every choice on the way is judged by its true peak and time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+
+from .recomputation import (
+    GraphProblem,
+    Position,
+    peak,
+    peak_bytes,
+    recompute_ms,
+    reruns,
+    timeline,
+)
+
+_MOST_DROPPED = 200  # values, until a choice fits
+_TRIED = 24  # values at a time, the largest at the peak
+
+
+def keep_again(
+    problem: GraphProblem, kept: frozenset[int], budget_bytes: int
+) -> frozenset[int]:
+    """Keep what is made again, best first, while the peak stays within the budget.
+
+    Best is what saves most time; or most time a byte, if that ends better. (Reverse
+    delete: the end of a greedy makes some of its beginning needless.)
+
+    Args:
+        problem: The step.
+        kept: A choice that fits.
+        budget_bytes: Cap on the peak.
+
+    Returns:
+        A choice that fits and takes no more time.
+    """
+    ends = [_keep_again(problem, kept, budget_bytes, power) for power in (0.0, 1.0)]
+    return min(ends, key=lambda end: recompute_ms(problem, end))
+
+
+def _keep_again(
+    problem: GraphProblem, kept: frozenset[int], budget_bytes: int, power: float
+) -> frozenset[int]:
+    """Keep values by time saved over bytes to a power, until nothing changes."""
+    before = None
+    cost_ms = recompute_ms(problem, kept)
+    while before != kept:
+        before = kept
+        again = {op for ops in reruns(problem, kept).values() for op in ops}
+        values = {v for op in again for v in problem.makes[op]} - kept
+        # Savings of an earlier round order the queue: mostly they only fall.
+        queue = [(-math.inf, v) for v in sorted(values - problem.returned)]
+        while queue:
+            value = heapq.heappop(queue)[1]
+            after_ms = recompute_ms(problem, kept | {value})
+            saved = (cost_ms - after_ms) / max(1, problem.value_bytes[value]) ** power
+            if saved <= 0.0:
+                continue
+            if queue and -saved > queue[0][0]:
+                heapq.heappush(queue, (-saved, value))
+            elif peak_bytes(problem, kept | {value}) <= budget_bytes:
+                kept, cost_ms = kept | {value}, after_ms
+    return kept
+
+
+def drop_until_it_fits(
+    problem: GraphProblem, kept: frozenset[int], budget_bytes: int
+) -> frozenset[int] | None:
+    """Keep less at the peak, most bytes a time first, until the budget holds.
+
+    Args:
+        problem: The step.
+        kept: Any choice that can run.
+        budget_bytes: Cap on the peak.
+
+    Returns:
+        A choice that fits; None if that was not reached.
+    """
+    for _ in range(_MOST_DROPPED):
+        highest = peak(timeline(problem, kept))
+        if highest.live_bytes <= budget_bytes:
+            return kept
+        at_peak = _could_be_dropped(problem, kept, highest.position)
+        best = _best_drop(problem, kept, highest.live_bytes, at_peak)
+        if best is None:
+            return None
+        kept = kept - {best}
+    return None
+
+
+def _could_be_dropped(
+    problem: GraphProblem, kept: frozenset[int], position: Position
+) -> list[int]:
+    """Kept values that are only kept for later at a position, largest first."""
+    step, op = position
+    if step < 0:
+        assert op is not None
+        values = [v for v in kept if problem.last_forward_read[v] < op]
+    else:
+        values = [v for v in kept if problem.first_need.get(v, math.inf) > step]
+    values.sort(key=lambda v: (-problem.value_bytes[v], v))
+    return values[:_TRIED]
+
+
+def _best_drop(
+    problem: GraphProblem, kept: frozenset[int], highest_bytes: int, values: list[int]
+) -> int | None:
+    """The value whose loss frees most bytes of the peak a time that it adds."""
+    before_ms = recompute_ms(problem, kept)
+    best: tuple[float, int] | None = None
+    for value in values:
+        try:
+            freed = highest_bytes - peak_bytes(problem, kept - {value})
+        except ValueError:  # it needs a pinned op again
+            continue
+        added_ms = recompute_ms(problem, kept - {value}) - before_ms
+        rate = freed / max(added_ms, 1e-9)
+        if freed > 0 and (best is None or rate > best[0]):
+            best = rate, value
+    return None if best is None else best[1]
+
+
+def cheapest_that_fits(
+    problem: GraphProblem, choices: Iterable[frozenset[int]], budget_bytes: int
+) -> frozenset[int] | None:
+    """Of some choices the one that fits and takes least time; None if none fits."""
+    best: tuple[float, frozenset[int]] | None = None
+    for kept in choices:
+        try:
+            if peak_bytes(problem, kept) > budget_bytes:
+                continue
+            cost_ms = recompute_ms(problem, kept)
+        except ValueError:  # it needs a pinned op again
+            continue
+        if best is None or cost_ms < best[0]:
+            best = cost_ms, kept
+    return None if best is None else best[1]
