@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autosac import plotting
+    from autosac.checkpointing.backward_order import fork, join
     from autosac.checkpointing.early_recompute import (
         Checkpointed,
         is_checkpointing,
@@ -77,9 +78,11 @@ __all__ = [
     "compiled_plans",
     "estimate",
     "floor",
+    "fork",
     "graph_info",
     "is_checkpointing",
     "is_recomputing",
+    "join",
     "joint_graph",
     "max_batch_size",
     "min_gpus",
@@ -98,6 +101,10 @@ __all__ = [
 # Each public name is imported when it is first used: `import autosac` takes no time,
 # and planning loads neither the compiler nor FSDP.
 _NAMES_OF = {
+    "autosac.checkpointing.backward_order": (
+        "fork",
+        "join",
+    ),
     "autosac.checkpointing.early_recompute": (
         "Checkpointed",
         "is_checkpointing",

@@ -327,18 +327,38 @@ def test_preceding_a_tensor_that_requires_no_gradient_is_refused():
         found.precede(rows(requires_grad=False))
 
 
-@pytest.mark.parametrize("how", ["no_grad", "nothing requires a gradient"])
-def test_where_there_is_no_backward_it_is_a_plain_call(how):
+def test_without_gradients_it_is_a_plain_call():
     model, x = Recorded(), rows(requires_grad=False)
-    model.requires_grad_(how == "no_grad")
 
-    with torch.set_grad_enabled(how != "no_grad"):
+    with torch.no_grad():
         found = pipeline_checkpoint(model, x)
     found.recompute()
 
     assert len(RUNS) == 1 and RUNS[0][:2] == (False, False)
     assert torch.equal(found.output, model.inner(x))
     assert not found.output.requires_grad
+
+
+def test_where_nothing_requires_a_gradient_a_schedule_can_go_backward_all_the_same():
+    def fn(x):
+        return model(x), x.argsort()
+
+    model, x = Recorded().requires_grad_(False), rows(requires_grad=False)
+    output, order = pipeline_checkpoint(fn, x).output
+
+    assert output.requires_grad and not order.requires_grad
+    output.sum().backward()
+
+    assert RUNS == [FORWARD, RECOMPUTATION]
+    assert x.grad is None and model.inner.weight.grad is None
+
+
+def test_results_without_a_gradient_stay_so_beside_one_that_has_it():
+    model, x = nn.Linear(WIDTH, WIDTH), rows(requires_grad=False)
+
+    output, constant = pipeline_checkpoint(lambda x: (model(x), x * 2), x).output
+
+    assert output.requires_grad and not constant.requires_grad
 
 
 def test_only_the_arguments_are_kept_until_it_recomputes():
@@ -392,6 +412,146 @@ def test_everything_is_gone_after_backward_without_a_collection():
         assert call() is None
     finally:
         gc.enable()
+
+
+# --- nested calls -----------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Layers, each under a checkpoint of its own where that is asked for."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.call = lambda layer, x: layer(x)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+
+def checkpointed(layer, x):
+    return pipeline_checkpoint(layer, x).output
+
+
+def checkpointed_and_recomputed(layer, x):
+    found = pipeline_checkpoint(layer, x)
+    if is_recomputing():
+        found.recompute()
+    return found.output
+
+
+@pytest.mark.parametrize("inner", [checkpointed, checkpointed_and_recomputed])
+@pytest.mark.parametrize("outer", [preceded, by_itself])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nested_calls_give_the_bits_of_a_plain_one(inner, outer, depth, one_thread):
+    def trained(call, part):
+        torch.manual_seed(0)
+        model = Nested(stage(), nn.Sequential(Counting(), stage()), stage())
+        parts = [model]
+        if depth == 2:
+            model.layers[1] = Nested(*model.layers[1])
+            parts.append(model.layers[1])
+        for one in parts:
+            one.call = part
+        total = 0.0
+        for _ in range(2):
+            output, recompute = call(model, (rows(),), {})
+            recompute()
+            torch.rand(1)
+            output.square().sum().backward()
+            total = total + output.detach().sum()
+        return capture_state(model, None, total)
+
+    expected = trained(plainly, lambda layer, x: layer(x))
+
+    assert differences(expected, trained(outer, inner)) == ()
+    assert not is_checkpointing() and not is_recomputing()
+
+
+def test_an_inner_call_runs_with_each_outer_one_and_once_more_in_backward():
+    inner = Recorded()
+    model, x = Nested(inner), rows()
+    model.call = checkpointed
+
+    found = pipeline_checkpoint(model, x)
+    found.recompute()
+    found.output.sum().backward()
+
+    # In the outer call's recomputation the inner one is a first run again.
+    assert RUNS == [FORWARD, (True, True, True), RECOMPUTATION]
+    assert torch.equal(x.grad, torch.ones(4, WIDTH) @ inner.inner.weight)
+
+
+def test_a_tensor_of_the_outer_function_gets_its_gradient_from_an_inner_one():
+    def fn(x):
+        hidden = model(x)
+        return pipeline_checkpoint(lambda y: y * hidden.sin(), x).output
+
+    model, x = nn.Linear(WIDTH, WIDTH), rows()
+    sources = [x, *model.parameters()]
+    expected = torch.autograd.grad((x * model(x).sin()).sum(), sources)
+
+    output = pipeline_checkpoint(fn, x).output
+
+    for wanted, got in zip(
+        expected, torch.autograd.grad(output.sum(), sources), strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
+
+
+# --- schedules of one's own -------------------------------------------------------
+
+
+class Noted(torch.autograd.Function):
+    """Notes when backward comes through."""
+
+    @staticmethod
+    def forward(ctx, x, name):
+        ctx.name = name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        RUNS.append(ctx.name)
+        return gradient, None
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_is_joined_goes_backward_before_what_was_forked(is_tied):
+    # Autograd goes through the node that was made last first: through a, unless tied.
+    a, b = rows(), rows()
+    if is_tied:
+        first, phony = autosac.fork(Noted.apply(a, "a"))
+        second = Noted.apply(autosac.join(b, phony), "b")
+    else:
+        second = Noted.apply(b, "b")
+        first = Noted.apply(a, "a")
+    (first.sum() + second.sum()).backward()
+
+    assert RUNS == (["b", "a"] if is_tied else ["a", "b"])
+    assert torch.equal(a.grad, torch.ones_like(a))
+    assert torch.equal(b.grad, torch.ones_like(b))
+
+
+def test_fork_and_join_are_no_part_of_a_graph_without_gradients():
+    x = rows(requires_grad=False)
+    same, phony = autosac.fork(x)
+
+    assert same is x and phony.numel() == 0 and not phony.requires_grad
+    assert autosac.join(x, phony) is x
+    with torch.no_grad():
+        assert autosac.fork(rows())[1].requires_grad is False
+
+
+def test_a_joined_tensor_without_a_gradient_lets_backward_come_to_the_fork():
+    forked, phony = autosac.fork(Noted.apply(rows(), "a"))
+    joined = autosac.join(rows(requires_grad=False), phony)
+
+    assert joined.requires_grad
+    (joined.sum() + forked.sum()).backward()
+    assert RUNS == ["a"]
 
 
 # --- arguments and results --------------------------------------------------------
@@ -659,23 +819,6 @@ def test_a_gpu_stage_recomputes_on_the_present_stream(same_stream):
 
 
 # --- what is refused --------------------------------------------------------------
-
-
-def test_nested_use_is_refused_in_forward_and_in_recomputation():
-    inner = nn.Linear(WIDTH, WIDTH)
-
-    def nested(x):
-        return pipeline_checkpoint(inner, x).output
-
-    def nested_later(x):
-        return nested(x) if is_recomputing() else inner(x)
-
-    with pytest.raises(RuntimeError, match="inside a function that already runs"):
-        pipeline_checkpoint(nested, rows())
-    found = pipeline_checkpoint(nested_later, rows())
-    with pytest.raises(RuntimeError, match="inside a function that already runs"):
-        found.recompute()
-    assert not is_checkpointing() and not is_recomputing()
 
 
 def test_checkpoints_of_pytorch_and_plans_can_be_inside():

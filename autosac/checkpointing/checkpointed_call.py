@@ -236,7 +236,8 @@ class Call:
                 continue
             seen.add(node)
             if node.name().endswith("AccumulateGrad"):
-                is_known = id(getattr(node, "variable", None)) in leaves
+                leaf = getattr(node, "variable", None)  # an empty one gets no gradient
+                is_known = id(leaf) in leaves or not (leaf is None or leaf.numel())
             else:
                 is_known = _compat_autograd.sequence_nr(node) >= first
             if not is_known:

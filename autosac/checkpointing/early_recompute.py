@@ -19,17 +19,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from autosac.checkpointing.backward_order import phony
 from autosac.checkpointing.checkpointed_call import Call
 
-_NESTED = (
-    "`pipeline_checkpoint` was called inside a function that already runs under it:"
-    " that would recompute the inner one twice. Use it for the stage or for its parts,"
-    " not for both; inside a stage, `torch.utils.checkpoint` or a plan can be used."
-)
-
-
 class _State(threading.local):
-    """Whether this thread runs `pipeline_checkpoint`'s forward, or recomputes."""
+    """Whether this thread runs `pipeline_checkpoint`'s forward, or recomputes.
+
+    Both of a call that is nested in another one, while that is recomputed.
+    """
 
     checkpointing = False
     recomputing = False
@@ -50,11 +47,12 @@ def is_recomputing() -> bool:
 
 @contextlib.contextmanager
 def _doing(name: str) -> Iterator[None]:
+    before = getattr(_state, name)
     setattr(_state, name, True)
     try:
         yield
     finally:
-        setattr(_state, name, False)
+        setattr(_state, name, before)  # true still, of a nested call
 
 
 class Checkpointed:
@@ -121,6 +119,12 @@ def pipeline_checkpoint(
     for bit those of a plain call. (Gradients of a tensor that ``fn`` uses several times
     and others use as well are added up in another order.)
 
+    Where nothing requires a gradient, floating-point results require one all the same
+    (and nothing receives one): a schedule may go backward through every stage alike.
+
+    Calls may be nested: the inner ones are recomputed when the outer one is, and again
+    when backward comes to them.
+
     Any number of calls may be in flight. Each keeps its tensor arguments and a copy of
     the buffers of the modules that ``fn`` reaches.
 
@@ -137,19 +141,16 @@ def pipeline_checkpoint(
 
     Raises:
         TypeError: An argument or result is neither tensor nor plain value.
-        RuntimeError: It was called inside itself; or ``fn`` changes an argument,
-            draws from Python's or NumPy's random numbers, goes backward by itself,
+        RuntimeError: ``fn`` changes an argument, draws from Python's or NumPy's random numbers, goes backward by itself,
             reads a parameter with a gradient hook, which would run twice, or a tensor
             that requires a gradient and was not found. At recomputation: ``fn`` depends
             on what has changed in between. Each says what to do.
     """
-    if _state.checkpointing or _state.recomputing:
-        raise RuntimeError(_NESTED)
-    call = Call(fn, args, kwargs, preserve_rng=preserve_rng)
-    needs_gradient = any(t.requires_grad for t in (*call.tensors, *call.parameters))
-    if not torch.is_grad_enabled() or not needs_gradient:
+    if not torch.is_grad_enabled():
         return Checkpointed(fn(*args, **kwargs), None)
-    results = _Checkpoint.apply(call, *call.tensors, *call.parameters)
+    call = Call(fn, args, kwargs, preserve_rng=preserve_rng)
+    trigger = phony(torch.device("cpu"), requires_grad=True)
+    results = _Checkpoint.apply(call, trigger, *call.tensors, *call.parameters)
     return Checkpointed(call.output(results), call)
 
 
@@ -166,14 +167,19 @@ class _Checkpoint(torch.autograd.Function):
     """Runs a call and keeps no graph; goes backward through the recomputed one."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, call: Call, trigger: torch.Tensor, *tensors: torch.Tensor
+    ) -> Any:
         with _doing("checkpointing"):
             results = call.run()
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[: len(call.tensors)])
         call.leave_to(ctx)
-        without = zip(results, call.has_no_gradient(), strict=True)
+        has_none = call.has_no_gradient()
+        if all(has_none):  # but for the trigger backward would never come here
+            has_none = [not t.dtype.is_floating_point for t in results]
+        without = zip(results, has_none, strict=True)
         ctx.mark_non_differentiable(*(t for t, has_none in without if has_none))
         return results
 
@@ -181,7 +187,7 @@ class _Checkpoint(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         _recompute(ctx.call)
-        return None, *ctx.call.gradients(gradients, ctx.needs_input_grad[1:])
+        return None, None, *ctx.call.gradients(gradients, ctx.needs_input_grad[2:])
 
 
 class _Recompute(torch.autograd.Function):
