@@ -530,7 +530,8 @@ def test_what_is_joined_goes_backward_before_what_was_forked(is_tied):
         first = Noted.apply(a, "a")
     (first.sum() + second.sum()).backward()
 
-    assert RUNS == (["b", "a"] if is_tied else ["a", "b"])
+    expected = ["b", "a"] if is_tied else ["a", "b"]
+    assert expected == RUNS
     assert torch.equal(a.grad, torch.ones_like(a))
     assert torch.equal(b.grad, torch.ones_like(b))
 

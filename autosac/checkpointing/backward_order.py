@@ -70,9 +70,7 @@ class _Fork(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, phony: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, phony: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         return tensor.detach()
 

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from autosac.checkpointing.backward_order import phony
 from autosac.checkpointing.checkpointed_call import Call
 
+
 class _State(threading.local):
     """Whether this thread runs `pipeline_checkpoint`'s forward, or recomputes.
 
@@ -70,14 +71,15 @@ class Checkpointed:
         """Recompute now, on the current stream; backward then does it no more.
 
         Called between forward and backward, best while the gradient is awaited. A
-        second call does nothing, nor does one when nothing is to be recomputed. No
-        other thread may run the same modules or draw random numbers meanwhile.
+        second call does nothing, nor does one when nothing is to be recomputed, as in
+        the first run of an outer call, which keeps nothing. No other thread may run
+        the same modules or draw random numbers meanwhile.
 
         Raises:
             RuntimeError: The function cannot be recomputed as it ran: an input, a
                 parameter or the random numbers differ, or backward is already over.
         """
-        if self._call is not None:
+        if self._call is not None and not _state.checkpointing:
             _recompute(self._call)
 
     def precede(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -141,9 +143,10 @@ def pipeline_checkpoint(
 
     Raises:
         TypeError: An argument or result is neither tensor nor plain value.
-        RuntimeError: ``fn`` changes an argument, draws from Python's or NumPy's random numbers, goes backward by itself,
-            reads a parameter with a gradient hook, which would run twice, or a tensor
-            that requires a gradient and was not found. At recomputation: ``fn`` depends
+        RuntimeError: ``fn`` changes an argument, draws from Python's or NumPy's random
+            numbers, goes backward by itself, reads a parameter with a gradient hook,
+            which would run twice, or a tensor that requires a gradient and was not
+            found. At recomputation: ``fn`` depends
             on what has changed in between. Each says what to do.
     """
     if not torch.is_grad_enabled():
