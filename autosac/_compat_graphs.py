@@ -305,6 +305,16 @@ def placement(node: fx.Node) -> str | None:
     return tag
 
 
+def autograd_number(node: fx.Node) -> int | None:
+    """AOTAutograd's number of the autograd node: equal in forward and its backward.
+
+    None for sums of gradients, which bear the number of the last op of forward.
+    """
+    is_sum = node.meta.get("is_gradient_acc", False)
+    number: int | None = None if is_sum else node.meta.get("seq_nr")
+    return number
+
+
 def place(node: fx.Node, tag: str) -> None:
     """Say what `placement` tells of a node."""
     node.meta["partitioner_tag"] = tag

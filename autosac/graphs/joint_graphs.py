@@ -14,6 +14,7 @@ from torch import fx
 from autosac import _compat_graphs
 from autosac.errors import TraceError, UnsupportedError
 from autosac.graphs.memory import GraphMemory, graph_memory
+from autosac.graphs.node_info import NodeInfo, node_infos
 from autosac.graphs.optimizer_stage import append_step
 from autosac.graphs.optimizer_steps import captured_step
 from autosac.step.training_step import (
@@ -167,6 +168,14 @@ class JointGraph:
                     )
                 )
         return intermediates
+
+    def graph_info(self) -> list[NodeInfo]:
+        """FLOPs, saved bytes and bytes of backward of every node, in order."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        named = zip(placeholders, self.input_names, strict=False)
+        kinds = ("parameter", "buffer", "gradient")
+        always = [node for node, name in named if name.startswith(kinds)]
+        return node_infos(self.memory, self.stages, always)
 
 
 def joint_graph(

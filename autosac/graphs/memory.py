@@ -38,6 +38,7 @@ class NodeMemory:
         signature: Equal for nodes that do the same work; None likewise.
         runtime_ms: Its time, modelled until measured.
         workspace_bytes: What it allocates and frees inside itself, likewise.
+        flops: Floating point operations, by PyTorch's formulas.
     """
 
     storages: tuple[int, ...]
@@ -46,6 +47,7 @@ class NodeMemory:
     signature: Signature | None = None
     runtime_ms: float = 0.0
     workspace_bytes: int = 0
+    flops: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,4 +245,5 @@ class _FakeRun(fx.Interpreter):
                 costs.flops, dtype, costs.moved_bytes, self._device
             ),
             "workspace_bytes": costs.workspace_bytes,
+            "flops": costs.flops,
         }

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import fx
 from torch.utils._pytree import tree_map
 
 from autosac.devices.specs import DeviceSpec
 from autosac.profiles import profile
+from autosac.profiles.node_modules import as_module
+from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.statistics.by_module import OpenCalls
 from autosac.step.tape import Op, Tape
@@ -103,6 +106,31 @@ class GraphNode:
     made_bytes: int
     saved_bytes: int
 
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether the step begins with it."""
+        return self.stage == "placeholder"
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it belongs to forward."""
+        return self.stage == "forward"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it belongs to the loss."""
+        return self.stage == "loss"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it belongs to backward."""
+        return self.stage == "backward"
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether forward saves what it makes."""
+        return self.saved_bytes > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class GraphInfo:
@@ -176,7 +204,7 @@ _FIGURES = (
 
 
 def graph_info(
-    module: torch.nn.Module,
+    module: torch.nn.Module | fx.Graph | Callable[..., Any],
     inputs: Any,
     *,
     loss_fn: LossFn | None = None,
@@ -189,9 +217,13 @@ def graph_info(
     Nothing is run and nothing is changed: the figures are those of a traced step.
 
     Args:
-        module: Any module that can be traced, in the mode it trains in.
+        module: Any module that can be traced, in the mode it trains in; a function; or
+            an FX graph, with its module or without: then every node that calls
+            something, as a function or a residual connection, has figures like a module
+            of the node's name.
         inputs: As in `autosac.profile`. Inputs that require gradients get them, and
-            these then count in `ModuleInfo.bwd_mem_out`.
+            these then count in `ModuleInfo.bwd_mem_out`. Those of a function, which has
+            no parameters, all do unless one is marked.
         loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or every
             output gets a dense gradient, as from a module that follows. The loss is
             no part of the module's figures.
@@ -201,13 +233,14 @@ def graph_info(
             `autosac.calibrate`) instead of modelling them.
 
     Raises:
+        TypeError: ``module`` is nothing of the above.
         TraceError: The module cannot be traced, or has no backward pass.
         ValueError: As in `autosac.profile`.
         UnsupportedError: As in `autosac.profile`.
     """
     traced = profile.profile(
-        _Alone(module),
-        inputs,
+        _Alone(as_module(module)),
+        _differentiable(inputs) if _is_function(module) else inputs,
         loss_fn=loss_fn or _loss_of_dense_gradients,
         device=device,
         autocast=autocast,
@@ -215,6 +248,22 @@ def graph_info(
     if calibrate:
         traced = profile.calibrate(traced)
     return _info(traced.tape)
+
+
+def _is_function(target: Any) -> bool:
+    return not isinstance(target, (torch.nn.Module, fx.Graph))
+
+
+def _differentiable(inputs: Any) -> Any:
+    """A function's inputs: floats require gradients unless one of them does so."""
+    if any(t.requires_grad for t in tensors_in(inputs)):
+        return inputs
+
+    def with_gradient(leaf: Any) -> Any:
+        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.detach().requires_grad_() if is_float else leaf
+
+    return tree_map(with_gradient, inputs)
 
 
 class _Alone(torch.nn.Module):
