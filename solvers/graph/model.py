@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Iterator, Set
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -319,6 +320,16 @@ class GraphModel:
                 k.upBound = 0.0
             elif -(k.dj or 0.0) > room:
                 k.lowBound = 1.0
+
+    @contextmanager
+    def held(self, kept: Set[int], free: Collection[int]) -> Iterator[None]:
+        """Decide about some values only; all others are as in a choice."""
+        before = {v: (k.lowBound, k.upBound) for v, k in self.keep.items()}
+        for v in self.keep.keys() - set(free):
+            self.keep[v].lowBound = self.keep[v].upBound = float(v in kept)
+        yield
+        for v, bounds in before.items():
+            self.keep[v].lowBound, self.keep[v].upBound = bounds
 
     def forbid(self, kept: Set[int]) -> None:
         """Cut off one choice that breaks rows by less than their tolerance."""

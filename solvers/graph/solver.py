@@ -33,6 +33,10 @@ _ROUNDS_TO_RISE = 3  # more rows are not worth their time
 _SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
 _MOST_WORK = 250_000_000  # of all MILPs, see `pulp_runner.run`: some ten seconds
 _ANY_WORK = 2**50
+_BRANCHING = (0.3, 0.3)  # shares of the work that go into the whole model, one after
+_LOOKING = 0.2  # the other, and each time into stretches of it
+_LEAST_STRETCH = 40  # values that are decided about at once
+_WORTHWHILE = 1e-3  # of the time: what stretches must save
 _MIB = 2**20
 _TOLERANCE = 1e-5  # of solvers, relative to a peak: rows keep theirs in MiB
 
@@ -185,48 +189,87 @@ class _Search:
         relaxed = self.relax()
         if relaxed is Termination.INFEASIBLE:
             return relaxed
-        if self.best is not None and not self.is_done():
-            self.model.fix(self.best[0])
-        while not self.is_done() and self._left_s > 0 and self._work > 0:
+        all_work = self._work
+        for share in _BRANCHING:
+            if self.best is not None and not self.is_done():
+                self.model.fix(self.best[0])
+            ended = self._branch(int(all_work * share))
+            if self.best is None:
+                return ended
+            self._look_around(int(all_work * _LOOKING))
+        return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
+
+    def _branch(self, work: int) -> Termination:
+        """Solve the model until its choice fits and is proven, or the work is done.
+
+        With a choice at hand only such as are enough cheaper are looked for.
+        """
+        least = self._work - work
+        while not self.is_done() and self._left_s > 0 and self._work > max(0, least):
             most_ms = math.inf
             if self.best is not None:
                 most_ms = self.best[0] * (1.0 - self._gap)
                 self.model.cut_off(most_ms)
-            outcome = pulp_runner.run(
-                self.model.model,
-                backend=self._backend,
-                time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
-                work_limit=self._work,
-                relative_gap=self._gap,
-            )
-            self._work -= max(1, outcome.work)
+            outcome = self._solve(self._work - max(0, least))
             if outcome.termination is Termination.INFEASIBLE:
-                if self.best is None:
-                    return outcome.termination
-                self.bound_ms = max(self.bound_ms, most_ms)
-                break
+                if self.best is not None:
+                    self.bound_ms = max(self.bound_ms, most_ms)
+                return outcome.termination
             self._note_bound(outcome.bound, most_ms)
             if not outcome.termination.has_incumbent:
                 break
             self._take(self.model.kept())
-        if self.best is None:
-            return Termination.NO_INCUMBENT
-        return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
+        return Termination.NO_INCUMBENT
 
-    def _take(self, kept: frozenset[int]) -> None:
+    def _look_around(self, work: int) -> None:
+        """Solve for the values of one stretch of the step at a time, all others held.
+
+        A heuristic: such models are small; what they find is the next one's others.
+        """
+        least = self._work - work
+        values = sorted(self.model.keep)
+        size = max(_LEAST_STRETCH, len(values) // 3)
+        starts = range(0, len(values), max(1, size // 2))
+        for first in starts:
+            while not self.is_done() and self._left_s > 0 and self._work > least:
+                assert self.best is not None
+                before = self.best
+                self.model.cut_off(before[0] * (1.0 - _WORTHWHILE))
+                with self.model.held(before[1], values[first : first + size]):
+                    outcome = self._solve((self._work - least) // 4)
+                if not outcome.termination.has_incumbent:
+                    break
+                if not self._take(self.model.kept()) and self.best is before:
+                    break
+
+    def _solve(self, work: int) -> pulp_runner.Outcome:
+        """Solve the model as it is; the work done counts."""
+        outcome = pulp_runner.run(
+            self.model.model,
+            backend=self._backend,
+            time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
+            work_limit=work,
+            relative_gap=self._gap,
+        )
+        self._work -= max(1, outcome.work)
+        return outcome
+
+    def _take(self, kept: frozenset[int]) -> bool:
         """Try out the model's choice, and leave it out of the model if it is no good.
 
-        Unless it is new to the best, rows do, or a cut where it breaks them by less
-        than solvers can tell.
+        Rows do that; or a cut, where it breaks them by less than solvers can tell.
+
+        Returns:
+            Whether there are rows that were not there before.
         """
         before = self.best
         broken = self.try_out(kept)
+        is_new = self._add_rows(broken)
         if broken:
             self._repair(kept)
-            if not self._add_rows(broken):
-                self.model.forbid(kept)
-        elif self.best is before:
+        if not is_new and (broken or self.best is before):
             self.model.forbid(kept)
+        return is_new
 
     def solution(self, termination: Termination) -> GraphSolution:
         solve_s = time.perf_counter() - self.started
