@@ -6,7 +6,8 @@ Checked for torch 2.15. Compilers are imported where they are used: they take se
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.experimental.symbolic_shapes import is_symbolic as is_symbolic_size
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_leaves
 
 from autosac import _compat
 
@@ -40,6 +42,43 @@ class _Captured(BaseException):
     def __init__(self, inputs: list[Any]) -> None:
         super().__init__()
         self.inputs = inputs
+
+
+@contextmanager
+def recurrent_layers() -> Iterator[None]:
+    """Let Dynamo look into `nn.GRU` and the like, down to plain ops.
+
+    Without oneDNN, whose op for an LSTM layer has a backward that no graph can run.
+    """
+    from torch._dynamo import config
+
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with config.patch(allow_rnn=True):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
+
+
+def capture_ops(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> fx.GraphModule:
+    """The graph of the plain operators that a graph runs; nothing is run.
+
+    In-place ops on what the graph makes become ordinary ones; updates of inputs stay.
+    Its results are one flat tuple.
+    """
+
+    def flat(*args: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(tree_leaves(module(*args)))
+
+    with torch.no_grad():
+        return make_fx(
+            torch.func.functionalize(flat, remove="mutations"),
+            tracing_mode="fake",
+            _allow_non_fake_inputs=True,
+        )(*inputs)
 
 
 def capture_joint(

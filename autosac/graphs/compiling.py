@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autosac import _compat, _compat_graphs
-from autosac.errors import AutosacError, InfeasibleBudgetError
+from autosac.errors import AutosacError, InfeasibleBudgetError, UnsupportedError
 from autosac.graphs import compiled_runs
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy
@@ -95,6 +95,12 @@ def compile(
             raise ValueError(
                 f"`{fqn or 'model'}` is compiled already; the budget caps one graph:"
                 " compile the whole model with `autosac.compile`, or leave it out."
+            )
+        if isinstance(module, torch.nn.RNNBase):
+            raise UnsupportedError(
+                f"`{fqn or 'model'}` is an `nn.{type(module).__name__}`, which Dynamo"
+                " does not compile: use its cell in a loop over time, or plan without"
+                " compiling (`autosac.plan`, `autosac.joint_graph`)."
             )
     _check_choice("strategy", strategy, get_args(Strategy))
     _check_choice("backend", backend, get_args(CompilerBackend))

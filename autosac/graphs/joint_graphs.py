@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -189,6 +190,7 @@ def joint_graph(
 
     Dynamo and AOTAutograd make the graph: in-place ops become ordinary ones, updates of
     buffers are copies at the end of forward. Random ops draw when the graph runs.
+    `nn.RNN`, `nn.GRU` and `nn.LSTM` become the plain ops of their time steps.
 
     With an optimizer the graph goes on with a steady step of it, whose ops update
     parameters and state in their memory. Step counts and what follows from them are
@@ -220,8 +222,11 @@ def joint_graph(
 
     if not any(p.requires_grad for p in model.parameters()):
         raise TraceError("No parameter requires a gradient: there is no backward pass.")
+    has_recurrent = any(isinstance(m, torch.nn.RNNBase) for m in model.modules())
+    capturing = _compat_graphs.recurrent_layers() if has_recurrent else nullcontext()
     try:
-        module, num_outputs, primals = _compat_graphs.capture_joint(step)
+        with capturing:
+            module, num_outputs, primals = _compat_graphs.capture_joint(step)
     except _compat_graphs.CaptureError as error:
         raise TraceError(
             f"The step cannot be captured as one graph: {error}"
@@ -243,6 +248,49 @@ def joint_graph(
     if optimizer is not None:
         joint = _with_optimizer(joint, primals, model, optimizer)
     return replace(joint, memory=joint.memory.measured())
+
+
+def given_graph(
+    module: fx.GraphModule, inputs: Any, *, num_forward_outputs: int
+) -> JointGraph:
+    """A step that is an FX graph already, with forward and backward in it, to plan it.
+
+    Forward ends with the last node that one of its results depends on.
+
+    Args:
+        module: On the CPU; called with the inputs it returns results of forward, then
+            gradients. It may call functions, methods and modules; parameters that it
+            gets by name count as inputs.
+        inputs: A tensor or a tuple of tensors.
+        num_forward_outputs: How many of the results belong to forward.
+
+    Raises:
+        TypeError: ``module`` is no FX graph, or an input no tensor.
+        ValueError: There are not more results than that.
+        UnsupportedError: As `joint_graph`.
+    """
+    args, kwargs = normalize_inputs(inputs)
+    if not isinstance(module, fx.GraphModule):
+        raise TypeError(
+            f"`module` must be an `fx.GraphModule`, got {type(module).__name__}."
+        )
+    if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
+        raise TypeError("`inputs` must be a tensor or a tuple of tensors.")
+    ops = _compat_graphs.capture_ops(module, args)
+    num_results = len(ops.graph.output_node().args[0])  # type: ignore[arg-type]
+    if not 0 < num_forward_outputs < num_results:
+        raise ValueError(
+            f"`num_forward_outputs`={num_forward_outputs} must be from 1 to"
+            f" {num_results - 1}: the graph has {num_results} results, and the last of"
+            " them are gradients."
+        )
+    captured = normalized(ops, num_forward_outputs)
+    return replace(
+        captured,
+        inputs=_without_updated(captured, args),
+        input_names=tuple(f"input {i}" for i in range(len(args))),
+        memory=captured.memory.measured(),
+    )
 
 
 def _names(model: torch.nn.Module, primals: Sequence[Any]) -> list[str]:
