@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
 
 from .recomputation import (
     GraphProblem,
@@ -70,7 +69,7 @@ def _keep_again(
 
 def drop_until_it_fits(
     problem: GraphProblem, kept: frozenset[int], budget_bytes: int
-) -> frozenset[int] | None:
+) -> frozenset[int]:
     """Keep less at the peak, most bytes a time first, until the budget holds.
 
     Args:
@@ -79,18 +78,22 @@ def drop_until_it_fits(
         budget_bytes: Cap on the peak.
 
     Returns:
-        A choice that fits; None if that was not reached.
+        A choice that fits; where that was not reached, that of the least peak.
     """
+    least: tuple[int, frozenset[int]] | None = None
     for _ in range(_MOST_DROPPED):
         highest = peak(timeline(problem, kept))
+        if least is None or highest.live_bytes < least[0]:
+            least = highest.live_bytes, kept
         if highest.live_bytes <= budget_bytes:
-            return kept
+            break
         at_peak = _could_be_dropped(problem, kept, highest.position)
         best = _best_drop(problem, kept, highest.live_bytes, at_peak)
         if best is None:
-            return None
+            break
         kept = kept - {best}
-    return None
+    assert least is not None
+    return least[1]
 
 
 def _could_be_dropped(
@@ -122,21 +125,4 @@ def _best_drop(
         rate = freed / max(added_ms, 1e-9)
         if freed > 0 and (best is None or rate > best[0]):
             best = rate, value
-    return None if best is None else best[1]
-
-
-def cheapest_that_fits(
-    problem: GraphProblem, choices: Iterable[frozenset[int]], budget_bytes: int
-) -> frozenset[int] | None:
-    """Of some choices the one that fits and takes least time; None if none fits."""
-    best: tuple[float, frozenset[int]] | None = None
-    for kept in choices:
-        try:
-            if peak_bytes(problem, kept) > budget_bytes:
-                continue
-            cost_ms = recompute_ms(problem, kept)
-        except ValueError:  # it needs a pinned op again
-            continue
-        if best is None or cost_ms < best[0]:
-            best = cost_ms, kept
     return None if best is None else best[1]

@@ -146,8 +146,7 @@ class _Search:
             )
         except ValueError:  # it needs a pinned op again
             return
-        if repaired is not None:
-            self.try_out(repaired)
+        self.try_out(repaired)
 
     def _add_rows(self, positions: Iterable[Position]) -> bool:
         new = [p for p in positions if p not in self.model.rows]
@@ -317,50 +316,51 @@ def lowest(
     problem: GraphProblem,
     *,
     start: Iterable[frozenset[int]] = (),
-    time_limit_s: float = 60.0,
+    time_limit_s: float | None = None,
     backend: Backend = "highs",
 ) -> GraphSolution:
     """The choice of least peak.
+
+    Args:
+        problem: The step.
+        start: Choices that are known.
+        time_limit_s: As `solve`.
+        backend: Which MILP solver to run.
 
     Returns:
         As `solve`; ``peak_bytes`` is the least that was found, ``termination`` says
         whether it is proven (to the solver's tolerance).
     """
     started = time.perf_counter()
+    ends = math.inf if time_limit_s is None else started + time_limit_s
+    work = _MOST_WORK if time_limit_s is None else _ANY_WORK
     model = GraphModel(problem, budget_bytes=None)
     best = _least(problem, (problem.kept_plainly, *start))
+    _add_highest(model, timeline(problem, best))
+    best = _relaxed_lowest(model, best, backend=backend, ends=ends)
     termination = Termination.FEASIBLE
-    for relaxed in (True, False):
-        while (left_s := time_limit_s - (time.perf_counter() - started)) > 0:
-            moments = timeline(problem, best) if not model.rows else []
-            if moments:
-                _add_highest(model, moments)
-            outcome = pulp_runner.run(
-                model.model,
-                backend=backend,
-                relaxed=relaxed,
-                time_limit_s=max(left_s, 1.0),
-            )
-            if not outcome.termination.has_incumbent:
-                break
-            kept = model.kept()
-            best = _least(problem, (best, kept))
-            try:
-                moments = timeline(problem, kept)
-            except ValueError:
-                break
-            cap_bytes = round((outcome.bound or 0.0) * _MIB)
-            is_new = _add_highest(model, moments, above_bytes=cap_bytes)
-            if is_new:
-                continue
-            if relaxed:
-                break
-            is_proven = peak_bytes(problem, best) <= cap_bytes * (1 + _TOLERANCE)
-            if is_proven or outcome.termination is not Termination.OPTIMAL:
-                termination = outcome.termination
-                break
-            # An op that runs again makes once more what is kept of it: no row has that.
-            model.forbid(kept)
+    while work > 0 and (left_s := ends - time.perf_counter()) > 0:
+        outcome = pulp_runner.run(
+            model.model,
+            backend=backend,
+            time_limit_s=left_s if math.isfinite(left_s) else None,
+            work_limit=work,
+        )
+        work -= max(1, outcome.work)
+        if not outcome.termination.has_incumbent:
+            break
+        kept = model.kept()
+        cap_bytes = round((outcome.bound or 0.0) * _MIB)
+        best = _least(problem, (best, kept, *_lowered(problem, kept, cap_bytes)))
+        if peak_bytes(problem, best) <= cap_bytes * (1 + _TOLERANCE):
+            termination = Termination.OPTIMAL
+            break
+        if _add_highest(model, timeline(problem, kept), above_bytes=cap_bytes):
+            continue
+        if outcome.termination is not Termination.OPTIMAL:
+            break
+        # An op that runs again makes once more what is kept of it: no row has that.
+        model.forbid(kept)
     return GraphSolution(
         termination=termination,
         objective_ms=recompute_ms(problem, best),
@@ -369,6 +369,42 @@ def lowest(
         peak_bytes=peak_bytes(problem, best),
         num_rows=len(model.rows),
     )
+
+
+def _relaxed_lowest(
+    model: GraphModel, best: frozenset[int], *, backend: Backend, ends: float
+) -> frozenset[int]:
+    """Add the rows that relaxations of the least peak break, and round the last one."""
+    bounds: list[float] = []
+    for _ in range(_LP_ROUNDS):
+        outcome = pulp_runner.run(model.model, backend=backend, relaxed=True)
+        if outcome.bound is None or time.perf_counter() > ends:
+            return best
+        bounds.append(outcome.bound)
+        broken = fractional.broken(model, outcome.bound * _MIB)
+        new = [p for p in broken if p not in model.rows]
+        if not new or _hardly_rises(bounds):
+            break
+        for position in new[:_ROWS_A_ROUND]:
+            model.add_row(position)
+    cap_bytes = round(bounds[-1] * _MIB)
+    rounded = [model.kept(share) for share in _SHARES]
+    lowered = [
+        kept
+        for one in (best, *rounded)
+        for kept in _lowered(model.problem, one, cap_bytes)
+    ]
+    return _least(model.problem, (best, *lowered))
+
+
+def _lowered(
+    problem: GraphProblem, kept: frozenset[int], cap_bytes: int
+) -> list[frozenset[int]]:
+    """A choice with less kept at its peak; none if it cannot run."""
+    try:
+        return [local_search.drop_until_it_fits(problem, kept, cap_bytes)]
+    except ValueError:  # it needs a pinned op again
+        return []
 
 
 def _least(problem: GraphProblem, choices: Iterable[frozenset[int]]) -> frozenset[int]:
