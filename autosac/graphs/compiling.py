@@ -22,6 +22,7 @@ from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, parse_bytes
+from autosac.solvers.milp.solution import Backend
 
 CompilerBackend = Literal["aot_eager", "inductor"]
 
@@ -50,8 +51,9 @@ def compile(
     backend: CompilerBackend = "aot_eager",
     extra_bytes: int = 0,
     accumulate: bool = False,
-    time_limit_s: float = 60.0,
+    time_limit_s: float | None = None,
     relative_gap: float = 0.01,
+    solver: Backend = "highs",
 ) -> Any:
     """Compile a model so that forward and backward together keep a memory budget.
 
@@ -73,8 +75,10 @@ def compile(
         backend: ``"aot_eager"``: graphs run op by op; ``"inductor"``: they are fused.
         extra_bytes: What else is alive throughout.
         accumulate: Gradients of earlier backward passes are alive as well.
-        time_limit_s: Time of each MILP: of a plan, and of the least peak.
+        time_limit_s: Time of each MILP: of a plan, and of the least peak. None to stop
+            after an amount of work, which is the same in every run.
         relative_gap: The MILP stops this close to its bound.
+        solver: Which one solves MILPs: ``"highs"`` or ``"cbc"``.
 
     Returns:
         What ``torch.compile`` returns. Its first call raises `InfeasibleBudgetError` if
@@ -104,6 +108,7 @@ def compile(
             )
     _check_choice("strategy", strategy, get_args(Strategy))
     _check_choice("backend", backend, get_args(CompilerBackend))
+    _check_choice("solver", solver, get_args(Backend))
     if extra_bytes < 0:
         raise ValueError(f"`extra_bytes`={extra_bytes} must not be negative.")
     compiler = _Compiler(
@@ -115,6 +120,7 @@ def compile(
         accumulate=accumulate,
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
+        solver=solver,
     )
     compiled = torch.compile(model, backend=compiler.run, fullgraph=True, dynamic=False)
     _plans[compiled] = compiler.plans
@@ -151,8 +157,9 @@ class _Compiler:
     backend: CompilerBackend
     extra_bytes: int
     accumulate: bool
-    time_limit_s: float
+    time_limit_s: float | None
     relative_gap: float
+    solver: Backend
     plans: list[CompiledPlan] = field(default_factory=list)
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -277,7 +284,11 @@ class _Partition:
             memory=captured.memory.measured(),
         )
         self.plan = self._planned(
-            GraphPlanner(joint, floor_limit_s=self.compiler.time_limit_s)
+            GraphPlanner(
+                joint,
+                floor_limit_s=self.compiler.time_limit_s,
+                backend=self.compiler.solver,
+            )
         )
         self._num_outputs = num_outputs
         saved = saved_nodes(self.plan.joint)

@@ -11,13 +11,16 @@ from torch import fx
 
 from autosac import _compat
 from autosac.errors import InfeasibleBudgetError
+from autosac.graphs import module_starts
 from autosac.graphs import rewriting as graph_rewriting
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.memory import GraphMemory
+from autosac.planning.plans import Plan
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers import graph
-from autosac.solvers.graph import capuchin, recomputation
+from autosac.solvers.graph import capuchin, local_search, recomputation
 from autosac.solvers.graph.recomputation import GraphProblem
+from autosac.solvers.milp.solution import Backend
 from autosac.units.groups import BATCH_NORM_OPS, NEVER_RERUN
 
 Strategy = Literal["milp", "capuchin"]
@@ -63,15 +66,29 @@ class GraphPlan:
 class GraphPlanner:
     """Plans one joint graph under any number of budgets.
 
+    It knows all plans that were made for equal graphs before: no plan takes more time
+    than one of them that fits the budget too.
+
     Attributes:
         joint: The graph.
         problem: The same as numbers.
-        floor_limit_s: How long the MILP searches its least peak.
+        floor_limit_s: How long the MILP searches its least peak; None for an amount of
+            work.
+        backend: Which MILP solver runs.
     """
 
-    def __init__(self, joint: JointGraph, *, floor_limit_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        joint: JointGraph,
+        *,
+        floor_limit_s: float | None = None,
+        backend: Backend = "highs",
+    ) -> None:
+        if backend not in get_args(Backend):
+            raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
         self.joint = joint
         self.floor_limit_s = floor_limit_s
+        self.backend: Backend = backend
         self._reader = _Reader(joint)
         self.problem = self._reader.problem()
 
@@ -91,16 +108,20 @@ class GraphPlanner:
         memory_budget: int | str,
         *,
         strategy: Strategy = "milp",
-        time_limit_s: float = 60.0,
+        time_limit_s: float | None = None,
         relative_gap: float = 0.01,
+        modules: Plan | None = None,
     ) -> GraphPlan:
         """Recompute intermediates so that the peak keeps a budget.
 
         Args:
             memory_budget: Cap on the peak: bytes, or text such as ``"8GiB"``.
-            strategy: ``"milp"``: least time, with a bound; ``"capuchin"``: greedy.
-            time_limit_s: Time of the MILP.
+            strategy: ``"milp"``: least time, with a bound; ``"capuchin"``: the greedy.
+            time_limit_s: Time of the MILP; None to stop after an amount of work, which
+                is the same in every run: some 10 s for graphs of 1,500 nodes.
             relative_gap: The MILP stops this close to its bound.
+            modules: A plan of `autosac.plan` for the same step, as a start: the result
+                takes no more time than to recompute what it recomputes.
 
         Raises:
             InfeasibleBudgetError: The strategy knows no plan within the budget.
@@ -116,21 +137,58 @@ class GraphPlanner:
             if greedy.kept is None:
                 raise self._infeasible(budget_bytes, greedy.lowest, strategy)
             return self._made(budget_bytes, greedy.kept, None, strategy)
+        starts = self._starts(budget_bytes, greedy, modules)
         solution = _solved(
-            self.problem, budget_bytes, greedy.lowest, time_limit_s, relative_gap
+            self.problem,
+            budget_bytes,
+            starts,
+            time_limit_s,
+            relative_gap,
+            self.backend,
         )
         if solution.kept is None:
-            if self.lowest[0] > budget_bytes:
-                raise self._infeasible(budget_bytes, self.lowest[1], strategy)
-            return self._made(budget_bytes, self.lowest[1], 0.0, strategy)
-        return self._made(budget_bytes, solution.kept, solution.bound_ms, strategy)
+            raise self._infeasible(budget_bytes, self.lowest[1], strategy)
+        assert solution.bound_ms is not None
+        known = _known(self.problem)
+        known.add(self.problem, solution.kept)
+        bound_ms = known.bound(budget_bytes, solution.bound_ms)
+        return self._made(budget_bytes, solution.kept, bound_ms, strategy)
+
+    def _starts(
+        self,
+        budget_bytes: int,
+        greedy: capuchin.CapuchinSolution,
+        modules: Plan | None,
+    ) -> tuple[frozenset[int], ...]:
+        """Choices that the MILP begins with: greedy ones, earlier ones, modules'."""
+        problem = self.problem
+        additive = capuchin.solve(
+            problem,
+            budget_bytes=budget_bytes,
+            bookkeeping=capuchin.AdditiveBookkeeping,
+        )
+        # Greedy ends keep again what the budget allows, and are often the better ones.
+        starts = [greedy.kept, greedy.lowest, additive.kept]
+        starts.append(_known(problem).cheapest(budget_bytes))
+        if modules is not None:
+            kept = module_starts.kept_by_modules(
+                problem, self._reader.ops, modules.op_policies
+            )
+            starts.append(_repaired(problem, kept, budget_bytes))
+        fitting = [kept for kept in starts if kept is not None]
+        if all(recomputation.peak_bytes(problem, k) > budget_bytes for k in fitting):
+            fitting.append(self.lowest[1])
+        return tuple(dict.fromkeys(fitting))
 
     @cached_property
     def lowest(self) -> tuple[int, frozenset[int]]:
         """Least peak that the MILP finds, and what is kept there."""
         greedy = capuchin.solve(self.problem, budget_bytes=0)
-        solution = _lowest(self.problem, greedy.lowest, self.floor_limit_s)
+        solution = _lowest(
+            self.problem, greedy.lowest, self.floor_limit_s, self.backend
+        )
         assert solution.kept is not None and solution.peak_bytes is not None
+        _known(self.problem).add(self.problem, solution.kept)
         return solution.peak_bytes, solution.kept
 
     def _made(
@@ -182,31 +240,83 @@ class GraphPlanner:
         )
 
 
+def _repaired(
+    problem: GraphProblem, kept: frozenset[int], budget_bytes: int
+) -> frozenset[int] | None:
+    """A choice with less kept where it breaks the budget; None if it cannot run."""
+    try:
+        return local_search.drop_until_it_fits(problem, kept, budget_bytes)
+    except ValueError:  # it needs a pinned op again
+        return None
+
+
+class _Known:
+    """Choices and bounds that were found for a problem so far."""
+
+    def __init__(self) -> None:
+        self._choices: dict[frozenset[int], tuple[float, int]] = {}  # time, peak
+        self._bounds: dict[int, float] = {}  # of budgets
+
+    def add(self, problem: GraphProblem, kept: frozenset[int]) -> None:
+        """Remember a choice."""
+        if kept not in self._choices:
+            cost_ms = recomputation.recompute_ms(problem, kept)
+            peak_bytes = recomputation.peak_bytes(problem, kept)
+            self._choices[kept] = cost_ms, peak_bytes
+
+    def cheapest(self, budget_bytes: int) -> frozenset[int] | None:
+        """The choice of least time that fits a budget, None if there is none."""
+        fitting = [
+            (cost_ms, peak_bytes, kept)
+            for kept, (cost_ms, peak_bytes) in self._choices.items()
+            if peak_bytes <= budget_bytes
+        ]
+        return min(fitting, key=lambda one: one[:2])[2] if fitting else None
+
+    def bound(self, budget_bytes: int, bound_ms: float) -> float:
+        """A bound, or a better one of a larger budget; and remember it."""
+        before_ms = self._bounds.get(budget_bytes, 0.0)
+        self._bounds[budget_bytes] = max(before_ms, bound_ms)
+        return max(ms for size, ms in self._bounds.items() if size >= budget_bytes)
+
+
 # What is compiled again, as for the next budget, is the same problem again.
+
+
+@lru_cache(maxsize=64)
+def _known(problem: GraphProblem) -> _Known:
+    return _Known()
 
 
 @lru_cache(maxsize=64)
 def _solved(
     problem: GraphProblem,
     budget_bytes: int,
-    start: frozenset[int],
-    time_limit_s: float,
+    starts: tuple[frozenset[int], ...],
+    time_limit_s: float | None,
     relative_gap: float,
+    backend: Backend,
 ) -> graph.GraphSolution:
     return graph.solve(
         problem,
         budget_bytes=budget_bytes,
-        start=(start,),
+        start=starts,
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
+        backend=backend,
     )
 
 
 @lru_cache(maxsize=16)
 def _lowest(
-    problem: GraphProblem, start: frozenset[int], time_limit_s: float
+    problem: GraphProblem,
+    start: frozenset[int],
+    time_limit_s: float | None,
+    backend: Backend,
 ) -> graph.GraphSolution:
-    return graph.lowest(problem, start=(start,), time_limit_s=time_limit_s)
+    return graph.lowest(
+        problem, start=(start,), time_limit_s=time_limit_s, backend=backend
+    )
 
 
 class _Reader:
