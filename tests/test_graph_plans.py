@@ -2,10 +2,12 @@ import operator
 
 import pytest
 import torch
+from torch import fx, nn
 
+import autosac
 from autosac import _compat
-from autosac.errors import InfeasibleBudgetError
-from autosac.graphs.joint_graphs import joint_graph
+from autosac.errors import InfeasibleBudgetError, UnsupportedError
+from autosac.graphs.joint_graphs import given_graph, joint_graph
 from autosac.graphs.plans import GraphPlanner
 from autosac.solvers.graph import recomputation
 from autosac.verification.measuring import measure_peak
@@ -148,3 +150,201 @@ def test_a_budget_that_no_plan_fits_names_one_that_does(planner, strategy):
 def test_an_unknown_strategy_is_an_error(planner):
     with pytest.raises(ValueError, match="must be 'milp' or 'capuchin', got 'best'"):
         planner.plan("1GiB", strategy="best")
+
+
+# --- plans that know of others -----------------------------------------------------
+
+
+def budgets_between(planner, count):
+    low, high = planner.lowest[0], planner.baseline_peak_bytes
+    return [low + (high - low) * k // count for k in range(1, count)]
+
+
+def test_a_larger_budget_is_never_dearer_and_bounds_agree(planner):
+    plans = [planner.plan(budget) for budget in budgets_between(planner, 6)]
+
+    costs = [plan.recompute_ms for plan in plans]
+    assert costs == sorted(costs, reverse=True)
+    for plan, smaller in zip(plans[1:], plans, strict=False):
+        assert plan.bound_ms <= plan.recompute_ms
+        assert smaller.bound_ms <= smaller.recompute_ms
+
+
+def test_a_plan_takes_no_more_than_one_that_was_made_for_less(planner):
+    small, large = budgets_between(planner, 3)
+    found = planner.plan(small, relative_gap=0.0)
+
+    loose = GraphPlanner(planner.joint).plan(large, relative_gap=1.0)
+
+    assert loose.recompute_ms <= found.recompute_ms
+
+
+@pytest.mark.slow
+def test_both_backends_prove_the_same_optimum(planner):
+    (budget,) = budgets_between(planner, 2)
+    other = GraphPlanner(planner.joint, backend="cbc")
+
+    plans = [p.plan(budget, relative_gap=0.0) for p in (planner, other)]
+
+    assert plans[0].recompute_ms == pytest.approx(plans[1].recompute_ms, rel=1e-3)
+
+
+def test_an_unknown_backend_is_an_error(planner):
+    with pytest.raises(ValueError, match="must be 'highs' or 'cbc', got 'glpk'"):
+        GraphPlanner(planner.joint, backend="glpk")
+    with pytest.raises(ValueError, match="`solver` must be 'highs' or 'cbc'"):
+        autosac.compile(nn.Linear(2, 2), memory_budget="1GiB", solver="glpk")
+
+
+class Loops(nn.Module):
+    """Blocks, one of which is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + block(x)
+        return x
+
+
+def mean_square(output):
+    return output.square().mean()
+
+
+def test_a_plan_of_modules_is_a_start_that_is_never_missed(one_thread):
+    torch.manual_seed(0)
+    model, x = Loops(), torch.randn(256, 32)
+    planner = GraphPlanner(joint_graph(model, x, loss_fn=mean_square))
+    profile = autosac.profile(model, x, loss_fn=mean_square)
+    floor, high = autosac.floor(profile), profile.baseline_peak_bytes
+
+    for share in (0.8, 0.5, 0.3):
+        plan = autosac.plan(profile, memory_budget=int(floor + (high - floor) * share))
+        kept = planner.kept_by(plan)
+        peak = recomputation.peak_bytes(planner.problem, kept)
+        own = recomputation.recompute_ms(planner.problem, kept)
+        assert plan.policy and own > 0.0
+        # It keeps what the units keep: in the graph the same choice is as high, but for
+        # what eager steps do otherwise.
+        assert peak == pytest.approx(plan.peak_bytes, rel=0.1)
+
+        found = planner.plan(peak, modules=plan, relative_gap=1.0)
+        assert found.recompute_ms <= own
+        assert found.peak_bytes <= peak
+
+
+# --- graphs of one's own -----------------------------------------------------------
+
+
+def forward_and_backward(x, weight, bias):
+    hidden = x @ weight
+    active = torch.relu(hidden)
+    wave = active.sin()
+    loss = (wave * wave).sum() + bias.sum()
+    gradient = 2 * wave * active.cos() * (hidden > 0)
+    return loss, x.T @ gradient, torch.ones_like(bias)
+
+
+def test_a_graph_of_the_users_own_is_planned_and_measured(one_thread):
+    inputs = torch.randn(128, 64), torch.randn(64, 256), torch.randn(3)
+    graph = given_graph(
+        fx.symbolic_trace(forward_and_backward), inputs, num_forward_outputs=1
+    )
+    expected = forward_and_backward(*inputs)
+    planner = GraphPlanner(graph)
+
+    assert planner.lowest[0] < planner.baseline_peak_bytes
+    for budget in (planner.baseline_peak_bytes, planner.lowest[0]):
+        plan = planner.plan(budget)
+        results, measured = measure_peak(
+            plan.joint.run,
+            device="cpu",
+            persistent_bytes=plan.joint.persistent_bytes,
+            warm_up=plan.joint.run,
+        )
+        assert measured == plan.peak_bytes <= budget
+        assert all(map(torch.equal, results, expected))
+    assert plan.recomputed
+
+
+def test_modules_and_parameters_of_a_given_graph_are_inputs(one_thread):
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inward, self.outward = nn.Linear(16, 64), nn.Linear(64, 4)
+
+        def forward(self, x):
+            hidden = torch.relu_(self.inward(x).sin())
+            loss = self.outward(hidden).sum()
+            return {"loss": loss}, hidden.sum(0).expand(4, 64)
+
+    module, x = fx.symbolic_trace(Step()), torch.randn(64, 16)
+    graph = given_graph(module, x, num_forward_outputs=1)
+
+    with torch.no_grad():
+        (loss, gradient) = module(x)
+    assert torch.equal(graph.run()[0], loss["loss"])
+    assert torch.equal(graph.run()[1], gradient)
+    assert graph.persistent_bytes == sum(t.nbytes for t in (x, *module.parameters()))
+
+
+def test_what_is_no_step_is_refused():
+    x = torch.randn(4, 4)
+    graph = fx.symbolic_trace(lambda x: (x.sin(), x.cos()))
+
+    with pytest.raises(TypeError, match=r"must be an `fx.GraphModule`, got Linear"):
+        given_graph(nn.Linear(4, 4), x, num_forward_outputs=1)
+    with pytest.raises(TypeError, match="a tensor or a tuple of tensors"):
+        given_graph(graph, (x, 2), num_forward_outputs=1)
+    with pytest.raises(ValueError, match="`num_forward_outputs`=2 must be from 1 to 1"):
+        given_graph(graph, x, num_forward_outputs=2)
+
+
+# --- recurrent layers --------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind(16, 16, num_layers=2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_are_captured_as_plain_ops(kind, one_thread):
+    torch.manual_seed(0)
+    model, x = Recurrent(kind), torch.randn(8, 4, 16)
+    was_enabled = torch.backends.mkldnn.enabled
+    graph = joint_graph(model, x, loss_fn=mean_square)
+    assert torch.backends.mkldnn.enabled == was_enabled
+    planner = GraphPlanner(graph)
+    plan = planner.plan((planner.lowest[0] + planner.baseline_peak_bytes) // 2)
+
+    results, planned = graph.run(), plan.joint.run()
+    loss = mean_square(model(x))
+    loss.backward()
+
+    assert plan.recomputed
+    for one, other in zip(results, planned, strict=True):
+        assert one is other is None or torch.equal(one, other)
+    torch.testing.assert_close(results[0], loss.detach())
+    gradients = results[graph.num_forward_outputs :]
+    parameters = dict(model.named_parameters())
+    names = [name.removeprefix("parameter ") for name in graph.input_names]
+    pairs = zip(names, gradients, strict=False)
+    for name, gradient in pairs:
+        if gradient is not None:
+            torch.testing.assert_close(gradient, parameters[name].grad)
+
+
+def test_compiling_a_recurrent_layer_is_refused_in_a_sentence():
+    with pytest.raises(UnsupportedError, match="`layer` is an `nn.GRU`, which Dynamo"):
+        autosac.compile(Recurrent(nn.GRU), memory_budget="1GiB")

@@ -31,7 +31,7 @@ def kept_by_modules(
     """
     kept = set(problem.kept_plainly)
     for policy in policies:
-        places = [i for i, node in enumerate(ops) if _is_inside(node, policy)]
+        places = _places(ops, policy)
         inside = set(places)
         made = {v for i in places for v in problem.makes[i]}
         read = {v for i in places for v in problem.reads[i]}
@@ -45,6 +45,15 @@ def kept_by_modules(
         results = made & elsewhere & problem.kept_plainly
         kept = kept - made | saved | results | (read - made)
     return frozenset(kept) - problem.returned
+
+
+def _places(ops: Sequence[fx.Node], policy: OpPolicy) -> list[int]:
+    """Places of the ops of a unit: of one call, where its module has several."""
+    places = [i for i, node in enumerate(ops) if _is_inside(node, policy)]
+    size, rest = divmod(len(places), policy.num_calls)
+    if rest:  # its calls do not do the same
+        return places
+    return places[policy.call_index * size :][:size]
 
 
 def _is_inside(node: fx.Node, policy: OpPolicy) -> bool:

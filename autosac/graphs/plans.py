@@ -171,14 +171,17 @@ class GraphPlanner:
         starts = [greedy.kept, greedy.lowest, additive.kept]
         starts.append(_known(problem).cheapest(budget_bytes))
         if modules is not None:
-            kept = module_starts.kept_by_modules(
-                problem, self._reader.ops, modules.op_policies
-            )
-            starts.append(_repaired(problem, kept, budget_bytes))
+            starts.append(_repaired(problem, self.kept_by(modules), budget_bytes))
         fitting = [kept for kept in starts if kept is not None]
         if all(recomputation.peak_bytes(problem, k) > budget_bytes for k in fitting):
             fitting.append(self.lowest[1])
         return tuple(dict.fromkeys(fitting))
+
+    def kept_by(self, modules: Plan) -> frozenset[int]:
+        """Values that a plan of modules keeps, see `plan`; it may break budgets."""
+        return module_starts.kept_by_modules(
+            self.problem, self._reader.ops, modules.op_policies
+        )
 
     @cached_property
     def lowest(self) -> tuple[int, frozenset[int]]:

@@ -383,3 +383,37 @@ def recurrent(
         blocks=numbered("layers", layers),
         loss_bytes=targets.nbytes,
     )
+
+
+class CellsLM(nn.Module):
+    """Embedding, a recurrent cell that is called for each token, head."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.cell = nn.GRUCell(width, width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        state = hidden.new_zeros(hidden.shape[0], hidden.shape[2])
+        for step in range(hidden.shape[1]):
+            state = self.cell(hidden[:, step], state)
+        logits: torch.Tensor = self.head(state)
+        return logits
+
+
+def gru_cells(
+    *, width: int = 64, vocabulary: int = 64, batch: int = 64, length: int = 12
+) -> Workload:
+    """A GRU cell in a loop over tokens; it says what comes after the last one."""
+    tokens, targets = integers(vocabulary, batch, length), integers(vocabulary, batch)
+    return Workload(
+        name="GRU cells",
+        make_model=lambda: CellsLM(width, vocabulary),
+        make_inputs=lambda: tokens,
+        loss_fn=classification(targets),
+        make_optimizer=adamw,
+        blocks=("cell",),
+        loss_bytes=targets.nbytes,
+    )

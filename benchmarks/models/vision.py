@@ -67,6 +67,18 @@ def resnet18(*, batch: int = 8, pixels: int = 64) -> Workload:
     )
 
 
+def mobilenet(*, batch: int = 8, pixels: int = 64) -> Workload:
+    """MobileNet v3 small: depthwise convolutions, squeeze and excitation."""
+    return _classifier(
+        "MobileNet v3",
+        lambda: torchvision.models.mobilenet_v3_small(num_classes=10),
+        numbered("features", 13),
+        batch=batch,
+        pixels=pixels,
+        classes=10,
+    )
+
+
 def densenet(*, batch: int = 8, pixels: int = 32) -> Workload:
     """DenseNet: every layer joins the features of all before it."""
     sizes = (3, 4, 4)

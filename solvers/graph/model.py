@@ -9,14 +9,20 @@ subject to  k_v + x_o >= 1                         backward reads v, made by o  
             s_ot >= 1 - k_v                        some step <= t reads v         (3)
             s_ot >= s_ct - k_v                     c reads v, made by o           (4)
             s_ot <= sum of what (3) and (4) ask of it                             (5)
-            y_vq >= k_v, y_vq >= s_ot              a later step reads v           (6)
-            y_vq >= a + (x_c - s_ct) - 1           c reads v and is still to run  (7)
+            y_vq = 1                               steps up to q and later read v (6)
+            y_vq >= k_v, s_ot, 1 - (x_o - s_ot)    later ones do, none before     (6)
+            y_vq >= (x_c - s_ct) - (x_o - s_ot)    c reads v and is still to run  (7)
+            y_vq >= a + (x_c - s_ct) - 1           so it does, and o makes more   (7)
             sum_v m_v y_vq + b_q <= P              at position q: the peak        (8)
 
 with a = k_v or s_ot: a copy is there. (3) to (8) are added for the positions that turn
 out to bind. At a position inside the ops that run again before a step, s is that of the
 step for ops before the position and that of the step before for all others. For an
 op with one value k_v + x_o <= 1, which makes (6) a sum. Bytes are in MiB.
+
+x_o - s_ot says that o runs again after q: what is needed then is there already, or o is
+still to make it. Without that in (6) and (7), half of a value kept and half of its op
+rerun would take no memory at all, and relaxations would be worth little.
 """
 
 from __future__ import annotations
@@ -35,6 +41,8 @@ from .recomputation import GraphProblem, Position
 
 _MIB = 2**20
 _TIE_BREAK = 1e-6  # weight of kept bytes against all of the time: a heuristic
+
+_DUAL_NOISE = 1e-4  # of reduced costs; the objective is 1024 or so
 
 _Expression = Any  # a pulp.LpAffineExpression: PuLP has no types
 
@@ -314,7 +322,7 @@ class GraphModel:
         The variables hold the optimum of the relaxation.
         """
         bound = self.model.objective.value()
-        room = (cost_ms + self.tie_break_ms) * self.time_scale - bound
+        room = (cost_ms + self.tie_break_ms) * self.time_scale - bound + _DUAL_NOISE
         for k in self.keep.values():
             if (k.dj or 0.0) > room:
                 k.upBound = 0.0

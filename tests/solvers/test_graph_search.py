@@ -1,0 +1,217 @@
+"""Local search, fractional rows and bounds of graph plans against brute force."""
+
+import itertools
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autosac.solvers.graph import fractional, local_search, lowest, solve
+from autosac.solvers.graph.capuchin import AdditiveBookkeeping, Bookkeeping, choices
+from autosac.solvers.graph.capuchin import solve as greedy
+from autosac.solvers.graph.model import GraphModel
+from autosac.solvers.graph.recomputation import (
+    GraphProblem,
+    Position,
+    peak_bytes,
+    recompute_ms,
+    timeline,
+)
+from autosac.solvers.milp import pulp_runner
+from autosac.solvers.milp.solution import Termination
+from tests.solvers.oracles import every_kept_set
+from tests.solvers.strategies import MIB, graph_problems
+from tests.solvers.test_recomputation import chain
+
+
+def budgets_of(problem, data):
+    baseline = peak_bytes(problem, problem.kept_plainly)
+    least = min(peak for peak, _ in every_kept_set(problem))
+    return data.draw(st.integers(least // MIB, baseline // MIB)) * MIB
+
+
+@settings(max_examples=60)
+@given(problem=graph_problems(most=6), data=st.data())
+def test_keeping_again_fits_and_never_costs_more(problem, data):
+    budget = budgets_of(problem, data)
+    found = greedy(problem, budget_bytes=budget)
+    assume(found.kept is not None)
+
+    kept = local_search.keep_again(problem, found.kept, budget)
+
+    assert kept >= found.kept
+    assert peak_bytes(problem, kept) <= budget
+    assert recompute_ms(problem, kept) <= found.objective_ms
+
+
+@settings(max_examples=60)
+@given(problem=graph_problems(most=6), data=st.data())
+def test_nothing_more_can_be_kept_again_that_saves_time(problem, data):
+    budget = budgets_of(problem, data)
+    found = greedy(problem, budget_bytes=budget)
+    assume(found.kept is not None)
+
+    kept = local_search.keep_again(problem, found.kept, budget)
+
+    for value in problem.kept_plainly - kept:
+        is_within = peak_bytes(problem, kept | {value}) <= budget
+        saves = recompute_ms(problem, kept | {value}) < recompute_ms(problem, kept)
+        assert not (is_within and saves)
+
+
+def test_reverse_delete_takes_back_what_the_end_of_a_greedy_makes_needless():
+    # The greedy drops value 0 first (most bytes a millisecond), then, as that is not
+    # enough, value 1, which is enough by itself: 0 comes back.
+    problem = GraphProblem(
+        value_bytes=(2 * MIB, 8 * MIB),
+        runtime_ms=(1.0, 5.0),
+        workspace_bytes=(0, 0),
+        reads=((), ()),
+        makes=((0,), (1,)),
+        step_reads=((), (1,), (0,)),
+        step_bytes=(8 * MIB, 0, 0),
+        carried_bytes=(0, 0, 0),
+        other_bytes=0,
+    )
+    budget = 10 * MIB
+    end = greedy(problem, budget_bytes=budget)
+    assert end.kept == frozenset() and end.objective_ms == 6.0
+
+    assert local_search.keep_again(problem, end.kept, budget) == {0}
+
+
+@settings(max_examples=60)
+@given(problem=graph_problems(most=6), data=st.data())
+def test_dropping_ends_with_a_choice_that_fits_or_is_no_higher(problem, data):
+    budget = budgets_of(problem, data)
+
+    kept = local_search.drop_until_it_fits(problem, problem.kept_plainly, budget)
+
+    assert kept <= problem.kept_plainly
+    assert peak_bytes(problem, kept) <= peak_bytes(problem, problem.kept_plainly)
+
+
+@settings(max_examples=60)
+@given(problem=graph_problems(most=5), data=st.data())
+def test_no_position_has_more_in_fractions_than_in_a_replay(problem, data):
+    # At whole points what the rows ask for is what is there, up to what an op that
+    # runs again makes once more.
+    outcomes = [kept for kept in all_kept(problem) if can_run(problem, kept)]
+    kept = data.draw(st.sampled_from(outcomes))
+    model = GraphModel(problem, budget_bytes=0)
+    again = {op for moment, op in runs(problem, kept)}
+    for v, k in model.keep.items():
+        k.varValue = float(v in kept)
+    for op, x in model.run.items():
+        x.varValue = float(op in again)
+
+    forward, steps = fractional.live_bytes(model)
+
+    for moment in timeline(problem, kept):
+        step, op = moment.position
+        if step < 0:
+            assert forward[op] <= moment.live_bytes
+        elif op is None:
+            assert steps[step] == pytest.approx(moment.live_bytes, abs=1e-6)
+
+
+def all_kept(problem):
+    kept = [frozenset()]
+    for v in sorted(GraphModel(problem, budget_bytes=0).keep):
+        kept += [one | {v} for one in kept]
+    return kept
+
+
+def can_run(problem, kept):
+    try:
+        timeline(problem, kept)
+    except ValueError:
+        return False
+    return True
+
+
+def runs(problem, kept):
+    return [
+        moment.position
+        for moment in timeline(problem, kept)
+        if moment.position.step >= 0 and moment.position.op is not None
+    ]
+
+
+@settings(max_examples=60)
+@given(problem=graph_problems(most=5), data=st.data())
+def test_relaxations_and_reduced_costs_cut_off_no_better_choice(problem, data):
+    budget = budgets_of(problem, data)
+    fitting = [cost for peak, cost in every_kept_set(problem) if peak <= budget]
+    assume(fitting)
+    model = GraphModel(problem, budget_bytes=budget)
+    for moment in timeline(problem, problem.kept_plainly):
+        model.add_row(moment.position)
+    outcome = pulp_runner.run(model.model, relaxed=True)
+    assume(outcome.bound is not None)
+
+    bound_ms = outcome.bound / model.time_scale - model.tie_break_ms
+    assert bound_ms <= min(fitting) + 1e-6
+    model.fix(min(fitting))
+    again = pulp_runner.run(model.model)
+    assert again.bound / model.time_scale <= min(fitting) + model.tie_break_ms + 1e-6
+
+
+@settings(max_examples=40)
+@given(problem=graph_problems(most=5), data=st.data())
+def test_a_known_choice_is_never_made_worse(problem, data):
+    budget = budgets_of(problem, data)
+    fitting = [k for k in all_kept(problem) if can_run(problem, k)]
+    fitting = [k for k in fitting if peak_bytes(problem, k) <= budget]
+    assume(fitting)
+    known = data.draw(st.sampled_from(fitting))
+
+    found = solve(problem, budget_bytes=budget, start=(known,), relative_gap=0.9)
+
+    assert found.objective_ms <= recompute_ms(problem, known)
+    assert found.bound_ms <= found.objective_ms
+
+
+@pytest.mark.parametrize("backend", ["highs", "cbc"])
+def test_both_backends_find_the_cheap_end_of_a_chain(backend):
+    assert solve(chain(), budget_bytes=119 * MIB, backend=backend).kept == {0, 1, 2}
+    assert lowest(chain(), backend=backend).peak_bytes == 119 * MIB
+    infeasible = solve(chain(), budget_bytes=118 * MIB, backend=backend)
+    assert infeasible.termination is Termination.INFEASIBLE
+
+
+@given(problem=graph_problems(most=9))
+def test_the_additive_order_takes_the_same_candidates_in_another_order(problem):
+    exact = list(choices(problem))
+    additive = list(choices(problem, AdditiveBookkeeping))
+
+    assert exact[0] == additive[0] and exact[-1] == additive[-1]
+    assert len(exact) == len(additive)
+    for before, after in itertools.pairwise(additive):
+        assert len(before - after) == 1 and after < before
+
+
+def test_additive_times_of_a_chain_are_as_counted_by_hand():
+    # After 1, value 2 runs for 2 + 4 ms; 0 runs for itself and once more for 1.
+    books, exact = AdditiveBookkeeping(chain()), Bookkeeping(chain())
+    books.choose(1)
+    exact.choose(1)
+
+    assert {v: books.msps(v) for v in (0, 2)} == {v: exact.msps(v) for v in (0, 2)}
+
+
+def test_positions_that_a_relaxation_breaks_come_worst_first():
+    problem = chain()
+    model = GraphModel(problem, budget_bytes=100 * MIB)
+    for k in model.keep.values():
+        k.varValue = 1.0
+    for x in model.run.values():
+        x.varValue = 0.0
+
+    broken = fractional.broken(model, 100 * MIB)
+
+    live = {m.position: m.live_bytes for m in timeline(problem, problem.kept_plainly)}
+    sizes = [live[position] for position in broken]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(size > 100 * MIB for size in sizes)
+    assert all(isinstance(position, Position) for position in broken)
