@@ -346,5 +346,5 @@ def test_recurrent_layers_are_captured_as_plain_ops(kind, one_thread):
 
 
 def test_compiling_a_recurrent_layer_is_refused_in_a_sentence():
-    with pytest.raises(UnsupportedError, match="`layer` is an `nn.GRU`, which Dynamo"):
+    with pytest.raises(UnsupportedError, match=r"`layer` is an `nn\.GRU`, which"):
         autosac.compile(Recurrent(nn.GRU), memory_budget="1GiB")
