@@ -42,6 +42,7 @@ from .recomputation import GraphProblem, Position
 _MIB = 2**20
 _TIE_BREAK = 1e-6  # weight of kept bytes against all of the time: a heuristic
 
+_WHOLE = 1e-4  # what is left to a whole number by solvers
 _DUAL_NOISE = 1e-4  # of reduced costs; the objective is 1024 or so
 
 _Expression = Any  # a pulp.LpAffineExpression: PuLP has no types
@@ -329,15 +330,33 @@ class GraphModel:
             elif -(k.dj or 0.0) > room:
                 k.lowBound = 1.0
 
+    def fractions(self) -> list[tuple[float, int]]:
+        """Values whose variables are not whole: how far from it, and which."""
+        shares = [(k.varValue or 0.0, v) for v, k in self.keep.items()]
+        distances = [(min(share, 1.0 - share), v) for share, v in shares]
+        return sorted(one for one in distances if one[0] > _WHOLE)
+
     @contextmanager
-    def held(self, kept: Set[int], free: Collection[int]) -> Iterator[None]:
-        """Decide about some values only; all others are as in a choice."""
+    def released(self) -> Iterator[None]:
+        """Put bounds of variables back at the end."""
         before = {v: (k.lowBound, k.upBound) for v, k in self.keep.items()}
-        for v in self.keep.keys() - set(free):
-            self.keep[v].lowBound = self.keep[v].upBound = float(v in kept)
         yield
         for v, bounds in before.items():
             self.keep[v].lowBound, self.keep[v].upBound = bounds
+
+    def decide(self, values: Iterable[int]) -> None:
+        """Fix values as the variables hold them, rounded."""
+        for v in values:
+            k = self.keep[v]
+            k.lowBound = k.upBound = float((k.varValue or 0.0) > 0.5)
+
+    @contextmanager
+    def held(self, kept: Set[int], free: Collection[int]) -> Iterator[None]:
+        """Decide about some values only; all others are as in a choice."""
+        with self.released():
+            for v in self.keep.keys() - set(free):
+                self.keep[v].lowBound = self.keep[v].upBound = float(v in kept)
+            yield
 
     def forbid(self, kept: Set[int]) -> None:
         """Cut off one choice that breaks rows by less than their tolerance."""

@@ -35,6 +35,7 @@ _MOST_WORK = 250_000_000  # of all MILPs, see `pulp_runner.run`: some ten second
 _ANY_WORK = 2**50
 _BRANCHING = (0.3, 0.3)  # shares of the work that go into the whole model, one after
 _LOOKING = 0.2  # the other, and each time into stretches of it
+_DECIDED = 0.25  # of the fractions, at once
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
 _MIB = 2**20
@@ -195,6 +196,8 @@ class _Search:
             ended = self._branch(int(all_work * share))
             if self.best is None:
                 return ended
+            if not self.is_done():
+                self._dive()
             self._look_around(int(all_work * _LOOKING))
         return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
 
@@ -219,6 +222,28 @@ class _Search:
                 break
             self._take(self.model.kept())
         return Termination.NO_INCUMBENT
+
+    def _dive(self) -> None:
+        """Round relaxations step by step, what is nearest to whole first.
+
+        A heuristic for steps of many like parts, where whole models tell little.
+        """
+        with self.model.released():
+            for _ in range(_LP_ROUNDS):
+                outcome = pulp_runner.run(
+                    self.model.model, backend=self._backend, relaxed=True
+                )
+                if not outcome.termination.has_incumbent or self._left_s < 0:
+                    return
+                fractions = self.model.fractions()
+                kept = self.model.kept()
+                if not fractions:
+                    break
+                self._add_rows(fractional.broken(self.model, self.budget_bytes))
+                count = max(1, int(len(fractions) * _DECIDED))
+                self.model.decide(v for _, v in fractions[:count])
+        if self.try_out(kept):
+            self._repair(kept)
 
     def _look_around(self, work: int) -> None:
         """Solve for the values of one stretch of the step at a time, all others held.
