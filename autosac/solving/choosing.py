@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
 _ROUNDS = 6  # of moving the rows
-_MOST_WORK = 9_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
+_MOST_WORK = 10_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
 _FAR = 1e-2  # a gap above which curves of more points are worth their time,
 _FINER_SHARE = 1 / 4  # if so much of that work is left
@@ -55,8 +56,7 @@ class Chooser:
         formulation: The MILP's numbers.
         incumbents: Choices that are known from the start.
         more_points: Makes those numbers with more points of the units' curves, where
-            plans are far from the bound; told what the best known choice takes in ms.
-            None from it if there are no more.
+            plans are far from the bound; None from it if there are no more.
     """
 
     def __init__(
@@ -65,15 +65,13 @@ class Chooser:
         formulation: Formulation,
         incumbents: Incumbents,
         *,
-        more_points: Callable[[float], Formulation | None] = lambda most_ms: None,
+        more_points: Callable[[], Formulation | None] = lambda: None,
     ) -> None:
         self._simulator = simulator
         self._formulation = formulation
         self._incumbents = incumbents
         self._more_points = more_points
         self._solver = sac.Solver(formulation.problem(0))
-        self._finer_for_ms = -1.0
-        self._last_finer: Chooser | None = None
         self._lowest: dict[Backend, Choice] = {}
         self._predicted_floor: dict[Backend, tuple[int, Choice]] = {}
 
@@ -103,8 +101,8 @@ class Chooser:
         search.offer(self._incumbents.cheapest(budget_bytes))
         if self._formulation.units:
             search.run()
-            if search.is_far() and (finer := self._finer(search.time_ms)) is not None:
-                search.go_on(finer)
+            if search.is_far() and self._finer is not None:
+                search.go_on(self._finer)
         if search.choice is None:
             search.offer(self.lowest(options.backend))
         if search.choice is None:
@@ -112,19 +110,13 @@ class Chooser:
         self._incumbents.add(search.choice)
         return search.choice, search.bound_ms
 
-    def _finer(self, time_ms: float) -> Chooser | None:
-        """A chooser with more points of every curve, for choices of at most a time."""
-        # Rounded up, so that choices of like times have the same points.
-        most_ms = math.ldexp(1.0, math.frexp(time_ms)[1])
-        if self._finer_for_ms != most_ms:
-            formulation = self._more_points(most_ms)
-            self._finer_for_ms = most_ms
-            self._last_finer = None
-            if formulation is not None:
-                self._last_finer = Chooser(
-                    self._simulator, formulation, self._incumbents
-                )
-        return self._last_finer
+    @cached_property
+    def _finer(self) -> Chooser | None:
+        """A chooser with more points of every curve."""
+        formulation = self._more_points()
+        if formulation is None:
+            return None
+        return Chooser(self._simulator, formulation, self._incumbents)
 
     def lowest(self, backend: Backend = "highs") -> Choice:
         """The choice of least true peak, found once for all budgets."""

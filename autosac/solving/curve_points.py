@@ -36,38 +36,22 @@ class CurvePoints:
 
     def few(self) -> Formulation:
         """The MILP's numbers with as many points as are soon solved."""
-        return self._formulated(self.fronts, self._num_points(self.fronts, _FEW))
+        return self._formulated(self._num_points(_FEW))
 
-    def many(self, most_ms: float) -> Formulation | None:
-        """The same with more points; None if there are no more.
+    def many(self) -> Formulation | None:
+        """The same with more points; None if there are no more."""
+        few, many = self._num_points(_FEW), self._num_points(_MANY)
+        return None if many == few else self._formulated(many)
 
-        Args:
-            most_ms: What all units together take at most: where faster points of a
-                unit may be missing, they are sought.
-        """
-        fronts = {
-            key: front
-            if front.complete_below_ms > most_ms
-            else knapsack.front(front.problem, known=front, most_ms=most_ms)
-            for key, front in self.fronts.items()
-        }
-        num_points = self._num_points(fronts, _MANY)
-        is_more = any(len(fronts[key]) > len(self.fronts[key]) for key in fronts)
-        if not is_more and num_points == self._num_points(self.fronts, _FEW):
-            return None
-        return self._formulated(fronts, num_points)
-
-    def _num_points(
-        self, fronts: Mapping[Hashable, knapsack.Front], most_in_all: int
-    ) -> int:
-        sizes = [len(fronts[unit.key]) for unit in self.single]
+    def _num_points(self, most_in_all: int) -> int:
+        sizes = [len(self.fronts[unit.key]) for unit in self.single]
         return min(curves.affordable_points(sizes, most_in_all), max(sizes, default=0))
 
-    def _formulated(
-        self, fronts: Mapping[Hashable, knapsack.Front], num_points: int
-    ) -> Formulation:
+    def _formulated(self, num_points: int) -> Formulation:
         by_key = {
-            unit.key: curves.trade_off(unit, fronts[unit.key], num_points=num_points)
+            unit.key: curves.trade_off(
+                unit, self.fronts[unit.key], num_points=num_points
+            )
             for unit in {unit.key: unit for unit in self.single}.values()
         }
         for chain in self.chains:

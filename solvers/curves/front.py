@@ -111,11 +111,7 @@ class SaveFront:
 
 
 def save_front(
-    problem: SaveProblem,
-    *,
-    most_labels: int,
-    most_frontiers: int = _MOST_FRONTIERS,
-    most_ms: float = math.inf,
+    problem: SaveProblem, *, most_labels: int, most_frontiers: int = _MOST_FRONTIERS
 ) -> SaveFront:
     """Find the Pareto points of a problem; its capacity is ignored.
 
@@ -124,7 +120,6 @@ def save_front(
         most_labels: Thin labels out when more are alive at once.
         most_frontiers: When there were more, over all groups (or very many of one),
             follow only those that are reached fastest.
-        most_ms: Points that take longer are not sought, nor is their hull.
 
     Returns:
         All Pareto points, or some: with the vertices of their lower convex hull, or
@@ -132,15 +127,12 @@ def save_front(
     """
     nothing = _Labels(np.zeros(1, np.int64), np.zeros(1), np.full(1, -1))
     states, saved = {0: nothing}, _Saved()
-    complete_below_ms, left = most_ms, most_frontiers
-    has_hull = math.isinf(most_ms)
+    complete_below_ms, left, has_hull = math.inf, most_frontiers, True
     at_once = most_frontiers // max(1, problem.num_groups)
     at_once = min(max(_FEWEST_AT_ONCE, at_once), _MOST_AT_ONCE)
     for g in reversed(range(problem.num_groups)):
         reached = _step(problem, g, states, saved)
         states = {frontier: _unbeaten(parts) for frontier, parts in reached.items()}
-        if math.isfinite(most_ms):  # what takes too long already does so in the end
-            states = _faster(states, most_ms)
         if sum(map(len, states.values())) > most_labels:
             states, complete_below_ms = _thinned(
                 states, most_labels // 2, complete_below_ms
@@ -169,16 +161,12 @@ def _fastest(
     """
     least_ms = sorted(float(labels.ms[-1]) for labels in states.values())
     complete_below_ms = min(complete_below_ms, least_ms[num_frontiers])
-    return _faster(states, complete_below_ms), complete_below_ms
-
-
-def _faster(states: dict[int, _Labels], most_ms: float) -> dict[int, _Labels]:
-    """Labels that take less than a time."""
-    return {
-        frontier: labels.take(labels.ms < most_ms)
+    fast = {
+        frontier: labels.take(labels.ms < complete_below_ms)
         for frontier, labels in states.items()
-        if labels.ms[-1] < most_ms
+        if labels.ms[-1] < complete_below_ms
     }
+    return fast, complete_below_ms
 
 
 def _thinned(

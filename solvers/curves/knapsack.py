@@ -177,36 +177,22 @@ class Front:
         return tuple(sorted({*(len(sizes) - 1 - hull).tolist(), *evenly.tolist()}))
 
 
-def front(
-    problem: SaveProblem,
-    *,
-    most_labels: int | None = None,
-    known: Front | None = None,
-    most_ms: float = math.inf,
-) -> Front:
+def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
     """Pareto points: all of them, or some with the vertices of their hull.
 
     Args:
         problem: The groups; its capacity is ignored.
         most_labels: Partial solutions to keep at once before they are thinned out;
             None for as many as take some tenths of a second.
-        known: Points of the same problem that are known already: only faster ones than
-            `most_ms` are sought, and more of these are found than of all.
-        most_ms: See `known`.
     """
     if most_labels is None:
         most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
-    if known is None:
-        most_ms = math.inf
-    pareto = save_front(problem, most_labels=most_labels, most_ms=most_ms)
-    saved, complete_below_ms = pareto.saved, pareto.complete_below_ms
-    if known is not None:
-        saved, _ = _unbeaten(problem, np.concatenate([known.saved, saved]))
-        complete_below_ms = max(complete_below_ms, known.complete_below_ms)
-    elif not pareto.has_hull:
+    pareto = save_front(problem, most_labels=most_labels)
+    saved = pareto.saved
+    if not pareto.has_hull:
         saved, _ = _unbeaten(problem, np.concatenate([saved, save_hull(problem)]))
     rerun = _rerun(problem, saved)
-    if known is None and len(saved) and not math.isinf(complete_below_ms):
+    if len(saved) and not math.isinf(pareto.complete_below_ms):
         saved, rerun = _with_crossings(problem, saved)
     return Front(
         problem=problem,
@@ -214,7 +200,7 @@ def front(
         rerun=rerun,
         saved_bytes=np.dot(saved, np.array(problem.saved_bytes, dtype=np.int64)),
         recompute_ms=np.dot(rerun, np.array(problem.runtime_ms, dtype=np.float64)),
-        complete_below_ms=complete_below_ms,
+        complete_below_ms=pareto.complete_below_ms,
     )
 
 
