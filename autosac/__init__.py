@@ -41,10 +41,14 @@ if TYPE_CHECKING:
     from autosac.planning.make_plan import floor
     from autosac.planning.plan_batches import plan, policy
     from autosac.planning.plans import Plan
+    from autosac.planning.statistics_plans import StatisticsPlan
     from autosac.profiles.estimate import Estimate, estimate
+    from autosac.profiles.module_curves import ModuleCurve
     from autosac.profiles.module_graph import GraphInfo, graph_info
     from autosac.profiles.profile import Profile, calibrate, profile
     from autosac.results.rows import Row, Sweep
+    from autosac.statistics.by_module import Statistics
+    from autosac.statistics.trackers import from_trackers
     from autosac.step.training_step import OptimizerInBackward
     from autosac.sweeps.grids import sweep_grid
     from autosac.verification.verifying import Verification, verify
@@ -59,6 +63,7 @@ __all__ = [
     "Estimate",
     "GraphInfo",
     "InfeasibleBudgetError",
+    "ModuleCurve",
     "OptimizerInBackward",
     "ParallelPlan",
     "Plan",
@@ -66,6 +71,8 @@ __all__ = [
     "Profile",
     "Row",
     "SolverError",
+    "Statistics",
+    "StatisticsPlan",
     "Sweep",
     "TraceError",
     "UnsupportedError",
@@ -79,6 +86,7 @@ __all__ = [
     "estimate",
     "floor",
     "fork",
+    "from_trackers",
     "graph_info",
     "is_checkpointing",
     "is_recomputing",
@@ -147,10 +155,12 @@ _NAMES_OF = {
         "policy",
     ),
     "autosac.planning.plans": ("Plan",),
+    "autosac.planning.statistics_plans": ("StatisticsPlan",),
     "autosac.profiles.estimate": (
         "Estimate",
         "estimate",
     ),
+    "autosac.profiles.module_curves": ("ModuleCurve",),
     "autosac.profiles.module_graph": (
         "GraphInfo",
         "graph_info",
@@ -164,6 +174,8 @@ _NAMES_OF = {
         "Row",
         "Sweep",
     ),
+    "autosac.statistics.by_module": ("Statistics",),
+    "autosac.statistics.trackers": ("from_trackers",),
     "autosac.step.training_step": ("OptimizerInBackward",),
     "autosac.sweeps.grids": ("sweep_grid",),
     "autosac.verification.verifying": (

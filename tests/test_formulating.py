@@ -186,12 +186,13 @@ def test_fitted_curves_keep_breakpoints_that_are_points_of_the_exact_curve():
 
     fitted = formulation.fitted(2)
 
-    for exact, thinned in zip(
-        formulation.solver_units, fitted.solver_units, strict=True
+    for exact, thinned, kept in zip(
+        formulation.solver_units, fitted.problem.units, fitted.kept, strict=True
     ):
-        freed = [point.freed_bytes for point in exact.points]
-        assert len(thinned.points) <= 3
-        assert all(point.freed_bytes in freed for point in thinned.points)
+        assert len(thinned.points) == len(kept) <= 3
+        for point, k in zip(thinned.points, kept, strict=True):
+            assert point.freed_bytes == exact.points[k].freed_bytes
+            assert point.recompute_ms >= exact.points[k].recompute_ms
 
 
 def test_units_that_look_alike_are_formulated_alike(monkeypatch):

@@ -24,6 +24,16 @@ SEED_BYTES = 4  # the gradient that backward starts from, a float32
 
 # Where the definitions differ, see the docstring of `ModuleStatistics`.
 OF_THE_MODEL_ITSELF = {"backward_activation_bytes", "backward_temporary_bytes"}
+OF_CURVES = {  # in tests of their own: trackers and tape have them of other kinds
+    "sac_memory",
+    "sac_runtime",
+    "n_segments",
+    "slopes",
+    "intercepts",
+    "breakpoints",
+    "tradeoff_curve",
+    "max_ratio",
+}
 OF_BACKWARD = {
     "total_gradient_bytes",
     "backward_activation_bytes",
@@ -220,7 +230,7 @@ def test_figures_agree_with_the_trackers(both):
         skipped = set() if own.fqn else OF_THE_MODEL_ITSELF
         if own.fqn not in has_backward:
             skipped = OF_BACKWARD
-        for name in {field.name for field in fields(own)} - skipped:
+        for name in {field.name for field in fields(own)} - skipped - OF_CURVES:
             expected = getattr(theirs, name)
             if name == "candidate_bytes" and expected is not None:
                 continue  # the next test

@@ -13,9 +13,11 @@ from autosac.planning.make_plan import floor, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, TracedStep
+from autosac.profiles.restricting import restricted
 from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep, reason_of
 from autosac.solvers import sac
+from autosac.step.marks import Marks
 
 RELATIVE_GAP = 1.5e-2  # of a solve: 64 of them should not outlast a few plans
 
@@ -26,6 +28,8 @@ def sweep(
     *,
     memory_budgets: Sequence[int | str] | None = None,
     n: int | None = None,
+    ac_units: Marks | None = None,
+    fsdp_units: Marks | None = None,
     plan_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Sweep:
@@ -38,6 +42,8 @@ def sweep(
         memory_budgets: Bytes, or text as in `plan`, in any order.
         n: Instead of these: so many budgets, evenly spaced from the least feasible
             one to the peak of the plain step.
+        ac_units: The only modules that may be AC units, as in `plan`.
+        fsdp_units: FSDP units, around which no module may be one, as in `plan`.
         plan_options: What `plan` takes besides its budget: ``backend``,
             ``relative_gap``, ``time_limit_s``, ``segments``, ``dry_run``. Unless they
             are given, one plan is dry-run and the others are simulated
@@ -58,7 +64,7 @@ def sweep(
         raise ValueError(f"`n` must be at least 2 (both ends), got {n}.")
     if memory_budgets is not None and not memory_budgets:
         raise ValueError("`memory_budgets` is empty: name at least one budget.")
-    traced = profile_of(model, inputs, options)
+    traced = restricted(profile_of(model, inputs, options), ac_units, fsdp_units)
     lowest, baseline = floor(traced), traced.baseline_peak_bytes
     if memory_budgets is None:
         assert n is not None

@@ -172,7 +172,7 @@ def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Excep
 def _hint(profile: TracedStep) -> str:
     """The module that would matter most among those that cannot be AC units."""
     refused = profile.units.refused
-    kept = {m.fqn: m.activation_bytes or 0 for m in profile.statistics.modules}
+    kept = {m.fqn: m.activation_bytes or 0 for m in profile.figures.modules}
     fqn = max(refused, key=lambda fqn: kept.get(fqn, 0), default=None)
     return "" if fqn is None else f" `{fqn}` cannot be an AC unit: {refused[fqn]}."
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -18,6 +18,7 @@ from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.planning.batch_kinds import Bucket, are_several, buckets
 from autosac.planning.make_plan import floor, lowest_plan, make_plan
 from autosac.planning.plans import Plan
+from autosac.planning.statistics_plans import StatisticsPlan, plan_statistics
 from autosac.planning.unseen_batches import (
     OnMismatch,
     Replan,
@@ -25,10 +26,13 @@ from autosac.planning.unseen_batches import (
 )
 from autosac.profiles.given import calibrated_if_present, profile_of
 from autosac.profiles.profile import Profile, TracedStep, profile
+from autosac.profiles.restricting import restricted
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
-from autosac.solving.solve_options import RELATIVE_GAP
+from autosac.solving.solve_options import RELATIVE_GAP, read_segments
+from autosac.statistics.by_module import Statistics
 from autosac.step.arguments import fits_forward
+from autosac.step.marks import Marks
 from autosac.step.training_step import LossFn
 from autosac.tracing.real_steps import names_of_forward
 
@@ -36,30 +40,54 @@ MakeLoss = Callable[[Any], LossFn]
 _Planned = list[tuple[Bucket, Profile]]
 
 
+@overload
+def plan(
+    model: Statistics, inputs: None = None, *, memory_budget: int | str, **options: Any
+) -> StatisticsPlan: ...
+@overload
 def plan(
     model: torch.nn.Module | Profile,
     inputs: Any = None,
     *,
     memory_budget: int | str,
+    **options: Any,
+) -> Plan: ...
+def plan(
+    model: torch.nn.Module | Profile | Statistics,
+    inputs: Any = None,
+    *,
+    memory_budget: int | str,
+    ac_units: Marks | None = None,
+    fsdp_units: Marks | None = None,
+    world_size: int | None = None,
     on_mismatch: OnMismatch = "recompute",
     make_loss_fn: MakeLoss | None = None,
     segments: int | None = None,
     backend: Backend = "highs",
-    relative_gap: float = RELATIVE_GAP,
+    relative_gap: float | None = None,
     time_limit_s: float | None = None,
     dry_run: bool | None = None,
     **options: Any,
-) -> Plan:
+) -> Plan | StatisticsPlan:
     """Find the cheapest way to train under a memory budget.
 
     Args:
-        model: The model, or a `Profile` of it (then no other option is taken).
+        model: The model, or a `Profile` of it (then no other option is taken). Or
+            `Statistics` of its modules, from `from_trackers` or ``profile.statistics``:
+            the answer is then a `StatisticsPlan`, the optimum on exactly these figures,
+            and nothing is simulated.
         inputs: As in `profile`; or several batches: a list of such inputs, or a
             `torch.utils.data.DataLoader`, of whose epoch up to 512 batches are looked
             at. Every signature (shapes, types, structure) gets a plan of its own, and
             so does every branch that padding or none decides; of more than 16 some are
             planned for, the others follow the plan of the next larger one.
         memory_budget: Cap on the peak: bytes, or text such as "24GiB" or "80%".
+        ac_units: The only modules that may be AC units: names, patterns such as
+            ``"blocks.*"``, or classes. None for all that can be; ``[]`` for none.
+        fsdp_units: Modules that will be FSDP units, likewise: no module around one may
+            be an AC unit. Which modules are best is what `plan_parallel` decides.
+        world_size: Of statistics, how many ranks share parameters and gradients; None
+            for one.
         on_mismatch: What a model under the plan does with a batch of a signature that
             was not planned for. "recompute": it follows the plan of the next larger
             one; one that is larger than all is recomputed as much as saves memory, with
@@ -68,11 +96,14 @@ def plan(
         make_loss_fn: Inputs, as they were passed -> ``loss_fn``, for losses that hold
             the targets of a batch.
         segments: None to choose among the exact points of every trade-off curve;
-            a number to fit each curve with so many linear segments (pwlf) and let
-            the MILP choose the units on these: fewer variables, dearer plans.
+            a number to fit each curve with up to so many linear segments (pwlf), let a
+            piecewise-linear MILP choose units and ratios on these, and round them to
+            points. Such plans cost about as much or a little more; a plan of more
+            segments costs no more than one of fewer. With statistics, so many lines
+            for each curve, that never understate it.
         backend: MILP solver, "highs" or "cbc".
         relative_gap: A solve stops when the plan's recompute time is proven this
-            close to the least.
+            close to the least. None for 0.5 %, and for 0 with statistics.
         time_limit_s: A solve stops after this long with the best plan so far, and
             the plan's gap says what is left. None counts work instead, so that the
             same inputs give the same plan on an idle and on a busy machine: solves
@@ -87,41 +118,69 @@ def plan(
     Raises:
         InfeasibleBudgetError: No plan fits; says the least feasible budget, and of
             several batches the one that needs it.
-        ValueError: The budget cannot be read.
+        ArgumentError: The budget or another argument cannot be read, or does not go
+            with the others.
         SolverError: The dry run does not confirm the plan.
     """
     check_on_mismatch(on_mismatch)
+    units: dict[str, Any] = {"ac_units": ac_units, "fsdp_units": fsdp_units}
     solving: dict[str, Any] = {
-        "segments": segments,
+        "segments": None if segments is None else read_segments(segments),
         "backend": backend,
-        "relative_gap": relative_gap,
         "time_limit_s": time_limit_s,
-        "dry_run": dry_run,
     }
+    if isinstance(model, Statistics):
+        other = {"inputs": inputs, "make_loss_fn": make_loss_fn, "dry_run": dry_run}
+        _refuse_with_statistics({**other, **options})
+        solving["relative_gap"] = relative_gap or 0.0
+        ranks = 1 if world_size is None else world_size
+        return plan_statistics(
+            model, memory_budget, world_size=ranks, **units, **solving
+        )
+    if world_size is not None:
+        raise ArgumentError(
+            "`world_size` is for statistics, whose parameters it divides: plan for many"
+            " GPUs by `autosac.plan_parallel(..., cluster=..., num_gpus=...)`."
+        )
+    solving["relative_gap"] = RELATIVE_GAP if relative_gap is None else relative_gap
+    solving["dry_run"] = dry_run
     if make_loss_fn is not None and options.get("loss_fn") is not None:
         raise ArgumentError(
             "`loss_fn` and `make_loss_fn` both say what the loss is: pass one of them."
         )
     if isinstance(model, torch.nn.Module) and are_several(inputs):
-        steps = _traced(model, inputs, make_loss_fn, options)
+        steps = [
+            (bucket, restricted(traced, **units))
+            for bucket, traced in _traced(model, inputs, make_loss_fn, options)
+        ]
         budget_bytes = _parsed(memory_budget, steps[0][1])
         planned = _over_batches(steps, budget_bytes, solving)
         step: TracedStep = steps[0][1]
     else:
         if make_loss_fn is not None:
             options = {**options, "loss_fn": make_loss_fn(inputs)}
-        step = profile_of(model, inputs, options)
+        step = restricted(profile_of(model, inputs, options), **units)
         budget_bytes = _parsed(memory_budget, step)
         planned = make_plan(step, budget_bytes, **solving)
     replanned = None
     if on_mismatch == "replan" and isinstance(step, Profile):
         form = inputs[0] if isinstance(inputs, list) else inputs
-        replanned = _replan(step, budget_bytes, solving, make_loss_fn, form)
+        how = units, solving
+        replanned = _replan(step, budget_bytes, how, make_loss_fn, form)
     return replace(planned, on_mismatch=on_mismatch, replan=replanned)
 
 
+def _refuse_with_statistics(given: dict[str, Any]) -> None:
+    wrong = [name for name, value in given.items() if value is not None]
+    if wrong:
+        raise ArgumentError(
+            f"`{wrong[0]}` does not go with statistics, which are all that is known of"
+            " the step: leave it out, or pass the model or its profile."
+        )
+
+
 def policy(
-    model: torch.nn.Module | Profile,
+    model: torch.nn.Module | Profile | Statistics,
     inputs: Any = None,
     *,
     memory_budget: int | str,
@@ -288,7 +347,7 @@ def _infeasible(
 def _replan(
     profiled: Profile,
     budget_bytes: int,
-    solving: dict[str, Any],
+    how: tuple[dict[str, Any], dict[str, Any]],
     make_loss_fn: MakeLoss | None,
     form: Any,
 ) -> Replan:
@@ -297,7 +356,7 @@ def _replan(
     The real step that a profile is held against does not run: there may be no memory
     for it besides the training.
     """
-    step = profiled.step
+    step, (units, solving) = profiled.step, how
     options = {
         "optimizer": step.optimizer,
         "device": profiled.device,
@@ -327,6 +386,7 @@ def _replan(
         with _compat_dispatch.outside_autocast(device_type):
             step = profile(model, (args, kwargs), loss_fn=loss, **options)
             step = calibrated_if_present(step, progress=False, real_step=False)
+            step = restricted(step, **units)
             try:
                 return make_plan(step, budget_bytes, **solving)
             except InfeasibleBudgetError:

@@ -25,7 +25,6 @@ from autosac.planning.plans import Plan
 from autosac.profiles.memory_history import History, history
 from autosac.profiles.profile import TracedStep
 from autosac.quantities import byte_unit, format_bytes, format_ms
-from autosac.solvers.curves import curve
 from autosac.step.tape import IntArray
 from autosac.units import curves
 from autosac.units.policies import Policy
@@ -234,7 +233,7 @@ def _trade_off_panel(
 ) -> Panel:
     most = max(units[0].activation_bytes, units[0].sole_bytes, 1)
     unit, size = byte_unit(most)
-    fitted = curve.fit(unit_curve.points, num_segments=segments)
+    fitted = unit_curve.fit(segments)
     own = [(u, picked[u]) for u in units if u in picked]
 
     def line(label: str, points: Iterable[tuple[int, float]], **style: Any) -> Line:
@@ -255,7 +254,7 @@ def _trade_off_panel(
     lines = [
         line("Pareto points", pareto, dash="none", marker="o", grey=0.55, size=3.0),
     ]
-    num_segments = len(fitted.freed_bytes) - 1
+    num_segments = fitted.num_segments
     if num_segments:
         name = f"fit, {num_segments} segment" + "s" * (num_segments > 1)
         lines.append(line(name, fit, grey=0.3))

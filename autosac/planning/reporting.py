@@ -123,7 +123,7 @@ def _details(plan: Plan, profile: TracedStep) -> Details:
 
 
 def _refused(profile: TracedStep) -> Iterator[tuple[str, int, str]]:
-    keeps = {m.fqn: m.activation_bytes or 0 for m in profile.statistics.modules}
+    keeps = {m.fqn: m.activation_bytes or 0 for m in profile.figures.modules}
     refused = sorted(profile.units.refused.items(), key=lambda item: -keeps[item[0]])
     for fqn, reason in refused[:_MOST_REFUSED]:
         yield fqn, keeps[fqn], reason

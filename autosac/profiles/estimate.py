@@ -192,7 +192,7 @@ def _modules(profile: TracedStep) -> Iterator[ModuleEstimate]:
     tape = profile.tape
     at_peak = _made_by_module(profile)
     for node, row, peak_bytes in zip(
-        tape.modules.nodes, profile.statistics.modules, at_peak, strict=True
+        tape.modules.nodes, profile.figures.modules, at_peak, strict=True
     ):
         yield ModuleEstimate(
             fqn=node.fqn,

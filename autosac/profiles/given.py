@@ -11,10 +11,16 @@ from autosac.profiles.profile import (
     calibrate,
     profile,
 )
+from autosac.statistics.by_module import Statistics
 
 
 def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
     """The profile that was passed, or a new one, calibrated where the model lies."""
+    if isinstance(model, Statistics):
+        raise ArgumentError(
+            "`model` is statistics, which hold no ops to simulate: `autosac.plan` and"
+            " `autosac.policy` take them, all else needs the model or its profile."
+        )
     if isinstance(model, TracedStep):
         if inputs is not None or options:
             raise ArgumentError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,18 +12,21 @@ import torch
 from autosac.costs import roofline
 from autosac.costs.sources import Calibration, Source, calibration, modelled
 from autosac.devices.free_memory import available_bytes
-from autosac.devices.specs import (
-    DeviceSpec,
-    device_of_product,
-    device_spec,
-)
-from autosac.errors import ArgumentError, UnsupportedError
+from autosac.devices.specs import DeviceSpec
+from autosac.errors import ArgumentError
 from autosac.profiles.fingerprints import Fingerprint, fingerprint
 from autosac.profiles.mistakes import (
     check_unplanned,
     warn_of_other_formulas,
     warn_of_summed_outputs,
 )
+from autosac.profiles.module_curves import (
+    Curves,
+    ModuleCurve,
+    curve_of,
+    with_curves,
+)
+from autosac.profiles.planned_device import planned_device
 from autosac.simulation.simulator import Simulator
 from autosac.solvers.curves import knapsack
 from autosac.solving.choosing import Chooser
@@ -32,6 +34,7 @@ from autosac.solving.curve_points import CurvePoints
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
 from autosac.solving.rules_of_thumb import Rules
+from autosac.solving.solve_options import read_segments
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step import arguments
 from autosac.step.batch_signatures import (
@@ -51,6 +54,8 @@ from autosac.units.candidates import (
     find_units,
 )
 from autosac.units.chains import Chain, find_chains
+from autosac.units.curves import UnitCurve
+from autosac.units.given_units import ALL_UNITS, GivenUnits
 from autosac.units.nests import find_nests
 from autosac.units.policies import Policy
 from autosac.units.slices import find_slices, plain_sequences
@@ -58,7 +63,7 @@ from autosac.units.unit import Unit
 
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
-    *("chooser", "dry_runs"),
+    *("chooser", "dry_runs", "statistics", "_curves", "with_given_units"),
 )
 
 
@@ -82,6 +87,7 @@ class TracedStep:
         unsteady_ms: Time of measured ops whose runs disagreed.
         redrawn: The step as it is with other random numbers, or after some training,
             if these decide sizes.
+        given: Which modules may be AC units, if the user says so.
     """
 
     tape: Tape
@@ -97,6 +103,7 @@ class TracedStep:
     failures: Mapping[str, str] = field(default_factory=dict)
     unsteady_ms: float = 0.0
     redrawn: tuple[TracedStep, ...] = ()
+    given: GivenUnits = ALL_UNITS
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -127,21 +134,24 @@ class TracedStep:
     def units(self) -> Units:
         """Module calls that can be AC units, and why other modules are none."""
         with no_collections():
-            return find_units(self.tape, self.op_ms, exclude=self.left_out)
+            units = find_units(self.tape, self.op_ms, exclude=self.left_out)
+        return self.given.of(units, self.tape.modules)
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
         """Chains and nests of the AC units."""
         finder_args = (self.tape, self.units.candidates, self.op_ms)
         with no_collections():
-            return find_chains(*finder_args) + find_nests(*finder_args)
+            chains = find_chains(*finder_args) + find_nests(*finder_args)
+        return tuple(c for c in chains if self.given.may_be_unit(c, self.tape.modules))
 
     @cached_property
     def slices(self) -> tuple[Unit, ...]:
         """Consecutive layers of sequences that can be AC units."""
         finder_args = (self.tape, self.op_ms, self.sequences)
         with no_collections():
-            return find_slices(*finder_args, exclude=self.left_out)
+            slices = find_slices(*finder_args, exclude=self.left_out)
+        return tuple(s for s in slices if self.given.may_be_unit(s, self.tape.modules))
 
     @cached_property
     def candidates(self) -> tuple[Unit, ...]:
@@ -196,14 +206,52 @@ class TracedStep:
         return set()
 
     @cached_property
+    def with_given_units(self) -> dict[GivenUnits, TracedStep]:
+        """Cache of this step with units that the user has given."""
+        return {}
+
+    @cached_property
     def parallel(self) -> dict[Hashable, Any]:
         """Cache of plans for many GPUs, by the types that they gather."""
         return {}
 
     @cached_property
-    def statistics(self) -> Statistics:
-        """Where memory and time go, module by module."""
+    def figures(self) -> Statistics:
+        """Where memory and time go, module by module; without trade-off curves."""
         return module_statistics(self.tape, self.op_ms)
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Where memory and time go, module by module, trade-off curves included.
+
+        `autosac.plan` takes them in place of a model, as it takes those of PyTorch's
+        trackers (`autosac.from_trackers`).
+        """
+        return with_curves(self.figures, self._curves)
+
+    @cached_property
+    def _curves(self) -> Curves:
+        """Modules that can be AC units, each with its curve if it frees memory."""
+        pairs = zip(self.formulation.units, self.formulation.curves, strict=True)
+        of_unit = dict(pairs)
+        curves: dict[str, tuple[Unit, UnitCurve | None]] = {}
+        for unit in self.units.candidates:
+            curves.setdefault(unit.fqn, (unit, of_unit.get(unit)))
+        return curves
+
+    def curve(self, fqn: str, *, segments: int = 3) -> ModuleCurve:
+        """What it takes to keep less of a module's activation memory.
+
+        Args:
+            fqn: The module; of one that is called several times, its first call.
+            segments: Most linear segments of the fit.
+
+        Raises:
+            ArgumentError: The module has no curve, and why; or `segments` is no whole
+                number above 0.
+        """
+        number = read_segments(segments)
+        return curve_of(fqn, self._curves, self.units.refused, number)
 
     @property
     def baseline_peak_bytes(self) -> int:
@@ -306,7 +354,7 @@ def profile(
     arguments.check_tensors(model, (args, kwargs))
     arguments.check_inputs(model, args, kwargs)
     arguments.check_loss_fn(loss_fn)
-    spec, lens = _device(model, device)
+    spec, lens = planned_device(model, device)
     step = Step(
         model=model,
         args=args,
@@ -469,41 +517,3 @@ def _check(
                 f"`exclude` names `{fqn}`, which is no module of the model; use names"
                 " from `model.named_modules()`."
             )
-
-
-def _present_gpu() -> DeviceSpec:
-    """The GPU that is present, with the memory that it really has."""
-    if not torch.cuda.is_available():
-        raise ArgumentError("`device`='cuda', but no GPU is present; name a device.")
-    spec = device_of_product(torch.cuda.get_device_name())
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return replace(spec, memory_bytes=properties.total_memory)
-
-
-def _device(
-    model: torch.nn.Module, device: str | DeviceSpec | None
-) -> tuple[DeviceSpec, DeviceSpec | None]:
-    """The device to plan for, and the lens for it: None if the model is on it."""
-    tensors = [*model.parameters(), *model.buffers()]
-    types = {tensor.device.type for tensor in tensors} - {"meta"}
-    if len(types) > 1:
-        raise ArgumentError(
-            f"`model` lies on several devices ({', '.join(sorted(types))}); move it to"
-            " one."
-        )
-    own = types.pop() if types else None
-    if device is None:
-        device = own or "cpu"
-    if device == "cuda":
-        device = _present_gpu()
-    spec = device if isinstance(device, DeviceSpec) else device_spec(device)
-    if device == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        spec = replace(spec, memory_bytes=pages)
-    traced = own or "cpu"
-    if spec.type == "cpu" and traced != "cpu":
-        raise UnsupportedError(
-            f"`device`={spec.name!r} runs other kernels than the {traced} device that"
-            " the model is on; move the model to the CPU or the meta device."
-        )
-    return spec, spec if spec.type != traced else None

@@ -30,6 +30,7 @@ from autosac.solving.incumbents import Incumbents, recompute_ms
 from autosac.solving.path_relinking import relink
 from autosac.solving.repair import mend
 from autosac.solving.rules_of_thumb import Choice, FloatArray
+from autosac.solving.segmented import search_segments
 from autosac.solving.slack import spend_slack
 from autosac.solving.solve_options import SolveOptions
 from autosac.step.tape import IntArray
@@ -99,7 +100,9 @@ class Chooser:
             return None, 0.0
         search = _Search(self, budget_bytes, options, start)
         search.offer(self._incumbents.cheapest(budget_bytes))
-        if self._formulation.units:
+        if self._formulation.units and options.segments is not None:
+            search.run_on_segments(self._formulation)
+        elif self._formulation.units:
             search.run()
             if search.is_far() and self._finer is not None:
                 search.go_on(self._finer)
@@ -221,58 +224,8 @@ class Chooser:
         budget_bytes: int,
         options: SolveOptions,
         *,
-        raised: IntArray,
-        start: sac.Start | None,
-        least_ms: float,
-        most_ms: float,
-        proves: bool,
-        most_work: int | None = None,
-        near: tuple[int | None, ...] | None = None,
-        rows: tuple[int, ...] = (),
-        finer: sac.Finer | None = None,
-    ) -> sac.SacSolution:
-        """Exact points of all candidates, or of those a MILP on fitted curves picks."""
-        units = None
-        if options.segments is not None:
-            fitted = sac.solve(
-                self._formulation.fitted(options.segments).problem(
-                    budget_bytes - int(raised.max())
-                ),
-                integral=False,
-                backend=options.backend,
-                time_limit_s=options.time_limit_s,
-                relative_gap=options.relative_gap,
-            )
-            if fitted.weights is not None:
-                units = [u for u, weights in enumerate(fitted.weights) if any(weights)]
-        solution = self._run(
-            budget_bytes,
-            options,
-            options.relative_gap,
-            raised=raised,
-            start=start if units is None else None,
-            units=units,
-            least_ms=least_ms,
-            most_ms=most_ms,
-            most_work=most_work,
-            near=near,
-            rows=rows,
-            finer=finer,
-        )
-        if units is not None and proves:  # it knows only the units that the fit picked
-            every = self._run(budget_bytes, options, math.inf, raised=raised)
-            solution = replace(solution, bound_ms=every.bound_ms)
-        return solution
-
-    def _run(
-        self,
-        budget_bytes: int,
-        options: SolveOptions,
-        relative_gap: float,
-        *,
-        raised: IntArray,
+        raised: IntArray | None = None,
         start: sac.Start | None = None,
-        units: list[int] | None = None,
         least_ms: float = 0.0,
         most_ms: float = math.inf,
         most_work: int | None = None,
@@ -280,15 +233,15 @@ class Chooser:
         rows: tuple[int, ...] = (),
         finer: sac.Finer | None = None,
     ) -> sac.SacSolution:
+        """Choose among the exact points of all candidates."""
         curves = self._formulation.curves
         return self._solver.solve(
             budget_bytes,
-            raised_bytes=raised if raised.any() else None,
+            raised_bytes=raised if raised is not None and raised.any() else None,
             start=start,
             backend=options.backend,
             time_limit_s=options.time_limit_s,
-            relative_gap=relative_gap,
-            fixed_units=units,
+            relative_gap=options.relative_gap,
             mixed_units=[u for u, curve in enumerate(curves) if curve.is_selection],
             least_ms=least_ms,
             most_ms=most_ms,
@@ -386,6 +339,22 @@ class _Search:
             )
         return self.time_ms
 
+    def run_on_segments(self, formulation: Formulation) -> None:
+        """Round what is best on fitted curves; the bound is that of the exact points.
+
+        It is the relaxation's, which takes no branching.
+        """
+
+        def attempt(shares: Mapping[int, FloatArray]) -> IntArray | None:
+            self._understated = None
+            self._try_finer(shares)
+            return self._understated
+
+        search_segments(formulation, self.budget_bytes, self.options, attempt)
+        relaxed = replace(self.options, relative_gap=math.inf)
+        solution = self.chooser.solve(self.budget_bytes, relaxed)
+        self.bound_ms = solution.bound_ms or 0.0
+
     def run(self) -> None:
         """Move the rows until nothing is left to gain."""
         raised: IntArray | None = self.chooser.no_bytes()
@@ -400,7 +369,7 @@ class _Search:
             if is_lower:
                 lowest, self.bound_ms = raised, bound_ms
                 self._lowered_bytes = min(0, int(raised.min()))
-            elif (raised == lowest).all() and self.options.segments is None:
+            elif (raised == lowest).all():
                 self.bound_ms = max(self.bound_ms, bound_ms)
             higher = self._next_rows(raised, solution)
             raised = self._after_mixture(raised) if higher is None else higher
@@ -414,7 +383,7 @@ class _Search:
 
         Not where the work was spent before all MILPs of fewer points were solved.
         """
-        is_free = self.options.time_limit_s is None and self.options.segments is None
+        is_free = self.options.time_limit_s is None
         is_free = is_free and self._work_left > _FINER_SHARE * _MOST_WORK
         gap = max(_FAR, self.options.relative_gap)
         return is_free and self.time_ms - self.bound_ms > gap * self.time_ms
@@ -443,7 +412,6 @@ class _Search:
             start=self.start,
             least_ms=self.least_ms if proves else self.bound_ms,
             most_ms=self.time_ms,
-            proves=proves,
             most_work=most_work,
             near=self._near,
             rows=self._last_rows,

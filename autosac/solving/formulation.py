@@ -17,7 +17,7 @@ import numpy as np
 
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
-from autosac.solvers.curves import curve
+from autosac.solvers.curves.curve import FittedCurve
 from autosac.solving.shared_storages import Holders
 from autosac.solving.unit_changes import Changes, changes_of
 from autosac.step.tape import IntArray
@@ -48,39 +48,33 @@ class Formulation:
     holds: tuple[sac.Hold, ...]
     edges: IntArray
 
-    def fitted(self, num_segments: int) -> Formulation:
-        """This formulation with every curve fitted by few linear segments (pwlf).
+    def fitted(self, num_segments: int) -> Fitted:
+        """The MILP's numbers over the breakpoints of few linear segments (pwlf).
 
-        The breakpoints are points of the exact curve, lifted in time so that the fit
-        never understates a point in between.
+        These are points of the exact curve, lifted in time so that the fit never
+        understates a point in between.
         """
-        fits = {
-            id(unit_curve): curve.fit(unit_curve.points, num_segments=num_segments)
-            for unit_curve in self.curves
-        }
-        exact_and_fit = [
-            (unit_curve.points, fits[id(unit_curve)]) for unit_curve in self.curves
-        ]
+        fits = {id(c): c.fit(num_segments) for c in self.curves}
+        pairs = [(c.points, fits[id(c)]) for c in self.curves]
         kept = [
-            [exact.freed_bytes.index(nbytes) for nbytes in fit.freed_bytes]
-            for exact, fit in exact_and_fit
+            tuple(map(exact.freed_bytes.index, fit.freed_bytes)) for exact, fit in pairs
         ]
-        return replace(
-            self,
-            solver_units=tuple(
-                _thinned(unit, own, fit)
-                for unit, own, (_, fit) in zip(
-                    self.solver_units, kept, exact_and_fit, strict=True
-                )
+        units = zip(self.solver_units, kept, pairs, strict=True)
+        return Fitted(
+            problem=sac.SacProblem(
+                units=tuple(_thinned(unit, own, fit) for unit, own, (_, fit) in units),
+                base_bytes=self.base_bytes,
+                budget_bytes=0,
+                holds=tuple(
+                    replace(
+                        hold,
+                        freed_by=_of_points(hold.freed_by, kept),
+                        kept_by=_of_points(hold.kept_by, kept),
+                    )
+                    for hold in self.holds
+                ),
             ),
-            holds=tuple(
-                replace(
-                    hold,
-                    freed_by=_of_points(hold.freed_by, kept),
-                    kept_by=_of_points(hold.kept_by, kept),
-                )
-                for hold in self.holds
-            ),
+            kept=tuple(kept),
         )
 
     def problem(self, budget_bytes: int) -> sac.SacProblem:
@@ -91,6 +85,19 @@ class Formulation:
             budget_bytes=budget_bytes,
             holds=self.holds,
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fitted:
+    """Candidate units on fitted curves.
+
+    Attributes:
+        problem: The MILP; its budget is not set.
+        kept: Of each unit the points of its exact curve that are breakpoints.
+    """
+
+    problem: sac.SacProblem
+    kept: tuple[tuple[int, ...], ...]
 
 
 def formulate(
@@ -164,7 +171,7 @@ def _of_points(
     return tuple((u, tuple(values[k] for k in kept[u])) for u, values in by_point)
 
 
-def _thinned(unit: sac.Unit, kept: Sequence[int], fit: curve.FittedCurve) -> sac.Unit:
+def _thinned(unit: sac.Unit, kept: Sequence[int], fit: FittedCurve) -> sac.Unit:
     """A unit with the breakpoints of its fitted curve only."""
     working = [(q, tuple(extras[k] for k in kept)) for q, extras in unit.working]
     return replace(
@@ -174,6 +181,7 @@ def _thinned(unit: sac.Unit, kept: Sequence[int], fit: curve.FittedCurve) -> sac
             for k, ms in zip(kept, fit.recompute_ms, strict=True)
         ),
         working=tuple(working),
+        between=(),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autosac.errors import ArgumentError
+from autosac.solvers.curves.fitting import check_segments
 from autosac.solvers.milp.solution import Backend
 
 RELATIVE_GAP = 5e-3  # of a plan, unless the caller says otherwise
@@ -15,7 +17,8 @@ class SolveOptions:
 
     Attributes:
         segments: None for the exact points of every curve, a number to let a MILP on
-            curves of so many fitted segments pick the units first.
+            curves of so many fitted segments pick units and ratios, which are rounded
+            to points.
         backend: MILP solver.
         relative_gap: A solve stops when proven this close to the least time.
         time_limit_s: A solve stops after this long; None to count work only, which is
@@ -26,3 +29,19 @@ class SolveOptions:
     backend: Backend = "highs"
     relative_gap: float = RELATIVE_GAP
     time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.segments is not None:
+            read_segments(self.segments)
+
+
+def read_segments(segments: object) -> int:
+    """The number of segments that a user asks for.
+
+    Raises:
+        ArgumentError: It is no whole number, or less than 1.
+    """
+    try:
+        return check_segments(segments, name="segments")
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(str(error)) from None

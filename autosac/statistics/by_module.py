@@ -2,7 +2,8 @@
 
 The same record comes from a tape or from PyTorch's own trackers
 (`autosac.statistics.trackers`). The manner is that of PyTorch's ``ModStats``
-(torch/distributed/_tools/ilp_utils.py, torch 2.15).
+(torch/distributed/_tools/ilp_utils.py, torch 2.15). Trade-off curves of a tape are
+added by `autosac.profiles.module_curves`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,22 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from autosac.optional import needed
 from autosac.step.ledger import Ledger
 from autosac.step.modules import ModuleTree
 from autosac.step.tape import IntArray, ModuleCall, Op, Tape
+
+_DTYPES = {"int": "Int64", "float": "Float64", "str": "string", "bool": "boolean"}
+_ORDERS = (
+    "forward_pre_order", "forward_post_order", "backward_pre_order",
+    "backward_post_order",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +72,18 @@ class ModuleStatistics:
         backward_ms: Time of the backward ops that belong to it. The model itself owns
             all of backward, that of the loss included. PyTorch attributes to a module
             all that runs until the gradients of its inputs are complete.
+        sac_memory: What the shares of its trade-off curve are of, in bytes: a policy
+            could save so much. 0 for a module without a curve, such as a leaf. This and
+            all that follows are named and counted as in PyTorch's ``ModStats``.
+        sac_runtime: What shares of time are of, in ms: all ops of its forward.
+        n_segments: Number of lines that stand for the curve,
+        slopes: and of each what it rises by,
+        intercepts: and its value at 0. Discarding a share r of the memory takes a share
+            of the time that is the highest of the lines at r, or 0 if all are below.
+        breakpoints: Shares at which these segments begin, and where the last one ends.
+        tradeoff_curve: Pairs of a share of the memory that is discarded and the share
+            of the time that recomputing it takes.
+        max_ratio: Largest share that can be discarded.
     """
 
     fqn: str
@@ -82,6 +102,14 @@ class ModuleStatistics:
     backward_temporary_bytes: int | None = None
     forward_ms: float | None = None
     backward_ms: float | None = None
+    sac_memory: int = 0
+    sac_runtime: float = 0.0
+    n_segments: int = 0
+    slopes: tuple[float, ...] = ()
+    intercepts: tuple[float, ...] = ()
+    breakpoints: tuple[float, ...] = ()
+    tradeoff_curve: tuple[tuple[float, float], ...] = ()
+    max_ratio: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +140,32 @@ class Statistics:
     def __getitem__(self, fqn: str) -> ModuleStatistics:
         """Figures of one module, by its FQN."""
         return self.modules[self.tree.index[fqn]]
+
+    @property
+    def ad_matrix(self) -> npt.NDArray[np.uint8]:
+        """Ancestor-descendant matrix, shape (n, n): 1 if j is i or lies inside i."""
+        return self.tree.ad_matrix
+
+    def to_dataframe(self) -> Any:
+        """The figures as a pandas table, a row for each module, by FQN.
+
+        Bytes stay whole where some are missing. Four columns more give the place of
+        each module in the four orders.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        pandas = needed("pandas", "`Statistics.to_dataframe`")
+        columns: dict[str, Any] = {}
+        for figure in fields(ModuleStatistics):
+            values = [getattr(module, figure.name) for module in self.modules]
+            kind = _DTYPES.get(str(figure.type).removesuffix(" | None"), "object")
+            columns[figure.name] = pandas.array(values, dtype=kind)
+        for name in _ORDERS:
+            place = {fqn: k for k, fqn in enumerate(getattr(self, name))}
+            values = [place.get(module.fqn) for module in self.modules]
+            columns[name] = pandas.array(values, dtype="Int64")
+        return pandas.DataFrame(columns).set_index("fqn", drop=False)
 
 
 def module_statistics(tape: Tape, op_ms: Sequence[float]) -> Statistics:

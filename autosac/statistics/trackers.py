@@ -1,8 +1,7 @@
 """Module statistics from PyTorch's own trackers.
 
-They are private (``torch.distributed._tools``, read for torch 2.15); this is the
-only file that touches them. Names there are class names for the model itself, such
-as ``GPT``, and ``GPT.blocks.0`` for what lies inside; here they become FQNs.
+Names there are class names for the model itself, such as ``GPT``, and ``GPT.blocks.0``
+for what lies inside; here they become FQNs.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _ModState
-from torch.distributed._tools.runtime_estimator import RuntimeEstimator
-from torch.distributed._tools.sac_estimator import SACEstimator, SACStats
 
+from autosac import _compat_trackers
+from autosac._compat_trackers import MemTracker, RuntimeEstimator, SACEstimator
+from autosac.errors import ArgumentError
 from autosac.statistics.by_module import ModuleStatistics, Statistics, with_descendants
 from autosac.step.modules import ModuleTree
 from autosac.tracing.probing import module_tree
@@ -27,9 +25,14 @@ def from_trackers(
     mem_tracker: MemTracker,
     runtime_estimator: RuntimeEstimator,
     sac_estimator: SACEstimator,
-    device: torch.device | str,
+    device: torch.device | str | None = None,
 ) -> Statistics:
     """Module statistics of a step that PyTorch's trackers have watched.
+
+    They are ``MemTracker``, ``RuntimeEstimator`` and ``SACEstimator`` of
+    ``torch.distributed._tools``, and the figures those of its ``aggregate_stats``,
+    trade-off curves included: fits that the estimator has already are taken as they
+    are, the others are made as PyTorch makes them, with two segments.
 
     Args:
         model: The model that they watched.
@@ -37,16 +40,39 @@ def from_trackers(
             count were registered with its ``track_external``.
         runtime_estimator: Has watched at least forward and backward.
         sac_estimator: Has watched at least forward.
-        device: Where the model ran.
+        device: Where the model ran; None for where its parameters are.
+
+    Returns:
+        What `autosac.plan` and `autosac.policy` take in place of a model.
 
     Raises:
-        ValueError: The memory tracker has not seen the model.
+        ArgumentError: A tracker is of another kind, or has not seen the model; or the
+            model has no parameter that says where it ran.
     """
+    _check_kinds(mem_tracker, runtime_estimator, sac_estimator)
     if model not in mem_tracker.memory_tracking:
-        raise ValueError(
+        raise ArgumentError(
             f"`mem_tracker` has not seen a forward of this {type(model).__name__}; run"
             " the step inside `with mem_tracker:`."
         )
+    root = mem_tracker.memory_tracking[model].mod_fqn
+    for name, seen in (
+        ("runtime_estimator", runtime_estimator.mod_runtimes),
+        ("sac_estimator", sac_estimator.sac_mod_stats),
+    ):
+        if root not in seen and next(model.children(), None) is not None:
+            raise ArgumentError(
+                f"`{name}` has not seen a forward of this {type(model).__name__}; run"
+                f" the step inside `with {name}(...):`."
+            )
+    ran_on = _device_of(model) if device is None else torch.device(device)
+    known = _compat_trackers.devices(mem_tracker.memory_tracking[model])
+    if ran_on not in known:
+        raise ArgumentError(
+            f"`device`={str(ran_on)!r} is not where `mem_tracker` has seen the model:"
+            f" it has figures of {', '.join(sorted(map(str, known)))}."
+        )
+    _compat_trackers.fit_trade_offs(sac_estimator)
     tracked = [mem_tracker.memory_tracking.get(module) for module in model.modules()]
     tree = module_tree(model)
     gradient_bytes = _gradient_bytes(model, tree)
@@ -63,14 +89,22 @@ def from_trackers(
         if memory is not None:
             name = memory.mod_fqn
             owner = name if node.fqn else "Global"  # all of backward is the model's
+            stats = sac_estimator.sac_mod_stats.get(name)  # none of leaves
             module_figures = replace(
                 module_figures,
                 calls=calls[name],
-                candidate_bytes=_candidate_bytes(sac_estimator.sac_mod_stats.get(name)),
+                parameter_bytes=memory.parameter_mem,
+                buffer_bytes=memory.buffer_mem,
+                candidate_bytes=None
+                if stats is None
+                else _compat_trackers.candidate_bytes(stats),
                 forward_ms=_ms(runtime_estimator, name, "fw"),
                 backward_ms=_ms(runtime_estimator, owner, "bw"),
+                **_compat_trackers.trade_off_figures(sac_estimator, name),
             )
-            module_figures = _with_memory(module_figures, memory, torch.device(device))
+            if calls[name] == 1:
+                of_call = _compat_trackers.memory_of_call(memory, ran_on)
+                module_figures = replace(module_figures, **of_call)
         figures.append(module_figures)
     fqn_of = {
         memory.mod_fqn: node.fqn
@@ -87,6 +121,31 @@ def from_trackers(
     )
 
 
+def _check_kinds(
+    mem_tracker: object, runtime_estimator: object, sac_estimator: object
+) -> None:
+    for name, tracker, kind in (
+        ("mem_tracker", mem_tracker, MemTracker),
+        ("runtime_estimator", runtime_estimator, RuntimeEstimator),
+        ("sac_estimator", sac_estimator, SACEstimator),
+    ):
+        if not isinstance(tracker, kind):
+            raise ArgumentError(
+                f"`{name}` must be a {kind.__name__} of torch.distributed._tools, got"
+                f" {type(tracker).__name__}."
+            )
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise ArgumentError(
+            f"This {type(model).__name__} has no parameter that says where it ran:"
+            " pass `device`."
+        )
+    return parameter.device
+
+
 def _firsts(fqn_of: dict[str, str], names: Sequence[str]) -> tuple[str, ...]:
     """FQNs in the order of first appearance; a loss module is not of the model."""
     return tuple(dict.fromkeys(fqn_of[name] for name in names if name in fqn_of))
@@ -99,50 +158,6 @@ def _lasts(fqn_of: dict[str, str], names: Sequence[str]) -> tuple[str, ...]:
 
 def _ms(estimator: RuntimeEstimator, name: str, phase: str) -> float:
     return float(estimator.mod_runtimes.get(name, {}).get(phase, 0.0))
-
-
-def _with_memory(
-    figures: ModuleStatistics, stats: Any, device: torch.device
-) -> ModuleStatistics:
-    """Add the figures of a module's only call, as ``aggregate_stats`` reads them."""
-    figures = replace(
-        figures, parameter_bytes=stats.parameter_mem, buffer_bytes=stats.buffer_mem
-    )
-    if figures.calls != 1:
-        return figures
-
-    def live_bytes(state: _ModState, kind: _MemRefType) -> int:
-        return int(stats.snapshots[state][-1].get(device, {}).get(kind, 0))
-
-    act, temp, grad = _MemRefType.ACT, _MemRefType.TEMP, _MemRefType.GRAD
-    added = live_bytes(_ModState.POST_FW, act) - live_bytes(_ModState.PRE_FW, act)
-    figures = replace(
-        figures,
-        input_bytes=stats.input_mem,
-        output_bytes=stats.output_mem,
-        activation_bytes=max(0, added - stats.output_mem),
-        total_activation_bytes=live_bytes(_ModState.POST_FW, act),
-    )
-    if _ModState.PEAK_BW not in stats.snapshots:
-        return figures
-    return replace(
-        figures,
-        total_gradient_bytes=live_bytes(_ModState.PRE_BW, grad),
-        backward_activation_bytes=live_bytes(_ModState.PEAK_BW, act),
-        backward_temporary_bytes=live_bytes(_ModState.PEAK_BW, temp)
-        - live_bytes(_ModState.PRE_BW, temp),
-    )
-
-
-def _candidate_bytes(stats: SACStats | None) -> int | None:
-    """Results of a module's ops; in-place ops, which make none, left out.
-
-    PyTorch's ``sac_memory`` counts what they overwrite once more.
-    """
-    if stats is None:  # PyTorch has no figures for leaves
-        return None
-    in_place = {op for op, _ in stats.inplace_ops}
-    return sum(n for i, n in enumerate(stats.memory) if i not in in_place)
 
 
 def _gradient_bytes(model: torch.nn.Module, tree: ModuleTree) -> list[int]:

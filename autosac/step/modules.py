@@ -57,8 +57,8 @@ class ModuleTree:
     def ad_matrix(self) -> npt.NDArray[np.uint8]:
         """Ancestor-descendant matrix, shape (n, n): 1 if j is i or lies in i.
 
-        Quadratic in size, so only for exploration: nothing on the way to a plan
-        reads it.
+        Quadratic in size: plans of profiles go by parents instead, plans of statistics
+        by the part of it that belongs to modules with a trade-off curve.
         """
         size = len(self.nodes)
         matrix = np.eye(size, dtype=np.uint8)

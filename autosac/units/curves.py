@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autosac.solvers.curves import curve, knapsack
+from autosac.solvers.curves import curve, fitting, knapsack
 from autosac.units.chains import Block, Chain
 from autosac.units.policies import (
     RERUN,
@@ -45,6 +45,27 @@ class UnitCurve:
     front: knapsack.Front | None = None
     is_selection: bool = False
     complete_below_ms: float = math.inf
+
+    @property
+    def most_bytes(self) -> int:
+        """What freed bytes are counted from: a point frees these less what it saves."""
+        return self.points.freed_bytes[-1] + (self.finer[0][0] if self.finer else 0)
+
+    @property
+    def known_points(self) -> curve.TradeoffCurve:
+        """Every Pareto point that is known."""
+        if not self.finer:
+            return self.points
+        most = self.most_bytes
+        return curve.pareto((most - nbytes, ms) for nbytes, ms, _ in self.finer)
+
+    def fit(self, num_segments: int) -> curve.FittedCurve:
+        """The curve in few linear segments, whose breakpoints are of `points`.
+
+        Equal curves are fitted once; no known point is understated.
+        """
+        above = self.known_points if self.is_selection else None
+        return fitting.fit(self.points, num_segments=num_segments, above=above)
 
     def between(self, shares: Sequence[float]) -> Policy:
         """The fastest known point that frees what a mixture of points frees.

@@ -241,6 +241,7 @@ def solve(
     integral: bool,
     backend: Backend = "highs",
     time_limit_s: float | None = None,
+    most_work: int | None = None,
     relative_gap: float = 1e-3,
     fixed_units: Collection[int] | None = None,
     mixed_units: Collection[int] = (),
@@ -252,8 +253,9 @@ def solve(
         integral: Whether a unit takes one of its points as it is; otherwise it may
             lie between two neighbours.
         backend: Which MILP solver to run.
-        time_limit_s: Stop branching after this long with the best solution so far;
-            None to stop after an amount of work, at the same place in every run.
+        time_limit_s: Stop branching after this long with the best solution so far.
+        most_work: Stop after so much work, see `pulp_runner.run`, at the same place in
+            every run. None for no limit; for whole points, for one of their own.
         relative_gap: Stop when proven this close to the least time.
         fixed_units: The only units that may be chosen; None for all.
         mixed_units: With whole points: units whose points are a selection from a
@@ -269,6 +271,7 @@ def solve(
             problem.budget_bytes,
             backend=backend,
             time_limit_s=time_limit_s,
+            most_work=most_work,
             relative_gap=relative_gap,
             fixed_units=fixed_units,
             mixed_units=mixed_units,
@@ -287,6 +290,7 @@ def solve(
         model.model,
         backend=backend,
         time_limit_s=time_limit_s,
+        work_limit=most_work,
         relative_gap=relative_gap,
     )
     bound_ms = max(0.0, (outcome.bound or 0.0) / model.time_scale)

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from autosac.solvers.curves.curve import (
     TradeoffCurve,
-    fit,
     is_convex,
     pareto,
 )
+from autosac.solvers.curves.fitting import fit
 from tests.solvers.strategies import tradeoff_curves
 
 
@@ -129,6 +129,57 @@ def test_a_fit_is_repeatable_and_leaves_numpys_generator_alone():
     assert fit(line) == first
 
 
-def test_a_fit_needs_a_segment():
-    with pytest.raises(ValueError, match="num_segments"):
+def test_a_fit_needs_a_whole_number_of_segments():
+    with pytest.raises(ValueError, match="`num_segments` must be at least 1, got 0"):
         fit(curve((0, 0.0)), num_segments=0)
+    for wrong in (1.5, "x", True):
+        with pytest.raises(TypeError, match="whole number of segments"):
+            fit(curve((0, 0.0)), num_segments=wrong)
+
+
+def highest_line(fitted, freed):
+    lines = zip(fitted.slopes, fitted.intercepts, strict=True)
+    return max(slope * freed + intercept for slope, intercept in lines)
+
+
+@settings(max_examples=25)
+@given(curve=tradeoff_curves(), num_segments=st.integers(1, 5))
+def test_the_highest_line_of_a_convex_fit_is_the_fit(curve, num_segments):
+    fitted = fit(curve, num_segments=num_segments, convex=True)
+
+    assert is_convex(fitted.freed_bytes, fitted.recompute_ms)
+    assert fitted.num_segments <= num_segments
+    for freed, time in zip(curve.freed_bytes, curve.recompute_ms, strict=True):
+        assert fitted.time_at(freed) >= time
+        if fitted.num_segments:
+            line = highest_line(fitted, freed)
+            assert line == pytest.approx(fitted.time_at(freed), rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=25)
+@given(curve=tradeoff_curves(), num_segments=st.integers(1, 5), convex=st.booleans())
+def test_a_fit_never_understates_further_points(curve, num_segments, convex):
+    steps = range(len(curve.freed_bytes) - 1)
+    middle = [(curve.freed_bytes[k] + curve.freed_bytes[k + 1]) // 2 for k in steps]
+    above = [
+        (freed, 1.5 * curve.recompute_ms[k + 1])
+        for k, freed in zip(steps, middle, strict=True)
+        if freed > curve.freed_bytes[k]
+    ]
+    further = pareto(above) if above else None
+
+    fitted = fit(curve, num_segments=num_segments, convex=convex, above=further)
+
+    for points in (curve, further):
+        for freed, time in zip(
+            points.freed_bytes if points else (),
+            points.recompute_ms if points else (),
+            strict=True,
+        ):
+            assert fitted.time_at(freed) >= time
+
+
+def test_equal_curves_are_fitted_once():
+    line = [(k * k, float(k**3 % 50 + 50 * k)) for k in range(20)]
+
+    assert fit(curve(*line)) is fit(curve(*line))

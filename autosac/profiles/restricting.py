@@ -1,0 +1,71 @@
+"""A profile whose AC units the user has given; all that is traced is shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from autosac.errors import ArgumentError
+from autosac.profiles.profile import TracedStep
+from autosac.step.marks import Marks, marked
+from autosac.units.given_units import GivenUnits
+
+_Step = TypeVar("_Step", bound=TracedStep)
+# What is worked out of a step whatever its units are.
+_SHARED = ("calibration", "simulator", "figures", "baseline_ms", "dry_runs")
+
+
+def restricted(
+    step: _Step, ac_units: Marks | None, fsdp_units: Marks | None = None
+) -> _Step:
+    """The step with given units, the same one each time; itself if none are given.
+
+    Args:
+        step: The traced step.
+        ac_units: The only modules that may be AC units: names, patterns or classes.
+        fsdp_units: FSDP units, around which no module may be an AC unit.
+
+    Raises:
+        ArgumentError: One of them stands for no module; or none of `ac_units` can be
+            an AC unit.
+    """
+    if ac_units is None and fsdp_units is None:
+        return step
+    tree = step.tape.modules
+    given = GivenUnits(
+        ac_units=None
+        if ac_units is None
+        else frozenset(tree[i].fqn for i in marked(ac_units, tree, name="ac_units")),
+        fsdp_units=frozenset(
+            tree[i].fqn for i in marked(fsdp_units or (), tree, name="fsdp_units")
+        ),
+    )
+    known = step.with_given_units
+    if given not in known:
+        new = replace(step, given=given)
+        may = partial(given.may_be_unit, tree=tree)
+        vars(new).update(
+            units=given.of(step.units, tree),
+            chains=tuple(filter(may, step.chains)),
+            slices=tuple(filter(may, step.slices)),
+            fronts=step.fronts,  # of more units than are left
+        )
+        vars(new).update((k, v) for k, v in vars(step).items() if k in _SHARED)
+        _check_some_left(step, new)
+        known[given] = new
+    return known[given]  # type: ignore[return-value]
+
+
+def _check_some_left(step: TracedStep, new: TracedStep) -> None:
+    wanted = new.given.ac_units
+    if not wanted or new.candidates:
+        return
+    refused = step.units.refused
+    why = next((f"`{fqn}`: {refused[fqn]}" for fqn in wanted if fqn in refused), None)
+    raise ArgumentError(
+        "None of the modules in `ac_units` can be an AC unit"
+        f"{'' if why is None else f' ({why})'}: name modules that"
+        f" {'keep' if why is None else 'can be rerun and keep'} activation memory, such"
+        f" as {', '.join(f'`{u.fqn}`' for u in step.units.candidates[:3]) or 'none'}."
+    )

@@ -1,0 +1,62 @@
+"""Modules by name, pattern or class, as people name them in arguments."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+
+from autosac.errors import ArgumentError
+from autosac.step.modules import ModuleTree
+
+Marks = str | type | Iterable[str | type]
+
+
+def marked(marks: Marks, tree: ModuleTree, *, name: str) -> frozenset[int]:
+    """Indices of the modules that names, patterns of names or classes stand for.
+
+    A class stands for its modules and those of its subclasses, by the name of the
+    class: of a module that was traced, a tree knows no more.
+
+    Args:
+        marks: Names such as ``"blocks.0"``, patterns such as ``"blocks.*"``, classes,
+            or one of these by itself. A name or pattern that stands for the model
+            itself is ``""``.
+        tree: The modules.
+        name: The argument's name, for error messages.
+
+    Raises:
+        ArgumentError: One of them stands for no module, or is neither.
+    """
+    meant: set[int] = set()
+    for mark in (marks,) if isinstance(marks, (str, type)) else marks:
+        if isinstance(mark, type):
+            names = _class_names(mark)
+            own = {i for i, node in enumerate(tree.nodes) if node.class_name in names}
+        elif isinstance(mark, str):
+            own = {i for fqn, i in tree.index.items() if _is_named(fqn, mark)}
+        else:
+            raise ArgumentError(
+                f"`{name}` has {mark!r}, which is no name, pattern or class of modules."
+            )
+        if not own:
+            shown = mark.__name__ if isinstance(mark, type) else mark
+            raise ArgumentError(
+                f"`{name}` has {shown!r}, which stands for no module of the model: use"
+                " names from `model.named_modules()`, patterns such as 'blocks.*', or"
+                " classes."
+            )
+        meant |= own
+    return frozenset(meant)
+
+
+def _is_named(fqn: str, mark: str) -> bool:
+    return fqn == mark or (bool(fqn) and fnmatch.fnmatchcase(fqn, mark))
+
+
+def _class_names(kind: type) -> set[str]:
+    names, left = set(), [kind]
+    while left:
+        one = left.pop()
+        names.add(one.__name__)
+        left += type.__subclasses__(one)
+    return names
