@@ -107,7 +107,9 @@ def trade_off_figures(estimator: SACEstimator, name: str) -> dict[str, Any]:
     Where PyTorch cannot fit it, discarding anything takes what recomputing all does.
     """
     stats = estimator.sac_mod_tradeoff_stats.get(name)
-    if stats is None and _num_points(estimator, name) == 1:
+    if stats is not None and not np.isfinite([*stats.slopes, *stats.intercepts]).all():
+        stats = None
+    if stats is None and _num_points(estimator, name):
         ops = estimator.sac_mod_stats[name]
         return {
             "sac_memory": sum(ops.memory),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -39,10 +40,8 @@ def with_trade_off(
     intercepts = [ms / sac_runtime for ms in fitted.intercepts]
     if not slopes:  # one point
         slopes, intercepts = [0.0], [fitted.recompute_ms[0] / sac_runtime]
-    lines = list(zip(slopes, intercepts, strict=True))
-    missing = max(
-        y - max(slope * x + start for slope, start in lines) for x, y in curve
-    )
+    while (missing := _missing(slopes, intercepts, curve)) > 0.0:  # rounding
+        intercepts = [math.nextafter(b + missing, math.inf) for b in intercepts]
     breaks = [freed / sac_memory for freed in fitted.freed_bytes]
     return replace(
         figures,
@@ -50,11 +49,21 @@ def with_trade_off(
         sac_runtime=sac_runtime,
         n_segments=len(slopes),
         slopes=tuple(slopes),
-        intercepts=tuple(start + max(0.0, missing) for start in intercepts),
+        intercepts=tuple(intercepts),
         breakpoints=tuple(breaks if len(breaks) > 1 else breaks * 2),
         tradeoff_curve=tuple(curve),
         max_ratio=max_ratio,
     )
+
+
+def _missing(
+    slopes: Sequence[float],
+    intercepts: Sequence[float],
+    curve: Sequence[tuple[float, float]],
+) -> float:
+    """How far the points of a curve are above the highest line, at most."""
+    lines = list(zip(slopes, intercepts, strict=True))
+    return max(y - max(slope * x + b for slope, b in lines) for x, y in curve)
 
 
 def refitted(statistics: Statistics, num_segments: int) -> Statistics:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pulp
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools import sac_ilp
 from torch.distributed._tools.ilp_utils import (
     Graph,
     aggregate_stats,
@@ -37,6 +39,8 @@ from torch.utils._pytree import tree_map_only
 
 from autosac.profiles.profile import Profile
 from autosac.solving.rules_of_thumb import Choice
+from autosac.statistics.by_module import Statistics
+from autosac.statistics.trackers import from_trackers
 from autosac.step.training_step import (
     LossFn,
     default_loss,
@@ -59,10 +63,12 @@ class Chain:
     Attributes:
         graph: Statistics per module.
         stats: Ops of each module.
+        statistics: What autosac makes of the same trackers.
     """
 
     graph: Graph
     stats: dict[str, SACStats]
+    statistics: Statistics
 
     @property
     def baseline_bytes(self) -> int:
@@ -88,6 +94,32 @@ class Chain:
         }
         return named, int(predicted)
 
+    def optimum_ms(self, budget_bytes: int, **options: Any) -> float | None:
+        """Least recompute time by PyTorch's MILP, None if it is infeasible.
+
+        Solved to the end, where it stops within 5 % itself, and not rounded.
+
+        Args:
+            budget_bytes: Cap on the memory of a rank.
+            options: As in `sac_milp`; FQNs are the trackers' own.
+        """
+        values: list[float] = []
+
+        def recorded(objective: Any) -> float:
+            values.append(pulp.value(objective))
+            return values[-1]
+
+        with (
+            _old_names(),
+            mock.patch.object(sac_ilp, "value", recorded),
+            mock.patch.object(sac_ilp, "PULP_CBC_CMD", _to_the_end),
+        ):
+            try:
+                _, _, peak = sac_milp(self.graph, budget_bytes / 2**30, **options)
+            except TypeError:  # a variable without a value
+                return None
+        return None if peak < 0 else values[-1]
+
     def saved_ops(self, fqn: str, ratio: float) -> tuple[list[str], list[int]]:
         """Names of a module's ops, and whether each is saved.
 
@@ -98,6 +130,10 @@ class Chain:
         with _old_names():
             flags = get_optimal_checkpointing_policy_per_module(stats, 1 - ratio)
         return stats.func_names, flags or [0] * len(stats.func_names)
+
+
+def _to_the_end(**options: Any) -> pulp.LpSolver:
+    return pulp.PULP_CBC_CMD(gapRel=0.0, msg=False)
 
 
 @contextlib.contextmanager
@@ -155,7 +191,9 @@ def chain_of_step(
             whole.zero_grad()
         _drop_what_it_cannot_read(memory, runtime)
         info = aggregate_stats(whole, memory, runtime, sac, torch.device("cpu"))
-    return Chain(graph=parse_module_info(info), stats=sac.sac_mod_stats)
+        statistics = from_trackers(whole, memory, runtime, sac)
+    graph = parse_module_info(info)
+    return Chain(graph=graph, stats=sac.sac_mod_stats, statistics=statistics)
 
 
 def _drop_what_it_cannot_read(memory: MemTracker, runtime: RuntimeEstimator) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
+_NOISE = 1e-12  # of what a vertex lies below the line: rounding
+
 
 def highest(
     slopes: Sequence[float], intercepts: Sequence[float], low: float, high: float
@@ -48,4 +50,5 @@ def _bends(
 ) -> bool:
     """Whether a vertex lies below the line between its neighbours."""
     (x0, y0), (x1, y1), (x2, y2) = before, vertex, after
-    return (y1 - y0) * (x2 - x1) < (y2 - y1) * (x1 - x0)
+    noise = _NOISE * (abs(y0) + abs(y1) + abs(y2)) * (x2 - x0)
+    return (y1 - y0) * (x2 - x1) < (y2 - y1) * (x1 - x0) - noise
