@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autosac.errors import ArgumentError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fsdp_candidates import Candidate, find_candidates
 from autosac.parallel.fsdp_hooks import PLACES
@@ -44,22 +45,47 @@ class ParallelFormulation:
     Args:
         profile: The traced step, in the type of gathered parameters.
         types: The mixed-precision policy.
+        fsdp_units: FQNs of the FSDP units besides the model, if the user gives them.
+        segments: Of curves that are fitted, whose breakpoints are the points of AC
+            units; None for as many exact points as are soon solved.
 
     Attributes:
         ranks: Simulates what the MILP chooses.
         candidates: Modules that may be FSDP units.
+        fixed_units: Those that are FSDP units in any case; None if it is open.
         units: Modules that may be AC units.
 
     Raises:
+        ArgumentError: None of the AC units that the user gives can be one here.
         UnsupportedError: As `RankSimulator`, and `find_candidates`.
     """
 
-    def __init__(self, profile: Profile, types: Types) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        types: Types,
+        *,
+        fsdp_units: Collection[str] | None = None,
+        segments: int | None = None,
+    ) -> None:
         self.profile, self.types = profile, types
         self.ranks = RankSimulator(profile)
         schedule = self.ranks.schedule
-        self.candidates = find_candidates(schedule, types.param_dtype)
-        ac_units = _ac_units(profile, self.candidates)
+        index = profile.tape.modules.index
+        given = None if fsdp_units is None else {index[fqn] for fqn in fsdp_units} - {0}
+        self.candidates = find_candidates(schedule, types.param_dtype, given)
+        self.fixed_units = (
+            None
+            if given is None
+            else tuple(i for i, c in enumerate(self.candidates) if c.module in given)
+        )
+        ac_units = _ac_units(profile, self.candidates, segments)
+        if profile.given.ac_units and not ac_units:
+            raise ArgumentError(
+                "None of the modules in `ac_units` can be an AC unit on many GPUs: that"
+                " are blocks and their larger children, such as"
+                f" {', '.join(f'`{c.fqn}`' for c in self.candidates[1:4])}."
+            )
         ticks = hook_ticks(self.candidates, schedule.final)
         self._cells = formulate(
             self.ranks.simulator,
@@ -262,7 +288,7 @@ def _typical_bytes(modules: Sequence[FsdpModule]) -> int:
 
 
 def _ac_units(
-    profile: Profile, candidates: Sequence[Candidate]
+    profile: Profile, candidates: Sequence[Candidate], segments: int | None
 ) -> list[tuple[Unit, UnitCurve]]:
     """Candidates for FSDP units that can be AC units and free memory, with curves."""
     names = {candidate.fqn for candidate in candidates if candidate.fqn}
@@ -277,7 +303,11 @@ def _ac_units(
         unit.key: curves.trade_off(unit, fronts[unit.key], num_points=num_points)
         for unit in {unit.key: unit for unit in units}.values()
     }
-    return [(u, curve) for u in units if (curve := by_key[u.key]) is not None]
+    pairs = [(u, curve) for u in units if (curve := by_key[u.key]) is not None]
+    if segments is None:
+        return pairs
+    thinned = {u.key: curve.at_breakpoints(segments) for u, curve in pairs}
+    return [(u, thinned[u.key]) for u, _ in pairs]
 
 
 def _placed(

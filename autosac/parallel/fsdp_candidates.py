@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autosac.errors import UnsupportedError
@@ -44,15 +44,19 @@ class Candidate:
     kind: int | None
 
 
-def find_candidates(schedule: Schedule, param_dtype: str | None) -> list[Candidate]:
+def find_candidates(
+    schedule: Schedule, param_dtype: str | None, given: Collection[int] | None = None
+) -> list[Candidate]:
     """Candidates of a step, each after those around it.
 
     Args:
         schedule: Places of hooks.
         param_dtype: Type of gathered parameters, None for their own.
+        given: Modules that are units in any case, each decided by itself; None for
+            candidates that the MILP decides on.
 
     Raises:
-        UnsupportedError: The model itself cannot be a unit.
+        UnsupportedError: The model itself cannot be a unit, or one that is given.
     """
     tape = schedule.tape
     looks = _looks(tape)
@@ -62,10 +66,17 @@ def find_candidates(schedule: Schedule, param_dtype: str | None) -> list[Candida
             "The model's own forward is not called once in the step, or its output gets"
             " no gradient; call the model itself and give a loss of its output."
         )
-    for module in _wanted(tape, looks):
+    for module in {*_wanted(tape, looks), *(given or ())}:
         module_hooks = _hooks(schedule, module, param_dtype)
         if module_hooks is not None and module_hooks.pre_backward is not None:
             hooks[module] = module_hooks
+        elif given and module in given:
+            raise UnsupportedError(
+                f"`fsdp_units` names `{tape.modules[module].fqn}`, whose memory as an"
+                " FSDP unit is not modelled: name modules that are called once a step"
+                " by the model, with tensors that are no others' arguments, and get a"
+                " gradient."
+            )
     modules = sorted(hooks)
     places = {module: place for place, module in enumerate(modules)}
     parents: list[int | None] = [None]
@@ -73,7 +84,7 @@ def find_candidates(schedule: Schedule, param_dtype: str | None) -> list[Candida
         around = tape.modules.ancestors(module)
         parents.append(next(places[outer] for outer in around if outer in places))
     owned, barred = _owned(tape, modules, parents)
-    counts = Counter(looks[module] for module in modules)
+    counts = Counter(looks.get(module) for module in modules)
     kinds: dict[Hashable, int] = {}
     return [
         Candidate(
@@ -84,7 +95,7 @@ def find_candidates(schedule: Schedule, param_dtype: str | None) -> list[Candida
             parameters=tuple(owned[place]),
             can_be_unit=place not in barred,
             kind=kinds.setdefault(looks[module], len(kinds))
-            if counts[looks[module]] > 1
+            if given is None and counts[looks[module]] > 1
             else None,
         )
         for place, (module, parent) in enumerate(zip(modules, parents, strict=True))

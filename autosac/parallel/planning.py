@@ -7,7 +7,7 @@ recomputation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,11 @@ from autosac.planning.make_plan import policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, calibrate, in_compute_dtype
+from autosac.profiles.restricting import restricted
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.solvers.milp.solution import Backend
-from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
+from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions, read_segments
+from autosac.step.marks import Marks, marked
 from autosac.units import curves
 
 _LATE = "held by slow threads of gloo"  # beside the categories of the tape
@@ -38,8 +40,11 @@ def plan_parallel(
     memory_budget: int | str,
     num_gpus: int | None = None,
     degrees: Sequence[int] | None = None,
+    ac_units: Marks | None = None,
+    fsdp_units: Marks | None = None,
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
+    segments: int | None = None,
     backend: Backend = "highs",
     relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = None,
@@ -60,9 +65,17 @@ def plan_parallel(
         memory_budget: Cap on the peak of a rank: bytes, or text such as "72GiB".
         num_gpus: GPUs to use: part of a node, or whole nodes; None for all of them.
         degrees: Sharding degrees to look at; None for all that fit the cluster.
+        ac_units: The only modules that may be AC units: names, patterns such as
+            ``"blocks.*"``, or classes; None for all that can be.
+        fsdp_units: The modules that are FSDP units besides the model itself, likewise;
+            None to choose the best. Which of them reshard is chosen in any case.
         param_dtype: Type in which parameters are gathered and used, such as
             "bfloat16"; None for their own.
         reduce_dtype: Type in which gradients are reduced; given with `param_dtype`.
+        segments: None to choose among many exact points of every trade-off curve; a
+            number to choose among the breakpoints of fits of up to so many linear
+            segments (pwlf), which are points as well. Each number up to it is planned
+            with, and the fastest plan is kept.
         backend: MILP solver, "highs" or "cbc".
         relative_gap: A solve stops when the step time is proven this close to the
             least; another degree must be faster by more to be worked out.
@@ -73,16 +86,33 @@ def plan_parallel(
     Raises:
         InfeasibleBudgetError: No plan fits; says the least peak of a rank and how many
             GPUs would be enough.
-        ValueError: An argument does not fit the cluster, or cannot be read.
+        ValueError: An argument does not fit the cluster, or cannot be read; or FSDP2
+            does not take `fsdp_units`.
         UnsupportedError: The memory of such a step under FSDP2 is not modelled.
     """
     spec = cluster_of(cluster, num_gpus)
-    chooser = chooser_of(model, inputs, spec, param_dtype, reduce_dtype, options)
+    numbers: list[int | None] = [None]
+    if segments is not None:
+        numbers = list(range(1, read_segments(segments) + 1))
+    profile = _profile_for(model, inputs, spec, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
     how = SolveOptions(
         backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s
     )
-    return make_parallel_plan(chooser, spec, budget_bytes, degrees=degrees, options=how)
+    plans: list[ParallelPlan] = []
+    for number in numbers:
+        given = _Given(ac_units, fsdp_units, number)
+        chooser = chooser_of(profile, None, spec, param_dtype, reduce_dtype, {}, given)
+        try:
+            plans.append(
+                make_parallel_plan(
+                    chooser, spec, budget_bytes, degrees=degrees, options=how
+                )
+            )
+        except InfeasibleBudgetError:
+            if number == numbers[-1] and not plans:
+                raise
+    return min(plans, key=lambda plan: plan.step_ms)
 
 
 def min_gpus(
@@ -133,6 +163,17 @@ def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
     return cluster if num_gpus is None else cluster.resized(num_gpus)
 
 
+class _Given(NamedTuple):
+    """What `plan_parallel` was told of units and curves."""
+
+    ac_units: Marks | None = None
+    fsdp_units: Marks | None = None
+    segments: int | None = None
+
+
+_OPEN = _Given()
+
+
 def chooser_of(
     model: torch.nn.Module | Profile,
     inputs: Any,
@@ -140,8 +181,37 @@ def chooser_of(
     param_dtype: str | None,
     reduce_dtype: str | None,
     options: dict[str, Any],
+    given: _Given = _OPEN,
 ) -> ParallelChooser:
     """Trace the step on a GPU of the cluster; a profile keeps its chooser."""
+    profile = restricted(_profile_for(model, inputs, spec, options), given.ac_units)
+    types = Types(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    fsdp_units: frozenset[str] | None = None
+    if given.fsdp_units is not None:
+        tree = profile.tape.modules
+        own = marked(given.fsdp_units, tree, name="fsdp_units")
+        fsdp_units = frozenset(tree[i].fqn for i in own)
+    key = types, fsdp_units, given.segments
+    if key not in profile.parallel:
+        profile.parallel[key] = ParallelChooser(
+            ParallelFormulation(
+                _in_gathered_type(profile, types),
+                types,
+                fsdp_units=fsdp_units,
+                segments=given.segments,
+            )
+        )
+    chooser: ParallelChooser = profile.parallel[key]
+    return chooser
+
+
+def _profile_for(
+    model: torch.nn.Module | Profile,
+    inputs: Any,
+    spec: ClusterSpec,
+    options: dict[str, Any],
+) -> Profile:
+    """The profile that was passed, or a new one, on a GPU of the cluster."""
     if "device" in options:
         raise ValueError("`device` is that of `cluster`; leave it out.")
     if isinstance(model, Profile):
@@ -155,12 +225,7 @@ def chooser_of(
     else:
         profile = profile_of(model, inputs, {**options, "device": spec.device})
     assert isinstance(profile, Profile)
-    types = Types(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    if types not in profile.parallel:
-        form = ParallelFormulation(_in_gathered_type(profile, types), types)
-        profile.parallel[types] = ParallelChooser(form)
-    chooser: ParallelChooser = profile.parallel[types]
-    return chooser
+    return profile
 
 
 def _in_gathered_type(profile: Profile, types: Types) -> Profile:

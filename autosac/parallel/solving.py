@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autosac.errors import UnsupportedError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import ParallelFormulation
 from autosac.parallel.sharding import Sharding
@@ -85,6 +85,7 @@ class Degree:
     ) -> None:
         self.form, self.spec, self.degree = form, spec, degree
         self.problem = form.problem(spec, degree, 0)
+        self._check_given()
         self._known: dict[FsdpChoice, SimulatedChoice] = {}
         self._least_of: set[SolveOptions] = set()  # with which it was looked for
 
@@ -93,9 +94,29 @@ class Degree:
         """Rules of thumb with their step times, fastest first, fitting or not."""
         timed = [
             (step_time.simulate(fsdp.schedule(self.problem, choice)).total_ms, choice)
-            for choice in fsdp.by_hand(self.problem)
+            for choice in fsdp.by_hand(self.problem, fixed_units=self.form.fixed_units)
         ]
         return tuple(sorted(timed, key=lambda pair: pair[0]))
+
+    def _check_given(self) -> None:
+        """Refuse FSDP units that FSDP2 does not take.
+
+        Raises:
+            ArgumentError: Says why.
+        """
+        given = self.form.fixed_units
+        if given is None:
+            return
+        count = len(self.problem.modules)
+        choice = FsdpChoice(
+            units=tuple(index in {0, *given} for index in range(count)),
+            reshard=(False,) * count,
+            points=(None,) * len(self.problem.sac.units),
+        )
+        if broken := fsdp.broken_rules(self.problem, choice):
+            raise ArgumentError(
+                f"`fsdp_units` cannot all be FSDP units: {' '.join(broken)}"
+            )
 
     def simulated(self, choice: FsdpChoice) -> SimulatedChoice:
         """Memory and time of a choice."""
@@ -136,6 +157,7 @@ class Degree:
                 backend=options.backend,
                 time_limit_s=options.time_limit_s,
                 relative_gap=options.relative_gap,
+                fixed_units=self.form.fixed_units,
             )
             if solution.choice is None:
                 raise UnsupportedError(
@@ -261,6 +283,7 @@ class Search:
             backend=self.options.backend,
             time_limit_s=self.options.time_limit_s,
             relative_gap=self.options.relative_gap,
+            fixed_units=self.at.form.fixed_units,
             rows=self.rows,
         )
         self.rows = solution.rows

@@ -67,6 +67,27 @@ class UnitCurve:
         above = self.known_points if self.is_selection else None
         return fitting.fit(self.points, num_segments=num_segments, above=above)
 
+    def at_breakpoints(self, num_segments: int) -> UnitCurve:
+        """Only the points at breakpoints of fits of 1, 2, ... segments.
+
+        Those of fewer segments are among those of more.
+        """
+        fits = (self.fit(number) for number in range(1, num_segments + 1))
+        freed = {nbytes for fitted in fits for nbytes in fitted.freed_bytes}
+        kept = [
+            k for k, nbytes in enumerate(self.points.freed_bytes) if nbytes in freed
+        ]
+        return replace(
+            self,
+            points=curve.TradeoffCurve(
+                freed_bytes=tuple(self.points.freed_bytes[k] for k in kept),
+                recompute_ms=tuple(self.points.recompute_ms[k] for k in kept),
+            ),
+            policies=tuple(self.policies[k] for k in kept),
+            ratios=tuple(self.ratios[k] for k in kept),
+            is_selection=self.is_selection or len(kept) < len(self.ratios),
+        )
+
     def between(self, shares: Sequence[float]) -> Policy:
         """The fastest known point that frees what a mixture of points frees.
 

@@ -92,13 +92,23 @@ def lower_bound(
     return search.bound()
 
 
-def by_hand(problem: FsdpProblem) -> Iterator[FsdpChoice]:
+def by_hand(
+    problem: FsdpProblem, *, fixed_units: Collection[int] | None = None
+) -> Iterator[FsdpChoice]:
     """Choices that people write by hand, whether they keep the budget or not.
 
-    Every layer, or every part of one, is a unit; all reshard or none; AC is nowhere,
-    around every layer or wherever it may be.
+    Every layer, or every part of one, is a unit, or what is given; all reshard or none;
+    AC is nowhere, around every layer or wherever it may be.
+
+    Args:
+        problem: Modules and AC units.
+        fixed_units: As in `solve`.
     """
-    for units in simple_units(problem, candidates(problem)):
+    if fixed_units is None:
+        every = simple_units(problem, candidates(problem))
+    else:
+        every = [tuple(sorted({0, *fixed_units}))]
+    for units in every:
         yield from choices_by_hand(problem, units)
 
 

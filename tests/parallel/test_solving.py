@@ -165,7 +165,7 @@ def test_a_degree_that_is_given_up_has_no_better_plan(swept):
 def test_plans_of_a_profile_are_kept_with_it(swept):
     profile, _, _ = swept
 
-    kept = profile.parallel[Types()]
+    kept = profile.parallel[Types(), None, None]
 
     assert isinstance(kept, ParallelChooser)
     assert kept.form.profile is profile
