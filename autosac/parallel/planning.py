@@ -26,6 +26,7 @@ from autosac.profiles.restricting import restricted
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions, read_segments
+from autosac.step.arguments import marks_of
 from autosac.step.marks import Marks, marked
 from autosac.units import curves
 
@@ -99,9 +100,11 @@ def plan_parallel(
     how = SolveOptions(
         backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s
     )
+    units = (None if u is None else marks_of(u) for u in (ac_units, fsdp_units))
+    given = _Given(*units)
     plans: list[ParallelPlan] = []
     for number in numbers:
-        given = _Given(ac_units, fsdp_units, number)
+        given = given._replace(segments=number)
         chooser = chooser_of(profile, None, spec, param_dtype, reduce_dtype, {}, given)
         try:
             plans.append(

@@ -31,7 +31,7 @@ from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, read_segments
 from autosac.statistics.by_module import Statistics
-from autosac.step.arguments import fits_forward
+from autosac.step.arguments import fits_forward, marks_of
 from autosac.step.marks import Marks
 from autosac.step.training_step import LossFn
 from autosac.tracing.real_steps import names_of_forward
@@ -123,7 +123,10 @@ def plan(
         SolverError: The dry run does not confirm the plan.
     """
     check_on_mismatch(on_mismatch)
-    units: dict[str, Any] = {"ac_units": ac_units, "fsdp_units": fsdp_units}
+    units: dict[str, Any] = {
+        name: None if marks is None else marks_of(marks)
+        for name, marks in (("ac_units", ac_units), ("fsdp_units", fsdp_units))
+    }
     solving: dict[str, Any] = {
         "segments": None if segments is None else read_segments(segments),
         "backend": backend,
