@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -193,7 +194,19 @@ def chain_of_step(
         info = aggregate_stats(whole, memory, runtime, sac, torch.device("cpu"))
         statistics = from_trackers(whole, memory, runtime, sac)
     graph = parse_module_info(info)
+    _replace_failed_fits(graph)
     return Chain(graph=graph, stats=sac.sac_mod_stats, statistics=statistics)
+
+
+def _replace_failed_fits(graph: Graph) -> None:
+    """Recompute all of a module whose curve of one point has no fit: it is not finite.
+
+    `sac_milp` raises at the first.
+    """
+    for node in graph.nodes:
+        if not all(map(math.isfinite, (*node["slopes"], *node["intercepts"]))):
+            node["slopes"], node["intercepts"] = [0.0], [1.0]
+            node["n_segments"] = 1
 
 
 def _drop_what_it_cannot_read(memory: MemTracker, runtime: RuntimeEstimator) -> None:
