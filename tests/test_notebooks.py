@@ -28,7 +28,11 @@ def test_notebook_runs_and_its_asserts_hold(path, client):
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_committed_without_outputs(path):
+def test_notebook_is_committed_with_all_of_its_outputs_or_none(path):
     notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in cells]
 
-    assert not any(cell.get("outputs") for cell in notebook.cells)
+    assert counts in ([None] * len(cells), list(range(1, len(cells) + 1)))
+    if counts[0] is None:
+        assert not any(cell.outputs for cell in cells)
