@@ -98,7 +98,7 @@ def plan(
         segments: None to choose among the exact points of every trade-off curve;
             a number to fit each curve with up to so many linear segments (pwlf), let a
             piecewise-linear MILP choose units and ratios on these, and round them to
-            points. Such plans cost about as much or a little more; a plan of more
+            points. Such plans cost as much as those of exact points or more; one of more
             segments costs no more than one of fewer. With statistics, so many lines
             for each curve, that never understate it.
         backend: MILP solver, "highs" or "cbc".

@@ -1,8 +1,8 @@
 """The MILP over AC units whose points may be mixed with their neighbours, in PuLP.
 
-The piecewise-linear MILP: for fitted curves, and for the lines of module statistics
-(PyTorch's `sac_milp`); whole points are in `sac/counts.py`. y_u = 1 if unit u is under AC,
-z_uk the weight of point k of its curve:
+For fitted curves, and for the lines of module statistics (PyTorch's `sac_milp`); whole
+points are in `sac/counts.py`. y_u = 1 if unit u is under AC, z_uk the weight of point k
+of its curve:
 
 minimize    sum_uk t_uk z_uk                        recompute time [ms]
 subject to  sum_k z_uk = y_u                        for every unit             (1)
