@@ -98,9 +98,9 @@ def plan(
         segments: None to choose among the exact points of every trade-off curve;
             a number to fit each curve with up to so many linear segments (pwlf), let a
             piecewise-linear MILP choose units and ratios on these, and round them to
-            points. Such plans cost as much as those of exact points or more; one of more
-            segments costs no more than one of fewer. With statistics, so many lines
-            for each curve, that never understate it.
+            points. Such plans cost as much as those of exact points or more, and one of
+            more segments no more than one of fewer. With statistics, so many lines for
+            each curve, that never understate it.
         backend: MILP solver, "highs" or "cbc".
         relative_gap: A solve stops when the plan's recompute time is proven this
             close to the least. None for 0.5 %, and for 0 with statistics.
