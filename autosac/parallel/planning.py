@@ -100,8 +100,10 @@ def plan_parallel(
     how = SolveOptions(
         backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s
     )
-    units = (None if u is None else marks_of(u) for u in (ac_units, fsdp_units))
-    given = _Given(*units)
+    given = _Given(
+        None if ac_units is None else marks_of(ac_units),
+        None if fsdp_units is None else marks_of(fsdp_units),
+    )
     plans: list[ParallelPlan] = []
     for number in numbers:
         given = given._replace(segments=number)

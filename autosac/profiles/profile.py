@@ -222,11 +222,7 @@ class TracedStep:
 
     @cached_property
     def statistics(self) -> Statistics:
-        """Where memory and time go, module by module, trade-off curves included.
-
-        `autosac.plan` takes them in place of a model, as it takes those of PyTorch's
-        trackers (`autosac.from_trackers`).
-        """
+        """Where memory and time go, module by module: `autosac.plan` takes them too."""
         return with_curves(self.figures, self._curves)
 
     @cached_property

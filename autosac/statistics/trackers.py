@@ -49,29 +49,7 @@ def from_trackers(
         ArgumentError: A tracker is of another kind, or has not seen the model; or the
             model has no parameter that says where it ran.
     """
-    _check_kinds(mem_tracker, runtime_estimator, sac_estimator)
-    if model not in mem_tracker.memory_tracking:
-        raise ArgumentError(
-            f"`mem_tracker` has not seen a forward of this {type(model).__name__}; run"
-            " the step inside `with mem_tracker:`."
-        )
-    root = mem_tracker.memory_tracking[model].mod_fqn
-    for name, seen in (
-        ("runtime_estimator", runtime_estimator.mod_runtimes),
-        ("sac_estimator", sac_estimator.sac_mod_stats),
-    ):
-        if root not in seen and next(model.children(), None) is not None:
-            raise ArgumentError(
-                f"`{name}` has not seen a forward of this {type(model).__name__}; run"
-                f" the step inside `with {name}(...):`."
-            )
-    ran_on = _device_of(model) if device is None else torch.device(device)
-    known = _compat_trackers.devices(mem_tracker.memory_tracking[model])
-    if ran_on not in known:
-        raise ArgumentError(
-            f"`device`={str(ran_on)!r} is not where `mem_tracker` has seen the model:"
-            f" it has figures of {', '.join(sorted(map(str, known)))}."
-        )
+    ran_on = _checked(model, mem_tracker, runtime_estimator, sac_estimator, device)
     _compat_trackers.fit_trade_offs(sac_estimator)
     tracked = [mem_tracker.memory_tracking.get(module) for module in model.modules()]
     tree = module_tree(model)
@@ -119,6 +97,40 @@ def from_trackers(
         backward_pre_order=_firsts(fqn_of, runtime_estimator.mod_bw_pre_order),
         backward_post_order=_lasts(fqn_of, runtime_estimator.mod_bw_post_order),
     )
+
+
+def _checked(
+    model: torch.nn.Module,
+    mem_tracker: MemTracker,
+    runtime_estimator: RuntimeEstimator,
+    sac_estimator: SACEstimator,
+    device: torch.device | str | None,
+) -> torch.device:
+    """The device that the model ran on, if the trackers are what they must be."""
+    _check_kinds(mem_tracker, runtime_estimator, sac_estimator)
+    if model not in mem_tracker.memory_tracking:
+        raise ArgumentError(
+            f"`mem_tracker` has not seen a forward of this {type(model).__name__}; run"
+            " the step inside `with mem_tracker:`."
+        )
+    root = mem_tracker.memory_tracking[model].mod_fqn
+    for name, seen in (
+        ("runtime_estimator", runtime_estimator.mod_runtimes),
+        ("sac_estimator", sac_estimator.sac_mod_stats),
+    ):
+        if root not in seen and next(model.children(), None) is not None:
+            raise ArgumentError(
+                f"`{name}` has not seen a forward of this {type(model).__name__}; run"
+                f" the step inside `with {name}(...):`."
+            )
+    ran_on = _device_of(model) if device is None else torch.device(device)
+    known = _compat_trackers.devices(mem_tracker.memory_tracking[model])
+    if ran_on not in known:
+        raise ArgumentError(
+            f"`device`={str(ran_on)!r} is not where `mem_tracker` has seen the model:"
+            f" it has figures of {', '.join(sorted(map(str, known)))}."
+        )
+    return ran_on
 
 
 def _check_kinds(
