@@ -38,7 +38,7 @@ from benchmarks.rivals.sac_milp import Chain, chain_of_step, milp_choice
 from benchmarks.rivals.settings import priced
 
 _OUTPUT = Path(__file__).parent / "results" / "same_statistics.md"
-_MODELS = "gpt2,llama,two-towers,swin,densenet,resnet,dit,unet"
+_MODELS = "gpt2,llama,qwen3,two-towers,swin,resnet,dit,unet"
 _EQUAL_MS = 1e-4
 
 _T = TypeVar("_T")

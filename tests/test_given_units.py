@@ -35,7 +35,7 @@ def halfway(profile, **given):
         ("blocks.?", BLOCKS),
         ([Block], BLOCKS),
         (Block, BLOCKS),
-        ((b for b in BLOCKS), BLOCKS),
+        (tuple(BLOCKS), BLOCKS),
         (["blocks.0", "blocks.*.mlp"], ["blocks.0", *(f"{b}.mlp" for b in BLOCKS)]),
         (["blocks.1"], ["blocks.1"]),
     ],
@@ -49,6 +49,15 @@ def test_only_given_modules_are_ac_units(profile, given, allowed):
     assert plan.policy
     assert set(plan.policy) <= set(allowed)
     assert plan.peak_bytes <= budget
+
+
+def test_marks_may_come_from_a_generator(profile):
+    budget = halfway(profile, ac_units=BLOCKS)
+
+    plan = autosac.plan(profile, memory_budget=budget, ac_units=(b for b in BLOCKS))
+
+    assert plan.policy
+    assert set(plan.policy) <= set(BLOCKS)
 
 
 def test_the_same_modules_are_excluded_by_what_is_left(profile):

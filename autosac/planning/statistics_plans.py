@@ -22,6 +22,7 @@ from autosac.statistics.trade_offs import refitted
 from autosac.step.marks import Marks, marked
 
 _MOST_SOLVES = 4  # with less and less memory, a few bytes each
+_MOST_WORK = 50_000_000  # of each: seconds, see `solvers.milp.pulp_runner.run`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ def plan_statistics(
             understate it; None for those of the statistics.
         backend: MILP solver, "highs" or "cbc".
         relative_gap: The solve stops when proven this close to the least time.
-        time_limit_s: The solve stops after this long with the best plan so far.
+        time_limit_s: The solve stops after this long with the best plan so far; None to
+            stop after an amount of work, which takes some seconds at most.
 
     Raises:
         InfeasibleBudgetError: No plan fits.
@@ -164,9 +166,10 @@ def _solved(problem: sac.SacProblem, **options: Any) -> sac.SacSolution | None:
     of least peak are a plan, if they fit.
     """
     cap_bytes, bound_ms = problem.budget_bytes, 0.0
+    work = _MOST_WORK if options["time_limit_s"] is None else None
     for _ in range(_MOST_SOLVES):
         capped = replace(problem, budget_bytes=cap_bytes)
-        solution = sac.solve(capped, integral=False, **options)
+        solution = sac.solve(capped, integral=False, most_work=work, **options)
         if cap_bytes == problem.budget_bytes:
             bound_ms = solution.bound_ms or 0.0
         if solution.predicted_peak_bytes is None:
