@@ -129,7 +129,10 @@ class Chain:
         root = self.graph.nodes[0]["fqn"]
         stats = self.stats[f"{root}.{fqn}" if fqn else root]
         with _old_names():
-            flags = get_optimal_checkpointing_policy_per_module(stats, 1 - ratio)
+            try:
+                flags = get_optimal_checkpointing_policy_per_module(stats, 1 - ratio)
+            except TypeError:  # a variable without a value, as that of an op in no row
+                flags = []
         return stats.func_names, flags or [0] * len(stats.func_names)
 
 
