@@ -11,7 +11,9 @@ and of `autosac.plan(profile)` under the same budget. Times of recomputation are
 of the trackers (roofline of an H100), but for the last two columns, which are of the
 trace (roofline of the CPU). Nothing has an optimizer. Where PyTorch's fit of a curve
 fails (too few points: its lines are NaN, at which `sac_milp` raises), both sides take
-recomputing all of the module in its place.
+recomputing all of the module in its place. Models of the zoo at which PyTorch's chain
+itself raises (modules of views alone, in-place ops on clones, modules that are made and
+dropped within a step) cannot be compared and are not among these.
 """
 
 from __future__ import annotations

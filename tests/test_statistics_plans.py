@@ -235,6 +235,21 @@ def test_where_pytorch_cannot_fit_a_curve_discarding_takes_the_whole_forward():
         assert autosac.plan(statistics, memory_budget="1GiB").policy == {}
 
 
+def test_a_module_of_views_has_no_curve_where_pytorch_raises():
+    def make_model():
+        views = nn.Sequential(nn.Flatten(), nn.Unflatten(1, (8, 8)))
+        return nn.Sequential(nn.Linear(8, 8), views, nn.GELU())
+
+    model, *trackers = watched(make_model, lambda: (torch.zeros(4, 8, 8),))
+
+    statistics = autosac.from_trackers(model, *trackers)
+
+    assert statistics["1"].n_segments == 0
+    assert autosac.policy(statistics, memory_budget="1GiB") == {}
+    with pytest.raises(ZeroDivisionError):
+        aggregate_stats(model, *trackers, torch.device("cpu"))
+
+
 def best_by_trying(form, grid):
     """Least time of all choices of units, each at one of some ratios."""
     problem = form.problem
