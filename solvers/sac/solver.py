@@ -85,7 +85,6 @@ class Solver:
         time_limit_s: float | None = None,
         most_work: int | None = None,
         relative_gap: float = 1e-3,
-        fixed_units: Collection[int] | None = None,
         mixed_units: Collection[int] = (),
         near: Choice | None = None,
         rows: Collection[int] = (),
@@ -108,7 +107,6 @@ class Solver:
         less than `most_ms` is of interest, and without one there is no incumbent.
         """
         started = perf_counter()
-        units = _candidates(self.problem, fixed_units)
         nothing: Choice = [None] * len(self.problem.units)
         table = self._table
         if raised_bytes is not None:
@@ -117,7 +115,7 @@ class Solver:
             return _finished(self._record(nothing), 0.0, relative_gap, started)
         search = Search(
             table,
-            units=units,
+            units=range(len(self.problem.units)),
             backend=backend,
             time_limit_s=time_limit_s,
             most_work=most_work,
@@ -147,13 +145,12 @@ class Solver:
         backend: Backend = "highs",
         time_limit_s: float | None = None,
         relative_gap: float = 0.0,
-        fixed_units: Collection[int] | None = None,
     ) -> tuple[int, SacSolution]:
         """Find the least budget that whole points can meet: see `lowest_peak`."""
         started = perf_counter()
         search = LeastPeak(
             self._table,
-            units=_candidates(self.problem, fixed_units),
+            units=range(len(self.problem.units)),
             backend=backend,
             time_limit_s=time_limit_s,
             relative_gap=relative_gap,
@@ -243,7 +240,6 @@ def solve(
     time_limit_s: float | None = None,
     most_work: int | None = None,
     relative_gap: float = 1e-3,
-    fixed_units: Collection[int] | None = None,
     mixed_units: Collection[int] = (),
 ) -> SacSolution:
     """Choose AC units and ratios with the least recompute time under the budget.
@@ -257,7 +253,6 @@ def solve(
         most_work: Stop after so much work, see `pulp_runner.run`, at the same place in
             every run. None for no limit; for whole points, for one of their own.
         relative_gap: Stop when proven this close to the least time.
-        fixed_units: The only units that may be chosen; None for all.
         mixed_units: With whole points: units whose points are a selection from a
             finer curve, the vertices of its lower convex hull among them. The bound
             then holds for all mixtures of their points, so for that curve.
@@ -273,11 +268,10 @@ def solve(
             time_limit_s=time_limit_s,
             most_work=most_work,
             relative_gap=relative_gap,
-            fixed_units=fixed_units,
             mixed_units=mixed_units,
         )
     started = perf_counter()
-    units = _candidates(problem, fixed_units)
+    units = range(len(problem.units))
     if max(least_live_bytes(problem, units)) > problem.budget_bytes:
         return SacSolution(
             termination=Termination.INFEASIBLE, solve_s=perf_counter() - started
@@ -306,7 +300,6 @@ def lowest_peak(
     backend: Backend = "highs",
     time_limit_s: float | None = None,
     relative_gap: float = 0.0,
-    fixed_units: Collection[int] | None = None,
 ) -> tuple[int, SacSolution]:
     """Find the least budget that whole points can meet.
 
@@ -316,7 +309,6 @@ def lowest_peak(
         time_limit_s: Stop branching after this long with the lowest peak so far; None
             as in `solve`.
         relative_gap: Stop when proven this close to the lowest peak.
-        fixed_units: The only units that may be chosen; None for all.
 
     Returns:
         The peak and a solution that has it; it is optimal to 4 KiB, the tolerance of
@@ -328,19 +320,7 @@ def lowest_peak(
         backend=backend,
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
-        fixed_units=fixed_units,
     )
-
-
-def _candidates(problem: SacProblem, fixed_units: Collection[int] | None) -> list[int]:
-    if fixed_units is None:
-        return list(range(len(problem.units)))
-    for u in fixed_units:
-        if not 0 <= u < len(problem.units):
-            raise ValueError(
-                f"`fixed_units` must be indices below {len(problem.units)}, got {u}."
-            )
-    return sorted(set(fixed_units))
 
 
 def _peak(solution: SacSolution) -> int:

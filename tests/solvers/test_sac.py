@@ -247,17 +247,6 @@ def test_without_time_the_relaxation_and_what_rounding_makes_of_it_are_left():
         assert solution.predicted_peak_bytes <= two.budget_bytes
 
 
-def test_only_fixed_units_are_chosen():
-    two = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=12)
-
-    assert solve(two, integral=True, fixed_units=[1]).chosen == (None, 1)
-    assert (
-        solve(two, integral=True, fixed_units=[]).termination is Termination.INFEASIBLE
-    )
-    with pytest.raises(ValueError, match="below 2, got 2"):
-        solve(two, integral=True, fixed_units=[2])
-
-
 @both
 def test_the_lowest_peak_weighs_what_is_freed_against_the_working_set(backend):
     # In full: 12 MiB at position 1, 10 + 7 at position 2. Half: 16 and 10 + 2.
