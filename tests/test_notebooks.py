@@ -1,10 +1,13 @@
+import inspect
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbformat import v4
+from torch.distributed._tools.sac_estimator import SACEstimator
 
+_KNOWS_DATASHEETS = "gpu_type" in inspect.signature(SACEstimator).parameters
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
@@ -20,6 +23,8 @@ def client():
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own, in this process
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_its_asserts_hold(path, client):
+    if path.stem == "6_pytorch_trackers" and not _KNOWS_DATASHEETS:
+        pytest.skip("this PyTorch's estimators ask for an accelerator")
     client.nb = nbformat.read(path, as_version=4)
     client.nb.cells.insert(0, v4.new_code_cell("%reset -f"))
 
