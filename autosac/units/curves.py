@@ -6,7 +6,7 @@ import math
 import operator
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,15 +49,18 @@ class UnitCurve:
     @property
     def most_bytes(self) -> int:
         """What freed bytes are counted from: a point frees these less what it saves."""
-        return self.points.freed_bytes[-1] + (self.finer[0][0] if self.finer else 0)
+        least = 0 if self.front is None else int(self.front.saved_bytes[-1])
+        return self.points.freed_bytes[-1] + least
 
     @property
     def known_points(self) -> curve.TradeoffCurve:
         """Every Pareto point that is known."""
-        if not self.finer:
+        if self.front is None:
             return self.points
-        most = self.most_bytes
-        return curve.pareto((most - nbytes, ms) for nbytes, ms, _ in self.finer)
+        freed = (self.most_bytes - self.front.saved_bytes).tolist()
+        known = dict(zip(freed, self.front.recompute_ms.tolist(), strict=True))
+        points = zip(self.points.freed_bytes, self.points.recompute_ms, strict=True)
+        return curve.pareto({**known, **dict(points)}.items())
 
     def fit(self, num_segments: int) -> curve.FittedCurve:
         """The curve in few linear segments, whose breakpoints are of `points`.
