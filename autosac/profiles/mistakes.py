@@ -83,3 +83,27 @@ def hints(refused: Mapping[str, str]) -> tuple[str, ...]:
             if setting in why:
                 first.setdefault(setting, f"`{fqn}` cannot be an AC unit: {why}.")
     return tuple(first.values())
+
+
+def check_options(
+    model: torch.nn.Module,
+    accumulate: int,
+    clip_grad_norm: float | None,
+    exclude: tuple[str, ...],
+) -> None:
+    """Refuse options of a profile that mean nothing.
+
+    Raises:
+        ArgumentError: Says which, and what it must be.
+    """
+    if accumulate < 1:
+        raise ArgumentError(f"`accumulate` must be at least 1, got {accumulate}.")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ArgumentError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
+    names = {name for name, _ in model.named_modules()}
+    for fqn in exclude:
+        if fqn not in names:
+            raise ArgumentError(
+                f"`exclude` names `{fqn}`, which is no module of the model; use names"
+                " from `model.named_modules()`."
+            )

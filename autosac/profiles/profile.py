@@ -13,9 +13,9 @@ from autosac.costs import roofline
 from autosac.costs.sources import Calibration, Source, calibration, modelled
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
-from autosac.errors import ArgumentError
 from autosac.profiles.fingerprints import Fingerprint, fingerprint
 from autosac.profiles.mistakes import (
+    check_options,
     check_unplanned,
     warn_of_other_formulas,
     warn_of_summed_outputs,
@@ -345,7 +345,7 @@ def profile(
     """
     arguments.check_kind(model)
     check_unplanned(model)
-    _check(model, accumulate, clip_grad_norm, exclude)
+    check_options(model, accumulate, clip_grad_norm, exclude)
     args, kwargs = normalize_inputs(inputs)
     arguments.check_tensors(model, (args, kwargs))
     arguments.check_inputs(model, args, kwargs)
@@ -494,22 +494,3 @@ def calibrate(
         failures=measured.failures,
         unsteady_ms=measured.unsteady_ms,
     )
-
-
-def _check(
-    model: torch.nn.Module,
-    accumulate: int,
-    clip_grad_norm: float | None,
-    exclude: tuple[str, ...],
-) -> None:
-    if accumulate < 1:
-        raise ArgumentError(f"`accumulate` must be at least 1, got {accumulate}.")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ArgumentError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
-    names = {name for name, _ in model.named_modules()}
-    for fqn in exclude:
-        if fqn not in names:
-            raise ArgumentError(
-                f"`exclude` names `{fqn}`, which is no module of the model; use names"
-                " from `model.named_modules()`."
-            )

@@ -13,7 +13,7 @@ from autosac.units.given_units import GivenUnits
 
 _Step = TypeVar("_Step", bound=TracedStep)
 # What is worked out of a step whatever its units are.
-_SHARED = ("calibration", "simulator", "figures", "baseline_ms", "dry_runs")
+_SHARED = ("left_out", "calibration", "simulator", "figures", "baseline_ms", "dry_runs")
 
 
 def restricted(
@@ -51,6 +51,7 @@ def restricted(
             slices=tuple(filter(may, step.slices)),
             fronts=step.fronts,  # of more units than are left
         )
+        _ = step.left_out  # shared: what one leaves out, the other does
         vars(new).update((k, v) for k, v in vars(step).items() if k in _SHARED)
         _check_some_left(step, new)
         known[given] = new
