@@ -10,11 +10,9 @@ import torch
 
 import autosac
 from autosac.cli.demo import GPT
-from autosac.solving.curve_points import CurvePoints
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.solve_options import SolveOptions
 from autosac.units.curves import kept, trade_off
-from benchmarks.comparing import settings_job
 from tests.busy import alone_and_in_turns
 from tests.models import CASES, SMALL_GPT, Case
 
@@ -189,30 +187,6 @@ def test_a_mixture_becomes_the_fastest_known_point_that_frees_as_much():
             assert recompute_ms({unit: policy}) == pytest.approx(min(enough))
             finer_than_the_milp += policy not in curve.policies
     assert finer_than_the_milp > 3
-
-
-@pytest.mark.slow
-def test_more_points_of_curves_make_plans_that_are_far_from_their_bound_better(
-    monkeypatch,
-):
-    gaps = {}
-    for more in (True, False):
-        if not more:
-            monkeypatch.setattr(CurvePoints, "many", lambda points: None)
-        profile = settings_job.profiled(
-            settings_job.workload("zoo/dit"),
-            settings_job.SETTINGS["cpu bf16"],
-            calibrate=False,
-        )
-        plans = [
-            autosac.plan(profile, memory_budget=budget, dry_run=False)
-            for budget in _budgets(profile)[::-1]  # none leans on another one
-        ]
-        assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
-        gaps[more] = [plan.optimality_gap for plan in plans]
-
-    assert sum(gaps[True]) < sum(gaps[False])
-    assert max(gaps[True]) < max(gaps[False])
 
 
 @pytest.mark.parametrize("setting", _SETTINGS)

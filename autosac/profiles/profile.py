@@ -30,7 +30,7 @@ from autosac.profiles.planned_device import planned_device
 from autosac.simulation.simulator import Simulator
 from autosac.solvers.curves import knapsack
 from autosac.solving.choosing import Chooser
-from autosac.solving.curve_points import CurvePoints
+from autosac.solving.curve_points import formulate_candidates
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
 from autosac.solving.rules_of_thumb import Rules
@@ -163,16 +163,13 @@ class TracedStep:
     def formulation(self) -> Formulation:
         """The MILP's numbers for the candidates that free memory."""
         with no_collections():
-            return self._curve_points().few()
-
-    def _curve_points(self) -> CurvePoints:
-        return CurvePoints(
-            simulator=self.simulator,
-            candidates=self.candidates,
-            single=(*self.units.candidates, *self.slices),
-            chains=self.chains,
-            fronts=self.fronts,
-        )
+            return formulate_candidates(
+                self.simulator,
+                self.candidates,
+                (*self.units.candidates, *self.slices),
+                self.chains,
+                self.fronts,
+            )
 
     @cached_property
     def fronts(self) -> dict[Hashable, knapsack.Front]:
@@ -193,12 +190,7 @@ class TracedStep:
         with no_collections():
             choices = self.rules.some(most_rules(self.simulator))
             incumbents = Incumbents(self.simulator, choices)
-            return Chooser(
-                self.simulator,
-                self.formulation,
-                incumbents,
-                more_points=self._curve_points().many,
-            )
+            return Chooser(self.simulator, self.formulation, incumbents)
 
     @cached_property
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:

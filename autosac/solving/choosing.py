@@ -15,9 +15,8 @@ as a choice between may be worth it. The cheapest choice that fits is kept throu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -40,8 +39,6 @@ from autosac.units.unit import Unit
 _ROUNDS = 6  # of moving the rows
 _MOST_WORK = 10_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
-_FAR = 1e-2  # a gap above which curves of more points are worth their time,
-_FINER_SHARE = 1 / 4  # if so much of that work is left
 _MOST_MENDS = 14  # a tenth of a second each where an allocator is replayed
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
@@ -56,8 +53,6 @@ class Chooser:
         simulator: Of the step.
         formulation: The MILP's numbers.
         incumbents: Choices that are known from the start.
-        more_points: Makes those numbers with more points of the units' curves, where
-            plans are far from the bound; None from it if there are no more.
     """
 
     def __init__(
@@ -65,13 +60,10 @@ class Chooser:
         simulator: Simulator,
         formulation: Formulation,
         incumbents: Incumbents,
-        *,
-        more_points: Callable[[], Formulation | None] = lambda: None,
     ) -> None:
         self._simulator = simulator
         self._formulation = formulation
         self._incumbents = incumbents
-        self._more_points = more_points
         self._solver = sac.Solver(formulation.problem(0))
         self._lowest: dict[Backend, Choice] = {}
         self._predicted_floor: dict[Backend, tuple[int, Choice]] = {}
@@ -104,22 +96,12 @@ class Chooser:
             search.run_on_segments(self._formulation)
         elif self._formulation.units:
             search.run()
-            if search.is_far() and self._finer is not None:
-                search.go_on(self._finer)
         if search.choice is None:
             search.offer(self.lowest(options.backend))
         if search.choice is None:
             return None, 0.0
         self._incumbents.add(search.choice)
         return search.choice, search.bound_ms
-
-    @cached_property
-    def _finer(self) -> Chooser | None:
-        """A chooser with more points of every curve."""
-        formulation = self._more_points()
-        if formulation is None:
-            return None
-        return Chooser(self._simulator, formulation, self._incumbents)
 
     def lowest(self, backend: Backend = "highs") -> Choice:
         """The choice of least true peak, found once for all budgets."""
@@ -286,7 +268,6 @@ class _Search:
         start: What smaller budgets of a sweep found.
         choice: The cheapest choice so far that fits, and its time.
         bound_ms: Of the solve with the lowest rows.
-        least_ms: What is proven before it begins.
         mends_left: How many choices that break the budget may still be mended.
     """
 
@@ -297,10 +278,8 @@ class _Search:
     choice: Choice | None = None
     time_ms: float = math.inf
     bound_ms: float = 0.0
-    least_ms: float = 0.0
     mends_left: int = _MOST_MENDS
     _work_left: int = _MOST_WORK
-    _lowered_bytes: int = 0  # how far the rows of the bound were lowered: negative
     _breaking_ms: float = 0.0
     _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
     _near: tuple[int | None, ...] | None = None  # the same as the MILP has it
@@ -368,7 +347,6 @@ class _Search:
             bound_ms = solution.bound_ms or 0.0
             if is_lower:
                 lowest, self.bound_ms = raised, bound_ms
-                self._lowered_bytes = min(0, int(raised.min()))
             elif (raised == lowest).all():
                 self.bound_ms = max(self.bound_ms, bound_ms)
             higher = self._next_rows(raised, solution)
@@ -378,31 +356,6 @@ class _Search:
                 self.chooser.relink(self.choice, self._breaking, self.budget_bytes)
             )
 
-    def is_far(self) -> bool:
-        """Whether more points may bring the best choice closer to what is proven.
-
-        Not where the work was spent before all MILPs of fewer points were solved.
-        """
-        is_free = self.options.time_limit_s is None
-        is_free = is_free and self._work_left > _FINER_SHARE * _MOST_WORK
-        gap = max(_FAR, self.options.relative_gap)
-        return is_free and self.time_ms - self.bound_ms > gap * self.time_ms
-
-    def go_on(self, finer: Chooser) -> None:
-        """Search with more points, from what is found and proven.
-
-        A bound of rows that were not lowered as far as ours is not taken over.
-        """
-        search = _Search(finer, self.budget_bytes, self.options, None)
-        search.least_ms, search._is_feasible = self.bound_ms, True
-        search.mends_left = self.mends_left
-        search._work_left = self._work_left
-        search.offer(self.choice)
-        search.run()
-        self.offer(search.choice)
-        if search._lowered_bytes <= self._lowered_bytes:
-            self.bound_ms = max(self.bound_ms, search.bound_ms)
-
     def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:
         most_work = int(_FIRST_SHARE * self._work_left)
         solution = self.chooser.solve(
@@ -410,7 +363,7 @@ class _Search:
             self.options,
             raised=raised,
             start=self.start,
-            least_ms=self.least_ms if proves else self.bound_ms,
+            least_ms=0.0 if proves else self.bound_ms,
             most_ms=self.time_ms,
             most_work=most_work,
             near=self._near,
