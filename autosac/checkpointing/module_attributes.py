@@ -89,8 +89,14 @@ def _weakly(container: Any) -> Any:
     return [_reference(value) for value in container]
 
 
+class _Weak(weakref.ref[torch.Tensor]):
+    """Stands in for a tensor; a module's own weak references are values like others."""
+
+    __slots__ = ()
+
+
 def _reference(value: Any) -> Any:
-    return weakref.ref(value) if isinstance(value, torch.Tensor) else value
+    return _Weak(value) if isinstance(value, torch.Tensor) else value
 
 
 def _strongly(content: Any) -> Any:
@@ -101,12 +107,12 @@ def _strongly(content: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    return value() if isinstance(value, weakref.ref) else value
+    return value() if isinstance(value, _Weak) else value
 
 
 def _tensors_of(content: Any) -> Iterator[torch.Tensor | None]:
     values = content.values() if isinstance(content, dict) else content
-    return (value() for value in values if isinstance(value, weakref.ref))
+    return (value() for value in values if isinstance(value, _Weak))
 
 
 def _refill(container: Any, content: Any) -> None:
