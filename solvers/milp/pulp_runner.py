@@ -122,6 +122,9 @@ def run(
         raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
     options = {"timeLimit": time_limit_s, "gapRel": relative_gap, "threads": threads}
     started = time.perf_counter()
+    if any(_is_empty(v.lowBound, v.upBound) for v in model.variables()):
+        # CBC does not read such a model.
+        return Outcome(termination=Termination.INFEASIBLE, bound=None, solve_s=0.0)
     at_root, a_look = _work_of(model)
     most_looks = None if work_limit is None else max(0, work_limit - at_root) // a_look
     runner = _run_highs if backend == "highs" else _run_cbc
@@ -234,6 +237,11 @@ def _as_matrix(model: pulp.LpProblem) -> _Matrix:
 
 def _matrix(model: pulp.LpProblem) -> _Matrix:
     return model.matrix() if isinstance(model, Model) else _as_matrix(model)
+
+
+def _is_empty(low: float | None, high: float | None) -> bool:
+    """Whether no number lies between two bounds."""
+    return low is not None and high is not None and low > high
 
 
 def _work_of(model: pulp.LpProblem) -> tuple[int, int]:

@@ -97,6 +97,17 @@ def test_a_model_that_only_shares_could_meet_is_infeasible(backend):
 
 
 @both
+def test_a_variable_between_bounds_that_cross_makes_a_model_infeasible(backend):
+    model = cover(2)
+    x = model.variables()[0]
+    x.lowBound, x.upBound = 1, 0
+
+    outcome = pulp_runner.run(model, backend=backend)
+
+    assert outcome.termination is Termination.INFEASIBLE
+
+
+@both
 def test_a_time_limit_without_an_incumbent_is_no_incumbent(backend):
     outcome = pulp_runner.run(
         market_split(elastic=False), backend=backend, time_limit_s=0.2
