@@ -33,7 +33,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
 
 import numpy as np
 import pulp
@@ -41,31 +40,12 @@ import pulp
 from ..milp import pulp_runner
 from .classes import Classes
 from .holds import Held, Numbers
+from .segments import least_on_hull
 from .table import Floats, Table
 
 MIB = 2**20  # coefficients of (3) in MiB stay within row tolerances
 _WHOLE = 1e-6  # what an integer may be off
 _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surrogate:
-    """Rows added up to one that every choice keeps, whatever their weights are.
-
-    In ms: at the optimum of the relaxation what is used adds as much as it takes.
-
-    Attributes:
-        amounts: What each column adds, with that its unit is chosen; -inf where it may
-            not be.
-        required: How much has to be added at least.
-        nesting: What rows (2) ask for each column beyond that,
-        nesting_total: and what they allow at most.
-    """
-
-    amounts: Floats
-    required: float
-    nesting: Floats
-    nesting_total: float
 
 
 class CountModel:
@@ -93,6 +73,9 @@ class CountModel:
         model: The PuLP model.
         classes: As above.
         scale: Objective of the model per millisecond, or per byte of the cap.
+        unit_counts: Y_c by class,
+        point_counts: and Z_ck by column of the class's first member.
+        nesting_rows: Where rows (2) lie among those of the model.
     """
 
     def __init__(
@@ -153,7 +136,7 @@ class CountModel:
     def totals(self, *, whole: bool) -> Floats:
         """Sums of the members' weights, in the columns of each class's first member."""
         sums = np.zeros(len(self._table.times))
-        for column, z in self._z.items():
+        for column, z in self.point_counts.items():
             value = max(0.0, z.varValue or 0.0)
             sums[column] = round(value) if whole else value
         for b, column, share, _ in self._between:
@@ -168,10 +151,14 @@ class CountModel:
         point_weights = [b.varValue or 0.0 for b, *_ in self._between]
         if any(abs(share - round(share)) > _WHOLE for share in point_weights):
             return True
-        for c, y in self._y.items():
+        for c, y in self.unit_counts.items():
             unit = self.classes.members[c][0]
             columns = range(*self._table.first[unit : unit + 2])
-            shares = [(j, self._z[j].varValue or 0.0) for j in columns if j in self._z]
+            shares = [
+                (j, self.point_counts[j].varValue or 0.0)
+                for j in columns
+                if j in self.point_counts
+            ]
             if all(abs(share - round(share)) <= _WHOLE for _, share in shares):
                 continue
             time_ms = sum(share * float(self._table.times[j]) for j, share in shares)
@@ -186,66 +173,19 @@ class CountModel:
         """
         return [-(constraint.pi or 0.0) / MIB for constraint, _ in self._limits]
 
-    def surrogate(self) -> Surrogate:
-        """All rows but (2), weighted by the duals of the relaxation solved last."""
-        matrix, variables = self.model.matrix(), self.model.variables()
-        duals = np.array([row.pi or 0.0 for row in matrix.rows])
-        lowest, highest = matrix.bounds()
-        limits = np.where(duals > 0.0, lowest, highest)
-        duals[~np.isfinite(limits)] = 0.0
-        row_of = np.repeat(np.arange(len(matrix.rows)), np.diff(matrix.starts))
-        added = matrix.coefficients * duals[row_of]
-        is_nesting = np.zeros(len(matrix.rows), dtype=bool)
-        is_nesting[self._nesting] = True
-        of_rows, of_nesting = (
-            np.bincount(matrix.columns[own], added[own], len(variables))
-            for own in (~is_nesting[row_of], is_nesting[row_of])
-        )
-        total = duals * np.where(duals != 0.0, limits, 0.0)
-        required = float(total[~is_nesting].sum())
-        number = {id(v): i for i, v in enumerate(variables)}
-        amounts = np.full(len(self._table.times), -math.inf)
-        nesting = np.zeros(len(self._table.times))
-        others = np.ones(len(variables), dtype=bool)
-        for c, y in self._y.items():
-            unit = number[id(y)]
-            others[unit] = False
-            first = self._table.first[self.classes.members[c][0]]
-            size = self._table.first[self.classes.members[c][0] + 1] - first
-            for k in range(size):
-                z = number[id(self._z[first + k])]
-                others[z] = False
-                amounts[first + k] = of_rows[z] + of_rows[unit]
-            for u in self.classes.members[c][1:]:
-                start = self._table.first[u]
-                amounts[start : start + size] = amounts[first : first + size]
-            for u in self.classes.members[c]:
-                start = self._table.first[u]
-                nesting[start : start + size] = -of_nesting[unit]
-        # The others, such as holds, are as helpful as they can be.
-        for i in np.flatnonzero(others & (of_rows != 0.0)).tolist():
-            most = variables[i].upBound if of_rows[i] > 0.0 else variables[i].lowBound
-            required -= math.inf if most is None else float(of_rows[i]) * most
-        return Surrogate(
-            amounts=amounts / self.scale,
-            nesting=nesting / self.scale,
-            required=required / self.scale,
-            nesting_total=-float(total[is_nesting].sum()) / self.scale,
-        )
-
     def surcharges(self) -> Floats:
         """What a solution costs at least beyond the LP optimum if it uses a column.
 
         In the objective's unit, by reduced costs of the relaxation solved last.
         """
         surcharges = np.zeros(len(self._table.times))
-        for c, y in self._y.items():
+        for c, y in self.unit_counts.items():
             members = self.classes.members[c]
             first = self._table.first[members[0]]
             size = self._table.first[members[0] + 1] - first
             own = np.zeros(size)
             for k in range(size):
-                z = self._z.get(first + k)
+                z = self.point_counts.get(first + k)
                 if z is not None:
                     own[k] = (z.dj or 0.0) + max(0.0, y.dj or 0.0)
             for u in members:
@@ -255,8 +195,8 @@ class CountModel:
     def _add_weights(self, units: frozenset[int]) -> None:
         """Row (1)."""
         add = self.model.add_variable
-        self._y: dict[int, pulp.LpVariable] = {}
-        self._z: dict[int, pulp.LpVariable] = {}
+        self.unit_counts: dict[int, pulp.LpVariable] = {}
+        self.point_counts: dict[int, pulp.LpVariable] = {}
         self._between: list[tuple[pulp.LpVariable, int, float, float]] = []
         for c, members in enumerate(self.classes.members):
             first, size = members[0], len(members)
@@ -270,16 +210,20 @@ class CountModel:
             if self._mixed is None:
                 for j in columns:
                     if self._surcharges[j] <= self._room_ms:
-                        self._z[j] = add(f"z_{j:06d}", 0, size, pulp.LpInteger)
-                        terms.append((self._z[j], 1.0))
+                        self.point_counts[j] = add(
+                            f"z_{j:06d}", 0, size, pulp.LpInteger
+                        )
+                        terms.append((self.point_counts[j], 1.0))
             elif not math.isinf(self._tolerance_ms):
                 terms += self._add_between(first, columns, size, using_ms)
                 terms += self._add_mixture(first, columns, size, using_ms)
             else:
                 terms += self._add_points(columns, size, 0.0)
             if terms:
-                self._y[c] = add(f"y_{c:05d}", 0, size, pulp.LpInteger)
-                self.model += pulp_runner.row([*terms, (self._y[c], -1.0)]) == 0
+                self.unit_counts[c] = add(f"y_{c:05d}", 0, size, pulp.LpInteger)
+                self.model += (
+                    pulp_runner.row([*terms, (self.unit_counts[c], -1.0)]) == 0
+                )
 
     def _using_ms(self, members: Sequence[int]) -> Floats | None:
         """Least time of the choices that use each point of any of some equal units."""
@@ -363,10 +307,10 @@ class CountModel:
     ) -> list[tuple[pulp.LpVariable, float]]:
         """Points to be mixed; none if all mixtures of a time or more cost too much."""
         own = self._surcharges[columns]
-        if _least_on_hull(self._table.times[columns], own, least_ms) > self._room_ms:
+        if least_on_hull(self._table.times[columns], own, least_ms) > self._room_ms:
             return []
         points = {j: self.model.add_variable(f"z_{j:06d}", 0, size) for j in columns}
-        self._z |= points
+        self.point_counts |= points
         return [(z, 1.0) for z in points.values()]
 
     def _complete_ms(self, u: int) -> float:
@@ -382,7 +326,7 @@ class CountModel:
         return float(values[column] * (1.0 - share) + values[column + 1] * share)
 
     def _timed(self) -> Iterator[tuple[pulp.LpVariable, float]]:
-        for column, z in self._z.items():
+        for column, z in self.point_counts.items():
             yield z, float(self._table.times[column])
         for b, _, _, time_ms in self._between:
             yield b, time_ms
@@ -395,7 +339,7 @@ class CountModel:
             terms = self._shares(c, path)
             if len(terms) > 1:
                 self.model += pulp_runner.row(terms) <= len(self.classes.members[c])
-        self._nesting = slice(before, self.model.numConstraints())
+        self.nesting_rows = slice(before, self.model.numConstraints())
 
     def _shares(
         self, c: int, path: Sequence[int]
@@ -403,9 +347,9 @@ class CountModel:
         """How many members of a class are, or lie in, chosen units of classes."""
         size = len(self.classes.members[c])
         return [
-            (self._y[d], size / len(self.classes.members[d]))
+            (self.unit_counts[d], size / len(self.classes.members[d]))
             for d in path
-            if d in self._y
+            if d in self.unit_counts
         ]
 
     def _add_row(self, position: int) -> pulp.LpConstraint:
@@ -413,7 +357,7 @@ class CountModel:
         added = self._table.row(position)
         terms = [
             (z, float(added[column]) / MIB)
-            for column, z in self._z.items()
+            for column, z in self.point_counts.items()
             if added[column]
         ]
         terms += [
@@ -466,7 +410,7 @@ class CountModel:
         (hold,) = holds
         held = self.model.add_variable(_name(hold), 0, 1, pulp.LpInteger)
         holding = {self.classes.of_unit[u] for u in hold.holders.tolist()}
-        for c in sorted(holding & self._y.keys()):
+        for c in sorted(holding & self.unit_counts.keys()):
             path = [d for d in self.classes.path(c) if d in holding]
             size = float(len(self.classes.members[c]))
             terms = [(y, -share) for y, share in self._shares(c, path)]
@@ -483,14 +427,19 @@ class CountModel:
         if len(freers) != count * len(outer):
             return None  # one unit has a part in several of the holds
         spare = sum(len(self.classes.members[c]) - count for c in outer)
-        free = [(self._z[j], -1.0) for j in sorted(columns & self._z.keys())]
+        free = [
+            (self.point_counts[j], -1.0)
+            for j in sorted(columns & self.point_counts.keys())
+        ]
         free += [
             (b, -1.0)
             for b, j, share, _ in self._between
             if j in columns and (not share or j + 1 in columns)
         ]
         held: pulp.LpVariable | None = None
-        for c in sorted({of_unit[u] for u in holds[0].holders} & self._y.keys()):
+        for c in sorted(
+            {of_unit[u] for u in holds[0].holders} & self.unit_counts.keys()
+        ):
             holders = [
                 {u for u in h.holders.tolist() if of_unit[u] == c} for h in holds
             ]
@@ -500,7 +449,7 @@ class CountModel:
             if held is None:
                 held = self.model.add_variable(f"{_name(holds[0])}_{count}", 0, count)
             rest = len(self.classes.members[c]) - count
-            terms = [(held, 1.0), (self._y[c], -1.0), *free]
+            terms = [(held, 1.0), (self.unit_counts[c], -1.0), *free]
             self.model += pulp_runner.row(terms) >= -(count + spare + rest)
         return held
 
@@ -508,7 +457,11 @@ class CountModel:
         """Rows (6); None if nothing can be both kept and held."""
         every = (h.columns.tolist() for h in holds if h.columns is not None)
         columns = self._most_parts(every, self._of_class)
-        keeping = [(self._z[j], -most) for j, most in columns if j in self._z]
+        keeping = [
+            (self.point_counts[j], -most)
+            for j, most in columns
+            if j in self.point_counts
+        ]
         parts = dict(columns)
         for b, j, share, _ in self._between:
             most = max(parts.get(j, 0.0), parts.get(j + 1, 0.0) if share else 0.0)
@@ -516,7 +469,9 @@ class CountModel:
                 keeping.append((b, -most))
         holders = (hold.holders.tolist() for hold in holds)
         units = self._most_parts(holders, self.classes.of_unit.__getitem__)
-        held = [(self._y[c], -most) for c, most in units if c in self._y]
+        held = [
+            (self.unit_counts[c], -most) for c, most in units if c in self.unit_counts
+        ]
         if not keeping or not held:
             return None
         name = f"{_name(holds[0])}_{len(holds)}"
@@ -540,18 +495,3 @@ class CountModel:
 
 def _name(hold: Held) -> str:
     return "h_" + "_".join(f"{number:05d}" for number in hold.key)
-
-
-def _least_on_hull(times: Floats, values: Floats, least_ms: float) -> float:
-    """Least value of a mixture of points that takes a time at least; inf if none."""
-    slow = times >= least_ms
-    if not slow.any():
-        return math.inf
-    least = float(values[slow].min())
-    if slow.all():
-        return least
-    # A mixture of a faster and a slower point, at exactly that time.
-    fast_ms, slow_ms = times[~slow][:, None], times[slow][None, :]
-    share = (least_ms - fast_ms) / (slow_ms - fast_ms)
-    mixed = values[~slow][:, None] * (1.0 - share) + values[slow][None, :] * share
-    return min(least, float(mixed.min()))

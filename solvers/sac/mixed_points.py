@@ -97,6 +97,7 @@ class SacModel:
         add = self.model.add_variable
         self._y: dict[int, pulp.LpVariable] = {}
         self._z: dict[int, list[pulp.LpVariable]] = {}
+        convex = convex_units(self._problem)
         for u in self.units:
             unit = self._problem.units[u]
             self._y[u] = add(f"y_{u:05d}", 0, 1, pulp.LpInteger)
@@ -105,7 +106,7 @@ class SacModel:
             ]
             terms = [(z, 1.0) for z in self._z[u]]
             self.model += pulp_runner.row([*terms, (self._y[u], -1.0)]) == 0
-            if not bends_upwards(unit):
+            if u not in convex:
                 self._add_segments(u)
 
     def _add_segments(self, u: int) -> None:
@@ -261,11 +262,21 @@ class SacModel:
             events[hold.held_from].append((later, -size))
 
 
-def bends_upwards(unit: Unit) -> bool:
-    """Whether mixing far points of a unit never beats mixing neighbours.
+def convex_units(problem: SacProblem) -> frozenset[int]:
+    """Units of which mixing far points never beats mixing neighbours.
 
-    So it is if time and all working sets are convex in the freed bytes.
+    So it is if time and all working sets are convex in the freed bytes, and no hold
+    depends on which of the points is mixed.
     """
+    in_holds = {u for h in problem.holds for u, _ in (*h.freed_by, *h.kept_by)}
+    return frozenset(
+        u
+        for u, unit in enumerate(problem.units)
+        if u not in in_holds and _bends_upwards(unit)
+    )
+
+
+def _bends_upwards(unit: Unit) -> bool:
     freed = [point.freed_bytes for point in unit.points]
     if any(freed[k] >= freed[k + 1] for k in range(len(freed) - 1)):
         return False

@@ -8,6 +8,7 @@ is in which segment a unit lies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -104,3 +105,18 @@ def _vertices(along: _Floats, times: _Floats, tolerance_ms: float) -> list[int] 
         return None
     vertices: list[int] = hull.tolist()
     return vertices
+
+
+def least_on_hull(times: _Floats, values: _Floats, least_ms: float) -> float:
+    """Least value of a mixture of points that takes a time at least; inf if none."""
+    slow = times >= least_ms
+    if not slow.any():
+        return math.inf
+    least = float(values[slow].min())
+    if slow.all():
+        return least
+    # A mixture of a faster and a slower point, at exactly that time.
+    fast_ms, slow_ms = times[~slow][:, None], times[slow][None, :]
+    share = (least_ms - fast_ms) / (slow_ms - fast_ms)
+    mixed = values[~slow][:, None] * (1.0 - share) + values[slow][None, :] * share
+    return min(least, float(mixed.min()))

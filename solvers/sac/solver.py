@@ -22,7 +22,7 @@ from .holds import Ints
 from .least_peak import LeastPeak
 from .mixed_points import (
     SacModel,
-    bends_upwards,
+    convex_units,
     least_live_bytes,
 )
 from .problem import (
@@ -374,16 +374,21 @@ def _cleaned(
     problem: SacProblem, weights: Sequence[Sequence[float]]
 ) -> list[list[float]]:
     """Make the weights of a unit add up to 1 on neighbours."""
+    convex = convex_units(problem)
     return [
-        _on_neighbours(unit, shares) if sum(shares) >= 0.5 else [0.0] * len(shares)
-        for unit, shares in zip(problem.units, weights, strict=True)
+        _on_neighbours(problem.units[u], shares, is_convex=u in convex)
+        if sum(shares) >= 0.5
+        else [0.0] * len(shares)
+        for u, shares in enumerate(weights)
     ]
 
 
-def _on_neighbours(unit: Unit, shares: Sequence[float]) -> list[float]:
+def _on_neighbours(
+    unit: Unit, shares: Sequence[float], *, is_convex: bool
+) -> list[float]:
     """Same freed bytes from two neighbours; no worse where the curve is convex."""
     total = sum(shares)
-    if not bends_upwards(unit):  # what lies outside the best pair is rounding
+    if not is_convex:  # what lies outside the best pair is rounding
         pairs = range(max(1, len(shares) - 1))
         best = max(pairs, key=lambda k: sum(shares[k : k + 2]))
         kept = sum(shares[best : best + 2])

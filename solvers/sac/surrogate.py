@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .counts import CountModel, Surrogate
+from .counts import CountModel
 from .holds import Ints
 from .table import Floats, Table
 
@@ -59,7 +59,7 @@ def least_times(
     Returns:
         No bounds but 0 if finding them would take long.
     """
-    row = model.surrogate()
+    row = surrogate(table, model)
     if row.required <= 0.0:
         return Least(0.0, {})
     by_class = [
@@ -85,6 +85,74 @@ def least_times(
     if cells < _FEWEST_CELLS:
         return Least(0.0, {})
     return _knapsack(table, items, cells / row.required, cells)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrogate:
+    """Rows added up to one that every choice keeps, whatever their weights are.
+
+    In ms: at the optimum of the relaxation what is used adds as much as it takes.
+
+    Attributes:
+        amounts: What each column adds, with that its unit is chosen; -inf where it may
+            not be.
+        required: How much has to be added at least.
+        nesting: What rows (2) ask for each column beyond that,
+        nesting_total: and what they allow at most.
+    """
+
+    amounts: Floats
+    required: float
+    nesting: Floats
+    nesting_total: float
+
+
+def surrogate(table: Table, model: CountModel) -> Surrogate:
+    """All rows but (2), weighted by the duals of the relaxation solved last."""
+    matrix, variables = model.model.matrix(), model.model.variables()
+    duals = np.array([row.pi or 0.0 for row in matrix.rows])
+    lowest, highest = matrix.bounds()
+    limits = np.where(duals > 0.0, lowest, highest)
+    duals[~np.isfinite(limits)] = 0.0
+    row_of = np.repeat(np.arange(len(matrix.rows)), np.diff(matrix.starts))
+    added = matrix.coefficients * duals[row_of]
+    is_nesting = np.zeros(len(matrix.rows), dtype=bool)
+    is_nesting[model.nesting_rows] = True
+    of_rows, of_nesting = (
+        np.bincount(matrix.columns[own], added[own], len(variables))
+        for own in (~is_nesting[row_of], is_nesting[row_of])
+    )
+    total = duals * np.where(duals != 0.0, limits, 0.0)
+    required = float(total[~is_nesting].sum())
+    number = {id(v): i for i, v in enumerate(variables)}
+    amounts = np.full(len(table.times), -math.inf)
+    nesting = np.zeros(len(table.times))
+    others = np.ones(len(variables), dtype=bool)
+    for c, y in model.unit_counts.items():
+        unit = number[id(y)]
+        others[unit] = False
+        first = table.first[model.classes.members[c][0]]
+        size = table.first[model.classes.members[c][0] + 1] - first
+        for k in range(size):
+            z = number[id(model.point_counts[first + k])]
+            others[z] = False
+            amounts[first + k] = of_rows[z] + of_rows[unit]
+        for u in model.classes.members[c][1:]:
+            start = table.first[u]
+            amounts[start : start + size] = amounts[first : first + size]
+        for u in model.classes.members[c]:
+            start = table.first[u]
+            nesting[start : start + size] = -of_nesting[unit]
+    # The others, such as holds, are as helpful as they can be.
+    for i in np.flatnonzero(others & (of_rows != 0.0)).tolist():
+        most = variables[i].upBound if of_rows[i] > 0.0 else variables[i].lowBound
+        required -= math.inf if most is None else float(of_rows[i]) * most
+    return Surrogate(
+        amounts=amounts / model.scale,
+        nesting=nesting / model.scale,
+        required=required / model.scale,
+        nesting_total=-float(total[is_nesting].sum()) / model.scale,
+    )
 
 
 @dataclass(frozen=True, slots=True)

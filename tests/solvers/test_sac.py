@@ -489,6 +489,38 @@ def test_cbc_matches_trying_every_choice(problem):
     assert solution.recompute_ms == least_time(problem)
 
 
+def test_mixtures_of_points_that_free_what_their_unit_holds_keep_the_budget():
+    # Points 1 and 2 free 1 MiB that the unit holds. Half of points 0 and 2 frees as
+    # much as three quarters of 1 and a quarter of 2, but leaves half a MiB less to hold.
+    points = [(0, 0.0), (MIB, 0.0), (3 * MIB, 0.0)]
+    unit = Unit(
+        fqn="u",
+        parent=None,
+        points=tuple(
+            Breakpoint(ratio=(k + 1) / 3, freed_bytes=nbytes, recompute_ms=ms)
+            for k, (nbytes, ms) in enumerate(points)
+        ),
+        freed_from=0,
+        freed_until=2,
+        working=(),
+    )
+    problem = SacProblem(
+        units=(unit,),
+        base_bytes=(5 * MIB, 5 * MIB),
+        budget_bytes=4 * MIB,
+        holds=(
+            Hold(
+                nbytes=MIB, held_from=0, holders=((0, 1),), freed_by=((0, (1, 0, 0)),)
+            ),
+        ),
+    )
+
+    solution = solve(problem, integral=False, relative_gap=0.0)
+
+    assert solution.weights is not None
+    assert violations(problem, solution) == ()
+
+
 @settings(max_examples=40)
 @given(problem=sac_problems())
 def test_continuous_weights_never_cost_more_than_whole_points(problem):

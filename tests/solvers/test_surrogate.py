@@ -11,7 +11,7 @@ from autosac.solvers.milp import pulp_runner
 from autosac.solvers.milp.solution import Termination
 from autosac.solvers.sac.classes import classify
 from autosac.solvers.sac.counts import CountModel
-from autosac.solvers.sac.surrogate import least_times
+from autosac.solvers.sac.surrogate import least_times, surrogate
 from autosac.solvers.sac.table import Table
 from tests.solvers import oracles
 from tests.solvers.strategies import MIB, deep_trees, layered_problems, sac_problems
@@ -52,7 +52,7 @@ def test_no_choice_is_faster_and_the_relaxation_not_slower(problem, knows_best):
     bound = least_times(table, model, mixed=frozenset(), most_ms=most_ms).all_ms
 
     assert best is None or bound <= best * (1 + 1e-9)
-    required = model.surrogate().required
+    required = surrogate(table, model).required
     lost_ms = len(problem.units) / CELLS * max(0.0, required)
     assert bound >= min(relaxed_ms, most_ms) - lost_ms - 1e-9
 
