@@ -491,7 +491,7 @@ def test_cbc_matches_trying_every_choice(problem):
 
 def test_mixtures_of_points_that_free_what_their_unit_holds_keep_the_budget():
     # Points 1 and 2 free 1 MiB that the unit holds. Half of points 0 and 2 frees as
-    # much as three quarters of 1 and a quarter of 2, but leaves half a MiB less to hold.
+    # much as three quarters of 1 and a quarter of 2, but holds half a MiB less.
     points = [(0, 0.0), (MIB, 0.0), (3 * MIB, 0.0)]
     unit = Unit(
         fqn="u",

@@ -1,0 +1,159 @@
+"""What exists before a step of a training that runs, and what its optimizer keeps.
+
+Gradients of earlier micro-steps and the optimizer's state are there without being
+made by the step that is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from autosac import _compat_plain
+from autosac.fake_tensors.equal_states import EqualStates
+from autosac.lens.mode import host_state
+from autosac.pytrees import tensors_in
+from autosac.step.training_step import AnyOptimizer, Marker, OptimizerInBackward
+from autosac.tracing.recorder import Recorder
+from autosac.tracing.step import Step
+
+
+def register_outer(
+    recorder: Recorder, step: Step, model: torch.nn.Module, inputs: Any
+) -> None:
+    """Count what exists before the step: copies of the user's tensors, gradients."""
+    own, given = step.model, (step.args, step.kwargs)
+    for originals, copies, category in (
+        (own.parameters(), model.parameters(), "parameter"),
+        (own.buffers(), model.buffers(), "buffer"),
+        (tensors_in(given), tensors_in(inputs), "input"),
+    ):
+        recorder.register_copies(originals, copies, category)
+    if step.accumulate > 1 or step.gradients_in_forward:
+        _make_gradients(recorder, model)
+
+
+def marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
+    """The function that the micro-step calls when a phase begins."""
+    if step.accumulate > 1 or not step.gradients_in_forward:
+        return recorder.mark
+
+    def mark(phase: str, loss: torch.Tensor | None = None) -> None:
+        if phase == "backward":
+            for parameter in model.parameters():
+                dropped[parameter] = recorder.storages_of([parameter.grad])
+            model.zero_grad(set_to_none=True)
+        recorder.mark(phase, loss)
+        if phase == "finish":  # what backward never gives a gradient never had one
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    for index in dropped[parameter]:
+                        recorder.nbytes[index] = 0
+
+    dropped: dict[torch.nn.Parameter, tuple[int, ...]] = {}
+    return mark
+
+
+def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
+    """Give the parameters the gradients of earlier micro-steps."""
+    with torch.no_grad(), _compat_plain.fakes_of(recorder.repeated.mode):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    recorder.register(
+        (p.grad for p in model.parameters() if p.grad is not None), "gradient"
+    )
+
+
+def make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
+    """Give optimizers that step in backward the state they keep over steps."""
+
+    def begin(*_: Any) -> None:
+        recorder.phase = "optimizer"
+
+    def end(*_: Any) -> None:
+        recorder.phase = "backward"
+
+    equal_states = EqualStates(recorder.repeated.mode)
+    recorder.muted = True
+    for parameter, its_own in optimizer.optimizers.items():
+        (group,) = its_own.param_groups
+        kind = equal_states.kind(its_own, group, parameter)
+        its_own.register_step_pre_hook(begin)
+        its_own.register_step_post_hook(end)
+        if parameter in its_own.state:
+            continue
+        state = equal_states.like(kind)
+        if state is not None:
+            its_own.state[parameter] = state
+            continue
+        parameter.grad = torch.zeros_like(parameter)  # the values may be real
+        optimizer.step_one(parameter)
+        equal_states.learn(kind, its_own.state.get(parameter, {}))
+    recorder.muted = False
+    _register_state(recorder, optimizer)
+
+
+def _register_state(recorder: Recorder, optimizer: AnyOptimizer) -> None:
+    """Count the optimizer's state; through a lens, not what it keeps on the CPU."""
+    if recorder.target is not None:
+        recorder.exempt(host_state(optimizer))
+    recorder.register(tensors_in(optimizer.state), "optimizer")
+
+
+def enter_steady_state(
+    recorder: Recorder,
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+    accumulate: int,
+) -> None:
+    """Name the gradients, and give the optimizer the state it keeps over steps."""
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if grad is not None and accumulate > 1 and grad._version == 0:
+            recorder.forget(grad)  # made in advance, but backward never came here
+            parameter.grad = None
+        recorder.rename(parameter.grad, "gradient")
+    if optimizer is None or isinstance(optimizer, OptimizerInBackward):
+        return
+    recorder.phase = "optimizer"
+    recorder.muted = True
+    _make_state(EqualStates(recorder.repeated.mode), optimizer)
+    recorder.muted = False
+    _register_state(recorder, optimizer)
+
+
+def _make_state(equal_states: EqualStates, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer what it keeps of every parameter that has a gradient.
+
+    It steps on one parameter of each kind, and on all of them if that does not do.
+    """
+    kinds: dict[torch.Tensor, Hashable] = {}
+    firsts: dict[Hashable, torch.Tensor] = {}
+    groups = optimizer.param_groups
+    of_groups = [group["params"] for group in groups]
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter not in optimizer.state:
+                kinds[parameter] = equal_states.kind(optimizer, group, parameter)
+                firsts.setdefault(kinds[parameter], parameter)
+    if not kinds:
+        return
+    if None not in firsts:
+        chosen = set(firsts.values())
+        for group in groups:
+            group["params"] = [p for p in group["params"] if p in chosen]
+        optimizer.step()
+        for group, parameters in zip(groups, of_groups, strict=True):
+            group["params"] = parameters
+        for kind, parameter in firsts.items():
+            equal_states.learn(kind, optimizer.state.get(parameter, {}))
+        others = [
+            (p, equal_states.like(kind)) for p, kind in kinds.items() if p not in chosen
+        ]
+        if all(state is not None for _, state in others):
+            optimizer.state.update(others)
+            return
+    optimizer.step()
