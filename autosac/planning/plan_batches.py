@@ -140,17 +140,9 @@ def plan(
         return plan_statistics(
             model, memory_budget, world_size=ranks, **units, **solving
         )
-    if world_size is not None:
-        raise ArgumentError(
-            "`world_size` is for statistics, whose parameters it divides: plan for many"
-            " GPUs by `autosac.plan_parallel(..., cluster=..., num_gpus=...)`."
-        )
+    _refuse_without_statistics(world_size, make_loss_fn, options)
     solving["relative_gap"] = RELATIVE_GAP if relative_gap is None else relative_gap
     solving["dry_run"] = dry_run
-    if make_loss_fn is not None and options.get("loss_fn") is not None:
-        raise ArgumentError(
-            "`loss_fn` and `make_loss_fn` both say what the loss is: pass one of them."
-        )
     if isinstance(model, torch.nn.Module) and are_several(inputs):
         steps = [
             (bucket, restricted(traced, **units))
@@ -179,6 +171,20 @@ def _refuse_with_statistics(given: dict[str, Any]) -> None:
         raise ArgumentError(
             f"`{wrong[0]}` does not go with statistics, which are all that is known of"
             " the step: leave it out, or pass the model or its profile."
+        )
+
+
+def _refuse_without_statistics(
+    world_size: int | None, make_loss_fn: MakeLoss | None, options: dict[str, Any]
+) -> None:
+    if world_size is not None:
+        raise ArgumentError(
+            "`world_size` is for statistics, whose parameters it divides: plan for many"
+            " GPUs by `autosac.plan_parallel(..., cluster=..., num_gpus=...)`."
+        )
+    if make_loss_fn is not None and options.get("loss_fn") is not None:
+        raise ArgumentError(
+            "`loss_fn` and `make_loss_fn` both say what the loss is: pass one of them."
         )
 
 

@@ -81,14 +81,8 @@ def formulate(
         + -(-(parameter_bytes + (row.total_gradient_bytes or 0)) // world_size)
         for row in rows
     ]
-    matrix = statistics.ad_matrix
-    barred = {
-        outer
-        for unit in fsdp_units
-        for outer in np.flatnonzero(matrix[:, unit]).tolist()
-        if outer != unit
-    }
     place = {row.fqn: k for k, row in enumerate(rows)}
+    barred = _around(statistics, fsdp_units)
     candidates = [
         (i, points)
         for i, module in enumerate(statistics.modules)
@@ -98,7 +92,7 @@ def formulate(
         and len(points := _points(module)) > 1
     ]
     indices = [i for i, _ in candidates]
-    parents = _parents(matrix[np.ix_(indices, indices)])
+    parents = _parents(statistics.ad_matrix[np.ix_(indices, indices)])
     units = tuple(
         sac.Unit(
             fqn=statistics.modules[i].fqn,
@@ -118,6 +112,16 @@ def formulate(
         rows=tuple(rows),
         shared_bytes=tuple(shared),
     )
+
+
+def _around(statistics: Statistics, units: Collection[int]) -> set[int]:
+    """Modules around some units."""
+    return {
+        outer
+        for unit in units
+        for outer in np.flatnonzero(statistics.ad_matrix[:, unit]).tolist()
+        if outer != unit
+    }
 
 
 def _points(module: ModuleStatistics) -> tuple[sac.Breakpoint, ...]:
