@@ -400,14 +400,14 @@ class Nest:
         self, tensor: torch.Tensor, outer: dict[int, tuple[torch.Tensor, int]]
     ) -> Handed:
         handed, key = cut_off(tensor), key_of(tensor)
-        is_parameter = handed.tensor.requires_grad  # a leaf: backward accumulates in it
+        needs_gradient = handed.tensor.requires_grad  # a leaf that does
         if key in self.copies:
             handed.tensor = self.as_before(handed.tensor)
         elif key in outer:
             whole, _ = outer[key]
             with torch.no_grad():
                 handed.tensor = alias_of(whole.detach(), layout_of(tensor))
-        handed.tensor.requires_grad_(is_parameter)
+        handed.tensor.requires_grad_(needs_gradient)
         return handed
 
 

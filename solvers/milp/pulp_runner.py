@@ -26,8 +26,7 @@ from .highs import QuietHighs
 from .solution import Backend, Termination
 
 # Work of a MILP: of presolve and root, by its size, and of each look at the limits.
-# Some 4.5 million are a second on one core of 2025: fitted to 170 MILPs of models of
-# many kinds, whose times it meets within a factor of 2.5 (98 % of them).
+# Fitted to the times of MILPs of models of many kinds: a few million are a second.
 _ROOT_OF_COLUMN, _ROOT_OF_COEFFICIENT = 75, 15
 _LOOK_AT_COLUMN, _LOOK_AT_COEFFICIENT = 2.5, 0.5
 _ROW_TOLERANCE = 1e-5  # 10 x the absolute row tolerance of HiGHS; rows are in MiB

@@ -81,7 +81,6 @@ class RowSearch:
             most_work = _ANY_WORK
         self._most_work = most_work
         self.work = 0
-        self._reserve = 0
         self._ends = None if time_limit_s is None else perf_counter() + time_limit_s
         self._apart: set[int] = set() if start is None else start.apart
         self.rows = [int(table.base.argmax())]
@@ -226,7 +225,7 @@ class RowSearch:
 
     def _left(self) -> int:
         """Work that may still be done."""
-        return self._most_work - self.work - self._reserve
+        return self._most_work - self.work
 
     def _is_too_large(self, model: CountModel) -> bool:
         """Whether a MILP is not worth its time; with a time limit, all are."""

@@ -30,7 +30,6 @@ _RISE = 1e-4  # of a relaxation that new rows are worth,
 _MOST_IN_VAIN = 3  # rounds of rows that are not
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 8  # as a share of it
-_LATER_SHARE = 0.0
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
 
 # Shares of the points of units; the time of a choice in ms.
@@ -117,10 +116,8 @@ class Search(RowSearch):
         for gap in dict.fromkeys((max(wanted, _FIRST_GAP), wanted)):
             self._gap = gap
             for tolerance in (math.inf, *_TOLERANCES):
-                self._reserve = int(_LATER_SHARE * self._left())
                 if not self._mix(budget_bytes, tolerance):
                     break
-            self._reserve = 0
             if not self._is_done() and not (self._has_best and self._is_late()):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
