@@ -140,7 +140,7 @@ def run_rank(
     """
     model = recipe.model()
     if plan is not None:
-        plan.apply(model, _mesh(plan.sharding))
+        plan.apply(model, plan.make_mesh("cpu"))
     else:
         if ac_first:
             installing.install(model, policies)
@@ -336,10 +336,8 @@ def _held() -> set[int]:
 
 
 def _mesh(sharding: Sharding) -> DeviceMesh:
-    if sharding.replicate_degree == 1:
-        return init_device_mesh("cpu", (sharding.shard_degree,))
-    shape = (sharding.replicate_degree, sharding.shard_degree)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    names = sharding.mesh_dim_names
+    return init_device_mesh("cpu", sharding.mesh_shape, mesh_dim_names=names)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

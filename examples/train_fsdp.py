@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from torch.distributed.device_mesh import init_device_mesh
 
 import autosac
 from autosac.cli.demo import GPT
@@ -82,7 +81,7 @@ def train(path: Path, backend: str) -> None:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     plan = autosac.ParallelPlan.load(path)
-    mesh = init_device_mesh(device.type, plan.mesh_shape)
+    mesh = plan.make_mesh(device.type)
     model = plan.apply(make_model().to(device), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = make_batch(rank).to(device)

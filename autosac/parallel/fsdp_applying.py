@@ -23,7 +23,7 @@ def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
             shard_degree)``.
 
     Raises:
-        ValueError: The mesh has another shape.
+        ValueError: As `check_mesh`.
     """
     check_mesh(sharding, mesh)
     policy = MixedPrecisionPolicy(
@@ -44,14 +44,20 @@ def check_mesh(sharding: Sharding, mesh: DeviceMesh) -> None:
     """Refuse a mesh that a sharding does not fit.
 
     Raises:
-        ValueError: The mesh has another shape.
+        ValueError: The mesh has another shape, or ``fully_shard`` wants names of its
+            dimensions and it has none.
     """
-    shape: tuple[int, ...] = (sharding.shard_degree,)
-    if sharding.replicate_degree > 1:
-        shape = (sharding.replicate_degree, sharding.shard_degree)
+    shape = sharding.mesh_shape
     if tuple(mesh.shape) != shape:
         raise ValueError(
-            f"`mesh` has shape {tuple(mesh.shape)}, and the sharding wants {shape}."
+            f"`mesh` has shape {tuple(mesh.shape)}, and the sharding wants {shape};"
+            " `plan.make_mesh()` makes it."
+        )
+    if len(shape) > 1 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            "`mesh` has no names, which `fully_shard` wants where there are replicas;"
+            " make it with `plan.make_mesh()`, or pass mesh_dim_names="
+            f"{sharding.mesh_dim_names}."
         )
 
 

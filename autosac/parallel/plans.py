@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import get_world_size, is_initialized
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from autosac.checkpointing import installing
@@ -97,10 +98,7 @@ class ParallelPlan:
     @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Shape of the mesh: ``(shard,)``, or ``(replicate, shard)`` with replicas."""
-        sharding = self.sharding
-        if sharding.replicate_degree > 1:
-            return (sharding.replicate_degree, sharding.shard_degree)
-        return (sharding.shard_degree,)
+        return self.sharding.mesh_shape
 
     @property
     def num_gpus(self) -> int:
@@ -132,6 +130,30 @@ class ParallelPlan:
         """``(milp_ms - bound_ms) / milp_ms``."""
         return max(0.0, (self.milp_ms - self.bound_ms) / self.milp_ms)
 
+    def make_mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh to apply the plan on; every rank calls it.
+
+        Args:
+            device_type: Of the ranks' devices, such as ``"cuda"``.
+
+        Returns:
+            A mesh of shape `mesh_shape`, its dimensions named ``"replicate"`` (if there
+            are replicas) and ``"shard"``.
+
+        Raises:
+            ValueError: There are more or fewer ranks than `num_gpus`.
+        """
+        num_ranks = get_world_size() if is_initialized() else 1
+        if num_ranks != self.num_gpus:
+            raise ValueError(
+                f"The plan is for {self.num_gpus} GPUs, and there are {num_ranks} ranks"
+                " (call torch.distributed.init_process_group first); plan with"
+                f" num_gpus={num_ranks}."
+            )
+        return init_device_mesh(
+            device_type, self.mesh_shape, mesh_dim_names=self.sharding.mesh_dim_names
+        )
+
     def apply(self, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         """Install the AC units, then shard the model, in place.
 
@@ -141,7 +163,7 @@ class ParallelPlan:
         Args:
             model: On the device of the mesh or on the meta device, in the type that
                 the plan was made for.
-            mesh: Of shape `mesh_shape`; sharding goes over its last dimension.
+            mesh: As `make_mesh` makes it; sharding goes over its last dimension.
 
         Returns:
             The model.
@@ -150,7 +172,7 @@ class ParallelPlan:
             PlanMismatchError: The plan was made for another model; names the first
                 difference.
             ValueError: A plan is applied already, the model is sharded already, or the
-                mesh has another shape.
+                mesh has another shape, or replicas and no names.
         """
         for fqn, module in model.named_modules():
             if isinstance(module, FSDPModule):

@@ -80,6 +80,18 @@ class Sharding:
             self._check_reshard(unit)
         self._check_dtypes()
 
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Ranks by dimension of the mesh: replicas, if there are, then shards."""
+        if self.replicate_degree > 1:
+            return (self.replicate_degree, self.shard_degree)
+        return (self.shard_degree,)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """Names of these dimensions."""
+        return ("replicate", "shard")[-len(self.mesh_shape) :]
+
     def _check_reshard(self, unit: FsdpUnit) -> None:
         ranks = unit.reshard_after_forward
         if isinstance(ranks, bool):

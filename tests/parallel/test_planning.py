@@ -213,7 +213,7 @@ def test_a_plan_is_for_its_model_its_mesh_and_once(made, lowest_bytes):
     cap = int(1.2 * lowest_bytes)
     plan = autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
     with fake_group(2):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = plan.make_mesh("cpu")
         with pytest.raises(autosac.PlanMismatchError):
             plan.apply(nn.Linear(2, 2), mesh)
         model = GPT.model()
@@ -397,3 +397,23 @@ def test_a_small_tree_gets_what_the_best_of_all_choices_has_by_simulation():
         best_ms = min(ms for peak, ms in known if peak <= budget)
         assert found.highest_peak_bytes <= budget
         assert found.milp_ms == pytest.approx(best_ms, rel=1e-5)
+
+
+def test_a_plan_with_replicas_makes_a_mesh_that_it_can_be_applied_on(
+    made, lowest_bytes
+):
+    cap = int(1.2 * lowest_bytes)
+    plan = autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+    sharding = replace(plan.sharding, replicate_degree=2)
+    hybrid = replace(plan, sharding=sharding)
+    with pytest.raises(ValueError, match="4 GPUs, and there are 1 ranks"):
+        hybrid.make_mesh("cpu")
+    with fake_group(4):
+        model = GPT.model()
+        with pytest.raises(ValueError, match="no names"):
+            hybrid.apply(model, init_device_mesh("cpu", hybrid.mesh_shape))
+        mesh = hybrid.make_mesh("cpu")
+        assert mesh.mesh_dim_names == ("replicate", "shard")
+        hybrid.apply(model, mesh)
+        shards = {p.device_mesh for p in model.parameters()}
+        assert [tuple(m.shape) for m in shards] == [(2, 2)]
