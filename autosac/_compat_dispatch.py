@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autosac import _compat, _compat_autograd
+from autosac._compat_distributed import WAITS
 
 
 class Traits:
@@ -29,11 +30,12 @@ class Traits:
         returned: Positions of the mutated arguments that it returns.
         only_makes: It returns new tensors only.
         is_literal: It takes a tensor that Python made of numbers.
+        is_wait: It waits for a collective.
     """
 
     __slots__ = (
         *("func", "is_hidden", "is_literal", "is_random", "is_view", "name"),
-        *("only_makes", "returned", "statistics", "written"),
+        *("is_wait", "only_makes", "returned", "statistics", "written"),
     )
 
     def __init__(self, func: Any) -> None:
@@ -52,6 +54,7 @@ class Traits:
         self.returned = _compat.returned_arguments(func)
         self.only_makes = makes_all_results(func)
         self.is_literal = func is torch.ops.aten.lift_fresh.default
+        self.is_wait = self.name in WAITS
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments of a call that it mutates."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from autosac import _compat, _compat_dispatch
+from autosac._compat_distributed import WAITS, are_distributed
 from autosac.checkpointing.ambient_state import thread
 from autosac.checkpointing.installing import (
     CountedForward,
@@ -153,9 +154,11 @@ class _Opening(_compat.PlainDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if types and are_distributed(types):
+            return NotImplemented
         if len(self.left) > 1 and id(func) not in _compat.IGNORED_IDS:
             name = _compat.op_name(func)
-            if not is_mark(name):
+            if not is_mark(name) and name not in WAITS:
                 self.see(name)
         return func(*args, **(kwargs or {}))
 

@@ -15,6 +15,7 @@ import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
+from autosac._compat_distributed import are_distributed
 from autosac.checkpointing.ambient_state import Present, thread
 from autosac.checkpointing.call_arguments import (
     Handed,
@@ -172,12 +173,16 @@ class RerunMode(_compat.PlainDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if types and are_distributed(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if id(func) in _compat.IGNORED_IDS:
             if func is _compat.DEVICE:
                 return args[0].device
             return func(*args, **kwargs)
         traits = _compat_dispatch.traits(func)
+        if traits.is_wait:
+            return func(*args, **kwargs)
         if self._is_another_cast(func, args, kwargs):
             return func(*args, **kwargs)
         place = self._next(func)

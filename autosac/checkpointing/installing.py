@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from autosac import _compat_dispatch
+from autosac._compat_distributed import local
 from autosac.checkpointing.ambient_state import Present, thread
 from autosac.checkpointing.call_arguments import Kept, Source, leaves
 from autosac.checkpointing.chained_calls import RelayedCall
@@ -159,7 +160,7 @@ class CheckpointedForward(StandIn):
             return forward(*args, **kwargs)
 
         source = self._source(policy, (args, kwargs))
-        given = list(leaves((args, kwargs), torch.Tensor))
+        given = [local(tensor) for tensor in leaves((args, kwargs), torch.Tensor)]
         record = Record(policy, given, source.relayed())
         mode = self._mode(record, forward)
         if isinstance(source, (RelayedCall, NestedCall)):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from autosac import _compat, _compat_dispatch
+from autosac._compat_distributed import are_distributed
 from autosac.checkpointing.ambient_state import Present
 from autosac.checkpointing.call_arguments import (
     Handed,
@@ -97,6 +98,8 @@ class _ForwardGlue(_compat.PlainDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if types and are_distributed(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if id(func) in _compat.IGNORED_IDS:
             if func is _compat.DEVICE:
@@ -177,6 +180,8 @@ class _RerunGlue(_compat.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if types and are_distributed(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if id(func) in _compat.IGNORED_IDS:
             return func(*args, **kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autosac import _compat, _compat_autograd, _compat_dispatch
+from autosac._compat_distributed import are_distributed
 from autosac.checkpointing.op_records import BACKWARD, Call, Record
 from autosac.checkpointing.recording_mode import RecordingMode
 from autosac.checkpointing.tensor_parts import Result
@@ -143,6 +144,9 @@ class KnownMode(_compat.PlainDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if types and are_distributed(types):
+            self.record.leave(func, args, kwargs)
+            return NotImplemented
         kwargs = kwargs or {}
         place = self._place
         if self._funcs[place] is not func or self.paused:
@@ -166,9 +170,10 @@ class KnownMode(_compat.PlainDispatchMode):
         """Run an op other than the program has next."""
         if func is _compat.DEVICE:
             return args[0].device
-        if id(func) not in _compat.IGNORED_IDS and not self.paused:
+        traits = _compat_dispatch.traits(func)
+        if not (id(func) in _compat.IGNORED_IDS or traits.is_wait or self.paused):
             self._lose(str(func))
-            self._protect(_compat_dispatch.traits(func).targets(args, kwargs))
+            self._protect(traits.targets(args, kwargs))
         return func(*args, **kwargs)
 
     def _protect(self, targets: list[Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
+from autosac._compat_distributed import finished, local
 from autosac.checkpointing.call_arguments import (
     is_simple,
     leaves,
@@ -83,6 +84,7 @@ class Call:
         else:
             with RandomState(self.state, args, kwargs):
                 out = self.func(*args, **kwargs)
+        out = finished(self.func, out)
         outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
         for result, tensor in zip(self.results, outputs, strict=True):
             if result is not None:
@@ -180,6 +182,7 @@ class Record:
         for number, tensor in enumerate(given):
             if _is_plain(type(tensor)):
                 self._numbers.setdefault(key_of(tensor), number)
+        self._uncounted: set[int] = set()  # what changes without being counted
         self._held: list[Result] = []  # saved ones that somebody else may hold
         self._watched: dict[int, tuple[weakref.ref[Any], int, Result]] = {}
         self._on_end: Callable[[Any], None] = self._end
@@ -217,7 +220,18 @@ class Record:
             for tensor in tensors_in(traits.targets(args, kwargs)):
                 if (result := self.result_of(tensor)) is not None:
                     result.count_change(tensor)
+                if key_of(tensor) in self._uncounted:
+                    _compat_dispatch.set_version(tensor, version_of(tensor) + 1)
         self.calls.append(call)
+
+    def leave(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note an op on distributed tensors, which is about to run on what we hold.
+
+        That is below autograd, where nobody counts changes: only the distributed tensor
+        knows of them.
+        """
+        targets = _compat_dispatch.traits(func).targets(args, kwargs or {})
+        self._uncounted = {key_of(local(tensor)) for tensor in tensors_in(targets)}
 
     def _reference(self, value: Any, runs: int) -> Any:
         kind = type(value)

@@ -14,6 +14,7 @@ import torch
 
 from autosac import _compat, _compat_autograd, _compat_dispatch
 from autosac._compat_dispatch import Traits
+from autosac._compat_distributed import are_distributed
 from autosac.checkpointing.kept_results import KeptResult, results_to_keep
 from autosac.checkpointing.op_records import (
     BACKWARD,
@@ -87,6 +88,9 @@ class RecordingMode(_compat.PlainDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if types and are_distributed(types):
+            self.record.leave(func, args, kwargs)
+            return NotImplemented
         kwargs = kwargs or {}
         if id(func) in _compat.IGNORED_IDS:
             if func is _compat.DEVICE:
@@ -95,6 +99,8 @@ class RecordingMode(_compat.PlainDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         traits = _compat_dispatch.traits(func)
+        if traits.is_wait:
+            return func(*args, **kwargs)
         place = len(self.history.funcs)
         action = self._action(place, traits, args, kwargs)
         self.history.funcs.append(func)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from autosac import _compat_dispatch
+from autosac._compat_distributed import local, unwrapped
 from autosac.checkpointing.ambient_state import thread
 from autosac.checkpointing.call_arguments import Handed, Source, leaves
 from autosac.checkpointing.op_programs import KnownMode
@@ -33,13 +34,15 @@ class Holder(Part):
         frame: The call of the unit.
         tensor: The tensor, from a rerun until backward reads it.
         whole: What counts how often it is changed meanwhile; None if nobody else can.
+        wrap: What makes the tensor that autograd saved of it; None for itself.
     """
 
-    __slots__ = ("__weakref__", "frame", "tensor", "whole")
+    __slots__ = ("__weakref__", "frame", "tensor", "whole", "wrap")
 
     frame: Frame
     tensor: torch.Tensor | None
     whole: torch.Tensor | None
+    wrap: Callable[[torch.Tensor], torch.Tensor] | None
 
     def fill(self, given: Sequence[torch.Tensor], fqn: str) -> None:
         """Take the tensor, which a rerun has made again."""
@@ -53,7 +56,7 @@ class Holder(Part):
         if whole is not None and version_of(whole) != self.version:
             raise changed(tensor, self.version, self.frame.record.policy.fqn)
         self.tensor = self.whole = None
-        return tensor
+        return tensor if self.wrap is None else self.wrap(tensor)
 
 
 class Frame:
@@ -96,6 +99,7 @@ class Frame:
 
     def _pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder()
+        tensor, holder.wrap = unwrapped(tensor)
         holder.frame, holder.source = self, None
         holder.tensor = holder.whole = None
         record = self.record
@@ -114,7 +118,8 @@ class Frame:
             with _compat_dispatch.untransformed():
                 template = self.source.again()
                 if self.record.is_exact:
-                    given = [handed.tensor for handed in leaves(template, Handed)]
+                    handed = leaves(template, Handed)
+                    given = [local(argument.tensor) for argument in handed]
                     self._repeat(given, is_last=is_last)
                 else:
                     self._run_code(template)
@@ -202,7 +207,7 @@ class _Packed:
         tensor = tensor.detach() if tensor.requires_grad else tensor
         holder = self.holders[self.number]()
         if holder is not None and holder.tensor is None:
-            holder.tensor = tensor
+            holder.tensor = local(tensor)
             self.filled.append(holder)
         self.number += 1
         if self.number == len(self.holders):

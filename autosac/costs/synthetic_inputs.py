@@ -26,12 +26,15 @@ Arguments = tuple[list[Any], dict[str, Any]]
 def refusal(signature: Signature) -> str | None:
     """Why an op must not be run on made-up data; None if it may.
 
+    A collective wants all ranks, which may not plan just now.
     Bytes that a kernel hands to its backward kernel cannot be made up: backward
     kernels of oneDNN and cuDNN read outside of them, which ends the process. Fake
     kernels give them no elements, which is how they are known.
     """
     if _name(signature) in _FITTED:
         return None
+    if signature.func.namespace == "_c10d_functional":
+        return "other ranks have to take part"
     for value in signature.args:
         if isinstance(value, Layout) and value.dtype == torch.uint8 and 0 in value.size:
             return "it reads bytes that only its forward kernel can make"

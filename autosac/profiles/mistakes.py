@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from autosac import _compat_distributed
 from autosac.checkpointing import installing
 from autosac.errors import ArgumentError
 from autosac.step.arguments import warn
@@ -24,6 +25,22 @@ def check_unplanned(model: torch.nn.Module) -> None:
         raise ArgumentError(
             f"`model` has a plan already{which}; call `plan.unapply(model)` first."
         )
+
+
+def check_unsharded(model: torch.nn.Module) -> None:
+    """Refuse a model that ``fully_shard`` shards: only its own hooks can run it.
+
+    Raises:
+        ArgumentError: Names an FSDP unit.
+    """
+    for fqn, module in model.named_modules():
+        if _compat_distributed.is_fsdp_unit(module):
+            name = f"`{fqn}` of `model`" if fqn else "`model`"
+            raise ArgumentError(
+                f"{name} is sharded by `fully_shard` already: plan with the model as it"
+                " was before (`autosac.plan_parallel` plans units of FSDP and"
+                " recomputation together), apply the plan, and shard then."
+            )
 
 
 def warn_of_summed_outputs(model: torch.nn.Module, tape: Tape) -> None:

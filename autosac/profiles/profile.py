@@ -17,6 +17,7 @@ from autosac.profiles.fingerprints import Fingerprint, fingerprint
 from autosac.profiles.mistakes import (
     check_options,
     check_unplanned,
+    check_unsharded,
     warn_of_other_formulas,
     warn_of_summed_outputs,
 )
@@ -337,6 +338,7 @@ def profile(
     """
     arguments.check_kind(model)
     check_unplanned(model)
+    check_unsharded(model)
     check_options(model, accumulate, clip_grad_norm, exclude)
     args, kwargs = normalize_inputs(inputs)
     arguments.check_tensors(model, (args, kwargs))

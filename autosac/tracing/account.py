@@ -1,4 +1,7 @@
-"""The account of memory that a recorder keeps: storages, their births and deaths."""
+"""The account of memory that a recorder keeps: storages, their births and deaths.
+
+Of a distributed tensor counts what this rank holds.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autosac._compat_distributed import local
 from autosac.quantities import rounded_up
 
 
@@ -58,7 +62,7 @@ class Account:
             if not self._counts(copy):
                 continue
             index = self._index(copy, 0, category)
-            storage = original.untyped_storage()
+            storage = local(original).untyped_storage()
             first = self.originals.setdefault(storage._cdata, index)
             self.nbytes[index] = (
                 self._rounded(storage.nbytes()) if first == index else 0
@@ -72,7 +76,7 @@ class Account:
     def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave tensors out of the account: they lie on the CPU in a real run."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
+            storage = local(tensor).untyped_storage()
             self.exempted[storage._cdata] = storage
 
     def rename(self, tensor: torch.Tensor | None, category: str) -> None:
@@ -111,12 +115,15 @@ class Account:
         return (
             tensor.layout is torch.strided
             and tensor.device.type == self.device_type
-            and not (self.exempted and tensor.untyped_storage()._cdata in self.exempted)
+            and not (
+                self.exempted
+                and local(tensor).untyped_storage()._cdata in self.exempted
+            )
         )
 
     def _index(self, tensor: torch.Tensor, born: int, category: str) -> int:
         """Index of a tensor's storage; an unknown one is added."""
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         key = storage._cdata
         index = self.ids.get(key)
         if index is None:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from autosac import _compat, _compat_autograd, _compat_plain
+from autosac._compat_distributed import unwrapped
 from autosac.errors import ArgumentError, TraceError
 from autosac.fake_tensors.values import keeps_values
 from autosac.step.training_step import OptimizerInBackward
@@ -99,9 +100,17 @@ def _conversion(
     device = torch.device(step.traced_type)
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if keeps_values(tensor):
-            return tensor.detach().clone()
-        return _compat.fake_like(mode, tensor, device)
+        held, wrap = unwrapped(tensor)
+        if keeps_values(held):
+            fake = held.detach().clone()
+        else:
+            fake = _compat.fake_like(mode, held, device)
+        if wrap is None:
+            return fake
+        fake = wrap(fake).requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            fake = torch.nn.Parameter(fake, tensor.requires_grad)
+        return fake
 
     return convert
 

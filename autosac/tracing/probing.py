@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autosac._compat_distributed import local
 from autosac.pytrees import opaque_type
 from autosac.step.modules import ModuleNode, ModuleTree
 from autosac.step.tape import ModuleCall
@@ -28,8 +29,8 @@ def module_tree(model: torch.nn.Module) -> ModuleTree:
                 parent=parent,
                 depth=nodes[parent].depth + 1 if fqn else 0,
                 is_leaf=next(module.children(), None) is None,
-                parameter_bytes=sum(p.nbytes for p in module.parameters()),
-                buffer_bytes=sum(b.nbytes for b in module.buffers()),
+                parameter_bytes=sum(local(p).nbytes for p in module.parameters()),
+                buffer_bytes=sum(local(b).nbytes for b in module.buffers()),
             )
         )
     return ModuleTree(tuple(nodes))

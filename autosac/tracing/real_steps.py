@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from autosac import _compat
+from autosac._compat_distributed import WAITS, are_distributed
 from autosac.errors import AutosacError, TraceError
 from autosac.pytrees import tensors_in
 from autosac.step import source_lines
@@ -248,9 +249,11 @@ class _Follower(_compat.PlainDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if types and are_distributed(types):
+            return NotImplemented
         kwargs = kwargs or {}
         name = _compat.op_name(func)
-        if id(func) in _compat.IGNORED_IDS or is_mark(name):
+        if id(func) in _compat.IGNORED_IDS or is_mark(name) or name in WAITS:
             return func(*args, **kwargs)
         if self.place >= len(self.expected) or self.expected[self.place] != name:
             self._depart(name)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autosac import _compat, _compat_dispatch
+from autosac._compat_distributed import WAITS, are_distributed, unwrapped
 from autosac.devices import cuda_workspaces
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import TraceError
@@ -183,9 +184,13 @@ class Recorder(_compat.PlainDispatchMode, Account):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if are_distributed(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func is _compat.DEVICE:  # PyTorch asks for it all the time
             return args[0].device
+        if _compat.op_name(func) in WAITS:
+            return args[0]
         if self.phase == "optimizer" and func is _compat.ITEM:
             # Step counts are read as numbers; no size depends on them but that RAdam
             # does more after the first few. At 1, NAdam would divide by zero.
@@ -444,8 +449,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
     def _pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
         if not self._counts(tensor):
             return tensor
+        tensor, wrap = unwrapped(tensor)
         storage = self._index(tensor, 0, "input")
-        holder = Holder(self, len(self.saved))
+        holder = Holder(self, len(self.saved), wrap)
         self.saved.append(Saved(storage, self.tick()))
         mode = self.repeated.mode
         if self.born[storage] == 0:
@@ -463,14 +469,14 @@ class Recorder(_compat.PlainDispatchMode, Account):
         saved = self.saved[holder.index]
         if saved.is_read_first():
             saved.unpacked = self.tick()
-        if holder.tensor is not None:
-            return holder.tensor
-        assert holder.twin is not None
-        tensor = holder.twin()
-        storage = tensor.untyped_storage()
-        self.ids[storage._cdata] = saved.storage
-        self._watch(storage, self._on_used, holder.index)
-        return tensor
+        tensor = holder.tensor
+        if tensor is None:
+            assert holder.twin is not None
+            tensor = holder.twin()
+            storage = tensor.untyped_storage()
+            self.ids[storage._cdata] = saved.storage
+            self._watch(storage, self._on_used, holder.index)
+        return tensor if holder.wrap is None else holder.wrap(tensor)
 
     def _on_used(self, index: int) -> None:
         self.saved[index].used_until = self.tick()

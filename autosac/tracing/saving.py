@@ -21,13 +21,20 @@ class Holder:
         index: Number of what was saved.
         tensor: The tensor, if it was there before the step;
         twin: else makes one like it.
+        wrap: What makes the tensor that autograd saved of that; None for itself.
     """
 
-    __slots__ = ("__weakref__", "index", "recorder", "tensor", "twin")
+    __slots__ = ("__weakref__", "index", "recorder", "tensor", "twin", "wrap")
 
-    def __init__(self, recorder: Recorder, index: int) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        index: int,
+        wrap: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
         self.recorder = recorder
         self.index = index
+        self.wrap = wrap
         self.tensor: torch.Tensor | None = None
         self.twin: Callable[[], torch.Tensor] | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autosac import _compat
+from autosac._compat_distributed import are_distributed
 from autosac.devices.specs import DeviceSpec
 from autosac.pytrees import tensors_in
 from autosac.step.training_step import LossFn
@@ -62,11 +63,15 @@ class Step:
 
     @property
     def is_present(self) -> bool:
-        """Whether the step can really run: model and batch are here, on its device."""
+        """Whether the step can really run: model and batch are here, on its device.
+
+        Distributed ones are on other ranks as well, which may not plan just now.
+        """
         tensors = [*self.model.parameters(), *self.model.buffers()]
         tensors += tensors_in((self.args, self.kwargs))
         return (
             self.lens is None
             and self.compute_dtype is None
             and not any(tensor.is_meta or _compat.is_fake(tensor) for tensor in tensors)
+            and not are_distributed(map(type, tensors))
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_plain
+from autosac import _compat, _compat_distributed, _compat_plain
 from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
@@ -376,6 +376,7 @@ def _recorded(
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with (
         real_one_hot(recorder),
+        _compat_distributed.unseen_propagation(),
         idle_conversions(),
         _compat_plain.fakes_of(mode),
         torch.enable_grad(),

@@ -14,6 +14,7 @@ import torch
 from torch.profiler import profile, record_function
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from autosac._compat_distributed import local
 from autosac.devices.allocator_events import cpu_events, recorded_events
 from autosac.errors import UnsupportedError
 from autosac.quantities import rounded_up
@@ -118,7 +119,8 @@ def storage_bytes(
     """Bytes of the distinct storages behind ``tensors``.
 
     Args:
-        tensors: Views and repeats count once; sparse tensors by their parts.
+        tensors: Views and repeats count once; sparse tensors by their parts,
+            distributed ones by what this rank holds.
         device: Count only this one, unless None.
         granularity_bytes: Each storage is rounded up to a multiple of it.
     """
@@ -133,7 +135,7 @@ def storage_bytes(
 
 
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    tensor = tensor.detach()
+    tensor = local(tensor.detach())
     if tensor.layout is torch.sparse_coo:
         return (tensor._indices(), tensor._values())
     return (tensor,)

@@ -1,0 +1,116 @@
+"""Private PyTorch APIs of distributed tensors (torch 2.10 to 2.15).
+
+An op on a `DTensor` (torch/distributed/tensor/_api.py) runs as ops on what the rank
+holds of it, collectives among them. What such an op returns may be an
+`AsyncCollectiveTensor` (torch/distributed/_functional_collectives.py), which waits for
+the collective when an op reads it. A dispatch mode that leaves ops on both to them
+(`are_distributed`) sees only what the rank does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from autosac import _compat
+from autosac.pytrees import mapped
+
+# These wait for a collective, or let who reads its result do so, and return that. Eager
+# steps wait at other places than traces, and hold nothing by it.
+WAITS = frozenset(
+    {
+        "_c10d_functional.wait_tensor.default",
+        "_c10d_functional._wrap_tensor_autograd.default",
+    }
+)
+
+_KINDS: dict[type, str] = {}  # of tensor types seen so far: "" if they are of one rank
+_PLACES = {
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed._tensor": "DTensor",
+    "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
+}
+
+
+def _kind(of: type) -> str:
+    kind = _KINDS.get(of)
+    if kind is None:
+        kind = ""
+        for base in of.__mro__:
+            for place, name in _PLACES.items():
+                if base.__name__ == name and base.__module__.startswith(place):
+                    kind = name
+        _KINDS[of] = kind
+    return kind
+
+
+def are_distributed(types: Iterable[type]) -> bool:
+    """Whether an op on tensors of these types is for them to run."""
+    return any(map(_kind, types))
+
+
+def is_fsdp_unit(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+@contextlib.contextmanager
+def unseen_propagation() -> Iterator[None]:
+    """Keep modes from seeing the ops by which `DTensor` finds out shapes.
+
+    It runs them once for every kind of call, on fakes of the mode that is active, else
+    on its own (`ShardingPropagator` in torch/distributed/tensor/_sharding_prop.py).
+    """
+    module = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if module is None:
+        yield
+        return
+    propagator = module.ShardingPropagator
+    of_torch = propagator._propagate_tensor_meta_non_cached
+
+    def unseen(*args: Any) -> Any:
+        with _compat.no_modes():
+            return of_torch(*args)
+
+    propagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = of_torch
+
+
+def finished(func: Any, result: Any) -> Any:
+    """The result of an op, after waiting for it if it is a collective."""
+    if func.namespace != "_c10d_functional":
+        return result
+    return mapped(torch.ops._c10d_functional.wait_tensor.default, result)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a tensor."""
+    return unwrapped(tensor)[0]
+
+
+def unwrapped(
+    tensor: torch.Tensor,
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
+    """What a rank holds of a tensor, and what makes such a tensor of that."""
+    kind = _kind(type(tensor))
+    held: Any = tensor
+    if kind == "DTensor":
+        own, wrap = unwrapped(held._local_tensor)
+        spec, of = held._spec, type(tensor)
+        assert wrap is None
+
+        def wrapped(again: torch.Tensor) -> torch.Tensor:
+            return of(again.detach(), spec, requires_grad=False)
+
+        return own, wrapped
+    if kind:
+        return held.trigger_wait(), None
+    return tensor, None

@@ -1,0 +1,181 @@
+"""Models whose parameters are `DTensor`s: a plan counts what a rank holds."""
+
+import os
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+import autosac
+from benchmarks.ranks import fake_group
+
+NUM_TOKENS, WIDTH, HIDDEN, NUM_BLOCKS = 96, 32, 128, 3
+STYLES = ("tensor", "sequence")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
+        )
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(NUM_TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, NUM_TOKENS)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(output):
+    return functional.softplus(output).mean()
+
+
+def make_inputs():
+    return torch.randint(NUM_TOKENS, (4, 16))
+
+
+def make_model(style, mesh):
+    torch.manual_seed(0)
+    model = Model()
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    if style == "sequence":
+        rows = RowwiseParallel(output_layouts=Shard(1))
+        embedding = RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1)
+        )  # of vocabulary
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        parallelize_module(model, mesh, {"tokens": embedding, "head": head})
+    for block in model.blocks:
+        plan = {"mlp.0": columns, "mlp.2": rows}
+        if style == "sequence":
+            whole = PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            )
+            plan = {"norm": SequenceParallel(), "mlp": whole, **plan}
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_peaks_of_a_rank_are_what_its_allocator_sees(style):
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        profile = autosac.profile(
+            make_model(style, mesh), make_inputs(), loss_fn=loss_of, optimizer="adamw"
+        )
+        plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+        verification = autosac.verify(
+            plan,
+            lambda: make_model(style, mesh),
+            make_inputs,
+            loss_fn=loss_of,
+            make_optimizer="adamw",
+            timing_rounds=0,
+        )
+    assert {op.name.split(".")[0] for op in profile.tape.ops} >= {"_c10d_functional"}
+    assert plan.policy
+    assert verification.within_budget
+    numbers = profile.simulator.number_bytes  # that stay for good on some threads
+    assert 0 <= plan.peak_bytes - verification.measured_peak_bytes <= numbers
+    baseline_bytes = verification.baseline_peak_bytes
+    assert 0 <= profile.baseline_peak_bytes - baseline_bytes <= numbers
+    if style == "tensor":  # in a group that is not there, gathered memory is left as is
+        assert verification.identical
+
+
+def test_a_rank_is_planned_for_a_gpu_that_is_not_there():
+    with fake_group(2), torch.device("meta"):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor, whole = (
+            autosac.profile(model, make_inputs(), loss_fn=loss_of, device="h100")
+            for model in (make_model("tensor", mesh), Model())
+        )
+    sharded = sum(
+        parameter.nbytes
+        for name, parameter in Model().named_parameters()
+        if ".mlp.0" in name or "2.weight" in name
+    )
+    held = [p.composition({})["parameter"] for p in (whole, tensor)]
+    assert abs(held[0] - held[1] - sharded / 2) < 512 * 3 * NUM_BLOCKS  # rounding
+
+
+def test_what_is_sharded_already_is_refused():
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        with pytest.raises(autosac.UnsupportedError, match="distributed tensors"):
+            autosac.plan_parallel(
+                make_model("tensor", mesh),
+                make_inputs(),
+                loss_fn=loss_of,
+                cluster="hgx-h100",
+                num_gpus=8,
+                memory_budget="1GiB",
+            )
+        model = Model()
+        fully_shard(model.blocks[0], mesh=mesh)
+        with pytest.raises(autosac.ArgumentError, match=r"`blocks.0` of .* sharded by"):
+            autosac.profile(model, make_inputs(), loss_fn=loss_of)
+
+
+def _train(rank, directory, style):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    model, inputs = make_model(style, mesh), make_inputs()
+    path = f"{directory}/plan.json"
+    if rank == 0:  # while the other rank does nothing
+        profile = autosac.profile(model, inputs, loss_fn=loss_of)
+        autosac.plan(profile, memory_budget=autosac.floor(profile)).save(path)
+    dist.barrier()
+    plan = autosac.Plan.load(path)
+    expected = _gradients(model, inputs)
+    plan.apply(model)
+    for _ in range(3):  # at first all ops are looked at, later few of them
+        for name, gradient in _gradients(model, inputs).items():
+            assert torch.equal(gradient, expected[name]), name
+    dist.destroy_process_group()
+
+
+def _gradients(model, inputs):
+    loss_of(model(inputs)).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    assert any(isinstance(gradient, DTensor) for gradient in gradients.values())
+    return {
+        name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        for name, gradient in gradients.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_gradients_of_real_ranks_are_those_without_a_plan(style, tmp_path):
+    torch.multiprocessing.spawn(_train, (str(tmp_path), style), nprocs=2)
