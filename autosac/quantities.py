@@ -9,7 +9,9 @@ from numbers import Integral
 from autosac.errors import ArgumentError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt]?)(i?)b|(%))\s*", re.I)
+_TEXT = re.compile(
+    r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgt]?)(i?)b|([kmgt])i?|(%))\s*", re.I
+)
 
 
 def parse_bytes(
@@ -21,7 +23,8 @@ def parse_bytes(
     """Read an amount of memory; fractions of a byte are dropped.
 
     Args:
-        value: Bytes, or text: "24GiB" (2**30), "24GB" (10**9), "80%".
+        value: Bytes, or text: "24GiB" (2**30), "24GB" (10**9), "80%"; "24G" and "24Gi"
+            are "24GiB", as on most command lines.
         total_bytes: What a percentage is of.
         name: The argument's name, for the error message.
 
@@ -44,9 +47,11 @@ def _parse_text(text: str, total_bytes: int | None, name: str) -> int:
     if match is None or (match[3] and not match[2]):  # "5iB"
         raise _unreadable(text, name)
     amount = Fraction(match[1])
-    if not match[4]:
-        base = 1024 if match[3] else 1000
-        return int(amount * base ** _POWERS[match[2].lower()])
+    if not match[5]:
+        unit = match[4] or match[2]
+        is_binary = match[4] or match[3]
+        base = 1024 if is_binary else 1000
+        return int(amount * base ** _POWERS[unit.lower()])
     if amount > 100:
         raise ArgumentError(f"`{name}`={text!r} must be at most '100%'.")
     if total_bytes is None:

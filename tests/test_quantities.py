@@ -14,6 +14,8 @@ from autosac.quantities import format_bytes, format_ms, parse_bytes
         (17_179_869_184, 17_179_869_184),
         ("24GiB", 24 * 2**30),
         ("24GB", 24 * 10**9),
+        ("24G", 24 * 2**30),
+        ("24 Gi", 24 * 2**30),
         ("512MiB", 512 * 2**20),
         ("1.5 gib", 3 * 2**29),
         (" .5kb ", 500),
@@ -33,7 +35,7 @@ def test_reads_bytes_units_and_percentages(value, num_bytes):
     "value",
     [
         *(0, -1, True, False, None, 24.0, float("nan")),
-        *("", "24", "24G", "24iB", "-1GiB", "1e3MB", "nan", "GiB", "1,5GiB", "0GiB"),
+        *("", "24", "24i", "24iB", "-1GiB", "1e3MB", "nan", "GiB", "1,5GiB", "0GiB"),
         *("0%", "0.1B", "1..5GiB", "24GiB left"),
     ],
 )

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +54,25 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"autosac {metadata.version('autosac')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Say which one this is."
+        ),
+    ] = False,
+) -> None:
+    """What comes before the name of a command."""
+
 
 Model = Annotated[str, typer.Argument(help=_MODEL, show_default=False)]
 Options = dict[str, Any]  # those of `takes_step`, by name
@@ -367,6 +387,111 @@ def calibrate(
         step = cli.models.asked(model, **options)
         calibration = autosac.calibrate(step.profile(), refresh=refresh).calibration
         _show(as_json, lambda: asdict(calibration), str(calibration))
+
+
+@app.command("batch-size", epilog=_EPILOG)
+@takes_step()
+def batch_size(
+    model: Model,
+    budget: Budget,
+    options: Options,
+    argument: Annotated[
+        str, typer.Option(help="Argument of the factory that is the batch size.")
+    ] = "batch_size",
+    best: Annotated[
+        bool, typer.Option("--best", help="Of most samples a second, not the largest.")
+    ] = False,
+    most: Annotated[int, typer.Option(min=1, help="Largest to look at.")] = 2**16,
+    as_json: Json = False,
+) -> None:
+    """Find the largest batch that fits a budget under a plan, or the fastest."""
+    with _exit_codes(as_json):
+        batches = cli.models.Batches(model, options, argument)
+        search = autosac.best_batch_size if best else autosac.max_batch_size
+        found = search(
+            batches.model, batches.inputs, make_loss_fn=batches.make_loss_fn,
+            memory_budget=budget, most=most, **batches.options,
+        )  # fmt: skip
+        trials = autosac.Sweep(rows=tuple(found.trials), axes=("batch_size",))
+
+        def record() -> dict[str, Any]:
+            return {
+                "batch_size": found.batch_size,
+                **cli.tables.plan_record(found.plan),
+                "trials": trials.records(),
+            }
+
+        _show(as_json, record, f"batch size  {found.batch_size}\n{found.plan}")
+
+
+Cluster = Annotated[
+    str, typer.Option(help="A known cluster, such as hgx-h100: GPUs, links, nodes.")
+]
+ParamDtype = Annotated[
+    str, typer.Option(help="Gather parameters in this type, such as bfloat16.")
+]
+ReduceDtype = Annotated[str, typer.Option(help="Reduce gradients in this type.")]
+
+
+@app.command(epilog=_EPILOG)
+@takes_step("device")
+def parallel(
+    model: Model,
+    budget: Budget,
+    options: Options,
+    cluster: Cluster = "hgx-h100",
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs to use. [default: all of them]")
+    ] = None,
+    param_dtype: ParamDtype = "",
+    reduce_dtype: ReduceDtype = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the plan file here.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Plan FSDP2 units, sharding and recomputation of many GPUs together."""
+    with _exit_codes(as_json):
+        _check_folders(out)
+        step = cli.models.asked(model, **options)
+        with usage():
+            cluster_plan = autosac.plan_parallel(
+                **step.parts(), **step.options, cluster=cluster, num_gpus=gpus,
+                memory_budget=budget, param_dtype=param_dtype or None,
+                reduce_dtype=reduce_dtype or None,
+            )  # fmt: skip
+        if out is not None:
+            cluster_plan.save(out)
+        _show(
+            as_json,
+            lambda: cli.tables.parallel_record(cluster_plan),
+            str(cluster_plan),
+        )
+
+
+@app.command("min-gpus", epilog=_EPILOG)
+@takes_step("device")
+def min_gpus(
+    model: Model,
+    budget: Budget,
+    options: Options,
+    cluster: Cluster = "hgx-h100",
+    param_dtype: ParamDtype = "",
+    reduce_dtype: ReduceDtype = "",
+    as_json: Json = False,
+) -> None:
+    """Say how many GPUs it takes at least, all of them sharing the parameters."""
+    with _exit_codes(as_json):
+        step = cli.models.asked(model, **options)
+        with usage():
+            fewest = autosac.min_gpus(
+                **step.parts(), **step.options, cluster=cluster, memory_budget=budget,
+                param_dtype=param_dtype or None, reduce_dtype=reduce_dtype or None,
+            )  # fmt: skip
+        said = "no number of GPUs is enough" if fewest is None else f"{fewest} GPUs"
+        _show(as_json, lambda: {"min_gpus": fewest}, said)
+        if fewest is None:
+            raise typer.Exit(code=EXIT_INFEASIBLE)
 
 
 def main() -> None:

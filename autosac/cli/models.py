@@ -165,6 +165,55 @@ def asked(
     return asked_target.on(on)
 
 
+class Batches:
+    """A model and its batches of any size, for the search of a batch size.
+
+    Args:
+        name: Of the model.
+        options: As typed.
+        argument: Of the factory, which is the batch size; an HF model has its own.
+
+    Attributes:
+        model: The model.
+        options: Of `autosac.profile`.
+        make_loss_fn: Inputs -> loss, if the factory returns one; None if not.
+
+    Raises:
+        UsageError: The factory has no such argument.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], argument: str) -> None:
+        self._name, self._typed, self._argument = name, options, argument
+        self._is_hf = hf_path(name) is not None
+        first = self._target(1)
+        parts = first.parts()
+        self.model = parts["model"]
+        self.options = dict(first.options)
+        if "optimizer" in parts:
+            self.options["optimizer"] = parts["optimizer"]
+        self._loss_fn: Any = None
+        self.make_loss_fn = self._loss_of if "loss_fn" in parts else None
+
+    def _target(self, size: int) -> Target:
+        typed = dict(self._typed)
+        if self._is_hf:
+            typed["batch"] = size
+        else:
+            settings = typed["settings"] or []
+            typed["settings"] = [*settings, f"{self._argument}={size}"]
+        return asked(self._name, **typed)
+
+    def inputs(self, size: int) -> Any:
+        """A batch; the model that is built with it is dropped."""
+        parts = self._target(size).parts()
+        self._loss_fn = parts.get("loss_fn")
+        return parts["inputs"]
+
+    def _loss_of(self, inputs: Any) -> Any:
+        """The loss that was returned with these inputs, as it may hold targets."""
+        return self._loss_fn
+
+
 def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
@@ -317,11 +366,34 @@ def _check_entries(kind: str, plain: Any, changes: Mapping[str, Any]) -> None:
             raise UsageError(f"--set {key}: a config of {kind} has no {key!r}{hint}")
 
 
+_TEXT_HEADS = (
+    "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration",
+    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+)  # fmt: skip
+
+
+def _text_labels(
+    name: str, config: Any, tokens: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What a head wants to be told of a batch of tokens."""
+    batch, length = tokens.shape
+    if name.endswith("ForSequenceClassification"):
+        if config.pad_token_id is None:  # where texts end, which is asked of batches
+            config.pad_token_id = 0
+        return {"labels": torch.randint(config.num_labels, (batch,))}
+    if name.endswith("ForTokenClassification"):
+        return {"labels": torch.randint(config.num_labels, (batch, length))}
+    if name.endswith("ForQuestionAnswering"):
+        places = torch.randint(length, (batch,))
+        return {"start_positions": places, "end_positions": places}
+    return {"labels": tokens}
+
+
 def _inputs(name: str, config: Any, batch: int, length: int) -> dict[str, Any]:
     """A batch for an architecture, with labels, so that it computes its own loss."""
-    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
+    if name.endswith(_TEXT_HEADS):
         tokens = torch.randint(config.vocab_size, (batch, length))
-        return {"input_ids": tokens, "labels": tokens}
+        return {"input_ids": tokens, **_text_labels(name, config, tokens)}
     if name.endswith("ForImageClassification"):
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from autosac.devices.specs import DeviceSpec
+from autosac.parallel.plans import ParallelPlan
 from autosac.planning.plans import Plan
 from autosac.profiles.estimate import Estimate
 from autosac.quantities import format_bytes
@@ -20,11 +21,25 @@ _PLAN_FIELDS = (
     "step_ms", "bound_ms", "optimality_gap", "composition", "device", "calibrated",
     "measured_fraction", "reserved_bytes", "dry_run", "torch_version",
 )  # fmt: skip
+_PARALLEL_FIELDS = (
+    "mesh_shape", "policy", "budget_bytes", "peak_bytes", "late_bytes", "composition",
+    "step_ms", "compute_ms", "recompute_ms", "exposed_forward_ms",
+    "exposed_backward_ms", "bound_ms", "optimality_gap", "cluster", "device",
+    "torch_version",
+)  # fmt: skip
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
     """The figures of a plan; what happens to every op is in its file."""
     return {name: getattr(plan, name) for name in _PLAN_FIELDS}
+
+
+def parallel_record(plan: ParallelPlan) -> dict[str, Any]:
+    """The figures of a parallel plan, its FSDP units, and why other degrees lost."""
+    record = {name: getattr(plan, name) for name in _PARALLEL_FIELDS}
+    units = [asdict(unit) for unit in plan.sharding.units]
+    others = [asdict(other) for other in plan.alternatives]
+    return {**record, "fsdp_units": units, "alternatives": others}
 
 
 def sweep_record(sweep: Sweep) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import json
+from importlib import metadata
 
 import pytest
 import torch
@@ -8,14 +9,17 @@ from typer.testing import CliRunner
 import autosac
 from autosac.cli import commands as cli
 from autosac.cli import demo
+from autosac.cli.demo import next_token_loss
 from autosac.cli.models import target
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.verification.verifying import Verification
+from tests import factories
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPT = "tests.factories:gpt"
 COMMANDS = [
     "demo", "plan", "sweep", "estimate", "verify", "report", "devices", "calibrate",
+    "batch-size", "parallel", "min-gpus",
 ]  # fmt: skip
 
 
@@ -148,6 +152,26 @@ def test_a_config_makes_a_model_and_a_batch_without_a_download(tmp_path):
     assert len(found["model"].model.layers) == 3
     assert found["inputs"]["input_ids"].shape == (2, 8)
     assert found["model"](**found["inputs"]).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        *("SequenceClassification", "TokenClassification", "QuestionAnswering"),
+        *("MaskedLM", "CausalLM"),
+    ],
+)
+def test_common_heads_get_the_labels_they_want(head, tmp_path):
+    path = tmp_path / "config.json"
+    small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    record = {"model_type": "bert", "architectures": [f"BertFor{head}"], **small}
+    if head == "CausalLM":
+        record["architectures"] = ["BertLMHeadModel"]
+    path.write_text(json.dumps({**record, "num_hidden_layers": 1, "vocab_size": 64}))
+
+    parts = _target(f"hf:{path}", []).parts()
+
+    assert parts["model"](**parts["inputs"]).loss.isfinite()
 
 
 def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
@@ -294,6 +318,44 @@ def test_a_sweep_is_a_table_a_picture_and_json(figures, tmp_path):
     assert len(csv.read_text().splitlines()) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert run("sweep", GPT, "--budget", "1KiB").exit_code == 3
+
+
+def test_the_largest_batch_is_that_of_the_python_function(figures):
+    budget = sum(figures) // 2
+    given = ("--argument", "rows", "--set", "layers=2", "--optimizer", "adamw")
+    found = run_json("batch-size", GPT, "-b", f"{budget}B", *given)
+    tokens = {rows: factories.gpt(rows=rows)[1] for rows in range(1, 65)}
+    expected = autosac.max_batch_size(
+        factories.gpt(layers=2)[0],
+        tokens.__getitem__,
+        make_loss_fn=next_token_loss,
+        memory_budget=budget,
+        optimizer="adamw",
+        most=64,
+    )
+    assert found["batch_size"] == expected.batch_size
+    assert found["peak_bytes"] <= budget
+    assert run("batch-size", GPT, "-b", "1GiB").exit_code == cli.EXIT_USAGE
+
+
+def test_many_gpus_are_planned_for_and_counted(tmp_path):
+    given = (GPT, "--optimizer", "adamw", "--cluster", "hgx-h100")
+    least = run("parallel", *given, "--gpus", "2", "-b", "1KiB", "--json")
+    assert least.exit_code == cli.EXIT_INFEASIBLE
+    fits = f"{json.loads(least.stdout)['lowest_peak_bytes']}B"
+    path = tmp_path / "plan.json"
+    found = run_json("parallel", *given, "--gpus", "2", "-b", fits, "-o", str(path))
+    assert found["mesh_shape"] == list(autosac.ParallelPlan.load(path).mesh_shape)
+    assert found["peak_bytes"] <= found["budget_bytes"]
+    assert run_json("min-gpus", *given, "-b", fits)["min_gpus"] <= 2
+    nothing = run_json("min-gpus", *given, "-b", "1KiB", code=cli.EXIT_INFEASIBLE)
+    assert nothing["min_gpus"] is None
+    wrong = run("parallel", *given[:-1], "moon", "-b", "1GiB")
+    assert wrong.exit_code == cli.EXIT_USAGE and "moon" in wrong.stderr
+
+
+def test_the_version_is_that_of_the_package():
+    assert run("--version").stdout == f"autosac {metadata.version('autosac')}\n"
 
 
 def test_a_plan_is_verified_by_real_steps(plan_file):
