@@ -28,7 +28,7 @@ from autosac.tracing import untold
 from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.attribution import Attribution
-from autosac.tracing.failures import WHY_REAL, place_of
+from autosac.tracing.failures import WHY_REAL, differentiates, place_of
 from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
@@ -280,11 +280,13 @@ class Recorder(_compat.PlainDispatchMode, Account):
         decides: tuple[int, ...],
     ) -> None:
         """Write an op down that has just run."""
+        module = self._module()
+        is_backward = self.phase == "backward"
         self.ops.append(
             Op(
                 name=facts.name,
                 phase=self.phase,
-                module=self._module(),
+                module=module,
                 start=ticks[0],
                 made=ticks[1],
                 end=self.tick(),
@@ -301,6 +303,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
                 signature=spent.signature,
                 decides=decides,
                 source=source_lines.running(self.phase),
+                function=self.modules.function if is_backward else "",
             )
         )
 
@@ -442,6 +445,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
     # --- saved tensors ----------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
+        if _compat_dispatch.is_forward_mode():
+            place = place_of(self.tree[self.modules.stack[-1]].fqn, self.phase)
+            raise TraceError(differentiates(place, source_lines.of_caller()))
         if not self._counts(tensor):
             return tensor
         storage = self._index(tensor, 0, "input")

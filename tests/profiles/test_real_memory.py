@@ -1,0 +1,119 @@
+"""Planning holds its trace against one real step, function by function."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.profiles import real_memory
+from tests.models import Case
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, WIDTH = 64, 96
+
+
+class Applies(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x)).square().mean()
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(500, WIDTH, mode="max")
+
+    def forward(self, rows):
+        return self.bags(rows).square().mean()
+
+
+def noise():
+    return torch.randn(ROWS, WIDTH)
+
+
+def as_loss(loss):
+    return loss
+
+
+CASES = {
+    "max": Case(lambda: Applies(torch.max), noise, as_loss),
+    "median": Case(lambda: Applies(torch.median), noise, as_loss),
+    "bags": Case(Bags, lambda: torch.randint(500, (ROWS, 9)), as_loss),
+    "sort": Case(lambda: Applies(lambda x: x.sort(1).values), noise, as_loss),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_backward_takes_besides_its_trace_is_counted(name):
+    case = CASES[name]
+    profile = autosac.calibrate(case.profile(), progress=False)
+    peak = profile.baseline_peak_bytes
+
+    done = autosac.verify(
+        autosac.plan(profile, memory_budget=peak),
+        case.model, case.inputs, loss_fn=as_loss, timing_rounds=0,
+    )  # fmt: skip
+
+    assert peak == pytest.approx(done.baseline_peak_bytes, rel=1e-3, abs=64)
+
+
+def test_a_trace_of_a_plain_model_is_the_real_step_function_by_function():
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, 8)
+    )
+    case = Case(lambda: model, noise, lambda output: output.square().mean())
+    profile = autosac.calibrate(case.profile(), progress=False, real_step=False)
+
+    traced, real = real_memory.traced(profile.tape), real_memory.measured(profile.step)
+
+    assert len(traced) > 5 and traced.keys() <= real.keys()
+    for name, stretch in traced.items():
+        assert stretch.peak_bytes == pytest.approx(real[name].peak_bytes, abs=64)
+
+
+@pytest.mark.parametrize("name", ["prod", "quantile"])
+def test_what_a_real_step_takes_less_is_said(name):
+    functions = {"prod": torch.prod, "quantile": lambda x: x.quantile(0.3, dim=0)}
+    case = Case(lambda: Applies(functions[name]), noise, as_loss)
+
+    with pytest.warns(UserWarning, match="less than its trace in .*(Prod|Sort)"):
+        autosac.calibrate(case.profile(), progress=False)
+
+
+def test_a_backward_pass_that_fails_for_real_is_an_error():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if type(gradient) is torch.Tensor:
+                raise ValueError("not today")
+            return gradient
+
+    case = Case(lambda: Applies(Fails.apply), noise, as_loss)
+    profile = case.profile()
+
+    with pytest.raises(autosac.TraceError, match=r"not today.* Its trace does not fail"):
+        autosac.calibrate(profile, progress=False)
+
+
+def test_a_formula_is_warned_of_where_no_real_step_tells():
+    case = Case(lambda: Applies(torch.max), noise, as_loss)
+    model = case.model().to("meta")
+    profile = autosac.profile(model, noise().to("meta"), loss_fn=as_loss)
+    with pytest.warns(UserWarning, match="goes backward through aten.max"):
+        autosac.plan(profile, memory_budget="1GiB")
+
+    profile = autosac.profile(model, noise().to("meta"), loss_fn=as_loss, device="h100")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a GPU's real formula is that of the trace
+        autosac.plan(profile, memory_budget="1GiB")
