@@ -196,6 +196,8 @@ def main() -> None:
     options = parser.parse_args()
     vars(listed).update(SIZES)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the list is large, and measuring looks for garbage time and again
     outcomes = {}
     for op in entries():
         if options.ops and op.name not in options.ops:

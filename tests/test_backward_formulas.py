@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import autosac
+from autosac.devices.allocator_events import cpu_events, recorded_events
 from tests.models import Case
 
 SIZE = 12
@@ -53,10 +53,10 @@ def test_backward_makes_the_tensors_of_a_real_step(name):
     model, x = Applies(FUNCTIONS[name]), torch.ones(())
     traced = autosac.profile(model, x, loss_fn=lambda loss: loss)
     loss = model(x)
-    with profile(activities=[ProfilerActivity.CPU]) as recording:
+    with cpu_events() as recording:
         loss.backward()
 
-    real = {event.name for event in recording.events()}
+    real = {event.name for event in recorded_events(recording)}
     names = {op.name.split(".")[1] for op in traced.tape.ops if op.phase == "backward"}
     out_of_place = names.intersection({*WRITES, *MASKS, "masked_scatter", "sub"})
     assert {f"aten::{name}" for name in out_of_place} <= real

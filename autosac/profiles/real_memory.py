@@ -195,7 +195,6 @@ def can_be_measured(step: Step, tape: Tape) -> bool:
         and step.is_present
         and not isinstance(step.optimizer, OptimizerInBackward)
         and not (step.gradients_in_forward and step.accumulate == 1)
-        and not step.learned.redrawn
         and not step.learned.num_updates
         and len(tape.ops) <= _MOST_OPS
         and not a_profiler_is_active()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
+from typing import Any
+
+import torch
 
 from autosac import _compat
+from autosac.quantities import format_bytes
 from autosac.step import source_lines
 
 _MOST_CHARACTERS = 500  # of a message that is quoted; some of PyTorch's are pages long
@@ -63,6 +67,23 @@ def differentiates(place: str, line: str) -> str:
     """
     where = f" at {line}" if line else ""
     return f"The step cannot be traced: {place}{where} differentiates.{_TRANSFORMED}"
+
+
+def bypasses(func: Any, phase: str, parameter: torch.Tensor) -> str:
+    """Say that an op reads a parameter of the user's model, not of the traced copy."""
+    return (
+        f"{func} in {phase} reads a parameter of shape {tuple(parameter.shape)} of the"
+        " model itself, not through the model that is called: gradients would go past"
+        " the trace. Compute what needs parameters inside the model's `forward`."
+    )
+
+
+def takes_too_much(most_bytes: int) -> str:
+    """Say that a real step takes more memory than there is."""
+    return (
+        f"{WHY_REAL} It takes more than the {format_bytes(most_bytes)} of memory that"
+        " are free: plan with a smaller batch, or for the model on the CPU."
+    )
 
 
 def place_of(fqn: str, phase: str) -> str:

@@ -78,13 +78,22 @@ def test_a_trace_of_a_plain_model_is_the_real_step_function_by_function():
         assert stretch.peak_bytes == pytest.approx(real[name].peak_bytes, abs=64)
 
 
-@pytest.mark.parametrize("name", ["prod", "quantile"])
-def test_what_a_real_step_takes_less_is_said(name):
-    functions = {"prod": torch.prod, "quantile": lambda x: x.quantile(0.3, dim=0)}
-    case = Case(lambda: Applies(functions[name]), noise, as_loss)
+def test_what_a_real_step_takes_less_is_said():
+    case = Case(lambda: Applies(torch.prod), noise, as_loss)
 
-    with pytest.warns(UserWarning, match="less than its trace in .*(Prod|Sort)"):
+    with pytest.warns(UserWarning, match="less than its trace in ProdBackward0"):
         autosac.calibrate(case.profile(), progress=False)
+
+
+def test_a_forward_pass_that_runs_other_ops_is_said():
+    case = Case(lambda: Applies(lambda x: x.quantile(0.3, dim=0)), noise, as_loss)
+    profile = case.profile()
+    real, traced = real_memory.measured(profile.step), real_memory.traced(profile.tape)
+    if real.keys() == traced.keys():
+        pytest.skip("this version of PyTorch sorts, as its trace does")
+
+    with pytest.warns(UserWarning, match="less than its trace in forward, at Sort"):
+        autosac.calibrate(profile, progress=False)
 
 
 def test_a_backward_pass_that_fails_for_real_is_an_error():
@@ -102,7 +111,9 @@ def test_a_backward_pass_that_fails_for_real_is_an_error():
     case = Case(lambda: Applies(Fails.apply), noise, as_loss)
     profile = case.profile()
 
-    with pytest.raises(autosac.TraceError, match=r"not today.* Its trace does not fail"):
+    with pytest.raises(
+        autosac.TraceError, match=r"not today.* Its trace does not fail"
+    ):
         autosac.calibrate(profile, progress=False)
 
 
