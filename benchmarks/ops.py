@@ -54,7 +54,11 @@ class Applies(nn.Module):
         loss = torch.zeros(())
         for leaf in tree_leaves(self.op(first, *args, **kwargs)):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                parts = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+                parts = (
+                    torch.view_as_real(leaf.resolve_conj())
+                    if leaf.is_complex()
+                    else leaf
+                )
                 loss = loss + parts.square().mean()
         return loss
 
@@ -101,17 +105,22 @@ def entries() -> list[Any]:
 
 def largest_sample(op: Any) -> Any:
     """Arguments of the largest sample that trains something; None without any."""
-    best, most = None, 0
     samples = op.sample_inputs("cpu", torch.float32, requires_grad=True)
-    for sample in islice(samples, MOST_SAMPLES):
-        arguments = (sample.input, sample.args, sample.kwargs)
-        trained = [t for t in _tensors(arguments) if t.requires_grad]
-        size = sum(t.numel() for t in trained)
-        if most < size <= MOST_NUMBERS and all(
-            t.layout is torch.strided for t in trained
-        ):
-            best, most = arguments, size
-    return best
+    usable = islice(filter(_is_usable, map(_arguments, samples)), MOST_SAMPLES)
+    return max(usable, key=_trained_numbers, default=None)
+
+
+def _arguments(sample: Any) -> tuple[Any, ...]:
+    return sample.input, sample.args, sample.kwargs
+
+
+def _is_usable(arguments: tuple[Any, ...]) -> bool:
+    is_dense = all(t.layout is torch.strided for t in _tensors(arguments))
+    return is_dense and 0 < _trained_numbers(arguments) <= MOST_NUMBERS
+
+
+def _trained_numbers(arguments: tuple[Any, ...]) -> int:
+    return sum(t.numel() for t in _tensors(arguments) if t.requires_grad)
 
 
 def judged(op: Any) -> Outcome:

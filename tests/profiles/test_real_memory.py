@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import autosac
 from autosac.profiles import real_memory
@@ -46,6 +47,11 @@ CASES = {
     "max": Case(lambda: Applies(torch.max), noise, as_loss),
     "median": Case(lambda: Applies(torch.median), noise, as_loss),
     "bags": Case(Bags, lambda: torch.randint(500, (ROWS, 9)), as_loss),
+    "soft margin": Case(
+        lambda: Applies(lambda x: functional.soft_margin_loss(x, x.detach().sign())),
+        noise,
+        as_loss,
+    ),
     "sort": Case(lambda: Applies(lambda x: x.sort(1).values), noise, as_loss),
 }
 
