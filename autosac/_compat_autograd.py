@@ -7,6 +7,21 @@ from typing import Any
 
 import torch
 
+from autosac._compat import TORCH_VERSION
+
+# Functions that split ties and then fill what they made in place; before, they filled a
+# copy of the gradient (derivatives.yaml of torch 2.10 to 2.15).
+MASKED_IN_PLACE = (
+    frozenset(
+        {
+            *("ClampBackward0", "ClampMinBackward1", "ClampMaxBackward1"),
+            *("FminBackward0", "FmaxBackward0"),
+        }
+    )
+    if TORCH_VERSION >= (2, 14)
+    else frozenset()
+)
+
 
 def next_sequence_nr() -> int:
     """Sequence number that the next autograd node will get."""

@@ -178,8 +178,13 @@ def num_modes() -> int:
 
 def is_transformed() -> bool:
     """Whether code runs under `torch.func`, `torch.vmap` or forward-mode autograd."""
-    is_forward_mode = forward_ad._current_level >= 0
-    return is_forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+    in_functorch = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_forward_mode() or in_functorch
+
+
+def is_forward_mode() -> bool:
+    """Whether code runs under forward-mode autograd, of `torch.func` or by itself."""
+    return bool(forward_ad._current_level >= 0)
 
 
 @contextlib.contextmanager

@@ -265,6 +265,16 @@ MISTAKES = {
         ),
         r"in the model itself at .*test_mistakes.py.* pass a real model",
     ),
+    "jvp in forward": (
+        lambda: scripted(  # as PyTorch's own rules are for it
+            lambda: plan(Around(lambda y: torch.func.jvp(torch.sin, (y,), (y,))[1]))
+        ),
+        r"cannot be traced: .* differentiates\. .*`torch.autograd.grad\(",
+    ),
+    "grad in forward": (
+        lambda: plan(Around(torch.func.grad(lambda y: y.sin().sum()))),
+        r"cannot be traced: .* differentiates\. .*`torch.autograd.grad\(",
+    ),
     # --- names
     "a type that is none": (
         lambda: plan(mlp(), autocast="bf17"),

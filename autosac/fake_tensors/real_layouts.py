@@ -22,6 +22,7 @@ _NORM_WEIGHTS = {
 _UNREDUCED = {
     "aten.mse_loss.default": 2,
     "aten.smooth_l1_loss.default": 2,
+    "aten.soft_margin_loss.default": 2,
     "aten.binary_cross_entropy.default": 3,
 }
 

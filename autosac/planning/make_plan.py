@@ -13,6 +13,7 @@ from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.planning import redrawn_steps
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
+from autosac.profiles.mistakes import warn_of_other_formulas
 from autosac.profiles.profile import (
     Profile,
     TracedStep,
@@ -72,6 +73,8 @@ def make_plan(
         InfeasibleBudgetError: No plan fits.
         SolverError: The applied model's dry run does not confirm the plan.
     """
+    if not profile.calibrated:
+        warn_of_other_formulas(profile.tape)
     for _ in range(_MOST_LEFT_OUT):
         chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
         if profile.redrawn:

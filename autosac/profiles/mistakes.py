@@ -63,10 +63,15 @@ def warn_of_summed_outputs(model: torch.nn.Module, tape: Tape) -> None:
 
 # Ops whose backward is another formula where a dispatch mode is active, as it is in any
 # trace (`areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp).
-_OTHER_FORMULAS = frozenset(
+_ON_CPU = frozenset(  # on a GPU a real step has the formula of the trace
     {
         *("aten.max.default", "aten.min.default", "aten.median.default"),
-        *("aten.nanmedian.default", "aten.prod.default", "aten.prod.dim_int"),
+        "aten.nanmedian.default",
+    }
+)
+_OTHER_FORMULAS = frozenset(
+    {
+        *("aten.prod.default", "aten.prod.dim_int"),
         *("aten.cumprod.default", "aten.linalg_householder_product.default"),
         "aten.linalg_matrix_exp.default",
     }
@@ -74,10 +79,15 @@ _OTHER_FORMULAS = frozenset(
 
 
 def warn_of_other_formulas(tape: Tape) -> None:
-    """Warn if backward goes through ops whose formula no trace can follow."""
+    """Warn if backward goes through ops whose formula no trace can follow.
+
+    Args:
+        tape: A step that was not held against a real one.
+    """
+    names = _OTHER_FORMULAS | (_ON_CPU if tape.device_type == "cpu" else frozenset())
     saved = {saved.storage for saved in tape.saved}
     for op in tape.ops:
-        if op.name in _OTHER_FORMULAS and not saved.isdisjoint(op.creates + op.reads):
+        if op.name in names and not saved.isdisjoint(op.creates + op.reads):
             where = tape.modules[op.module].fqn or "the model itself"
             warn(
                 f"PyTorch goes backward through {op.name} (in `{where}`) by another"

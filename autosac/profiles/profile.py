@@ -28,6 +28,7 @@ from autosac.profiles.module_curves import (
     with_curves,
 )
 from autosac.profiles.planned_device import planned_device
+from autosac.profiles.real_memory import as_measured, can_be_measured
 from autosac.simulation.simulator import Simulator
 from autosac.solvers.curves import knapsack
 from autosac.solving.choosing import Chooser
@@ -363,7 +364,6 @@ def profile(
     tape = trace(step)
     if loss_fn is None:
         warn_of_summed_outputs(model, tape)
-    warn_of_other_formulas(tape)
     new_profile = Profile(
         step=step,
         tape=tape,
@@ -477,11 +477,14 @@ def calibrate(
         refresh=refresh,
         progress=progress,
     )
+    tape = replace(profile.tape, ops=measured.ops, library_bytes=measured.library_bytes)
+    if real_step and fits and can_be_measured(profile.step, tape):
+        tape = as_measured(profile.step, tape)
+    else:
+        warn_of_other_formulas(tape)
     return replace(
         profile,
-        tape=replace(
-            profile.tape, ops=measured.ops, library_bytes=measured.library_bytes
-        ),
+        tape=tape,
         op_ms=measured.op_ms,
         calibrated=PROFILED not in measured.failures.values(),
         op_sources=measured.sources,

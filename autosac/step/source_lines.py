@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 from autosac.step import training_step
 
 _OWN = Path(__file__).parents[1]
-_LIBRARIES = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, _OWN))
+_LIBRARIES = (
+    *(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, _OWN)),
+    contextlib.__file__,  # decorators of PyTorch's lie in it
+)
 _DEMO = str(_OWN / "cli" / "demo.py")  # a model like any other
 _END = training_step.__file__  # what lies outside of the step is not the model's
 

@@ -75,6 +75,8 @@ class Op:
         shapes: Shapes of its tensor outputs.
         signature: Equal for calls that do the same work on the same shapes.
         source: ``file:line`` of the user's code that runs it, if that is known.
+        function: The autograd function that runs it in backward, with its number in
+            the order of making, such as ``MaxBackward1 6``.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Op:
     signature: Hashable
     source: str = ""
     decides: tuple[int, ...] = ()
+    function: str = ""
 
     @property
     def is_view(self) -> bool:

@@ -15,12 +15,15 @@ class Attribution:
 
     Attributes:
         stack: Modules that run, innermost last.
-        last_backward: Module of the last backward op.
+        last_backward: Module of the last backward op,
+        function: and the autograd function that ran it, see `Op.function`.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.stack = [0]
         self.last_backward = 0
+        self.function = ""
+        self._first_node = _compat_autograd.next_sequence_nr()
         self._of_node: dict[int, int] = {}
         self._first_loss_node = 0
         self._of_parameter: dict[int, int] = {}
@@ -41,11 +44,13 @@ class Attribution:
     def of_backward(self) -> tuple[int, bool]:
         """Module of a backward op, and whether it differentiates the model itself."""
         variable = _compat_autograd.current_node_variable()
-        node = None
+        node, self.function = None, ""
         if variable is not None:
             self.last_backward = self._of_parameter.get(id(variable), 0)
         else:
             node = _compat_autograd.current_node_sequence_nr()
         if node is not None:
+            name = _compat_autograd.current_node().name()
+            self.function = f"{name} {node - self._first_node}"
             self.last_backward = self._of_node.get(node, self.last_backward)
         return self.last_backward, node is not None and node < self._first_loss_node

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
+from typing import Any
+
+import torch
 
 from autosac import _compat
+from autosac.quantities import format_bytes
 from autosac.step import source_lines
 
 _MOST_CHARACTERS = 500  # of a message that is quoted; some of PyTorch's are pages long
@@ -14,6 +18,14 @@ _VALUES = (
     " on the device that is planned for, and autosac traces a step that really runs."
 )
 WHY_REAL = "This step depends on values, so that it really runs once to be traced."
+# What `torch.func.grad` and its like say where saved tensors are taken from autograd.
+_REFUSES_HOOKS = "don't yet support saved tensor hooks"
+_TRANSFORMED = (
+    " `torch.func.jvp`, `jacfwd`, `grad`, `vjp`, `jacrev` and `hessian`, and"
+    " forward-mode autograd by itself, let no trace see what they save: use"
+    " `torch.autograd.grad(..., create_graph=True)` in their place, or train this model"
+    " without a plan."
+)
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
 _ELSEWHERE = ("same device", "different devices")  # the latter of fakes in torch 2.10
@@ -38,9 +50,39 @@ def explanation(error: BaseException, place: str) -> str:
     is_elsewhere = any(words in str(error) for words in _ELSEWHERE)
     if is_elsewhere and "meta" in str(error):
         advice = _META
+    if _REFUSES_HOOKS in str(error):
+        return differentiates(place, line)
     return (
         f"The step {what}: in {place}{where}, {type(error).__name__} says"
         f" {_quoted(error)}{advice}"
+    )
+
+
+def differentiates(place: str, line: str) -> str:
+    """Say that code transforms functions in a way that no trace can follow.
+
+    Args:
+        place: Where, as of `explanation`.
+        line: ``file:line`` of the user's code; empty if it is not known.
+    """
+    where = f" at {line}" if line else ""
+    return f"The step cannot be traced: {place}{where} differentiates.{_TRANSFORMED}"
+
+
+def bypasses(func: Any, phase: str, parameter: torch.Tensor) -> str:
+    """Say that an op reads a parameter of the user's model, not of the traced copy."""
+    return (
+        f"{func} in {phase} reads a parameter of shape {tuple(parameter.shape)} of the"
+        " model itself, not through the model that is called: gradients would go past"
+        " the trace. Compute what needs parameters inside the model's `forward`."
+    )
+
+
+def takes_too_much(most_bytes: int) -> str:
+    """Say that a real step takes more memory than there is."""
+    return (
+        f"{WHY_REAL} It takes more than the {format_bytes(most_bytes)} of memory that"
+        " are free: plan with a smaller batch, or for the model on the CPU."
     )
 
 

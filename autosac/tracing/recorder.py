@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_dispatch
+from autosac import _compat, _compat_autograd, _compat_dispatch
 from autosac._compat_distributed import WAITS, are_distributed, unwrapped
 from autosac.devices import cuda_workspaces
 from autosac.devices.specs import DeviceSpec
@@ -22,14 +22,18 @@ from autosac.fake_tensors.op_facts import VIEW, Costs, Facts, costs
 from autosac.fake_tensors.repeated_calls import RepeatedCalls
 from autosac.fake_tensors.values import refuse_sparse, run_op
 from autosac.pytrees import tensors_in
-from autosac.quantities import format_bytes
 from autosac.step import source_lines
 from autosac.step.tape import Op, Storage, Tape
 from autosac.tracing import untold
 from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.attribution import Attribution
-from autosac.tracing.failures import WHY_REAL, place_of
+from autosac.tracing.failures import (
+    bypasses,
+    differentiates,
+    place_of,
+    takes_too_much,
+)
 from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
@@ -38,6 +42,7 @@ from autosac.tracing.writing_in_place import of_real_step
 
 _FORWARD_PHASES = ("forward", "loss")
 _LITERAL = torch.ops.aten.lift_fresh.default
+_ZEROS = torch.ops.aten.zeros.default
 _OVERWRITTEN = object()  # in place of the key of a call whose values must not be known
 
 
@@ -205,7 +210,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         inputs: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, inputs)
         strided = key is not None
-        if self.learned.overwritten and self._is_overwritten(func, inputs):
+        if self._is_overwritten(func, inputs):
             key = _OVERWRITTEN
         self._refuse_own_parameters(func, inputs)
         reads: tuple[int, ...] = ()
@@ -233,8 +238,10 @@ class Recorder(_compat.PlainDispatchMode, Account):
             self.copies.forget(writes)
             spent = VIEW
             if creates or writes:
-                spent = call.facts.costs or self._costs(
-                    func, args, kwargs, inputs + outputs, out
+                spent = call.facts.costs or costs(
+                    *(func, args, kwargs, inputs + outputs, out),
+                    device_type=self.device_type,
+                    target=self.target,
                 )
                 call.facts.costs = spent
             decides = creates if call.facts.finds else ()
@@ -261,19 +268,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
         refuse_sparse(func, tensors_in((out,)))
         return self.repeated.learn(key, func, args, kwargs, out), out
 
-    def _costs(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-        out: Any,
-    ) -> Costs:
-        device_type, target = self.device_type, self.target
-        return costs(
-            func, args, kwargs, tensors, out, device_type=device_type, target=target
-        )
-
     def _write(
         self,
         facts: Facts,
@@ -285,11 +279,13 @@ class Recorder(_compat.PlainDispatchMode, Account):
         decides: tuple[int, ...],
     ) -> None:
         """Write an op down that has just run."""
+        module = self._module()
+        is_backward = self.phase == "backward"
         self.ops.append(
             Op(
                 name=facts.name,
                 phase=self.phase,
-                module=self._module(),
+                module=module,
                 start=ticks[0],
                 made=ticks[1],
                 end=self.tick(),
@@ -306,6 +302,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
                 signature=spent.signature,
                 decides=decides,
                 source=source_lines.running(self.phase),
+                function=self.modules.function if is_backward else "",
             )
         )
 
@@ -316,12 +313,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
                 continue
             index = self.originals.get(tensor.untyped_storage()._cdata)
             if index is not None and self.categories[index] == "parameter":
-                raise TraceError(
-                    f"{func} in {self.phase} reads a parameter of shape"
-                    f" {tuple(tensor.shape)} of the model itself, not through the model"
-                    " that is called: gradients would go past the trace. Compute what"
-                    " needs parameters inside the model's `forward`."
-                )
+                raise TraceError(bypasses(func, self.phase, tensor))
 
     def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
         """Exempt what is computed from CPU scalars alone: it stays on the CPU."""
@@ -382,14 +374,17 @@ class Recorder(_compat.PlainDispatchMode, Account):
         """Stop a step that would take more memory than there is."""
         taken_bytes = self.live_bytes + self.copies.nbytes
         if self.most_bytes is not None and taken_bytes > self.most_bytes:
-            raise TraceError(
-                f"{WHY_REAL} It takes more than the {format_bytes(self.most_bytes)} of"
-                " memory that are free: plan with a smaller batch, or for the model on"
-                " the CPU."
-            )
+            raise TraceError(takes_too_much(self.most_bytes))
 
     def _is_overwritten(self, func: Any, inputs: list[torch.Tensor]) -> bool:
-        """Whether the values of a result must not be known: see `Learned`."""
+        """Whether the values of a result must not be known: see `Learned`.
+
+        Of zeros that a formula of backward fills in place they need not be.
+        """
+        if func is _ZEROS and self.phase == "backward":
+            return not self.is_real and _compat_autograd.is_the_engines_own()
+        if not self.learned.overwritten:
+            return False
         line = (_compat.op_name(func), source_lines.of_caller())
         return line in self.learned.overwritten and not any(
             map(_compat.is_fake, inputs)
@@ -447,6 +442,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
     # --- saved tensors ----------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
+        if _compat_dispatch.is_forward_mode():
+            place = place_of(self.tree[self.modules.stack[-1]].fqn, self.phase)
+            raise TraceError(differentiates(place, source_lines.of_caller()))
         if not self._counts(tensor):
             return tensor
         tensor, wrap = unwrapped(tensor)

@@ -54,7 +54,20 @@ _IN_PLACE: dict[Any, tuple[Any, tuple[Any, ...], frozenset[str]]] = {
     _aten.masked_fill.Scalar: (
         _aten.masked_fill_.Scalar,
         (),
-        frozenset({"MinimumBackward0", "MaximumBackward0", "Atan2Backward0"}),
+        frozenset(
+            {"MinimumBackward0", "MaximumBackward0", "Atan2Backward0"}
+            | _compat_autograd.MASKED_IN_PLACE
+        ),
+    ),
+    _aten.logical_and.default: (
+        _aten.logical_and_.default,
+        (),
+        frozenset({"ClampBackward0"}),
+    ),
+    _aten.logical_or.default: (
+        _aten.logical_or_.default,
+        (),
+        frozenset({"ClampBackward0"}),
     ),
     _aten.sub.Tensor: (
         _aten.sub_.Tensor,
