@@ -11,11 +11,10 @@ import math
 from .recomputation import (
     GraphProblem,
     Position,
-    peak,
+    Replay,
     peak_bytes,
     recompute_ms,
     reruns,
-    timeline,
 )
 
 _MOST_DROPPED = 200  # values, until a choice fits
@@ -82,7 +81,7 @@ def drop_until_it_fits(
     """
     least: tuple[int, frozenset[int]] | None = None
     for _ in range(_MOST_DROPPED):
-        highest = peak(timeline(problem, kept))
+        highest = Replay(problem, kept).peak
         if least is None or highest.live_bytes < least[0]:
             least = highest.live_bytes, kept
         if highest.live_bytes <= budget_bytes:
