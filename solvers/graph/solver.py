@@ -1,7 +1,7 @@
 """Which forward values of a graph to keep under a cap on its true peak: a MILP.
 
 The model (`graph/model.py`) starts without memory rows. What it keeps is replayed
-(`recomputation.timeline`); positions above the budget become rows, until none is left.
+(`recomputation.Replay`); positions above the budget become rows, until none is left.
 Every model on the way is a relaxation, so that its bound is a bound for all choices
 that recompute a value at most once, just before its first use.
 """
@@ -15,15 +15,14 @@ from dataclasses import dataclass
 
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
-from . import fractional, local_search
+from . import fractional, local_search, rounding
 from .model import GraphModel
 from .recomputation import (
     GraphProblem,
-    Moment,
     Position,
+    Replay,
     peak_bytes,
     recompute_ms,
-    timeline,
 )
 
 _ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
@@ -128,10 +127,10 @@ class _Search:
     def try_out(self, kept: frozenset[int]) -> list[Position]:
         """Replay a choice: improve it if it fits, else list positions over the cap."""
         try:
-            moments = timeline(self.problem, kept)
+            replay = Replay(self.problem, kept)
         except ValueError:  # it needs a pinned op again
             return []
-        broken = worst(moments, self.budget_bytes)
+        broken = [moment.position for moment in replay.above(self.budget_bytes)]
         if not broken:
             kept = local_search.keep_again(self.problem, kept, self.budget_bytes)
             cost_ms = recompute_ms(self.problem, kept)
@@ -173,7 +172,8 @@ class _Search:
             if self.is_done() or self._left_s < 0 or _hardly_rises(bounds):
                 break
             broken = fractional.broken(self.model, self.budget_bytes)
-            if not self._add_rows(broken):
+            is_rounded = rounding.add_rounded_rows(self.model)
+            if not self._add_rows(broken) and not is_rounded:
                 break
         for share in _SHARES:
             self._repair(self.model.kept(share))
@@ -321,22 +321,6 @@ def _hardly_rises(bounds: list[float]) -> bool:
     return bounds[-1] - bounds[-1 - _ROUNDS_TO_RISE] <= _LEAST_RISE * bounds[-1]
 
 
-def worst(moments: list[Moment], budget_bytes: int) -> list[Position]:
-    """The highest position of every stretch above a budget, highest first."""
-    highest: list[Moment] = []
-    is_above = False
-    for moment in moments:
-        if moment.live_bytes <= budget_bytes:
-            is_above = False
-        elif not is_above:
-            highest.append(moment)
-            is_above = True
-        elif moment.live_bytes > highest[-1].live_bytes:
-            highest[-1] = moment
-    highest.sort(key=lambda moment: -moment.live_bytes)
-    return [moment.position for moment in highest]
-
-
 def lowest(
     problem: GraphProblem,
     *,
@@ -361,7 +345,7 @@ def lowest(
     work = _MOST_WORK if time_limit_s is None else _ANY_WORK
     model = GraphModel(problem, budget_bytes=None)
     best = _least(problem, (problem.kept_plainly, *start))
-    _add_highest(model, timeline(problem, best))
+    _add_highest(model, Replay(problem, best))
     best = _relaxed_lowest(model, best, backend=backend, ends=ends)
     termination = Termination.FEASIBLE
     while work > 0 and (left_s := ends - time.perf_counter()) > 0:
@@ -380,7 +364,7 @@ def lowest(
         if peak_bytes(problem, best) <= cap_bytes * (1 + _TOLERANCE):
             termination = Termination.OPTIMAL
             break
-        if _add_highest(model, timeline(problem, kept), above_bytes=cap_bytes):
+        if _add_highest(model, Replay(problem, kept), above_bytes=cap_bytes):
             continue
         if outcome.termination is not Termination.OPTIMAL:
             break
@@ -443,13 +427,12 @@ def _least(problem: GraphProblem, choices: Iterable[frozenset[int]]) -> frozense
     return min(peaks, key=lambda item: item[0])[1]
 
 
-def _add_highest(
-    model: GraphModel, moments: list[Moment], above_bytes: int = 0
-) -> bool:
+def _add_highest(model: GraphModel, replay: Replay, above_bytes: int = 0) -> bool:
     """Make the highest positions rows; whether any is new."""
-    highest = max(moment.live_bytes for moment in moments)
+    highest = replay.peak.live_bytes
     limit = max(above_bytes, highest - (highest - above_bytes) // 2)
-    new = [p for p in worst(moments, limit) if p not in model.rows]
+    positions = (moment.position for moment in replay.above(limit))
+    new = [p for p in positions if p not in model.rows]
     for position in new[:_ROWS_A_ROUND]:
         model.add_row(position)
     return bool(new)
