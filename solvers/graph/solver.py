@@ -30,10 +30,12 @@ _LP_ROUNDS = 40  # of adding rows to the relaxation: a start, no proof hangs on 
 _LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds of adding rows: else
 _ROUNDS_TO_RISE = 3  # more rows are not worth their time
 _SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
-_MOST_WORK = 50_000_000  # of all MILPs, see `pulp_runner.run`: some ten seconds
+_MOST_WORK = 6_000_000  # of all MILPs, see `_charge`: some ten seconds
+_WORK_ON_FLOOR = 4_000_000
 _ANY_WORK = 2**50
-_BRANCHING = (0.3, 0.3)  # shares of the work that go into the whole model, one after
-_LOOKING = 0.2  # the other, and each time into stretches of it
+_MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do
+_BRANCHING = (0.6, 0.25)  # shares of the work that go into the whole model, one after
+_LOOKING = 0.1  # the other, and in between into stretches of it
 _DECIDED = 0.25  # of the fractions, at once
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
@@ -196,10 +198,16 @@ class _Search:
             ended = self._branch(int(all_work * share))
             if self.best is None:
                 return ended
-            if not self.is_done():
+            if self.is_done():
+                break
+            if share == _BRANCHING[0]:
                 self._dive()
-            self._look_around(int(all_work * _LOOKING))
+                self.try_out(self._exchanged(self.best[1]))
+                self._look_around(int(all_work * _LOOKING))
         return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
+
+    def _exchanged(self, kept: frozenset[int]) -> frozenset[int]:
+        return local_search.exchange(self.problem, kept, self.budget_bytes)
 
     def _branch(self, work: int) -> Termination:
         """Solve the model until its choice fits and is proven, or the work is done.
@@ -272,10 +280,10 @@ class _Search:
             self.model.model,
             backend=self._backend,
             time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
-            work_limit=work,
+            work_limit=int(work / _charge(self.model)),
             relative_gap=self._gap,
         )
-        self._work -= max(1, outcome.work)
+        self._work -= max(1, int(outcome.work * _charge(self.model)))
         return outcome
 
     def _take(self, kept: frozenset[int]) -> bool:
@@ -314,6 +322,11 @@ class _Search:
         )
 
 
+def _charge(model: GraphModel) -> float:
+    """What a unit of `pulp_runner`'s work counts: a heuristic, by times of MILPs."""
+    return max(1.0, len(model.model.variables()) / _MANY_COLUMNS)
+
+
 def _hardly_rises(bounds: list[float]) -> bool:
     """Whether the last rounds of rows have hardly raised the bound."""
     if len(bounds) <= _ROUNDS_TO_RISE:
@@ -342,7 +355,7 @@ def lowest(
     """
     started = time.perf_counter()
     ends = math.inf if time_limit_s is None else started + time_limit_s
-    work = _MOST_WORK if time_limit_s is None else _ANY_WORK
+    work = _WORK_ON_FLOOR if time_limit_s is None else _ANY_WORK
     model = GraphModel(problem, budget_bytes=None)
     best = _least(problem, (problem.kept_plainly, *start))
     _add_highest(model, Replay(problem, best))
@@ -353,9 +366,9 @@ def lowest(
             model.model,
             backend=backend,
             time_limit_s=left_s if math.isfinite(left_s) else None,
-            work_limit=work,
+            work_limit=int(work / _charge(model)),
         )
-        work -= max(1, outcome.work)
+        work -= max(1, int(outcome.work * _charge(model)))
         if not outcome.termination.has_incumbent:
             break
         kept = model.kept()
