@@ -20,7 +20,7 @@ from rich.console import Console
 
 import autosac
 from autosac import cli
-from autosac.cli.step_options import takes_step
+from autosac.cli.step_options import AcUnits, FsdpUnits, takes_step
 from autosac.cli.usage import OPTIONS, UsageError, usage
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.errors import AutosacError, InfeasibleBudgetError
@@ -165,6 +165,8 @@ def plan(
     gap: Annotated[
         float, typer.Option(min=0.0, help="Stop when proven this close to the best.")
     ] = 0.005,
+    ac_units: AcUnits = None,
+    fsdp_units: FsdpUnits = None,
     as_json: Json = False,
 ) -> None:
     """Find the cheapest plan that fits a budget."""
@@ -172,15 +174,16 @@ def plan(
         _check_folders(out, html)
         step = cli.models.asked(model, **options)
         parts = step.parts()
+        given = {"ac_units": ac_units or None, "fsdp_units": fsdp_units or None}
         if step.has_several(parts):
             cheapest_plan = autosac.plan(
-                **parts, **step.options, relative_gap=gap, memory_budget=budget
+                **parts, **step.options, **given, relative_gap=gap, memory_budget=budget
             )
         else:
             traced = step.calibrated(parts)
             budget_bytes = _bytes(budget, traced.device.memory_bytes)
             cheapest_plan = autosac.plan(
-                traced, memory_budget=budget_bytes, relative_gap=gap
+                traced, memory_budget=budget_bytes, relative_gap=gap, **given
             )
         if out is not None:
             cheapest_plan.save(out)
@@ -225,16 +228,19 @@ def sweep(
     calibrate: Annotated[
         bool, typer.Option(help=f"Measure the steps that are here. {_OF_A_GRID}")
     ] = False,
+    ac_units: AcUnits = None,
+    fsdp_units: FsdpUnits = None,
     as_json: Json = False,
 ) -> None:
     """Plan for many budgets, and a grid of steps: what a byte costs in time."""
     with _exit_codes(as_json):
         _check_folders(out, csv, parquet)
+        given = {"ac_units": ac_units or None, "fsdp_units": fsdp_units or None}
         if grid:
             step = cli.grids.GridStep(model=model, options=options)
             cells = cli.grids.swept(
                 step, grid, budgets=budgets or (), n=n, calibrate=calibrate,
-                jobs=jobs, directory=directory,
+                jobs=jobs, directory=directory, given=given,
             )  # fmt: skip
             _show_sweep(cells, out, csv, parquet, as_json)
             return
@@ -243,7 +249,7 @@ def sweep(
         traced = cli.models.asked(model, **options).calibrated()
         wanted = [_bytes(text, traced.device.memory_bytes) for text in budgets or ()]
         rows = autosac.sweep(
-            traced, memory_budgets=wanted or None, n=None if wanted else n
+            traced, memory_budgets=wanted or None, n=None if wanted else n, **given
         )
         _show_sweep(rows, out, csv, parquet, as_json)
 

@@ -47,6 +47,23 @@ Opaque = Annotated[
     ),
 ]
 
+AcUnits = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FQN",
+        help="Module that may be an AC unit, by name or pattern (blocks.*), if only"
+        " some may; repeatable.",
+    ),
+]
+FsdpUnits = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FQN",
+        help="Module that will be an FSDP unit, likewise: none around it may be an AC"
+        " unit; repeatable.",
+    ),
+]
+
 
 def _step_options(
     settings: Settings = None,
