@@ -6,12 +6,13 @@
 The greedy ones and the MILP on graphs share one joint graph of forward, loss and
 backward; the modules' MILP is `autosac.plan`. *Seed* is Capuchin's own, additive order,
 *capuchin* ours, *milp* what `GraphPlanner.plan` gives, with the modules' plan as one of
-its starts. *Translated* is what this module plan recomputes, in the graph and by the
-graph's times; a dash where its peak in the graph is above the budget. Budgets are caps on the peak of forward and backward, gradients included,
-evenly spaced from the peak of the joint graph down to the highest of the floors.
-Every plan but the seed's is run, and its peak measured. Exits with 1 if a peak is above
-its budget, or on a graph not the predicted one, if results of a graph differ in a bit,
-if a larger budget is dearer on a graph, or if a graph's plan is dearer than what its
+its starts. *Translated* is what this modules' plan recomputes, in the graph and by the
+graph's times; a dash where its peak in the graph is above the budget. Budgets are caps
+on the peak of forward and backward, gradients included, evenly spaced from the peak of
+the joint graph down to the highest of the floors. Every plan but the seed's and the
+translated one is run, and its peak measured. Exits with 1 if a peak is above its
+budget, or on a graph not the predicted one, if results of a graph differ in a bit, if a
+larger budget is dearer on a graph, or if a graph's plan is dearer than what its
 modules' plan recomputes there.
 """
 

@@ -1,7 +1,7 @@
 """Gradients are added up in place, as autograd adds them up.
 
-Autograd adds the second gradient of a tensor to the first where it lies, if nothing else
-holds that one; a captured graph makes a third tensor of every sum.
+Autograd adds the second gradient of a tensor to the first where it lies, if nothing
+else holds that one; a captured graph makes a third tensor of every sum.
 
 Source:
     `can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp.

@@ -13,8 +13,8 @@ from autosac.planning.make_plan import floor, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, TracedStep, profile
-from autosac.quantities import parse_bytes
 from autosac.profiles.restricting import restricted
+from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep
 from autosac.step.arguments import marks_of
 from autosac.step.marks import Marks

@@ -59,8 +59,8 @@ def sweep_grid(
             short text of their own. The last axis changes fastest.
         memory_budgets: As in `sweep`, like `n`; the innermost axis.
         n: So many budgets for each cell, from its floor to its plain peak.
-        ac_units: The only modules that may be AC units, as in `plan`; a cell without one
-            of them fails.
+        ac_units: The only modules that may be AC units, as in `plan`; a cell without
+            one of them fails.
         fsdp_units: FSDP units, around which no module may be one, likewise.
         plan_options: As in `sweep`.
         calibrate: Measure times and workspaces of the cells whose models lie on the

@@ -5,8 +5,8 @@ that backward needs and that was not kept is recomputed once: just before the fi
 that needs it, with all that this takes and is not there, in forward order. Later uses
 read the same copy. Every copy is freed after its last use.
 
-`Replay` gives the memory of every op of such a step, to the byte; `GraphProblem` is what
-the greedy (`capuchin.py`) and the MILP (`model.py`) choose from.
+`Replay` gives the memory of every op of such a step, to the byte; `GraphProblem` is
+what the greedy (`capuchin.py`) and the MILP (`model.py`) choose from.
 """
 
 from __future__ import annotations

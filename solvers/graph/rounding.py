@@ -4,19 +4,19 @@ A row sum_v m_v y_v <= P of whole y >= 0 implies, for every size m > 0,
 
     sum_v F(m_v / m) y_v <= floor(P / m),    F(a) = floor(a) + max(0, (r - s) / (1 - s))
 
-with r and s the fractional parts of a and of P / m. By itself that says that 10 MiB hold
-two values of 4 MiB, not two and a half. A y that the relaxation has near 1 is replaced
-by 1 - y first, so that small values that are there lose nothing.
+with r and s the fractional parts of a and of P / m. By itself that says that 10 MiB
+hold two values of 4 MiB, not two and a half. A y that the relaxation has near 1 is
+replaced by 1 - y first, so that small values that are there lose nothing.
 
 Values of one part of the model are mostly recomputed together, by an op that is dear: a
 value v that is not kept is made by its op, from a value u that is kept or made by its
-op, and so on: y_v = 1 - k_u - ... - x_o + z with a whole z >= 0. Put into the row before
-it is rounded this says that a part is recomputed or not, that 10 MiB too much take two
-parts of 8 MiB and not one and a quarter.
+op, and so on: y_v = 1 - k_u - ... - x_o + z with a whole z >= 0. Put into the row
+before it is rounded this says that a part is recomputed or not, that 10 MiB too much
+take two parts of 8 MiB and not one and a quarter.
 
 Source:
-    Marchand and Wolsey, Aggregation and mixed integer rounding to solve MIPs, Operations
-    Research 49 (2001).
+    Marchand and Wolsey, Aggregation and mixed integer rounding to solve MIPs,
+    Operations Research 49 (2001).
 """
 
 from __future__ import annotations
