@@ -538,6 +538,18 @@ def test_plans_and_sweeps_take_given_units(figures):
     assert grid["rows"][0]["floor_bytes"] == sweep["rows"][0]["floor_bytes"]
 
 
+def test_batch_sizes_and_many_gpus_take_given_units():
+    given = ("--ac-units", "blocks.0*")
+
+    size = run_json("batch-size", GPT, "--argument", "rows", "-b", "8MiB", *given)
+    cluster = run_json(
+        "parallel", GPT, "--gpus", "2", "-b", "1GiB", *given, "--fsdp-units", "blocks.1"
+    )
+
+    assert all(name.startswith("blocks.0") for name in size["policy"])
+    assert {unit["fqn"] for unit in cluster["fsdp_units"]} <= {"", "blocks.1"}
+
+
 def test_given_units_that_are_none_are_an_error():
     outcome = run("plan", GPT, "--budget", "1GiB", "--ac-units", "nothing.*")
 
