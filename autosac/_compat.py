@@ -39,6 +39,7 @@ __all__ = [
     "TorchDispatchMode",
     "fake_like",
     "is_random",
+    "run_ignored",
     "written_arguments",
 ]
 
@@ -72,6 +73,12 @@ FSDP_FREES_BEFORE_COPY_OUT = TORCH_VERSION >= (2, 15)
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
+
+
+def run_ignored(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run one of `IGNORED_OPS`; a device is told without the dispatcher."""
+    return args[0].device if func is DEVICE else func(*args, **kwargs)
+
 
 # Views whose schema does not say so; each result counts its changes by itself.
 HIDDEN_VIEWS = frozenset(

@@ -241,3 +241,73 @@ def test_more_segments_never_take_a_parallel_step_longer(profile):
 def test_parallel_units_that_cannot_be_are_refused(profile, given, match):
     with pytest.raises((autosac.ArgumentError, autosac.UnsupportedError), match=match):
         parallel(profile, **given)
+
+
+# --- sweeps, batch sizes, the command line ----------------------------------------
+
+
+def small_step(width):
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*layers), torch.randn(64, width)
+
+
+def test_cells_of_a_grid_plan_with_given_units():
+    given = {"ac_units": (f"{i}" for i in (1, 2)), "fsdp_units": "3"}
+
+    rows = autosac.sweep_grid(small_step, {"width": [8, 16]}, n=3, **given)
+
+    for width in (8, 16):
+        profile = autosac.profile(*small_step(width))
+        alone = autosac.sweep(profile, n=3, ac_units=["1", "2"], fsdp_units="3")
+        free = autosac.sweep(profile, n=3)
+        own = [row for row in rows if row.cell["width"] == width]
+        assert [row.floor_bytes for row in own] == [r.floor_bytes for r in alone]
+        assert own[0].floor_bytes > free.rows[0].floor_bytes
+
+
+def test_a_cell_without_a_given_unit_fails_and_says_so():
+    (row,) = autosac.sweep_grid(
+        small_step, {"width": [8]}, memory_budgets=["1GiB"], ac_units="blocks.7"
+    )
+
+    assert row.status == "failed"
+    assert "`ac_units`" in row.reason
+
+
+def test_kept_cells_of_other_units_are_done_again(tmp_path):
+    grid = {"width": [8]}
+    free = autosac.sweep_grid(small_step, grid, n=2, directory=tmp_path)
+
+    given = autosac.sweep_grid(
+        small_step, grid, n=2, directory=tmp_path, ac_units=["1"]
+    )
+
+    assert given.rows[0].floor_bytes > free.rows[0].floor_bytes
+
+
+@pytest.mark.parametrize("search", [autosac.max_batch_size, autosac.best_batch_size])
+def test_batch_sizes_are_searched_with_given_units(search):
+    model, _ = small_step(64)
+
+    def make_inputs(size):
+        return torch.randn(size, 64)
+
+    def lowest(size):
+        profile = autosac.profile(model, make_inputs(size), device="h100")
+        with pytest.raises(autosac.InfeasibleBudgetError) as error:
+            autosac.plan(profile, memory_budget=1, ac_units=["1"])
+        return error.value.lowest_peak_bytes
+
+    best = search(
+        model,
+        make_inputs,
+        memory_budget=lowest(40),
+        device="h100",
+        ac_units=(name for name in ["1"]),
+    )
+
+    assert set(best.plan.policy) <= {"1"}
+    floors = {row.cell["batch_size"]: row.floor_bytes for row in best.trials}
+    assert floors[best.batch_size] == lowest(best.batch_size)
+    if search is autosac.max_batch_size:
+        assert lowest(best.batch_size) <= lowest(40) < lowest(best.batch_size + 1)

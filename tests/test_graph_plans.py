@@ -238,6 +238,22 @@ def test_a_plan_of_modules_is_a_start_that_is_never_missed(one_thread):
         assert found.peak_bytes <= peak
 
 
+def test_what_never_runs_twice_is_kept_by_a_start_of_modules(one_thread):
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)
+    ]
+    model, x = nn.Sequential(*blocks), torch.randn(256, 32)
+    planner = GraphPlanner(joint_graph(model, x, loss_fn=mean_square))
+    profile = autosac.profile(model, x, loss_fn=mean_square)
+
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+
+    kept = planner.kept_by(plan)
+    assert planner.problem.pinned
+    assert recomputation.recompute_ms(planner.problem, kept) > 0.0
+
+
 # --- graphs of one's own -----------------------------------------------------------
 
 

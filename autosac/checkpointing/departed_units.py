@@ -177,9 +177,7 @@ class RerunMode(_compat.PlainDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         if id(func) in _compat.IGNORED_IDS:
-            if func is _compat.DEVICE:
-                return args[0].device
-            return func(*args, **kwargs)
+            return _compat.run_ignored(func, args, kwargs)
         traits = _compat_dispatch.traits(func)
         if traits.is_wait:
             return func(*args, **kwargs)

@@ -93,9 +93,7 @@ class RecordingMode(_compat.PlainDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         if id(func) in _compat.IGNORED_IDS:
-            if func is _compat.DEVICE:
-                return args[0].device
-            return func(*args, **kwargs)
+            return _compat.run_ignored(func, args, kwargs)
         if self.paused:
             return func(*args, **kwargs)
         traits = _compat_dispatch.traits(func)

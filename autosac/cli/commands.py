@@ -20,8 +20,14 @@ from rich.console import Console
 
 import autosac
 from autosac import cli
-from autosac.cli.step_options import takes_step
-from autosac.cli.usage import OPTIONS, UsageError, usage
+from autosac.cli.step_options import (
+    Cluster,
+    ParamDtype,
+    ReduceDtype,
+    takes_step,
+    takes_units,
+)
+from autosac.cli.usage import OPTIONS, UsageError, check_folders, usage
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.errors import AutosacError, InfeasibleBudgetError
 from autosac.quantities import parse_bytes
@@ -128,13 +134,6 @@ def _show(as_json: bool, record: Callable[[], Any], shown: Any) -> None:
         Console().print(shown)
 
 
-def _check_folders(*paths: Path | None) -> None:
-    """Complain of files that cannot be written before any work is done."""
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}.")
-
-
 def _bytes(text: str, total_bytes: int | None) -> int:
     with usage():
         return parse_bytes(text, total_bytes=total_bytes, name="--budget")
@@ -152,10 +151,12 @@ def demo() -> None:
 
 @app.command(epilog=_EPILOG)
 @takes_step()
+@takes_units
 def plan(
     model: Model,
     budget: Budget,
     options: Options,
+    given: Options,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the plan file here.")
     ] = None,
@@ -169,18 +170,18 @@ def plan(
 ) -> None:
     """Find the cheapest plan that fits a budget."""
     with _exit_codes(as_json):
-        _check_folders(out, html)
+        check_folders(out, html)
         step = cli.models.asked(model, **options)
         parts = step.parts()
         if step.has_several(parts):
             cheapest_plan = autosac.plan(
-                **parts, **step.options, relative_gap=gap, memory_budget=budget
+                **parts, **step.options, **given, relative_gap=gap, memory_budget=budget
             )
         else:
             traced = step.calibrated(parts)
             budget_bytes = _bytes(budget, traced.device.memory_bytes)
             cheapest_plan = autosac.plan(
-                traced, memory_budget=budget_bytes, relative_gap=gap
+                traced, memory_budget=budget_bytes, relative_gap=gap, **given
             )
         if out is not None:
             cheapest_plan.save(out)
@@ -193,9 +194,11 @@ def plan(
 
 @app.command(epilog=_EPILOG)
 @takes_step()
+@takes_units
 def sweep(
     model: Model,
     options: Options,
+    given: Options,
     budgets: Annotated[
         list[str] | None,
         typer.Option("--budget", "-b", help="A budget; repeat for more."),
@@ -229,12 +232,12 @@ def sweep(
 ) -> None:
     """Plan for many budgets, and a grid of steps: what a byte costs in time."""
     with _exit_codes(as_json):
-        _check_folders(out, csv, parquet)
+        check_folders(out, csv, parquet)
         if grid:
             step = cli.grids.GridStep(model=model, options=options)
             cells = cli.grids.swept(
                 step, grid, budgets=budgets or (), n=n, calibrate=calibrate,
-                jobs=jobs, directory=directory,
+                jobs=jobs, directory=directory, given=given,
             )  # fmt: skip
             _show_sweep(cells, out, csv, parquet, as_json)
             return
@@ -243,7 +246,7 @@ def sweep(
         traced = cli.models.asked(model, **options).calibrated()
         wanted = [_bytes(text, traced.device.memory_bytes) for text in budgets or ()]
         rows = autosac.sweep(
-            traced, memory_budgets=wanted or None, n=None if wanted else n
+            traced, memory_budgets=wanted or None, n=None if wanted else n, **given
         )
         _show_sweep(rows, out, csv, parquet, as_json)
 
@@ -352,7 +355,7 @@ def report(
 ) -> None:
     """Explain a plan: why each module is recomputed, what more memory buys."""
     with _exit_codes(as_json=False):
-        _check_folders(html)
+        check_folders(html)
         loaded = autosac.Plan.load(plan_file)
         traced = None
         if model:
@@ -391,10 +394,12 @@ def calibrate(
 
 @app.command("batch-size", epilog=_EPILOG)
 @takes_step()
+@takes_units
 def batch_size(
     model: Model,
     budget: Budget,
     options: Options,
+    given: Options,
     argument: Annotated[
         str, typer.Option(help="Argument of the factory that is the batch size.")
     ] = "batch_size",
@@ -410,35 +415,27 @@ def batch_size(
         search = autosac.best_batch_size if best else autosac.max_batch_size
         found = search(
             batches.model, batches.inputs, make_loss_fn=batches.make_loss_fn,
-            memory_budget=budget, most=most, **batches.options,
+            memory_budget=budget, most=most, **batches.options, **given,
         )  # fmt: skip
-        trials = autosac.Sweep(rows=tuple(found.trials), axes=("batch_size",))
 
         def record() -> dict[str, Any]:
             return {
                 "batch_size": found.batch_size,
                 **cli.tables.plan_record(found.plan),
-                "trials": trials.records(),
+                "trials": found.trials.records(),
             }
 
         _show(as_json, record, f"batch size  {found.batch_size}\n{found.plan}")
 
 
-Cluster = Annotated[
-    str, typer.Option(help="A known cluster, such as hgx-h100: GPUs, links, nodes.")
-]
-ParamDtype = Annotated[
-    str, typer.Option(help="Gather parameters in this type, such as bfloat16.")
-]
-ReduceDtype = Annotated[str, typer.Option(help="Reduce gradients in this type.")]
-
-
 @app.command(epilog=_EPILOG)
 @takes_step("device")
+@takes_units
 def parallel(
     model: Model,
     budget: Budget,
     options: Options,
+    given: Options,
     cluster: Cluster = "hgx-h100",
     gpus: Annotated[
         int | None, typer.Option(min=1, help="GPUs to use. [default: all of them]")
@@ -452,13 +449,13 @@ def parallel(
 ) -> None:
     """Plan FSDP2 units, sharding and recomputation of many GPUs together."""
     with _exit_codes(as_json):
-        _check_folders(out)
+        check_folders(out)
         step = cli.models.asked(model, **options)
         with usage():
             cluster_plan = autosac.plan_parallel(
                 **step.parts(), **step.options, cluster=cluster, num_gpus=gpus,
                 memory_budget=budget, param_dtype=param_dtype or None,
-                reduce_dtype=reduce_dtype or None,
+                reduce_dtype=reduce_dtype or None, **given,
             )  # fmt: skip
         if out is not None:
             cluster_plan.save(out)

@@ -62,6 +62,7 @@ def swept(
     calibrate: bool,
     jobs: int,
     directory: Path | None,
+    given: Mapping[str, Any],
 ) -> Sweep:
     """Sweep over the grid that was typed.
 
@@ -73,6 +74,7 @@ def swept(
         calibrate: As in `sweep_grid`, like what follows.
         jobs: How many cells at a time.
         directory: Where finished cells are kept.
+        given: AC units and FSDP units, by the names of these arguments.
 
     Raises:
         UsageError: Something cannot be meant.
@@ -95,6 +97,7 @@ def swept(
             n_jobs=jobs,
             directory=directory,
             version=code,
+            **given,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Annotated, Any
 
@@ -47,6 +47,31 @@ Opaque = Annotated[
     ),
 ]
 
+AcUnits = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FQN",
+        help="Module that may be an AC unit, by name or pattern (blocks.*), if only"
+        " some may; repeatable.",
+    ),
+]
+FsdpUnits = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FQN",
+        help="Module that will be an FSDP unit, likewise: none around it may be an AC"
+        " unit; repeatable.",
+    ),
+]
+
+Cluster = Annotated[
+    str, typer.Option(help="A known cluster, such as hgx-h100: GPUs, links, nodes.")
+]
+ParamDtype = Annotated[
+    str, typer.Option(help="Gather parameters in this type, such as bfloat16.")
+]
+ReduceDtype = Annotated[str, typer.Option(help="Reduce gradients in this type.")]
+
 
 def _step_options(
     settings: Settings = None,
@@ -63,27 +88,46 @@ def _step_options(
     """A command that takes all of them."""
 
 
-def takes_step(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _unit_options(ac_units: AcUnits = None, fsdp_units: FsdpUnits = None) -> None:
+    """A command that takes these."""
+
+
+Command = Callable[..., None]
+
+
+def takes_step(*without: str) -> Callable[[Command], Command]:
     """Give a command these options, which it gets as the dict ``options``.
 
     Args:
         without: Names of those that it does not take.
     """
-    own = inspect.signature(_step_options, eval_str=True).parameters
-    shared = {name: option for name, option in own.items() if name not in without}
+    return _taking(_step_options, "options", without)
 
-    def given(command: Callable[..., None]) -> Callable[..., None]:
+
+def takes_units(command: Command) -> Command:
+    """Give a command the options for given units, which it gets as ``given``."""
+    return _taking(_unit_options, "given", ())(command)
+
+
+def _taking(
+    source: Command, name: str, without: Collection[str]
+) -> Callable[[Command], Command]:
+    """Let a command get the options of another one as a dict."""
+    own = inspect.signature(source, eval_str=True).parameters
+    shared = {key: option for key, option in own.items() if key not in without}
+
+    def with_options(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
-        rest = [p for name, p in signature.parameters.items() if name != "options"]
+        rest = [p for key, p in signature.parameters.items() if key != name]
         parameters = [*rest, *shared.values()]
 
         @wraps(command)
         def run(**values: Any) -> None:
-            options = {name: values.pop(name) for name in shared}
-            command(**values, options=options)
+            taken = {key: values.pop(key) or shared[key].default for key in shared}
+            command(**values, **{name: taken})
 
         vars(run)["__signature__"] = signature.replace(parameters=parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
 
-    return given
+    return with_options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 # What a grid may vary besides the arguments of a factory.
 OPTIONS = ("optimizer", "device", "autocast", "accumulate", "on", "batch", "length")
@@ -20,3 +21,10 @@ def usage() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def check_folders(*paths: Path | None) -> None:
+    """Complain of files that cannot be written before any work is done."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}.")

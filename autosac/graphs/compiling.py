@@ -277,7 +277,8 @@ class _Partition:
         self, module: fx.GraphModule, num_outputs: int, static: Sequence[int]
     ) -> _compat_graphs.Partition:
         """Forward and backward of a joint graph, within the budget."""
-        captured = normalized(module, num_outputs)
+        is_eager = self.compiler.backend == "aot_eager"  # Inductor fuses sums itself
+        captured = normalized(module, num_outputs, in_place=is_eager)
         joint = JointGraph(
             module=module,
             num_forward_outputs=num_outputs,

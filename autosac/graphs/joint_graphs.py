@@ -14,6 +14,7 @@ from torch import fx
 
 from autosac import _compat_graphs
 from autosac.errors import TraceError, UnsupportedError
+from autosac.graphs.accumulating import add_up_in_place
 from autosac.graphs.memory import GraphMemory, graph_memory
 from autosac.graphs.node_info import NodeInfo, node_infos
 from autosac.graphs.optimizer_stage import append_step
@@ -352,11 +353,18 @@ def _with_optimizer(
     )
 
 
-def normalized(module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
+def normalized(
+    module: fx.GraphModule, num_forward_outputs: int, *, in_place: bool = True
+) -> JointGraph:
     """A captured graph in the order that memory is counted for; costs are modelled.
 
     What unpacks the results of an op follows it at once, and updates of inputs end
     forward. Dead nodes go.
+
+    Args:
+        module: The graph; it is changed.
+        num_forward_outputs: How many of its results belong to forward.
+        in_place: Gradients are added up in place, as autograd does.
 
     Raises:
         UnsupportedError: As `joint_graph`.
@@ -376,11 +384,17 @@ def normalized(module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
     for node in graph.nodes:
         _check(node)
     module.recompile()
-    return JointGraph(
+    joint = JointGraph(
         module=module,
         num_forward_outputs=num_forward_outputs,
         memory=graph_memory(module),
     )
+    if not in_place:
+        return joint
+    if not add_up_in_place(graph, joint.memory, joint.nodes_after_forward):
+        return joint
+    module.recompile()
+    return replace(joint, memory=graph_memory(module))
 
 
 def unpack_at_once(graph: fx.Graph) -> None:

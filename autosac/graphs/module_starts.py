@@ -2,7 +2,7 @@
 
 Units are found by the modules that nodes of the graph were captured in, ops by their
 names and order. Both steps differ a little (in-place ops are ordinary ones in a graph):
-what has no counterpart is recomputed.
+what has no counterpart is recomputed, but for ops that never run twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def kept_by_modules(
             if i not in inside
             for v in values
         }
-        saved = {v for i in _saved(ops, places, policy) for v in problem.makes[i]}
+        held = {i for i in places if i in problem.pinned}.union(
+            _saved(ops, places, policy)
+        )
+        saved = {v for i in held for v in problem.makes[i]}
         results = made & elsewhere & problem.kept_plainly
         kept = kept - made | saved | results | (read - made)
     return frozenset(kept) - problem.returned

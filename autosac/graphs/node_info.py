@@ -17,10 +17,11 @@ from torch import fx
 
 from autosac import _compat_graphs
 from autosac.graphs.memory import GraphMemory
+from autosac.profiles.node_figures import Figures, Staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeInfo:
+class NodeInfo(Figures, Staged):
     """Figures of one node of a joint graph.
 
     Bytes are of whole storages. Parameters and buffers are alive anyway and count
@@ -53,33 +54,6 @@ class NodeInfo:
     is_saved: bool = False
     made_bytes: int = 0
     flop: int = 0
-    fwd_flop: int = 0
-    bwd_flop: int = 0
-    fwd_mem_in: int = 0
-    fwd_mem_tmp: int = 0
-    bwd_mem_tmp: int = 0
-    bwd_mem_out: int = 0
-    bwd_mem_peak: int = 0
-
-    @property
-    def is_placeholder(self) -> bool:
-        """Whether it is an input of the graph."""
-        return self.stage == "placeholder"
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether it belongs to forward."""
-        return self.stage == "forward"
-
-    @property
-    def is_loss(self) -> bool:
-        """Whether it belongs to the loss."""
-        return self.stage == "loss"
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it belongs to backward."""
-        return self.stage == "backward"
 
 
 def node_infos(

@@ -66,8 +66,11 @@ class GraphPlan:
 class GraphPlanner:
     """Plans one joint graph under any number of budgets.
 
-    It knows all plans that were made for equal graphs before: no plan takes more time
-    than one of them that fits the budget too.
+    It knows all plans that were made for equal graphs in this process before: no plan
+    takes more time than one of them that fits the budget too. So a larger budget is
+    never dearer if it is asked for after the smaller one. In another order, or another
+    process, it is dearer by no more than its own `GraphPlan.optimality_gap`: its bound
+    holds for the smaller budget's plan as well.
 
     Attributes:
         joint: The graph.

@@ -100,7 +100,7 @@ def plan_parallel(
     how = SolveOptions(
         backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s
     )
-    given = _Given(
+    given = Given(
         None if ac_units is None else marks_of(ac_units),
         None if fsdp_units is None else marks_of(fsdp_units),
     )
@@ -168,7 +168,7 @@ def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
     return cluster if num_gpus is None else cluster.resized(num_gpus)
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """What `plan_parallel` was told of units and curves."""
 
     ac_units: Marks | None = None
@@ -176,7 +176,7 @@ class _Given(NamedTuple):
     segments: int | None = None
 
 
-_OPEN = _Given()
+_OPEN = Given()
 
 
 def chooser_of(
@@ -186,7 +186,7 @@ def chooser_of(
     param_dtype: str | None,
     reduce_dtype: str | None,
     options: dict[str, Any],
-    given: _Given = _OPEN,
+    given: Given = _OPEN,
 ) -> ParallelChooser:
     """Trace the step on a GPU of the cluster; a profile keeps its chooser."""
     profile = restricted(_profile_for(model, inputs, spec, options), given.ac_units)

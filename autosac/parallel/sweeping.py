@@ -10,6 +10,7 @@ import torch
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.planning import (
+    Given,
     chooser_of,
     cluster_of,
     make_parallel_plan,
@@ -19,6 +20,8 @@ from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep, reason_of
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
+from autosac.step.arguments import marks_of
+from autosac.step.marks import Marks
 
 
 def sweep_parallel(
@@ -30,6 +33,8 @@ def sweep_parallel(
     memory_budgets: Sequence[int | str],
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
+    ac_units: Marks | None = None,
+    fsdp_units: Marks | None = None,
     relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = None,
     **options: Any,
@@ -46,6 +51,8 @@ def sweep_parallel(
         memory_budgets: Caps on the peak of a rank.
         param_dtype: Type in which parameters are gathered.
         reduce_dtype: Type in which gradients are reduced.
+        ac_units: The only modules that may be AC units, as in `plan_parallel`.
+        fsdp_units: The FSDP units besides the model itself, likewise.
         relative_gap: Of each solve.
         time_limit_s: Of each solve.
         options: As in `profile`, but `device`.
@@ -62,7 +69,13 @@ def sweep_parallel(
     any_size = cluster_of(cluster, None)
     memory_bytes = any_size.device.memory_bytes
     budgets = [parse_bytes(cap, total_bytes=memory_bytes) for cap in memory_budgets]
-    chooser = chooser_of(model, inputs, any_size, param_dtype, reduce_dtype, options)
+    given = Given(
+        ac_units=None if ac_units is None else marks_of(ac_units),
+        fsdp_units=None if fsdp_units is None else marks_of(fsdp_units),
+    )
+    chooser = chooser_of(
+        model, inputs, any_size, param_dtype, reduce_dtype, options, given
+    )
     how = SolveOptions(relative_gap=relative_gap, time_limit_s=time_limit_s)
     rows = [
         _row(chooser, spec, budget_bytes, how)

@@ -13,8 +13,11 @@ from autosac.planning.make_plan import floor, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, TracedStep, profile
+from autosac.profiles.restricting import restricted
 from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep
+from autosac.step.arguments import marks_of
+from autosac.step.marks import Marks
 from autosac.step.training_step import LossFn
 
 MakeInputs = Callable[[int], Any]
@@ -49,6 +52,8 @@ def max_batch_size(
     memory_budget: int | str,
     make_loss_fn: MakeLoss | None = None,
     most: int = _MOST,
+    ac_units: Marks | None = None,
+    fsdp_units: Marks | None = None,
     **options: Any,
 ) -> BatchSize:
     """Find the largest batch that fits a budget under any plan.
@@ -63,13 +68,16 @@ def max_batch_size(
         memory_budget: As in `plan`.
         make_loss_fn: Inputs -> loss function, if it depends on them (targets).
         most: Largest size to look at.
+        ac_units: The only modules that may be AC units, as in `plan`.
+        fsdp_units: FSDP units, around which no module may be one, as in `plan`.
         options: As in `profile`.
 
     Raises:
         InfeasibleBudgetError: Not even one sample fits.
         ValueError: The largest size to look at fits.
     """
-    steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget)
+    given = _given(ac_units, fsdp_units)
+    steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget, given)
     size = _largest(steps, most)
     return _found(steps, size)
 
@@ -82,6 +90,8 @@ def best_batch_size(
     make_loss_fn: MakeLoss | None = None,
     sizes: Iterable[int] | None = None,
     most: int = _MOST,
+    ac_units: Marks | None = None,
+    fsdp_units: Marks | None = None,
     **options: Any,
 ) -> BatchSize:
     """Find the batch size of best predicted throughput under a budget.
@@ -98,13 +108,16 @@ def best_batch_size(
         make_loss_fn: Inputs -> loss function.
         sizes: The only ones to compare.
         most: Largest size to look at.
+        ac_units: The only modules that may be AC units, as in `plan`.
+        fsdp_units: FSDP units, around which no module may be one, as in `plan`.
         options: As in `profile`.
 
     Raises:
         InfeasibleBudgetError: None of the sizes fits.
         ValueError: `sizes` is empty or names a size below 1; or as `max_batch_size`.
     """
-    steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget)
+    given = _given(ac_units, fsdp_units)
+    steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget, given)
     if sizes is not None:
         wanted = sorted(set(sizes))
         if not wanted or wanted[0] < 1:
@@ -122,6 +135,15 @@ def best_batch_size(
     return _found(steps, wanted[0] if best is None else best)
 
 
+_Given = tuple[Marks | None, Marks | None]  # AC units, FSDP units
+
+
+def _given(ac_units: Marks | None, fsdp_units: Marks | None) -> _Given:
+    """Units that the user gives, to be read once for each size."""
+    first = None if ac_units is None else marks_of(ac_units)
+    return first, None if fsdp_units is None else marks_of(fsdp_units)
+
+
 class _Steps:
     """The step of a model at every batch size that was asked for.
 
@@ -137,6 +159,7 @@ class _Steps:
         make_loss_fn: MakeLoss | None,
         options: dict[str, Any],
         memory_budget: int | str,
+        given: _Given,
     ) -> None:
         if make_loss_fn is not None and "loss_fn" in options:
             raise TypeError("Pass either `loss_fn` or `make_loss_fn`.")
@@ -144,6 +167,7 @@ class _Steps:
         self._make_inputs = make_inputs
         self._make_loss_fn = make_loss_fn
         self._options = options
+        self._given = given
         self._profiles: dict[int, Profile] = {}
         self._floors: dict[int, int] = {}
         self.trials: dict[int, Row] = {}
@@ -167,7 +191,8 @@ class _Steps:
     def modelled_floor(self, size: int) -> int:
         """Floor of a batch size, before anything is measured for it."""
         if size not in self._floors:
-            self._floors[size] = floor(self._profile(size))
+            traced = restricted(self._profile(size), *self._given)
+            self._floors[size] = floor(traced)
         return self._floors[size]
 
     def measured(self, size: int) -> Profile:
@@ -175,6 +200,7 @@ class _Steps:
         traced = self._profile(size)
         if not traced.calibrated:
             traced = self._profiles[size] = calibrated_if_present(traced)
+        traced = restricted(traced, *self._given)
         if size not in self.trials:
             floor_bytes = floor(traced)
             self.trials[size] = Row(

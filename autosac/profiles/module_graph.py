@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from autosac.devices.specs import DeviceSpec
 from autosac.profiles import profile
+from autosac.profiles.node_figures import FIGURES, Figures, Staged
 from autosac.profiles.node_modules import as_module
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
@@ -34,7 +35,7 @@ _PLACEHOLDERS = ("parameter", "buffer", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleInfo:
+class ModuleInfo(Figures):
     """Figures of one module, what runs inside it included.
 
     Bytes are of whole storages, each counted once, all calls of the module together.
@@ -76,17 +77,10 @@ class ModuleInfo:
     depth: int
     is_leaf: bool
     calls: int
-    fwd_flop: int = 0
-    bwd_flop: int = 0
-    fwd_mem_in: int = 0
-    fwd_mem_tmp: int = 0
-    bwd_mem_tmp: int = 0
-    bwd_mem_out: int = 0
-    bwd_mem_peak: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphNode:
+class GraphNode(Staged):
     """One node of the step's graph: a tensor that it begins with, or an op.
 
     Attributes:
@@ -105,26 +99,6 @@ class GraphNode:
     flop: int
     made_bytes: int
     saved_bytes: int
-
-    @property
-    def is_placeholder(self) -> bool:
-        """Whether the step begins with it."""
-        return self.stage == "placeholder"
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether it belongs to forward."""
-        return self.stage == "forward"
-
-    @property
-    def is_loss(self) -> bool:
-        """Whether it belongs to the loss."""
-        return self.stage == "loss"
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it belongs to backward."""
-        return self.stage == "backward"
 
     @property
     def is_saved(self) -> bool:
@@ -174,33 +148,25 @@ class GraphInfo:
             raise ImportError(
                 "`GraphInfo.to_dataframe` needs pandas: pip install 'autosac[explore]'."
             ) from error
-        return pandas.DataFrame.from_records([asdict(info) for info in self.modules])
+        columns = [name for name in ModuleInfo.__slots__ if name not in FIGURES]
+        return pandas.DataFrame.from_records(
+            [asdict(info) for info in self.modules], columns=[*columns, *FIGURES]
+        )
 
     def __str__(self) -> str:
         table = Table(box=None, pad_edge=False)
         table.add_column("module", overflow="fold")
-        for name in _FIGURES:
+        for name in FIGURES:
             table.add_column(name, justify="right", no_wrap=True)
         for info in self.modules:
             name = info.fqn.rpartition(".")[2] or "(all)"
             figures = [f"{info.fwd_flop:.3g}", f"{info.bwd_flop:.3g}"]
-            figures += [format_bytes(getattr(info, name)) for name in _FIGURES[2:]]
+            figures += [format_bytes(getattr(info, name)) for name in FIGURES[2:]]
             indented = "  " * info.depth + f"{name} {info.class_name}"
             table.add_row(indented, *figures)
         text = io.StringIO()
         Console(file=text, width=_TABLE_WIDTH, color_system=None).print(table)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-_FIGURES = (
-    "fwd_flop",
-    "bwd_flop",
-    "fwd_mem_in",
-    "fwd_mem_tmp",
-    "bwd_mem_tmp",
-    "bwd_mem_out",
-    "bwd_mem_peak",
-)
 
 
 def graph_info(

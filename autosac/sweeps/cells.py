@@ -15,6 +15,7 @@ from autosac.planning.budget_sweep import sweep
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.results.rows import FIGURES, Label, Row, reason_of
+from autosac.step.marks import Marks
 from autosac.sweeps import files
 
 MakeStep = Callable[..., Any]
@@ -67,6 +68,8 @@ class Cell:
         labels: What tables call the values.
         budgets: Bytes or text; None for `n` of them.
         n: As in `autosac.sweep`.
+        ac_units: As in `autosac.sweep`,
+        fsdp_units: likewise.
         plan_options: As in `autosac.sweep`, complete.
         calibrate: Measure where the model lies on this machine.
         surroundings: State of the process that asks.
@@ -78,6 +81,8 @@ class Cell:
     labels: Mapping[str, Label]
     budgets: tuple[int | str, ...] | None
     n: int | None
+    ac_units: Marks | None
+    fsdp_units: Marks | None
     plan_options: Mapping[str, Any]
     calibrate: bool
     surroundings: Surroundings
@@ -112,6 +117,8 @@ class Cell:
             traced,
             memory_budgets=self.budgets,
             n=self.n,
+            ac_units=self.ac_units,
+            fsdp_units=self.fsdp_units,
             plan_options=dict(self.plan_options),
         )
         return [replace(row, cell=self.labels).record() for row in budget_sweep]

@@ -15,6 +15,8 @@ from autosac.costs import caching
 from autosac.devices.specs import DeviceSpec
 from autosac.quantities import parse_bytes
 from autosac.results.rows import FIGURES, Label, Row, Sweep
+from autosac.step.arguments import marks_of
+from autosac.step.marks import Marks
 from autosac.sweeps import cell_facts, files, running
 from autosac.sweeps.cells import (
     Cell,
@@ -34,6 +36,8 @@ def sweep_grid(
     *,
     memory_budgets: Sequence[int | str] | None = None,
     n: int | None = None,
+    ac_units: Marks | None = None,
+    fsdp_units: Marks | None = None,
     plan_options: Mapping[str, Any] | None = None,
     calibrate: bool = False,
     n_jobs: int | None = None,
@@ -55,6 +59,9 @@ def sweep_grid(
             short text of their own. The last axis changes fastest.
         memory_budgets: As in `sweep`, like `n`; the innermost axis.
         n: So many budgets for each cell, from its floor to its plain peak.
+        ac_units: The only modules that may be AC units, as in `plan`; a cell without
+            one of them fails.
+        fsdp_units: FSDP units, around which no module may be one, likewise.
         plan_options: As in `sweep`.
         calibrate: Measure times and workspaces of the cells whose models lie on the
             present device, as `autosac.plan` does, one cell at a time on a machine.
@@ -90,6 +97,8 @@ def sweep_grid(
         "make_step": make_step,
         "budgets": budgets,
         "n": n,
+        "ac_units": None if ac_units is None else marks_of(ac_units),
+        "fsdp_units": None if fsdp_units is None else marks_of(fsdp_units),
         "plan_options": dict(plan_options or {}),
         "calibrate": calibrate,
         "surroundings": Surroundings.here(),
@@ -222,7 +231,10 @@ def _facts(shared: Mapping[str, Any], version: str) -> dict[str, str]:
     if any("%" in str(budget) for budget in shared["budgets"] or ()):
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         states["cpu"]["memory"] = str(pages)
-    names = ("budgets", "n", "plan_options", "calibrate", "surroundings", "make_step")
+    names = (
+        "budgets", "n", "ac_units", "fsdp_units", "plan_options", "calibrate",
+        "surroundings", "make_step",
+    )  # fmt: skip
     return {
         "autosac": cell_facts.own_version(),
         "libraries": cell_facts.versions(_LIBRARIES),

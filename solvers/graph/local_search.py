@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import heapq
 import math
+from itertools import cycle, islice
 
 from .recomputation import (
     GraphProblem,
     Position,
-    peak,
+    Replay,
     peak_bytes,
     recompute_ms,
     reruns,
-    timeline,
 )
 
 _MOST_DROPPED = 200  # values, until a choice fits
+_MOST_EXCHANGED = 120  # values that are dropped for others
 _TRIED = 24  # values at a time, the largest at the peak
 
 
@@ -42,16 +43,57 @@ def keep_again(
     return min(ends, key=lambda end: recompute_ms(problem, end))
 
 
-def _keep_again(
-    problem: GraphProblem, kept: frozenset[int], budget_bytes: int, power: float
+def exchange(
+    problem: GraphProblem, kept: frozenset[int], budget_bytes: int
 ) -> frozenset[int]:
-    """Keep values by time saved over bytes to a power, until nothing changes."""
+    """Drop one value and keep others instead, largest first, while that saves time.
+
+    Args:
+        problem: The step.
+        kept: A choice that fits.
+        budget_bytes: Cap on the peak.
+
+    Returns:
+        A choice that fits and takes no more time.
+    """
+    cost_ms = recompute_ms(problem, kept)
+    order = sorted(
+        kept & problem.kept_plainly, key=lambda v: (-problem.value_bytes[v], v)
+    )
+    since = 0  # values that were tried in vain, one after the other
+    for value in islice(cycle(order), _MOST_EXCHANGED):
+        since += 1
+        if value in kept:
+            try:
+                other = _keep_again(problem, kept - {value}, budget_bytes, 0.0, value)
+                other_ms = recompute_ms(problem, other)
+            except ValueError:  # it needs a pinned op again
+                continue
+            if other_ms < cost_ms:
+                kept, cost_ms, since = other, other_ms, 0
+        if since >= len(order):
+            break
+    return kept
+
+
+def _keep_again(
+    problem: GraphProblem,
+    kept: frozenset[int],
+    budget_bytes: int,
+    power: float,
+    without: int | None = None,
+) -> frozenset[int]:
+    """Keep values by time saved over bytes to a power, until nothing changes.
+
+    The one that is to be left out at first may come back once others are kept.
+    """
     before = None
     cost_ms = recompute_ms(problem, kept)
     while before != kept:
         before = kept
         again = {op for ops in reruns(problem, kept).values() for op in ops}
-        values = {v for op in again for v in problem.makes[op]} - kept
+        values = {v for op in again for v in problem.makes[op]} - kept - {without}
+        without = None
         # Savings of an earlier round order the queue: mostly they only fall.
         queue = [(-math.inf, v) for v in sorted(values - problem.returned)]
         while queue:
@@ -82,7 +124,7 @@ def drop_until_it_fits(
     """
     least: tuple[int, frozenset[int]] | None = None
     for _ in range(_MOST_DROPPED):
-        highest = peak(timeline(problem, kept))
+        highest = Replay(problem, kept).peak
         if least is None or highest.live_bytes < least[0]:
             least = highest.live_bytes, kept
         if highest.live_bytes <= budget_bytes:

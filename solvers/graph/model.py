@@ -32,7 +32,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import pulp
 
@@ -46,6 +46,32 @@ _WHOLE = 1e-4  # what is left to a whole number by solvers
 _DUAL_NOISE = 1e-4  # of reduced costs; the objective is 1024 or so
 
 _Expression = Any  # a pulp.LpAffineExpression: PuLP has no types
+
+
+class Term(NamedTuple):
+    """One of the terms of a row (8).
+
+    Attributes:
+        expression: Whether a value is there: 0 or 1.
+        size: Its bytes.
+        kept: The value, if it is there whenever it is kept.
+    """
+
+    expression: _Expression
+    size: int
+    kept: int | None = None
+
+
+class Capped(NamedTuple):
+    """A row (8).
+
+    Attributes:
+        terms: What varies.
+        left_bytes: The cap without what does not.
+    """
+
+    terms: list[Term]
+    left_bytes: int
 
 
 def _number(value: float) -> _Expression:
@@ -66,8 +92,10 @@ class GraphModel:
         budget_bytes: Cap on the peak; None to minimise the peak instead.
         """
         self.problem = problem
+        self.budget_bytes = budget_bytes
         self.model = pulp_runner.Model("graph")
         self.rows: set[Position] = set()
+        self.capped: list[Capped] = []
         self._again: dict[tuple[int, int], _Expression] = {}
         self._cutoff: pulp.LpConstraint | None = None
         self._add_choices()
@@ -109,13 +137,13 @@ class GraphModel:
         self.run: dict[int, pulp.LpVariable] = {}
         for op in self.ops:
             if op not in problem.pinned:
-                self.run[op] = self.model.add_variable(f"x{op}", 0.0, 1.0)
+                self.run[op] = self._binary(f"x{op}")
             for v in problem.makes[op]:
                 if v in problem.returned:
                     continue
                 if v not in problem.first_need and v not in self.readers:
                     continue
-                self.keep[v] = self.model.add_variable(f"k{v}", cat=pulp.LpBinary)
+                self.keep[v] = self._binary(f"k{v}")
                 kept_or_run = self.keep[v] + self._run(op)
                 if v in problem.first_need:
                     self.model += kept_or_run >= 1  # (1)
@@ -126,6 +154,13 @@ class GraphModel:
                 for op in ops:  # (2)
                     there = self.keep[v] + self._run(problem.maker[v])
                     self.model += self.run[op] <= there
+
+    def _binary(self, name: str) -> pulp.LpVariable:
+        """A variable of 0 or 1.
+
+        Whole k make all others whole; but solvers cut and fix better if they know it.
+        """
+        return self.model.add_variable(name, cat=pulp.LpBinary)
 
     def _run(self, op: int) -> _Expression:
         return _number(0) if op not in self.run else self.run[op] + 0.0
@@ -179,7 +214,7 @@ class GraphModel:
         if self._runs_early(op, step):
             return self.run[op] + 0.0
         if (op, step) not in self._again:
-            s = self.model.add_variable(f"s{op}_{step}", 0.0, 1.0)
+            s = self._binary(f"s{op}_{step}")
             self._again[op, step] = s + 0.0
             self._define_again(s, op, step)
         return self._again[op, step]
@@ -200,7 +235,7 @@ class GraphModel:
             for term in by_readers:
                 self.model += s >= term - self.keep[v]
             if by_readers:
-                z = self.model.add_variable(f"z{v}_{step}", 0.0, 1.0)
+                z = self._binary(f"z{v}_{step}")
                 self.model += z <= pulp.lpSum(by_readers)
                 self.model += z <= 1 - self.keep[v]
                 asked += z
@@ -218,46 +253,45 @@ class GraphModel:
             if position.step < 0
             else self._in_backward(position)
         )
-        total = pulp.lpSum(
-            expression * (num_bytes / _MIB) for expression, num_bytes in terms
-        )
+        total = pulp.lpSum(term.expression * (term.size / _MIB) for term in terms)
         self.model += total + constant_bytes / _MIB <= self._cap
+        if self.budget_bytes is not None:
+            left_bytes = self.budget_bytes - constant_bytes
+            self.capped.append(Capped(terms=terms, left_bytes=left_bytes))
 
-    def _in_forward(
-        self, position: Position
-    ) -> tuple[list[tuple[_Expression, int]], int]:
+    def _in_forward(self, position: Position) -> tuple[list[Term], int]:
         problem, here = self.problem, position.op
         assert here is not None
         constant = problem.other_bytes + problem.workspace_bytes[here]
-        terms = []
+        terms: list[Term] = []
         for v, op in enumerate(problem.maker):
             if op > here:
                 continue
             if v in problem.returned or problem.last_forward_read[v] >= here:
                 constant += problem.value_bytes[v]
             elif v in self.keep:
-                terms.append((self.keep[v] + 0.0, problem.value_bytes[v]))
+                kept = v if v in problem.first_need else None
+                terms.append(Term(self.keep[v] + 0.0, problem.value_bytes[v], kept))
         return terms, constant
 
-    def _in_backward(
-        self, position: Position
-    ) -> tuple[list[tuple[_Expression, int]], int]:
+    def _in_backward(self, position: Position) -> tuple[list[Term], int]:
         problem, (step, here) = self.problem, position
         sizes = problem.value_bytes
         constant = sum(sizes[v] for v in problem.returned)
-        terms = []
+        terms: list[Term] = []
         if here is None:
             constant += problem.step_bytes[step]
         else:
             constant += problem.carried_bytes[step]
             now = self.again(here, step) - self.again(here, step - 1)
-            terms.append((now, problem.workspace_bytes[here]))
+            terms.append(Term(now, problem.workspace_bytes[here]))
         for op in self.ops:
             for v in problem.makes[op]:
                 if v in self.keep and (alive := self._alive(v, position)) is not None:
-                    terms.append((alive, sizes[v]))
+                    is_needed = len(alive) and problem.last_need.get(v, -1) >= step
+                    terms.append(Term(alive, sizes[v], v if is_needed else None))
                 elif here == op:  # nobody reads it; made all the same
-                    terms.append((now, sizes[v]))
+                    terms.append(Term(now, sizes[v]))
         return terms, constant
 
     def _last_step(self, op: int, position: Position) -> int:
@@ -297,7 +331,7 @@ class GraphModel:
         self, value: int, position: Position, asked: Iterable[_Expression]
     ) -> _Expression:
         here = "end" if position.op is None else position.op
-        y = self.model.add_variable(f"y{value}_{position.step}_{here}", 0.0)
+        y = self._binary(f"y{value}_{position.step}_{here}")
         for expression in asked:
             self.model += y >= expression  # (6), (7)
         return y + 0.0

@@ -5,18 +5,22 @@ that backward needs and that was not kept is recomputed once: just before the fi
 that needs it, with all that this takes and is not there, in forward order. Later uses
 read the same copy. Every copy is freed after its last use.
 
-`timeline` gives the memory of every op of such a step, to the byte; `GraphProblem` is
-what the greedy (`capuchin.py`) and the MILP (`graph.py`) choose from.
+`Replay` gives the memory of every op of such a step, to the byte; `GraphProblem` is
+what the greedy (`capuchin.py`) and the MILP (`model.py`) choose from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_Ints = npt.NDArray[np.int64]
 
 
 class Position(NamedTuple):
@@ -110,10 +114,53 @@ class GraphProblem:
         """Values that backward reads -> the last step that does."""
         return {v: t for t, values in enumerate(self.step_reads) for v in values}
 
+    @cached_property
+    def first_needs(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Steps, and the values that no step before them reads."""
+        by_step: dict[int, list[int]] = {}
+        for v, t in self.first_need.items():
+            by_step.setdefault(t, []).append(v)
+        return tuple((t, tuple(by_step[t])) for t in sorted(by_step))
+
+    @cached_property
+    def arrays(self) -> GraphArrays:
+        """The same as arrays."""
+        return GraphArrays(self)
+
     @property
     def kept_plainly(self) -> frozenset[int]:
         """Values that are kept when nothing is recomputed."""
         return frozenset(self.first_need) - self.returned
+
+
+class GraphArrays:
+    """What replays of a problem have in common.
+
+    Attributes:
+        value_bytes, last_forward_read: As of the problem.
+        last_need: The last step that reads each value; -1 if none does.
+        is_returned: Whether each value lives until the end.
+        forward: Memory of each forward op when nothing is kept or returned.
+        workspace_bytes, step_bytes, carried_bytes: As of the problem.
+    """
+
+    def __init__(self, problem: GraphProblem) -> None:
+        num_values = len(problem.value_bytes)
+        self.value_bytes = np.array(problem.value_bytes, np.int64)
+        self.last_forward_read = np.array(problem.last_forward_read, np.int64)
+        self.workspace_bytes = np.array(problem.workspace_bytes, np.int64)
+        self.step_bytes = np.array(problem.step_bytes, np.int64)
+        self.carried_bytes = np.array(problem.carried_bytes, np.int64)
+        self.last_need = np.full(num_values, -1, np.int64)
+        for v, t in problem.last_need.items():
+            self.last_need[v] = t
+        self.is_returned = np.zeros(num_values, bool)
+        self.is_returned[list(problem.returned)] = True
+        changes = np.zeros(len(problem.reads) + 1, np.int64)
+        np.add.at(changes, np.array(problem.maker, np.int64), self.value_bytes)
+        np.subtract.at(changes, self.last_forward_read + 1, self.value_bytes)
+        beside = self.workspace_bytes + problem.other_bytes
+        self.forward = changes[:-1].cumsum() + beside
 
 
 def rerun_ops(
@@ -150,10 +197,11 @@ def reruns(problem: GraphProblem, kept: Set[int]) -> dict[int, tuple[int, ...]]:
     """
     there = set(kept) | problem.returned
     by_step: dict[int, tuple[int, ...]] = {}
-    for t, values in enumerate(problem.step_reads):
-        ops = rerun_ops(problem, values, there)
-        if ops:
-            by_step[t] = tuple(sorted(ops))
+    for t, values in problem.first_needs:
+        missing = [v for v in values if v not in there]
+        if missing:
+            ops = tuple(sorted(rerun_ops(problem, missing, there)))
+            by_step[t] = ops
             there.update(v for op in ops for v in problem.makes[op])
     return by_step
 
@@ -171,77 +219,110 @@ class Moment(NamedTuple):
     live_bytes: int
 
 
-def timeline(problem: GraphProblem, kept: Set[int]) -> list[Moment]:
+class Replay:
     """Memory of every op of the step, in the order in which they run.
 
-    Args:
+    Attributes:
+        live_bytes: By place in that order.
+    """
+
+    def __init__(self, problem: GraphProblem, kept: Set[int]) -> None:
+        """Args:
         problem: The step.
         kept: Values that are not freed after forward, if backward needs them.
 
-    Raises:
-        ValueError: As `rerun_ops`.
-    """
-    again = reruns(problem, kept)
-    order = list(_positions(problem, again))
-    lives = _lives(problem, kept, order)
-    changes = [0] * (len(order) + 1)
-    for value, first, last in lives:
-        changes[first] += problem.value_bytes[value]
-        changes[last + 1] -= problem.value_bytes[value]
-    of_values = accumulate(changes)
-    return [
-        Moment(position, live + _beside(problem, position))
-        for position, live in zip(order, of_values, strict=False)
-    ]
+        Raises:
+            ValueError: As `rerun_ops`.
+        """
+        again = reruns(problem, kept)
+        self._num_forward = len(problem.reads)
+        self._steps = [t for t, ops in again.items() for _ in ops]
+        self._ops = [op for ops in again.values() for op in ops]
+        counts = np.zeros(len(problem.step_reads), np.int64)
+        counts[list(again)] = [len(ops) for ops in again.values()]
+        self._step_places = (counts + 1).cumsum() + self._num_forward - 1
+        # The k-th op that runs again follows all forward ops, steps and k others.
+        own = np.arange(len(self._ops), dtype=np.int64)
+        self._op_places = own + self._num_forward + np.array(self._steps, np.int64)
+        self.live_bytes = self._beside(problem) + self._of_values(problem, kept)
+
+    def _beside(self, problem: GraphProblem) -> _Ints:
+        """Forward's memory if nothing is kept; in backward all but values."""
+        arrays = problem.arrays
+        num_places = self._num_forward + len(self._step_places) + len(self._ops)
+        beside = np.zeros(num_places, np.int64)
+        beside[: self._num_forward] = arrays.forward
+        beside[self._step_places] = arrays.step_bytes
+        carried = arrays.carried_bytes[self._steps]
+        beside[self._op_places] = carried + arrays.workspace_bytes[self._ops]
+        return beside
+
+    def _of_values(self, problem: GraphProblem, kept: Set[int]) -> _Ints:
+        """Memory of what is kept after its last use in forward, and of copies."""
+        arrays = problem.arrays
+        num_places = self._num_forward + len(self._step_places) + len(self._ops)
+        stays = arrays.is_returned.copy()
+        stays[list(kept)] = True
+        read = arrays.last_need >= 0
+        last = np.full(len(stays), -1, np.int64)
+        last[read] = self._step_places[arrays.last_need[read]]
+        first = np.full(len(stays), -1, np.int64)  # of copies
+        for place, op in zip(self._op_places.tolist(), self._ops, strict=True):
+            for v in problem.reads[op]:
+                last[v] = max(last[v], place)
+            for v in problem.makes[op]:
+                first[v] = place
+        changes = np.zeros(num_places + 1, np.int64)
+        ends = np.where(arrays.is_returned, num_places - 1, last)
+        lives_on = stays & (ends >= 0)
+        sizes = arrays.value_bytes
+        np.add.at(changes, arrays.last_forward_read[lives_on] + 1, sizes[lives_on])
+        np.subtract.at(changes, ends[lives_on] + 1, sizes[lives_on])
+        is_copy = first >= 0
+        ends = np.where(stays, first, np.maximum(first, last))
+        np.add.at(changes, first[is_copy], sizes[is_copy])
+        np.subtract.at(changes, ends[is_copy] + 1, sizes[is_copy])
+        return changes[:-1].cumsum()
+
+    def position(self, place: int) -> Position:
+        """What runs at a place of the order."""
+        if place < self._num_forward:
+            return Position(-1, place)
+        step = int(np.searchsorted(self._step_places, place))
+        if self._step_places[step] == place:
+            return Position(step, None)
+        return Position(step, self._ops[place - self._num_forward - step])
+
+    def moment(self, place: int) -> Moment:
+        """Memory at a place of the order."""
+        return Moment(self.position(place), int(self.live_bytes[place]))
+
+    @property
+    def peak(self) -> Moment:
+        """The first moment of most memory."""
+        return self.moment(int(self.live_bytes.argmax()))
+
+    def above(self, budget_bytes: float) -> list[Moment]:
+        """The highest moment of every stretch above a budget, highest first."""
+        highest = [
+            self.moment(first + int(self.live_bytes[first:end].argmax()))
+            for first, end in stretches(self.live_bytes > budget_bytes)
+        ]
+        return sorted(highest, key=lambda moment: -moment.live_bytes)
 
 
-def peak(moments: Iterable[Moment]) -> Moment:
-    """The first moment of most memory."""
-    return max(moments, key=lambda moment: moment.live_bytes)
+def stretches(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Beginning and end of all runs of flags that are set."""
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
+
+
+def timeline(problem: GraphProblem, kept: Set[int]) -> list[Moment]:
+    """Memory of every op of the step, see `Replay`."""
+    replay = Replay(problem, kept)
+    return [replay.moment(place) for place in range(len(replay.live_bytes))]
 
 
 def peak_bytes(problem: GraphProblem, kept: Set[int]) -> int:
-    """Most memory of the step, see `timeline`."""
-    return peak(timeline(problem, kept)).live_bytes
-
-
-def _positions(
-    problem: GraphProblem, again: dict[int, tuple[int, ...]]
-) -> Iterator[Position]:
-    for op in range(len(problem.reads)):
-        yield Position(-1, op)
-    for t in range(len(problem.step_reads)):
-        for op in again.get(t, ()):
-            yield Position(t, op)
-        yield Position(t, None)
-
-
-def _beside(problem: GraphProblem, position: Position) -> int:
-    """Memory at a position besides that of the values."""
-    if position.op is None:
-        return problem.step_bytes[position.step]
-    workspace_bytes = problem.workspace_bytes[position.op]
-    if position.step < 0:
-        return problem.other_bytes + workspace_bytes
-    return problem.carried_bytes[position.step] + workspace_bytes
-
-
-def _lives(
-    problem: GraphProblem, kept: Set[int], order: list[Position]
-) -> Iterator[tuple[int, int, int]]:
-    """Each copy of a value: the value, and where in the order it lives."""
-    stays = set(kept) | problem.returned
-    first: dict[tuple[int, bool], int] = {}
-    last: dict[tuple[int, bool], int] = {}
-    for place, (step, op) in enumerate(order):
-        is_again = step >= 0
-        read = problem.step_reads[step] if op is None else problem.reads[op]
-        for v in read:
-            last[v, is_again and v not in stays] = place
-        for v in () if op is None else problem.makes[op]:
-            first[v, is_again] = last[v, is_again] = place
-    for (value, is_again), place in first.items():
-        if value in problem.returned and not is_again:
-            yield value, place, len(order) - 1
-        else:
-            yield value, place, last[value, is_again]
+    """Most memory of the step, see `Replay`."""
+    return int(Replay(problem, kept).live_bytes.max())

@@ -1,7 +1,7 @@
 """Which forward values of a graph to keep under a cap on its true peak: a MILP.
 
 The model (`graph/model.py`) starts without memory rows. What it keeps is replayed
-(`recomputation.timeline`); positions above the budget become rows, until none is left.
+(`recomputation.Replay`); positions above the budget become rows, until none is left.
 Every model on the way is a relaxation, so that its bound is a bound for all choices
 that recompute a value at most once, just before its first use.
 """
@@ -15,15 +15,14 @@ from dataclasses import dataclass
 
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
-from . import fractional, local_search
+from . import fractional, local_search, rounding
 from .model import GraphModel
 from .recomputation import (
     GraphProblem,
-    Moment,
     Position,
+    Replay,
     peak_bytes,
     recompute_ms,
-    timeline,
 )
 
 _ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
@@ -31,10 +30,12 @@ _LP_ROUNDS = 40  # of adding rows to the relaxation: a start, no proof hangs on 
 _LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds of adding rows: else
 _ROUNDS_TO_RISE = 3  # more rows are not worth their time
 _SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
-_MOST_WORK = 50_000_000  # of all MILPs, see `pulp_runner.run`: some ten seconds
+_MOST_WORK = 6_000_000  # of all MILPs, see `_charge`: some ten seconds
+_WORK_ON_FLOOR = 4_000_000
 _ANY_WORK = 2**50
-_BRANCHING = (0.3, 0.3)  # shares of the work that go into the whole model, one after
-_LOOKING = 0.2  # the other, and each time into stretches of it
+_MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do
+_BRANCHING = (0.6, 0.25)  # shares of the work that go into the whole model, one after
+_LOOKING = 0.1  # the other, and in between into stretches of it
 _DECIDED = 0.25  # of the fractions, at once
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
@@ -128,10 +129,10 @@ class _Search:
     def try_out(self, kept: frozenset[int]) -> list[Position]:
         """Replay a choice: improve it if it fits, else list positions over the cap."""
         try:
-            moments = timeline(self.problem, kept)
+            replay = Replay(self.problem, kept)
         except ValueError:  # it needs a pinned op again
             return []
-        broken = worst(moments, self.budget_bytes)
+        broken = [moment.position for moment in replay.above(self.budget_bytes)]
         if not broken:
             kept = local_search.keep_again(self.problem, kept, self.budget_bytes)
             cost_ms = recompute_ms(self.problem, kept)
@@ -173,7 +174,8 @@ class _Search:
             if self.is_done() or self._left_s < 0 or _hardly_rises(bounds):
                 break
             broken = fractional.broken(self.model, self.budget_bytes)
-            if not self._add_rows(broken):
+            is_rounded = rounding.add_rounded_rows(self.model)
+            if not self._add_rows(broken) and not is_rounded:
                 break
         for share in _SHARES:
             self._repair(self.model.kept(share))
@@ -196,10 +198,16 @@ class _Search:
             ended = self._branch(int(all_work * share))
             if self.best is None:
                 return ended
-            if not self.is_done():
+            if self.is_done():
+                break
+            if share == _BRANCHING[0]:
                 self._dive()
-            self._look_around(int(all_work * _LOOKING))
+                self.try_out(self._exchanged(self.best[1]))
+                self._look_around(int(all_work * _LOOKING))
         return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
+
+    def _exchanged(self, kept: frozenset[int]) -> frozenset[int]:
+        return local_search.exchange(self.problem, kept, self.budget_bytes)
 
     def _branch(self, work: int) -> Termination:
         """Solve the model until its choice fits and is proven, or the work is done.
@@ -272,10 +280,10 @@ class _Search:
             self.model.model,
             backend=self._backend,
             time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
-            work_limit=work,
+            work_limit=int(work / _charge(self.model)),
             relative_gap=self._gap,
         )
-        self._work -= max(1, outcome.work)
+        self._work -= max(1, int(outcome.work * _charge(self.model)))
         return outcome
 
     def _take(self, kept: frozenset[int]) -> bool:
@@ -314,27 +322,16 @@ class _Search:
         )
 
 
+def _charge(model: GraphModel) -> float:
+    """What a unit of `pulp_runner`'s work counts: a heuristic, by times of MILPs."""
+    return max(1.0, len(model.model.variables()) / _MANY_COLUMNS)
+
+
 def _hardly_rises(bounds: list[float]) -> bool:
     """Whether the last rounds of rows have hardly raised the bound."""
     if len(bounds) <= _ROUNDS_TO_RISE:
         return False
     return bounds[-1] - bounds[-1 - _ROUNDS_TO_RISE] <= _LEAST_RISE * bounds[-1]
-
-
-def worst(moments: list[Moment], budget_bytes: int) -> list[Position]:
-    """The highest position of every stretch above a budget, highest first."""
-    highest: list[Moment] = []
-    is_above = False
-    for moment in moments:
-        if moment.live_bytes <= budget_bytes:
-            is_above = False
-        elif not is_above:
-            highest.append(moment)
-            is_above = True
-        elif moment.live_bytes > highest[-1].live_bytes:
-            highest[-1] = moment
-    highest.sort(key=lambda moment: -moment.live_bytes)
-    return [moment.position for moment in highest]
 
 
 def lowest(
@@ -358,10 +355,10 @@ def lowest(
     """
     started = time.perf_counter()
     ends = math.inf if time_limit_s is None else started + time_limit_s
-    work = _MOST_WORK if time_limit_s is None else _ANY_WORK
+    work = _WORK_ON_FLOOR if time_limit_s is None else _ANY_WORK
     model = GraphModel(problem, budget_bytes=None)
     best = _least(problem, (problem.kept_plainly, *start))
-    _add_highest(model, timeline(problem, best))
+    _add_highest(model, Replay(problem, best))
     best = _relaxed_lowest(model, best, backend=backend, ends=ends)
     termination = Termination.FEASIBLE
     while work > 0 and (left_s := ends - time.perf_counter()) > 0:
@@ -369,9 +366,9 @@ def lowest(
             model.model,
             backend=backend,
             time_limit_s=left_s if math.isfinite(left_s) else None,
-            work_limit=work,
+            work_limit=int(work / _charge(model)),
         )
-        work -= max(1, outcome.work)
+        work -= max(1, int(outcome.work * _charge(model)))
         if not outcome.termination.has_incumbent:
             break
         kept = model.kept()
@@ -380,7 +377,7 @@ def lowest(
         if peak_bytes(problem, best) <= cap_bytes * (1 + _TOLERANCE):
             termination = Termination.OPTIMAL
             break
-        if _add_highest(model, timeline(problem, kept), above_bytes=cap_bytes):
+        if _add_highest(model, Replay(problem, kept), above_bytes=cap_bytes):
             continue
         if outcome.termination is not Termination.OPTIMAL:
             break
@@ -443,13 +440,12 @@ def _least(problem: GraphProblem, choices: Iterable[frozenset[int]]) -> frozense
     return min(peaks, key=lambda item: item[0])[1]
 
 
-def _add_highest(
-    model: GraphModel, moments: list[Moment], above_bytes: int = 0
-) -> bool:
+def _add_highest(model: GraphModel, replay: Replay, above_bytes: int = 0) -> bool:
     """Make the highest positions rows; whether any is new."""
-    highest = max(moment.live_bytes for moment in moments)
+    highest = replay.peak.live_bytes
     limit = max(above_bytes, highest - (highest - above_bytes) // 2)
-    new = [p for p in worst(moments, limit) if p not in model.rows]
+    positions = (moment.position for moment in replay.above(limit))
+    new = [p for p in positions if p not in model.rows]
     for position in new[:_ROWS_A_ROUND]:
         model.add_row(position)
     return bool(new)

@@ -519,3 +519,39 @@ def test_a_factory_of_several_batches_is_planned_for_all(tmp_path):
     assert found.stdout.count("\nbatches ") == 2
     loaded = autosac.Plan.load(path)
     assert [one.num_batches for one in loaded.variants] == [2, 1]
+
+
+# --- given units ------------------------------------------------------------------
+
+
+def test_plans_and_sweeps_take_given_units(figures):
+    budget = f"{figures[1] - 1}B"
+    given = ("--ac-units", "blocks.0*", "--fsdp-units", "blocks.1")
+
+    plan = run_json("plan", GPT, "--optimizer", "adamw", "-b", budget, *given)
+    sweep = run_json("sweep", GPT, "--optimizer", "adamw", "--n", "2", *given)
+    grid = run_json("sweep", GPT, "--grid", "optimizer=adamw", "--n", "2", *given)
+
+    assert plan["policy"]
+    assert all(name.startswith("blocks.0") for name in plan["policy"])
+    assert sweep["rows"][0]["floor_bytes"] > figures[0]
+    assert grid["rows"][0]["floor_bytes"] == sweep["rows"][0]["floor_bytes"]
+
+
+def test_batch_sizes_and_many_gpus_take_given_units():
+    given = ("--ac-units", "blocks.0*")
+
+    size = run_json("batch-size", GPT, "--argument", "rows", "-b", "8MiB", *given)
+    cluster = run_json(
+        "parallel", GPT, "--gpus", "2", "-b", "1GiB", *given, "--fsdp-units", "blocks.1"
+    )
+
+    assert all(name.startswith("blocks.0") for name in size["policy"])
+    assert {unit["fqn"] for unit in cluster["fsdp_units"]} <= {"", "blocks.1"}
+
+
+def test_given_units_that_are_none_are_an_error():
+    outcome = run("plan", GPT, "--budget", "1GiB", "--ac-units", "nothing.*")
+
+    assert outcome.exit_code == 1
+    assert "`ac_units`" in outcome.stderr

@@ -326,6 +326,22 @@ def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(made, lowest_bytes):
     ]
 
 
+def test_a_sweep_takes_given_units(made, lowest_bytes):
+    name = next(u.fqn for u in made.units.candidates if u.fqn)
+    given = {"ac_units": [name], "fsdp_units": [name]}
+    how = {"cluster": on_cpu(4)}
+
+    (row,) = autosac.sweep_parallel(
+        made, num_gpus=[2], memory_budgets=[4 * lowest_bytes], **how, **given
+    )
+
+    alone = autosac.plan_parallel(
+        made, num_gpus=2, memory_budget=4 * lowest_bytes, **how, **given
+    )
+    assert row.plan == alone
+    assert set(row.plan.policy) <= {name}
+
+
 # --- against every choice -----------------------------------------------------
 
 

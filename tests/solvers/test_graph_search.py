@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autosac.solvers.graph import fractional, local_search, lowest, solve
+from autosac.solvers.graph import fractional, local_search, lowest, rounding, solve
 from autosac.solvers.graph.capuchin import AdditiveBookkeeping, Bookkeeping, choices
 from autosac.solvers.graph.capuchin import solve as greedy
 from autosac.solvers.graph.model import GraphModel
@@ -173,6 +173,112 @@ def test_a_known_choice_is_never_made_worse(problem, data):
 
     assert found.objective_ms <= recompute_ms(problem, known)
     assert found.bound_ms <= found.objective_ms
+
+
+@settings(max_examples=60)
+@given(problem=graph_problems(most=5), data=st.data())
+def test_rounded_rows_cut_off_no_better_choice(problem, data):
+    budget = budgets_of(problem, data)
+    fitting = [cost for peak, cost in every_kept_set(problem) if peak <= budget]
+    assume(fitting)
+    model = GraphModel(problem, budget_bytes=budget)
+    for moment in timeline(problem, problem.kept_plainly):
+        model.add_row(moment.position)
+
+    for _ in range(5):
+        outcome = pulp_runner.run(model.model, relaxed=True)
+        assume(outcome.bound is not None)
+        bound_ms = outcome.bound / model.time_scale - model.tie_break_ms
+        assert bound_ms <= min(fitting) + 1e-6
+        if not rounding.add_rounded_rows(model):
+            break
+
+    best = pulp_runner.run(model.model)
+    assert best.bound / model.time_scale <= min(fitting) + model.tie_break_ms + 1e-6
+
+
+def test_rounded_rows_know_that_ten_hold_two_of_four():
+    # Three values of 4 MiB, 10 MiB for them: half a value is dropped, for 0.5 ms,
+    # unless the row says that only two whole ones fit.
+    problem = GraphProblem(
+        value_bytes=(4 * MIB,) * 3,
+        runtime_ms=(1.0,) * 3,
+        workspace_bytes=(0,) * 3,
+        reads=((),) * 3,
+        makes=((0,), (1,), (2,)),
+        step_reads=((), (2,), (1,), (0,)),
+        step_bytes=(0,) * 4,
+        carried_bytes=(0,) * 4,
+        other_bytes=0,
+    )
+    model = GraphModel(problem, budget_bytes=10 * MIB)
+    model.add_row(Position(0, None))
+    before = pulp_runner.run(model.model, relaxed=True).bound / model.time_scale
+
+    assert rounding.add_rounded_rows(model)
+
+    after = pulp_runner.run(model.model, relaxed=True).bound / model.time_scale
+    assert before == pytest.approx(0.5, abs=1e-4)
+    assert after == pytest.approx(1.0, abs=1e-4)
+
+
+def test_parts_that_are_recomputed_by_one_op_are_recomputed_whole():
+    # Two parts: of 8 MiB that an op of 10 ms makes two free ops make 4 MiB each that
+    # backward reads. Of these 16 MiB 10 MiB may stay: one part frees 8 MiB, for 10 ms;
+    # in fractions three quarters of one do.
+    problem = GraphProblem(
+        value_bytes=(8 * MIB, 4 * MIB, 4 * MIB) * 2,
+        runtime_ms=(10.0, 0.0, 0.0) * 2,
+        workspace_bytes=(0,) * 6,
+        reads=((), (0,), (0,), (), (3,), (3,)),
+        makes=((0,), (1,), (2,), (3,), (4,), (5,)),
+        step_reads=((), (5,), (4,), (2,), (1,)),
+        step_bytes=(0,) * 5,
+        carried_bytes=(0,) * 5,
+        other_bytes=0,
+    )
+    model = GraphModel(problem, budget_bytes=10 * MIB)
+    model.add_row(Position(0, None))
+    bounds = []
+    for _ in range(4):
+        outcome = pulp_runner.run(model.model, relaxed=True)
+        bounds.append(outcome.bound / model.time_scale)
+        if not rounding.add_rounded_rows(model):
+            break
+
+    assert bounds[0] == pytest.approx(7.5, abs=1e-3)
+    assert bounds[-1] >= 10.0 - 1e-3
+
+
+@settings(max_examples=60)
+@given(problem=graph_problems(most=6), data=st.data())
+def test_exchanging_fits_and_never_costs_more(problem, data):
+    budget = budgets_of(problem, data)
+    start = greedy(problem, budget_bytes=budget)
+    assume(start.kept is not None)
+
+    kept = local_search.exchange(problem, start.kept, budget)
+
+    assert peak_bytes(problem, kept) <= budget
+    assert recompute_ms(problem, kept) <= start.objective_ms
+
+
+def test_a_value_is_exchanged_for_two_that_take_longer_to_make():
+    # 8 MiB hold value 0 (5 ms), or values 1 and 2 (4 ms each).
+    problem = GraphProblem(
+        value_bytes=(8 * MIB, 4 * MIB, 4 * MIB),
+        runtime_ms=(5.0, 4.0, 4.0),
+        workspace_bytes=(0,) * 3,
+        reads=((),) * 3,
+        makes=((0,), (1,), (2,)),
+        step_reads=((), (2,), (1,), (0,)),
+        step_bytes=(4 * MIB, 0, 0, 0),
+        carried_bytes=(0,) * 4,
+        other_bytes=0,
+    )
+    budget = 12 * MIB
+
+    assert local_search.exchange(problem, frozenset({0}), budget) == {1, 2}
 
 
 @pytest.mark.parametrize("backend", ["highs", "cbc"])
