@@ -21,7 +21,7 @@ import transformers
 import autosac
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
-from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.planning import make_parallel_plan
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.solving import ParallelChooser
@@ -98,7 +98,7 @@ def _formulation(size: Size) -> ParallelFormulation:
         optimizer=torch.optim.AdamW,
         device=cluster_spec("hgx-h100").device,
     )
-    return ParallelFormulation(profile, Types())
+    return ParallelFormulation(profile, Setting())
 
 
 def _rows(

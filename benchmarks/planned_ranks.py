@@ -27,7 +27,7 @@ import torch
 import autosac
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
-from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.planning import shard_degrees
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.solving import ParallelChooser
@@ -153,7 +153,7 @@ def caps(profile: Profile, spec: ClusterSpec) -> list[int]:
 
     Both with what slow threads may hold, and the fastest with all ranks as shards.
     """
-    chooser = ParallelChooser(ParallelFormulation(profile, Types()))
+    chooser = ParallelChooser(ParallelFormulation(profile, Setting()))
     options = SolveOptions()
     least_bytes = min(
         chooser.at(spec, degree).lowest(options).highest_peak_bytes

@@ -9,15 +9,17 @@ import torch
 
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.formulating import Setting
 from autosac.parallel.planning import (
     chooser_of,
     cluster_of,
     make_parallel_plan,
+    profile_for,
 )
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes
-from autosac.results.rows import Row, Sweep, reason_of
+from autosac.results.rows import Row, Sweep, figures_of, reason_of
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
 
 
@@ -62,7 +64,10 @@ def sweep_parallel(
     any_size = cluster_of(cluster, None)
     memory_bytes = any_size.device.memory_bytes
     budgets = [parse_bytes(cap, total_bytes=memory_bytes) for cap in memory_budgets]
-    chooser = chooser_of(model, inputs, any_size, param_dtype, reduce_dtype, options)
+    chooser = chooser_of(
+        profile_for(any_size, model, inputs, options),
+        Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+    )
     how = SolveOptions(relative_gap=relative_gap, time_limit_s=time_limit_s)
     rows = [
         _row(chooser, spec, budget_bytes, how)
@@ -91,15 +96,9 @@ def _row(
         )
     return Row(
         cell=cell,
-        status="planned",
-        budget_bytes=budget_bytes,
-        peak_bytes=plan.peak_bytes,
-        recompute_ms=plan.recompute_ms,
-        step_ms=plan.step_ms,
-        optimality_gap=plan.optimality_gap,
+        **figures_of(plan),
         batches_per_s=plan.batches_per_s,
         mesh_shape=" x ".join(map(str, plan.mesh_shape)),
-        num_units=len(plan.policy),
         planned_for=plan.device,
         calibrated=plan.calibrated,
         plan=plan,

@@ -14,7 +14,7 @@ from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, TracedStep, profile
 from autosac.quantities import parse_bytes
-from autosac.results.rows import Row, Sweep
+from autosac.results.rows import Row, Sweep, figures_of
 from autosac.step.training_step import LossFn
 
 MakeInputs = Callable[[int], Any]
@@ -201,14 +201,9 @@ class _Steps:
             plan = make_plan(traced, self.budget_bytes, dry_run=False)
             self.trials[size] = replace(
                 self.trials[size],
-                status="planned",
-                peak_bytes=plan.peak_bytes,
-                recompute_ms=plan.recompute_ms,
-                step_ms=plan.step_ms,
+                **figures_of(plan),
                 bound_ms=plan.bound_ms,
-                optimality_gap=plan.optimality_gap,
                 samples_per_s=self.samples_per_s(size, traced, plan),
-                num_units=len(plan.policy),
             )
 
     def samples_per_s(self, size: int, profile: TracedStep, plan: Plan) -> float:

@@ -21,6 +21,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from autosac.devices.specs import DeviceSpec
+from autosac.optional import needed
 from autosac.profiles import profile
 from autosac.profiles.node_modules import as_module
 from autosac.pytrees import tensors_in
@@ -168,12 +169,7 @@ class GraphInfo:
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                "`GraphInfo.to_dataframe` needs pandas: pip install 'autosac[explore]'."
-            ) from error
+        pandas = needed("pandas", "`GraphInfo.to_dataframe`")
         return pandas.DataFrame.from_records([asdict(info) for info in self.modules])
 
     def __str__(self) -> str:

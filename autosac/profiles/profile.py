@@ -205,7 +205,7 @@ class TracedStep:
 
     @cached_property
     def parallel(self) -> dict[Hashable, Any]:
-        """Cache of plans for many GPUs, by the types that they gather."""
+        """Cache of choosers for many GPUs, by their `Setting`."""
         return {}
 
     @cached_property

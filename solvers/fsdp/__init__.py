@@ -1,5 +1,6 @@
 """Which modules are FSDP units, which of them reshard, what is recomputed: a MILP."""
 
+from .greedy import plain
 from .problem import (
     FsdpChoice,
     FsdpModule,
@@ -26,6 +27,7 @@ __all__ = [
     "lower_bound",
     "lowest_peak",
     "owner_of_shared",
+    "plain",
     "predicted",
     "schedule",
     "solve",

@@ -12,7 +12,7 @@ import autosac
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.fewest import fewest_gpus
-from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.planning import (
     chooser_of,
     make_parallel_plan,
@@ -45,7 +45,7 @@ def made():
 
 
 def chooser_for(profile):
-    return ParallelChooser(ParallelFormulation(profile, Types()))
+    return ParallelChooser(ParallelFormulation(profile, Setting()))
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,8 @@ def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
 def test_mixed_precision_and_replicas_keep_the_cap_too(degrees):
     spec = on_cpu(4)
     made = autosac.calibrate(SMALL.profile())
-    chooser = chooser_of(made, None, spec, "bfloat16", "float32", {})
+    setting = Setting(param_dtype="bfloat16", reduce_dtype="float32")
+    chooser = chooser_of(made, setting)
     free = make_parallel_plan(chooser, spec, 2**30, degrees=degrees)
     cap = int(0.9 * free.highest_peak_bytes)
 

@@ -8,7 +8,7 @@ import torch
 import autosac
 from autosac.cli.demo import GPT
 from autosac.parallel.clusters import cluster_spec
-from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.solving import Degree, ParallelChooser
 from autosac.solvers import fsdp
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
@@ -45,7 +45,7 @@ def _budgets(profile):
 
 
 def _degree(profile, degree):
-    form = ParallelFormulation(profile, Types())
+    form = ParallelFormulation(profile, Setting())
     return Degree(form, cluster_spec("hgx-h100", num_gpus=NUM_GPUS), degree)
 
 
@@ -165,7 +165,7 @@ def test_a_degree_that_is_given_up_has_no_better_plan(swept):
 def test_plans_of_a_profile_are_kept_with_it(swept):
     profile, _, _ = swept
 
-    kept = profile.parallel[Types(), None, None]
+    kept = profile.parallel[Setting()]
 
     assert isinstance(kept, ParallelChooser)
     assert kept.form.profile is profile
