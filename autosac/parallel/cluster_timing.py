@@ -190,14 +190,14 @@ def _runner(
     num_ranks = dist.get_world_size(group)
     shard = torch.ones(-(-size // (4 * num_ranks)), device=device)
     whole = torch.ones(shard.numel() * num_ranks, device=device)
-    run: Callable[[], object] = {
+    runs: dict[Collective, Callable[[], object]] = {
         "all_gather": partial(dist.all_gather_into_tensor, whole, shard, group=group),
         "reduce_scatter": partial(
             dist.reduce_scatter_tensor, shard, whole, group=group
         ),
         "all_reduce": partial(dist.all_reduce, whole, group=group),
-    }[collective]
-    return run, whole.nbytes
+    }
+    return runs[collective], whole.nbytes
 
 
 def _least_ms(

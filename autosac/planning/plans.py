@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from autosac.quantities import format_bytes, format_ms
 from autosac.step import arguments
 from autosac.step.batch_signatures import BatchSignature
 from autosac.units.policies import OpPolicy
+from autosac.whole_files import write_whole
 
 if TYPE_CHECKING:
     from autosac.planning.reporting import Report
@@ -172,10 +172,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; a file that is there is replaced in one step."""
         text = plan_files.write(self._record(), summary=str(self).splitlines())
-        target = Path(path)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
+        write_whole(Path(path), text)
 
     def _record(self) -> dict[str, Any]:
         """All that a plan file holds."""
