@@ -297,7 +297,12 @@ class _Race:
             sharded_step = self.chooser.at(self.spec, degree)
             reason = self._lost_to_best(sharded_step) or self._worked_out(sharded_step)
         if reason:
-            self.others.append(_unseen(self.spec, degree, reason))
+            replicas = self.spec.num_gpus // degree
+            self.others.append(
+                Alternative(
+                    shard_degree=degree, replicate_degree=replicas, reason=reason
+                )
+            )
 
     def _worked_out(self, sharded_step: Degree) -> str:
         """Search a degree; say why no choice of it fits the budget, '' if one does."""
@@ -365,12 +370,6 @@ def _lower(choice: SimulatedChoice, least: SimulatedChoice | None) -> SimulatedC
     if least is None or choice.highest_peak_bytes < least.highest_peak_bytes:
         return choice
     return least
-
-
-def _unseen(spec: ClusterSpec, degree: int, reason: str) -> Alternative:
-    return Alternative(
-        shard_degree=degree, replicate_degree=spec.num_gpus // degree, reason=reason
-    )
 
 
 def _slower(choice: SimulatedChoice, best: SimulatedChoice) -> Alternative:
