@@ -17,7 +17,7 @@ from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
-from autosac.step.arguments import marks_of
+from autosac.step.marks import marks_of
 
 # Losses, norms and counts that a loop keeps over a step: some scalars, and a GPU's
 # allocator hands out 512 bytes for each.

@@ -27,8 +27,7 @@ from autosac.profiles.restricting import restricted
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions, read_segments
-from autosac.step.arguments import marks_of
-from autosac.step.marks import Marks, marked
+from autosac.step.marks import Marks, marked, marks_of
 from autosac.units import curves
 
 _LATE = "held by slow threads of gloo"  # beside the categories of the tape

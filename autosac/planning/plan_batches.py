@@ -31,8 +31,8 @@ from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, read_segments
 from autosac.statistics.by_module import Statistics
-from autosac.step.arguments import fits_forward, marks_of
-from autosac.step.marks import Marks
+from autosac.step.arguments import fits_forward
+from autosac.step.marks import Marks, marks_of
 from autosac.step.training_step import LossFn
 from autosac.tracing.real_steps import names_of_forward
 

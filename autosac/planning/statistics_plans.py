@@ -92,21 +92,7 @@ def plan_statistics(
     relative_gap: float = 0.0,
     time_limit_s: float | None = None,
 ) -> StatisticsPlan:
-    """Find the least recompute time under a budget by statistics of modules.
-
-    Args:
-        statistics: From `from_trackers`, or ``profile.statistics``.
-        memory_budget: Cap on the memory of a rank: bytes, or text such as "24GiB".
-        ac_units: The only modules that may be AC units; None for all that have a
-            trade-off curve.
-        fsdp_units: FSDP units, around which no module may be an AC unit.
-        world_size: Ranks that share parameters and gradients.
-        segments: Lines for each trade-off curve, fitted anew so that they never
-            understate it; None for those of the statistics.
-        backend: MILP solver, "highs" or "cbc".
-        relative_gap: The solve stops when proven this close to the least time.
-        time_limit_s: The solve stops after this long with the best plan so far; None to
-            stop after an amount of work, which takes some seconds at most.
+    """Find the least recompute time under a budget by statistics: see `autosac.plan`.
 
     Raises:
         InfeasibleBudgetError: No plan fits.

@@ -43,9 +43,11 @@ from autosac.step.batch_signatures import (
     positional_names,
     signature_of,
 )
+from autosac.step.marks import Marks, marked, marks_of
 from autosac.step.tape import Tape
 from autosac.step.training_step import LossFn, normalize_inputs
 from autosac.tracing.collecting import no_collections
+from autosac.tracing.probing import module_tree
 from autosac.tracing.real_steps import corrected
 from autosac.tracing.step import Step
 from autosac.tracing.trace import trace
@@ -358,7 +360,7 @@ def profile(
         clip_grad_norm=clip_grad_norm,
         gradients_in_forward=gradients_in_forward,
         lens=lens,
-        opaque=arguments.read_opaque(opaque, model),
+        opaque=_opaque(opaque, model),
     )
     tape = trace(step)
     if loss_fn is None:
@@ -377,6 +379,15 @@ def profile(
         calibrated=False,
     )
     return replace(new_profile, redrawn=_redrawn(new_profile))
+
+
+def _opaque(marks: Marks, model: torch.nn.Module) -> frozenset[str]:
+    """FQNs of the modules that must not be run again."""
+    if not (marks := marks_of(marks)):
+        return frozenset()
+    tree = module_tree(model)
+    indices = marked(marks, tree, name="opaque", inside=True)
+    return frozenset(tree[i].fqn for i in indices)
 
 
 def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:
