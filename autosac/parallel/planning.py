@@ -24,7 +24,7 @@ from autosac.planning.spelling import spell_out
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, calibrate, in_compute_dtype
 from autosac.profiles.restricting import restricted
-from autosac.quantities import format_bytes, format_ms, parse_bytes
+from autosac.quantities import format_bytes, format_ms, format_parts, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions, read_segments
 from autosac.step.marks import Marks, marked, marks_of
@@ -408,11 +408,6 @@ def _infeasible(race: _Race, degrees: Sequence[int]) -> InfeasibleBudgetError:
     composition = ranks.timeline(least.sharding, least.chosen).composition
     if least.late_bytes:
         composition = {**composition, _LATE: least.late_bytes}
-    parts = ", ".join(
-        f"{format_bytes(nbytes)} {category}"
-        for category, nbytes in composition.items()
-        if nbytes
-    )
     lowest_bytes = least.highest_peak_bytes
     enough = fewest_gpus(
         race.chooser, race.spec, budget_bytes, guess=least, options=race.options
@@ -426,7 +421,8 @@ def _infeasible(race: _Race, degrees: Sequence[int]) -> InfeasibleBudgetError:
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}) on"
         f" {race.spec.num_gpus} GPUs: the lowest peak of a rank is {lowest_bytes}"
         f" bytes ({format_bytes(lowest_bytes)}) with parameters sharded"
-        f" {degree} times, made of {parts}. Raise the budget to that; {advice}.",
+        f" {degree} times, made of {format_parts(composition)}. Raise the budget to"
+        f" that; {advice}.",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=lowest_bytes,
         composition=composition,

@@ -18,7 +18,7 @@ from autosac.parallel.sharding import FsdpUnit, Sharding
 from autosac.planning.plans import LARGE_GAP, check_model
 from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.mistakes import check_unplanned
-from autosac.quantities import format_bytes, format_ms
+from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.units.policies import OpPolicy
 
@@ -128,7 +128,7 @@ class ParallelPlan:
     @property
     def optimality_gap(self) -> float:
         """``(milp_ms - bound_ms) / milp_ms``."""
-        return max(0.0, (self.milp_ms - self.bound_ms) / self.milp_ms)
+        return share_above(self.milp_ms, self.bound_ms)
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh to apply the plan on; every rank calls it.

@@ -25,7 +25,7 @@ from autosac.profiles.fingerprints import (
 )
 from autosac.profiles.mistakes import check_unplanned, hints
 from autosac.profiles.profile import TracedStep
-from autosac.quantities import format_bytes, format_ms
+from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.step.batch_signatures import BatchSignature
 from autosac.units.policies import OpPolicy
@@ -122,9 +122,7 @@ class Plan:
     @property
     def optimality_gap(self) -> float:
         """``(recompute_ms - bound_ms) / recompute_ms``, 0.0 without recomputation."""
-        if self.recompute_ms == 0.0:
-            return 0.0
-        return max(0.0, (self.recompute_ms - self.bound_ms) / self.recompute_ms)
+        return share_above(self.recompute_ms, self.bound_ms)
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make the model train under the budget, in place.

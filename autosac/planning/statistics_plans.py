@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any
 
 from autosac.errors import ArgumentError, InfeasibleBudgetError
-from autosac.quantities import format_bytes, format_ms, parse_bytes
+from autosac.quantities import format_bytes, format_ms, parse_bytes, share_above
 from autosac.solvers import sac
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import read_segments
@@ -62,9 +62,7 @@ class StatisticsPlan:
     @property
     def optimality_gap(self) -> float:
         """``(recompute_ms - bound_ms) / recompute_ms``, 0.0 without recomputation."""
-        if self.recompute_ms == 0.0:
-            return 0.0
-        return max(0.0, (self.recompute_ms - self.bound_ms) / self.recompute_ms)
+        return share_above(self.recompute_ms, self.bound_ms)
 
     def __str__(self) -> str:
         width = max(map(len, self.policy), default=0)

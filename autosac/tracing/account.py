@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autosac import _compat
 from autosac._compat_distributed import local
 from autosac.quantities import rounded_up
 
@@ -102,6 +103,15 @@ class Account:
             for index, tick in zip(sorted(group), ticks, strict=True):
                 died[index] = tick
         return died
+
+    def original_parameter(self, tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
+        """Shape of the first of the user's own parameters among tensors, if any."""
+        for tensor in tensors:
+            if not _compat.is_fake(tensor) and self._counts(tensor):
+                index = self.originals.get(tensor.untyped_storage()._cdata)
+                if index is not None and self.categories[index] == "parameter":
+                    return tuple(tensor.shape)
+        return None
 
     def left_alive(self) -> set[int]:
         """Addresses of the storages that forward made and somebody still holds."""

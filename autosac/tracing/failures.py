@@ -6,6 +6,7 @@ import traceback
 from types import TracebackType
 
 from autosac import _compat
+from autosac.errors import TraceError
 from autosac.step import source_lines
 
 _MOST_CHARACTERS = 500  # of a message that is quoted; some of PyTorch's are pages long
@@ -13,7 +14,6 @@ _VALUES = (
     " What the step does there depends on values: pass a real model and a real batch,"
     " on the device that is planned for, and autosac traces a step that really runs."
 )
-WHY_REAL = "This step depends on values, so that it really runs once to be traced."
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
 _ELSEWHERE = ("same device", "different devices")  # the latter of fakes in torch 2.10
@@ -41,6 +41,14 @@ def explanation(error: BaseException, place: str) -> str:
     return (
         f"The step {what}: in {place}{where}, {type(error).__name__} says"
         f" {_quoted(error)}{advice}"
+    )
+
+
+def too_large(more: str) -> TraceError:
+    """The error of a step that really runs and takes more memory than there is."""
+    return TraceError(
+        "This step depends on values, so that it really runs once to be traced. It"
+        f" takes more {more}: plan with a smaller batch, or for the model on the CPU."
     )
 
 

@@ -29,7 +29,7 @@ from autosac.tracing import untold
 from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.attribution import Attribution
-from autosac.tracing.failures import WHY_REAL, place_of
+from autosac.tracing.failures import place_of, too_large
 from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
@@ -84,6 +84,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         )
         self.only_storages = only_storages
         self.target = target
+        self._costs = partial(costs, device_type=device_type, target=target)
         self.blas_phases: set[str] = set()
         self.tree = module_tree(model)
         self.muted = False
@@ -105,7 +106,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
         """Record what runs inside."""
         hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if not self.only_storages:
-            self._probe_modules()
+            for index, module in enumerate(self.model.modules()):
+                if not isinstance(module, torch.jit.ScriptModule):
+                    module.forward = Probe(self, index, module.forward)
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         try:
             with hooks, untold.noting(self.note_state, self.note_dirty), self:
@@ -144,7 +147,10 @@ class Recorder(_compat.PlainDispatchMode, Account):
     def tape(self) -> Tape:
         """What was recorded, as plain data."""
         end = self.clock
-        self._leave_out_unread()
+        if self.met:  # what modules handed on and no op read is not of the step
+            read = {i for op in self.ops for i in (*op.reads, *op.writes)}
+            for index in self.met - read:
+                self.nbytes[index] = 0
         storages = tuple(
             Storage(nbytes=nbytes, category=category, born=born, died=died)
             for nbytes, category, born, died in zip(
@@ -161,14 +167,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
             num_ticks=end,
             device_type=self.target.type if self.target else self.device_type,
         )
-
-    def _leave_out_unread(self) -> None:
-        """Do not count what modules handed on and no op read: it is not of the step."""
-        read = (
-            {i for op in self.ops for i in (*op.reads, *op.writes)} if self.met else ()
-        )
-        for index in self.met.difference(read):
-            self.nbytes[index] = 0
 
     def _blas_storages(self, end: int) -> tuple[Storage, ...]:
         """What the threads that run matrix products hold all the time."""
@@ -207,7 +205,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         strided = key is not None
         if self.learned.overwritten and self._is_overwritten(func, inputs):
             key = _OVERWRITTEN
-        self._refuse_own_parameters(func, inputs)
+        self._refuse_original(func, inputs)
         reads: tuple[int, ...] = ()
         if func is not _LITERAL:  # its memory is born here, with the output
             reads = self._indices(inputs, 0, "input", strided=strided)
@@ -261,19 +259,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
         refuse_sparse(func, tensors_in((out,)))
         return self.repeated.learn(key, func, args, kwargs, out), out
 
-    def _costs(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-        out: Any,
-    ) -> Costs:
-        device_type, target = self.device_type, self.target
-        return costs(
-            func, args, kwargs, tensors, out, device_type=device_type, target=target
-        )
-
     def _write(
         self,
         facts: Facts,
@@ -309,19 +294,16 @@ class Recorder(_compat.PlainDispatchMode, Account):
             )
         )
 
-    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
+    def _refuse_original(self, func: Any, inputs: list[torch.Tensor]) -> None:
         """Refuse what bypasses the copy, such as a loss that closes over the model."""
-        for tensor in inputs:
-            if _compat.is_fake(tensor) or not self._counts(tensor):
-                continue
-            index = self.originals.get(tensor.untyped_storage()._cdata)
-            if index is not None and self.categories[index] == "parameter":
-                raise TraceError(
-                    f"{func} in {self.phase} reads a parameter of shape"
-                    f" {tuple(tensor.shape)} of the model itself, not through the model"
-                    " that is called: gradients would go past the trace. Compute what"
-                    " needs parameters inside the model's `forward`."
-                )
+        shape = self.original_parameter(inputs)
+        if shape is not None:
+            raise TraceError(
+                f"{func} in {self.phase} reads a parameter of shape {shape} of the"
+                " model itself, not through the model that is called: gradients would"
+                " go past the trace. Compute what needs parameters inside the model's"
+                " `forward`."
+            )
 
     def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
         """Exempt what is computed from CPU scalars alone: it stays on the CPU."""
@@ -382,11 +364,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
         """Stop a step that would take more memory than there is."""
         taken_bytes = self.live_bytes + self.copies.nbytes
         if self.most_bytes is not None and taken_bytes > self.most_bytes:
-            raise TraceError(
-                f"{WHY_REAL} It takes more than the {format_bytes(self.most_bytes)} of"
-                " memory that are free: plan with a smaller batch, or for the model on"
-                " the CPU."
-            )
+            free = format_bytes(self.most_bytes)
+            raise too_large(f"than the {free} of memory that are free")
 
     def _is_overwritten(self, func: Any, inputs: list[torch.Tensor]) -> bool:
         """Whether the values of a result must not be known: see `Learned`."""
@@ -482,11 +461,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.saved[index].used_until = self.tick()
 
     # --- modules ----------------------------------------------------------
-
-    def _probe_modules(self) -> None:
-        for index, module in enumerate(self.model.modules()):
-            if not isinstance(module, torch.jit.ScriptModule):
-                module.forward = Probe(self, index, module.forward)
 
     def enter(self, module: int, args: Any, kwargs: Any) -> Call:
         """A module's ``forward`` begins."""
