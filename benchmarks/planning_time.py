@@ -40,7 +40,7 @@ MODELS = ("gpt2", "llama", "mixtral", "t5", "swin", "densenet", "unet", "dit")
 SHARES = (0.2, 0.5, 0.8)  # of the way from the floor to the plain step's peak
 COLUMNS = ("trace", "curves", "plans", "in all")
 
-Record = dict[str, Any]  # CPU seconds of each part, recomputation of all plans in ms
+Record = dict[str, Any]  # CPU seconds of each column, and what came of it
 
 
 def main() -> None:
@@ -86,6 +86,7 @@ def planned(work: Workload, budgets: list[int]) -> Record:
     return {
         **dict(zip(COLUMNS, (*seconds, sum(seconds)), strict=True)),
         "recompute_ms": sum(plan.recompute_ms for plan in plans),
+        "points": sum(len(curve.policies) for curve in profile.formulation.curves),
     }
 
 
@@ -160,20 +161,25 @@ def page(
         f" took turns: medians of {num_rounds} rounds; ratios are medians of those of"
         " each round, now to before. *trace*: `autosac.profile`; *curves*: units,"
         " Pareto points and the MILP's numbers; *plans*: all budgets, dry runs"
-        " included; *recomputation*: of all plans together.\n"
+        " included; *points*: of all curves, which the MILP chooses from;"
+        " *recomputation*: of all plans together, now to before.\n"
     )
-    yield f"| model | {' | '.join(COLUMNS)} | ratio in all | recomputation |"
-    yield f"| --- |{' ---: |' * (len(COLUMNS) + 2)}"
+    heads = (*COLUMNS, "ratio in all", "points", "recomputation")
+    yield f"| model | {' | '.join(heads)} |"
+    yield f"| --- |{' ---: |' * len(heads)}"
     for name, records in pairs.items():
-        seconds = [_before_and_now(records, column) for column in COLUMNS]
-        ratios = (_ratio(records, "in all"), _ratio(records, "recompute_ms"))
-        cells = (*seconds, *(f"{ratio:.2f}" for ratio in ratios))
+        cells = [
+            *(_before_and_now(records, column) for column in COLUMNS),
+            f"{_ratio(records, 'in all'):.2f}",
+            " → ".join(f"{record['points']:,}" for record in records[0]),
+            f"{_ratio(records, 'recompute_ms'):.3f}",
+        ]
         yield f"| {name} | {' | '.join(cells)} |"
     means = [
         statistics.geometric_mean(_ratio(records, column) for records in pairs.values())
-        for column in (*COLUMNS, "recompute_ms")
+        for column in (*COLUMNS, "in all", "points", "recompute_ms")
     ]
-    cells = (*(f"{mean:.2f}" for mean in means[:-1]), "", f"{means[-1]:.2f}")
+    cells = [f"{mean:.2f}" for mean in means]
     yield f"| ratio, geometric mean | {' | '.join(cells)} |"
 
 
