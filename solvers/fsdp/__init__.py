@@ -8,7 +8,6 @@ from .problem import (
     broken_rules,
     live,
     owner_of_shared,
-    predicted,
     schedule,
 )
 from .search import FsdpSolution, candidates, estimate
@@ -28,7 +27,6 @@ __all__ = [
     "lowest_peak",
     "owner_of_shared",
     "plain",
-    "predicted",
     "schedule",
     "solve",
 ]

@@ -23,6 +23,7 @@ from autosac.parallel.solving import ParallelChooser
 from autosac.solvers import fsdp
 from autosac.solvers.curves import knapsack
 from autosac.solvers.fsdp import FsdpChoice
+from autosac.solvers.fsdp.step_time import linear
 from autosac.solving.solve_options import SolveOptions
 from autosac.units.curves import save_problem, spell
 from autosac.units.policies import Policy
@@ -385,7 +386,7 @@ def test_a_small_tree_gets_what_the_best_of_all_choices_has_by_simulation():
         late = form.ranks.late_bytes(sharding)
         in_time = fsdp.live(replace(problem, late_copies=0), choice)
         assert set((fsdp.live(problem, choice) - in_time).tolist()) == {late}
-        known.append((peak + late, fsdp.predicted(problem, choice).total_ms))
+        known.append((peak + late, linear(fsdp.schedule(problem, choice)).total_ms))
     options = SolveOptions(relative_gap=1e-6)
     peaks = sorted({peak for peak, _ in known})
     assert len(peaks) > 20

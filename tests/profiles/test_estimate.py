@@ -7,7 +7,6 @@ from torch import nn
 import autosac
 from autosac.planning.make_plan import lowest
 from autosac.profiles import memory_history
-from autosac.profiles.estimate import estimate_of
 from autosac.step.tape import CATEGORIES
 from autosac.units import curves
 from tests.models import CASES, SMALL_GPT, random_choice, random_policy
@@ -105,7 +104,7 @@ def test_a_rerun_can_be_the_place_of_the_peak():
 def test_categories_sum_to_the_peak_exactly(name):
     made = CASES[name].profile(torch.optim.AdamW)
 
-    found = estimate_of(made)
+    found = autosac.estimate(made)
 
     assert found.peak_bytes == made.baseline_peak_bytes
     assert sum(found.breakdown.values()) == found.peak_bytes
@@ -137,7 +136,7 @@ def test_blocks_of_libraries_and_kernels_are_workspaces(monkeypatch):
 
 
 def test_modules_have_what_is_made_inside_them(gpt):
-    found = estimate_of(gpt)
+    found = autosac.estimate(gpt)
     by_fqn = {row.fqn: row for row in found.modules}
 
     assert list(by_fqn) == [node.fqn for node in gpt.tape.modules.nodes]
@@ -153,7 +152,7 @@ def test_modules_have_what_is_made_inside_them(gpt):
 
 
 def test_fits_compares_with_devices_and_amounts(gpt):
-    found = estimate_of(gpt)
+    found = autosac.estimate(gpt)
 
     assert found.fits()
     assert found.fits(found.peak_bytes) and not found.fits(found.peak_bytes - 1)
@@ -164,9 +163,9 @@ def test_fits_compares_with_devices_and_amounts(gpt):
 
 def test_a_device_of_other_kernels_is_refused(gpt):
     with pytest.raises(ValueError, match="estimate again with `device`='h100'"):
-        estimate_of(gpt).fits("h100")
+        autosac.estimate(gpt).fits("h100")
     with pytest.raises(ValueError, match="not a known device"):
-        estimate_of(gpt).fits("h1000")
+        autosac.estimate(gpt).fits("h1000")
 
     model, x = CASES["mlp"].model(), CASES["mlp"].inputs()
     on_h100 = autosac.estimate(model, x, device="h100")
@@ -177,7 +176,7 @@ def test_a_device_of_other_kernels_is_refused(gpt):
 
 def test_the_text_and_the_table_have_every_module_that_matters(gpt):
     pytest.importorskip("pandas")
-    found = estimate_of(gpt)
+    found = autosac.estimate(gpt)
 
     table = found.to_dataframe()
 

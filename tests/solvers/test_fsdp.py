@@ -17,6 +17,7 @@ from autosac.solvers.fsdp import (
 )
 from autosac.solvers.fsdp import schedule as schedule_of
 from autosac.solvers.fsdp.collectives import AffineCost
+from autosac.solvers.fsdp.step_time import linear
 from autosac.solvers.milp.solution import Termination
 from autosac.solvers.sac import Breakpoint, SacProblem, Unit
 from tests.solvers.fsdp_cases import MIB, every_choice, fsdp_problems, layers
@@ -31,7 +32,10 @@ def solve(problem, **options):
 def _best(problem, allowed=lambda choice: True):
     """Least time within the budget, and least peak, of all choices."""
     found = [
-        (fsdp.predicted(problem, choice).total_ms, fsdp.live(problem, choice).max())
+        (
+            linear(fsdp.schedule(problem, choice)).total_ms,
+            fsdp.live(problem, choice).max(),
+        )
         for choice in every_choice(problem)
         if allowed(choice)
     ]
