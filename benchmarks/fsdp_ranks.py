@@ -24,7 +24,7 @@ from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.planning.spelling import spell_out
 from autosac.profiles.profile import Profile, calibrate
 from autosac.solvers.curves import knapsack
-from autosac.units.curves import save_problem, spell
+from autosac.units.curves import policy_of, save_problem
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 from benchmarks.environment import MIB, environment
@@ -117,10 +117,8 @@ def _recompute(profile: Profile, recipe: Recipe, share: float) -> dict[Unit, Pol
     chosen = {}
     for unit in profile.units.candidates:
         if unit.fqn in recipe.blocks:
-            points = knapsack.front(save_problem(unit)).solutions
-            point = points[round(share * (len(points) - 1))]
-            assert point.saved is not None and point.rerun is not None
-            chosen[unit] = Policy(spell(point.saved, point.rerun))
+            front = knapsack.front(save_problem(unit))
+            chosen[unit] = policy_of(front, round(share * (len(front) - 1)))
     return chosen
 
 

@@ -11,8 +11,9 @@ from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.sharding import FsdpUnit, Sharding, fsdp_units
 from autosac.planning.spelling import spell_out
 from autosac.profiles.profile import calibrate, in_compute_dtype, profile
+from autosac.solvers.curves import knapsack
 from autosac.step.training_step import OptimizerInBackward
-from autosac.units.curves import save_problem, spell
+from autosac.units.curves import policy_of, save_problem
 from autosac.units.policies import Policy
 from benchmarks.ranks import Recipe, reference, run_fake_rank, run_gloo_ranks
 from tests.models import CASES, SMALL_GPT, gpt, random_choice, tokens
@@ -73,11 +74,7 @@ def phase_peaks(ranks, timeline):
 
 
 def rerun_all(unit):
-    problem = save_problem(unit)
-    from autosac.solvers.curves import knapsack
-
-    cheapest = knapsack.front(problem).solutions[-1]
-    return Policy(spell(cheapest.saved, cheapest.rerun))
+    return policy_of(knapsack.front(save_problem(unit)), -1)
 
 
 UNITS = {

@@ -25,8 +25,7 @@ from autosac.solvers.curves import knapsack
 from autosac.solvers.fsdp import FsdpChoice
 from autosac.solvers.fsdp.step_time import linear
 from autosac.solving.solve_options import SolveOptions
-from autosac.units.curves import save_problem, spell
-from autosac.units.policies import Policy
+from autosac.units.curves import policy_of, save_problem
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
 from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
@@ -114,8 +113,7 @@ def test_a_giant_embedding_leaves_room_to_recompute_its_blocks():
     by_hand = Sharding(units=fsdp_units(recipe.blocks), shard_degree=2)
     all_rerun = {}
     for unit in form.units:
-        cheapest = knapsack.front(save_problem(unit)).solutions[-1]
-        all_rerun[unit] = Policy(spell(cheapest.saved, cheapest.rerun))
+        all_rerun[unit] = policy_of(knapsack.front(save_problem(unit)), -1)
 
     least = chooser.at(on_cpu(2), 2).lowest(SolveOptions())
 

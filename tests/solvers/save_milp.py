@@ -16,13 +16,12 @@ import pulp
 
 from autosac.solvers.curves.knapsack import (
     SaveProblem,
-    SaveSolution,
     recompute_ms,
     rerun_closure,
-    saved_bytes,
 )
 from autosac.solvers.milp import pulp_runner
 from autosac.solvers.milp.solution import Backend, Termination
+from tests.solvers.save_solutions import SaveSolution, saved_bytes
 
 _MIB = 2**20  # bytes without a large common divisor stay within row tolerances in MiB
 _LARGEST_COEFFICIENT = 2**20  # of a row in units of the common divisor
