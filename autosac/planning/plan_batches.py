@@ -374,6 +374,7 @@ def _replan(
         "clip_grad_norm": step.clip_grad_norm,
         "gradients_in_forward": step.gradients_in_forward,
         "exclude": profiled.exclude,
+        "opaque": tuple(sorted(step.opaque)),
     }
     loss_fn, device_type = step.loss_fn, step.traced_type
     del profiled, step  # neither model nor inputs stay alive

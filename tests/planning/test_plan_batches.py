@@ -433,6 +433,22 @@ def test_replanning_in_the_middle_of_autocast_plans_the_same_step():
     assert replanned.peak_bytes <= budget_bytes
 
 
+def test_opaque_modules_stay_so_when_a_batch_is_planned_anew():
+    step_options = {"optimizer": "adamw", "opaque": "blocks.0"}
+    small = autosac.calibrate(autosac.profile(make_model(), BATCHES[3], **step_options))
+    plan = autosac.plan(
+        make_model(),
+        BATCHES[3],
+        memory_budget=autosac.floor(small),
+        on_mismatch="replan",
+        **step_options,
+    )
+
+    larger = plan.replan(make_model(), (), BATCHES[0])  # does not fit: all is rerun
+    units = {one.fqn for one in larger.op_policies}
+    assert units and not any(fqn.startswith("blocks.0") for fqn in units)
+
+
 def test_what_cannot_fit_runs_with_the_least_peak_and_says_so():
     found = autosac.plan(
         make_model(),
