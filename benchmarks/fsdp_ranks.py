@@ -74,8 +74,8 @@ def main() -> int:
             settings = {"want_gradients": True, "num_measured": 3}
             policies = spell_out(profile, cell.chosen)
             jobs.append((recipe, cell.sharding, policies, settings))
-    found = run_gloo_ranks(options.ranks, jobs, timeout_s=options.timeout)
-    lines, is_kept = _table(cells, found, options.ranks)
+    results = run_gloo_ranks(options.ranks, jobs, timeout_s=options.timeout)
+    lines, is_kept = _table(cells, results, options.ranks)
     path = options.output / f"fsdp_ranks_{options.ranks}.md"
     path.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
@@ -123,7 +123,7 @@ def _recompute(profile: Profile, recipe: Recipe, share: float) -> dict[Unit, Pol
 
 
 def _table(
-    cells: list[Cell], found: list[list[RankResult]], num_ranks: int
+    cells: list[Cell], measured: list[list[RankResult]], num_ranks: int
 ) -> tuple[list[str], bool]:
     lines = [
         f"# FSDP2 on {num_ranks} gloo ranks: predicted and measured peaks",
@@ -146,7 +146,7 @@ def _table(
         name: reference(RECIPES[name], num_ranks) for name in {c.model for c in cells}
     }
     is_kept = True
-    for cell, results in zip(cells, found, strict=True):
+    for cell, results in zip(cells, measured, strict=True):
         pairs = list(zip(cell.predicted_bytes, results, strict=True))
         worst = max(pairs, key=lambda pair: abs(_error(*pair)))
         late = max(0, *(r.highest_peak_bytes - p for p, r in pairs))

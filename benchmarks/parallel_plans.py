@@ -139,11 +139,11 @@ def _rule_row(
     head: str, form: ParallelFormulation, spec: ClusterSpec, rule: ByHand
 ) -> str:
     """What a rule gives at its best sharding degree."""
-    found = [at_degree(form, spec, degree, rule) for degree in _degrees(spec)]
-    fitting = [one for one in found if one.peak_bytes <= BUDGET_BYTES]
+    plans = [at_degree(form, spec, degree, rule) for degree in _degrees(spec)]
+    fitting = [one for one in plans if one.peak_bytes <= BUDGET_BYTES]
     best = min(fitting, key=lambda one: one.step_ms, default=None)
     if best is None:
-        least = min(found, key=lambda one: one.peak_bytes)
+        least = min(plans, key=lambda one: one.peak_bytes)
         peak = f"{least.peak_bytes / GIB:.1f}"
         return f"{head}| {rule.name} | too large | {peak} | | | | | |"
     mesh = f"{spec.num_gpus // best.degree} x {best.degree}"

@@ -67,8 +67,8 @@ def plainly(model, args, kwargs):
 
 
 def preceded(model, args, kwargs):
-    found = pipeline_checkpoint(model, *args, **kwargs)
-    return found.output, found.recompute
+    output = pipeline_checkpoint(model, *args, **kwargs)
+    return output.output, output.recompute
 
 
 def by_itself(model, args, kwargs):
@@ -119,8 +119,8 @@ def test_models_that_do_otherwise_without_gradients_give_the_same_bits():
 
     output = pipeline_checkpoint(model, x).output
 
-    found = torch.autograd.grad(output.square().sum(), model.parameters())
-    assert all(map(torch.equal, expected, found))
+    gradients = torch.autograd.grad(output.square().sum(), model.parameters())
+    assert all(map(torch.equal, expected, gradients))
 
 
 def test_it_can_be_inside_a_checkpoint_of_pytorch():
@@ -133,8 +133,8 @@ def test_it_can_be_inside_a_checkpoint_of_pytorch():
         lambda x: pipeline_checkpoint(model, x).output, x, use_reentrant=False
     )
 
-    found = torch.autograd.grad(output.sum(), [x, *model.parameters()])
-    assert all(map(torch.equal, expected, found))
+    gradients = torch.autograd.grad(output.sum(), [x, *model.parameters()])
+    assert all(map(torch.equal, expected, gradients))
 
 
 @pytest.mark.parametrize("call", [preceded, by_itself])
@@ -144,10 +144,10 @@ def test_gradients_buffers_and_random_streams_are_those_of_a_plain_call(
 ):
     expected = three_micro_batches(CASES[name], plainly)
 
-    found = three_micro_batches(CASES[name], call)
+    order = three_micro_batches(CASES[name], call)
 
     assert any(key.startswith("gradient") for key in expected)
-    assert differences(expected, found) == ()
+    assert differences(expected, order) == ()
 
 
 def test_buffers_that_forward_changes_and_backward_reads_are_changed_once():
@@ -167,9 +167,9 @@ def test_buffers_that_forward_changes_and_backward_reads_are_changed_once():
 def test_casts_of_autocast_are_made_again(name, one_thread):
     expected = three_micro_batches(CASES[name], plainly, autocast=True)
 
-    found = three_micro_batches(CASES[name], preceded, autocast=True)
+    order = three_micro_batches(CASES[name], preceded, autocast=True)
 
-    assert differences(expected, found) == ()
+    assert differences(expected, order) == ()
 
 
 def test_it_recomputes_under_the_autocast_of_forward_not_of_backward():
@@ -181,13 +181,13 @@ def test_it_recomputes_under_the_autocast_of_forward_not_of_backward():
 
     model = nn.Linear(WIDTH, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
-        found = pipeline_checkpoint(fn, rows())
-    found.recompute()
+        output = pipeline_checkpoint(fn, rows())
+    output.recompute()
     with torch.autocast("cpu", torch.bfloat16):
         other = pipeline_checkpoint(fn, rows())
         other.output.sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
-        found.output.sum().backward()
+        output.output.sum().backward()
 
     assert seen == [True] * 4
 
@@ -198,9 +198,9 @@ def test_gradients_of_inputs_leave_through_the_outer_graph():
     expected = torch.autograd.grad(model(x * 2).sum(), [x, *model.parameters()])
 
     torch.manual_seed(0)
-    found = pipeline_checkpoint(model, x * 2)
-    found.recompute()
-    gradients = torch.autograd.grad(found.output.sum(), [x, *model.parameters()])
+    output = pipeline_checkpoint(model, x * 2)
+    output.recompute()
+    gradients = torch.autograd.grad(output.output.sum(), [x, *model.parameters()])
 
     assert all(map(torch.equal, expected, gradients))
     assert all(p.grad is None for p in (x, *model.parameters()))
@@ -223,11 +223,11 @@ def test_an_optimizer_in_backward_steps_each_parameter_once(one_thread):
 
 def test_backward_can_go_through_twice_and_recomputes_each_time():
     model, x = Recorded(), rows()
-    found = pipeline_checkpoint(model, x)
+    output = pipeline_checkpoint(model, x)
 
-    found.output.sum().backward(retain_graph=True)
+    output.output.sum().backward(retain_graph=True)
     once = x.grad.clone()
-    found.output.sum().backward()
+    output.output.sum().backward()
 
     assert torch.equal(x.grad, 2 * once)
     assert RUNS == [FORWARD, RECOMPUTATION, RECOMPUTATION]
@@ -246,22 +246,22 @@ def test_gradients_of_gradients_are_refused():
 
 
 def test_recompute_runs_before_backward_and_only_once():
-    found = pipeline_checkpoint(Recorded(), rows())
+    output = pipeline_checkpoint(Recorded(), rows())
     assert RUNS == [FORWARD]
 
-    found.recompute()
-    found.recompute()
+    output.recompute()
+    output.recompute()
     assert RUNS == [FORWARD, RECOMPUTATION]
 
-    found.output.sum().backward()
+    output.output.sum().backward()
     assert RUNS == [FORWARD, RECOMPUTATION]
     assert not is_checkpointing() and not is_recomputing()
 
 
 def test_without_a_call_backward_recomputes_by_itself():
-    found = pipeline_checkpoint(Recorded(), rows())
+    output = pipeline_checkpoint(Recorded(), rows())
 
-    found.output.sum().backward()
+    output.output.sum().backward()
 
     assert RUNS == [FORWARD, RECOMPUTATION]
 
@@ -281,9 +281,9 @@ class Wait(torch.autograd.Function):
 
 def test_what_is_preceded_recomputes_before_its_backward_waits():
     model, x = Recorded(), rows()
-    found = pipeline_checkpoint(model, x)
+    output = pipeline_checkpoint(model, x)
 
-    found.precede(Wait.apply(found.output)).sum().backward()
+    output.precede(Wait.apply(output.output)).sum().backward()
 
     assert RUNS == [FORWARD, RECOMPUTATION, "the gradient is there"]
     assert torch.equal(x.grad, torch.ones(4, WIDTH) @ model.inner.weight)
@@ -321,22 +321,22 @@ def test_a_step_is_shorter_by_the_recomputation_that_the_wait_hides():
 
 
 def test_preceding_a_tensor_that_requires_no_gradient_is_refused():
-    found = pipeline_checkpoint(Recorded(), rows())
+    output = pipeline_checkpoint(Recorded(), rows())
 
     with pytest.raises(ValueError, match="requires no gradient"):
-        found.precede(rows(requires_grad=False))
+        output.precede(rows(requires_grad=False))
 
 
 def test_without_gradients_it_is_a_plain_call():
     model, x = Recorded(), rows(requires_grad=False)
 
     with torch.no_grad():
-        found = pipeline_checkpoint(model, x)
-    found.recompute()
+        output = pipeline_checkpoint(model, x)
+    output.recompute()
 
     assert len(RUNS) == 1 and RUNS[0][:2] == (False, False)
-    assert torch.equal(found.output, model.inner(x))
-    assert not found.output.requires_grad
+    assert torch.equal(output.output, model.inner(x))
+    assert not output.output.requires_grad
 
 
 def test_where_nothing_requires_a_gradient_a_schedule_can_go_backward_all_the_same():
@@ -383,9 +383,9 @@ def test_forward_takes_less_memory_than_with_a_graph():
         return measure_peak(call, device="cpu", persistent_bytes=0)
 
     with_graph, plain_bytes = peak(lambda: model(x))
-    found, peak_bytes = peak(lambda: pipeline_checkpoint(model, x))
+    observed, peak_bytes = peak(lambda: pipeline_checkpoint(model, x))
 
-    assert torch.equal(found.output, with_graph)
+    assert torch.equal(observed.output, with_graph)
     assert plain_bytes >= 8 * x.nbytes
     random_states = 4 * torch.get_rng_state().nbytes
     assert peak_bytes <= 2 * x.nbytes + random_states
@@ -403,11 +403,11 @@ def test_everything_is_gone_after_backward_without_a_collection():
     gc.collect()
     gc.disable()
     try:
-        found = pipeline_checkpoint(fn, rows())
-        call = weakref.ref(found._call)
-        found.recompute()
-        found.output.sum().backward()
-        del found
+        output = pipeline_checkpoint(fn, rows())
+        call = weakref.ref(output._call)
+        output.recompute()
+        output.output.sum().backward()
+        del output
         assert [ref() for ref in activations] == [None, None]
         assert call() is None
     finally:
@@ -436,10 +436,10 @@ def checkpointed(layer, x):
 
 
 def checkpointed_and_recomputed(layer, x):
-    found = pipeline_checkpoint(layer, x)
+    output = pipeline_checkpoint(layer, x)
     if is_recomputing():
-        found.recompute()
-    return found.output
+        output.recompute()
+    return output.output
 
 
 @pytest.mark.parametrize("inner", [checkpointed, checkpointed_and_recomputed])
@@ -475,9 +475,9 @@ def test_an_inner_call_runs_with_each_outer_one_and_once_more_in_backward():
     model, x = Nested(inner), rows()
     model.call = checkpointed
 
-    found = pipeline_checkpoint(model, x)
-    found.recompute()
-    found.output.sum().backward()
+    output = pipeline_checkpoint(model, x)
+    output.recompute()
+    output.output.sum().backward()
 
     # In the outer call's recomputation the inner one is a first run again.
     assert RUNS == [FORWARD, (True, True, True), RECOMPUTATION]
@@ -570,10 +570,10 @@ def test_results_of_every_kind_come_back_as_they_are():
         }
 
     model, a, b = nn.Linear(WIDTH, WIDTH), rows(requires_grad=False), rows()
-    found = pipeline_checkpoint(fn, (a, b), flag=True)
-    output, expected = found.output, fn((a, b), flag=True)
+    checkpointed = pipeline_checkpoint(fn, (a, b), flag=True)
+    output, expected = checkpointed.output, fn((a, b), flag=True)
 
-    found.recompute()
+    checkpointed.recompute()
     (output["sum"].sum() + output["twice"][0].square().sum()).backward()
 
     assert torch.equal(output["order"], expected["order"])
@@ -612,9 +612,9 @@ def test_a_result_can_be_changed_in_place_afterwards():
     model, x = nn.Linear(WIDTH, WIDTH), rows()
     expected = torch.autograd.grad(model(x).relu().sum(), x)[0]
 
-    found = pipeline_checkpoint(model, x)
-    output = found.output.relu_()
-    found.recompute()
+    checkpointed = pipeline_checkpoint(model, x)
+    output = checkpointed.output.relu_()
+    checkpointed.recompute()
 
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
 
@@ -691,11 +691,11 @@ def test_a_recomputation_that_draws_more_numbers_is_an_error():
         counter.append(0)
         return model(x) if len(counter) == 1 else model(model(x))
 
-    found = pipeline_checkpoint(fn, rows())
+    output = pipeline_checkpoint(fn, rows())
     state = torch.get_rng_state()
 
     with pytest.raises(RuntimeError, match="as many random numbers"):
-        found.recompute()
+        output.recompute()
     assert torch.equal(torch.get_rng_state(), state)
     assert not is_recomputing()
 
@@ -731,12 +731,12 @@ def test_another_thread_may_recompute_and_backward_waits_for_it():
         return model(x)
 
     model, x = Recorded(), rows()
-    found = pipeline_checkpoint(fn, x)
-    helper = threading.Thread(target=found.recompute)
+    output = pipeline_checkpoint(fn, x)
+    helper = threading.Thread(target=output.recompute)
     helper.start()
     started.wait(10)
     threading.Timer(0.05, go_on.set).start()
-    found.output.sum().backward()
+    output.output.sum().backward()
     helper.join()
 
     assert RUNS == [FORWARD, RECOMPUTATION]
@@ -809,11 +809,11 @@ def test_a_gpu_stage_recomputes_on_the_present_stream(same_stream):
     state = torch.cuda.get_rng_state()
 
     torch.manual_seed(0)
-    found = pipeline_checkpoint(model, x)
+    output = pipeline_checkpoint(model, x)
     other = torch.cuda.current_stream() if same_stream else torch.cuda.Stream()
     with torch.cuda.stream(other):
-        found.recompute()
-    gradients = torch.autograd.grad(found.output.sum(), [x, *model.parameters()])
+        output.recompute()
+    gradients = torch.autograd.grad(output.output.sum(), [x, *model.parameters()])
 
     assert all(map(torch.equal, expected, gradients))
     assert torch.equal(torch.cuda.get_rng_state(), state)
@@ -893,28 +893,28 @@ def test_opaque_arguments_and_results_are_refused():
 
 def test_a_parameter_that_changed_before_recomputation_is_an_error():
     model = nn.Linear(WIDTH, WIDTH)
-    found = pipeline_checkpoint(model, rows())
+    output = pipeline_checkpoint(model, rows())
     with torch.no_grad():
         model.bias.add_(1)
 
     with pytest.raises(RuntimeError, match="has changed since its forward pass"):
-        found.recompute()
+        output.recompute()
 
 
 def test_an_argument_that_changed_before_recomputation_is_an_error():
     x = rows() * 1
-    found = pipeline_checkpoint(nn.Linear(WIDTH, WIDTH), x)
+    output = pipeline_checkpoint(nn.Linear(WIDTH, WIDTH), x)
     x.add_(1)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        found.recompute()
+        output.recompute()
 
 
 def test_a_result_that_depends_on_something_else_is_an_error():
-    found = pipeline_checkpoint(lambda x: x[: 4 - is_recomputing()] * 2, rows())
+    output = pipeline_checkpoint(lambda x: x[: 4 - is_recomputing()] * 2, rows())
 
     with pytest.raises(RuntimeError, match="other shapes, types or values"):
-        found.output.sum().backward()
+        output.output.sum().backward()
 
 
 @pytest.mark.parametrize("is_leaf", [True, False])

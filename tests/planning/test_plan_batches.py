@@ -88,9 +88,9 @@ BATCHES = [batch_of(*kind) for kind in PLANNED]
 
 
 def budget_of(share, batch=BATCHES[0], **options):
-    made = autosac.profile(make_model(), batch, optimizer="adamw", **options)
-    lowest = autosac.floor(made)
-    return int(lowest + share * (made.baseline_peak_bytes - lowest))
+    traced = autosac.profile(make_model(), batch, optimizer="adamw", **options)
+    lowest = autosac.floor(traced)
+    return int(lowest + share * (traced.baseline_peak_bytes - lowest))
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +209,11 @@ def test_any_training_is_the_plain_one_bit_by_bit(plan, acts):
 def test_so_is_one_under_random_policies_of_every_unit(profiles, seed, acts):
     plans = [
         Policies(
-            spell_out(made, random_choice(made, seed + number)), (made.signature,), ()
+            spell_out(built, random_choice(built, seed + number)),
+            (built.signature,),
+            (),
         )
-        for number, made in enumerate(profiles)
+        for number, built in enumerate(profiles)
     ]
     plain, model = Training(), make_model()
     batch_variants.install_plans(model, plans, lambda *_: seed % len(plans))
@@ -279,10 +281,10 @@ def test_the_whole_has_the_highest_peak_and_mean_times(plan):
 def test_batches_that_branch_alike_are_one_kind():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     inputs = [torch.rand(4, 8), torch.rand(2, 8), torch.rand(4, 8)]
-    found = autosac.plan(model, inputs, memory_budget="1GiB", loss_fn=torch.sum)
+    planned = autosac.plan(model, inputs, memory_budget="1GiB", loss_fn=torch.sum)
 
-    assert [one.num_batches for one in found.variants] == [2, 1]
-    assert found.num_batches == 3
+    assert [one.num_batches for one in planned.variants] == [2, 1]
+    assert planned.num_batches == 3
 
 
 def test_arguments_are_known_by_name_or_position(plan):
@@ -307,8 +309,8 @@ def test_a_branch_is_seen_before_the_first_unit(plan):
 
 def test_each_branch_is_checked_and_reported(plan):
     for batch in BATCHES:
-        made = autosac.profile(make_model(), batch, optimizer="adamw")
-        assert autosac.check(plan, made) <= plan.budget_bytes
+        traced = autosac.profile(make_model(), batch, optimizer="adamw")
+        assert autosac.check(plan, traced) <= plan.budget_bytes
     assert str(plan.report()) == str(plan.variants[0].report())
     short = autosac.profile(make_model(), BATCHES[3], optimizer="adamw")
     assert "AC unit" in str(plan.report(short))
@@ -369,27 +371,27 @@ def test_a_larger_batch_is_said_once_with_its_peak(plan):
 
 
 def test_a_larger_batch_is_not_recomputed_where_the_budget_is_ample():
-    found = autosac.plan(
+    planned = autosac.plan(
         make_model(), BATCHES[1:3], memory_budget="1GiB", optimizer="adamw"
     )
-    training = Training(found)
+    training = Training(planned)
     with pytest.warns(UserWarning, match="follows the plan of the largest; its peak"):
         training.run(step(batch_of(32)))
 
-    assert training.model.forward.variants.plans == list(found.each)
-    assert all(one.traced is not None for one in found.each)
+    assert training.model.forward.variants.plans == list(planned.each)
+    assert all(one.traced is not None for one in planned.each)
 
 
 @pytest.mark.slow
 def test_replanning_keeps_the_budget_and_disturbs_nothing():
-    found = autosac.plan(
+    cheapest = autosac.plan(
         make_model(),
         BATCHES[2:],
         memory_budget=budget_of(0.2),
         optimizer="adamw",
         on_mismatch="replan",
     )
-    plain, planned = Training(), Training(found)
+    plain, planned = Training(), Training(cheapest)
     order = [BATCHES[2], batch_of(9), BATCHES[0], batch_of(9), BATCHES[3], BATCHES[0]]
     with pytest.warns(UserWarning, match="planned for anew"):
         for batch in order:
@@ -399,14 +401,14 @@ def test_replanning_keeps_the_budget_and_disturbs_nothing():
 
     assert len(variants.plans) == 4
     for batch in order:
-        assert planned.peak_bytes(batch) <= found.budget_bytes
+        assert planned.peak_bytes(batch) <= cheapest.budget_bytes
 
 
 @pytest.mark.slow
 def test_replanning_in_the_middle_of_autocast_plans_the_same_step():
     options = {"optimizer": "adamw", "autocast": "bf16"}
     budget_bytes = budget_of(0.2, autocast="bf16")
-    found = autosac.plan(
+    cheapest = autosac.plan(
         make_model(),
         BATCHES[3],
         memory_budget=budget_bytes,
@@ -424,7 +426,7 @@ def test_replanning_in_the_middle_of_autocast_plans_the_same_step():
             autocast=torch.bfloat16,
         )
 
-    plain, planned = Training(), Training(found)
+    plain, planned = Training(), Training(cheapest)
     with pytest.warns(UserWarning, match="planned for anew"):
         assert differences(plain.run(under_autocast), planned.run(under_autocast)) == ()
     alone = autosac.calibrate(autosac.profile(make_model(), BATCHES[0], **options))
@@ -450,14 +452,14 @@ def test_opaque_modules_stay_so_when_a_batch_is_planned_anew():
 
 
 def test_what_cannot_fit_runs_with_the_least_peak_and_says_so():
-    found = autosac.plan(
+    planned = autosac.plan(
         make_model(),
         BATCHES[3],
         memory_budget=budget_of(0.0, batch=BATCHES[3]),
         optimizer="adamw",
         on_mismatch="replan",
     )
-    training = Training(found)
+    training = Training(planned)
     with pytest.warns(UserWarning, match="bytes .* above the budget") as caught:
         training.run(step(BATCHES[0]))
     text = str(caught[0].message)
@@ -467,10 +469,10 @@ def test_what_cannot_fit_runs_with_the_least_peak_and_says_so():
 
 
 def test_raise_comes_before_anything_runs():
-    found = autosac.plan(
+    planned = autosac.plan(
         make_model(), BATCHES[0], memory_budget="1GiB", on_mismatch="raise"
     )
-    model = found.apply(make_model())
+    model = planned.apply(make_model())
     with pytest.raises(PlanMismatchError, match=r"tokens \[4, 9\].* was not planned"):
         model(**batch_of(9), nothing="that forward could take")
     with pytest.raises(PlanMismatchError, match=r"only mask \[4, 24\], tokens"):
@@ -481,10 +483,10 @@ def test_raise_comes_before_anything_runs():
 
 
 def test_a_plan_from_a_file_says_that_it_cannot_replan(tmp_path):
-    found = autosac.plan(
+    planned = autosac.plan(
         make_model(), BATCHES[0], memory_budget="1GiB", on_mismatch="replan"
     )
-    found.save(tmp_path / "plan.json")
+    planned.save(tmp_path / "plan.json")
     with pytest.warns(UserWarning, match="from a file knows neither loss"):
         autosac.Plan.load(tmp_path / "plan.json").apply(make_model())
 
@@ -510,12 +512,12 @@ def test_a_loader_is_planned_for_all_its_lengths_and_not_disturbed():
         )
 
     used, fresh = loader(), loader()
-    found = autosac.plan(
+    planned = autosac.plan(
         make_model(), used, memory_budget=budget_of(0.2), optimizer="adamw"
     )
 
-    assert found.num_batches == 10
-    assert any(_is_for(one, batch_of(24)) for one in found.each)
+    assert planned.num_batches == 10
+    assert any(_is_for(one, batch_of(24)) for one in planned.each)
     for one, other in zip(used, fresh, strict=True):
         assert torch.equal(one["tokens"], other["tokens"])
 
@@ -526,12 +528,12 @@ def test_the_largest_batch_of_sorted_texts_is_found():
         batch_size=ROWS,
         collate_fn=collated,
     )
-    found = buckets(make_model(), loader)
+    kinds = buckets(make_model(), loader)
 
-    assert len(found) == 16
-    assert found[0].batch["tokens"].shape == (ROWS, 199)
-    assert sum(one.num_batches for one in found) == 199
-    assert sum(len(one.signatures) for one in found) == 199
+    assert len(kinds) == 16
+    assert kinds[0].batch["tokens"].shape == (ROWS, 199)
+    assert sum(one.num_batches for one in kinds) == 199
+    assert sum(len(one.signatures) for one in kinds) == 199
 
 
 def kind(*sizes):
@@ -616,13 +618,13 @@ def test_a_budget_below_one_floor_names_the_batch_and_the_least_for_all():
         )
     error = caught.value
     assert "one with mask [4, 24], tokens [4, 24] peaks" in str(error)
-    found = autosac.plan(
+    planned = autosac.plan(
         make_model(),
         BATCHES,
         memory_budget=error.lowest_peak_bytes,
         optimizer="adamw",
     )
-    assert found.peak_bytes == error.lowest_peak_bytes
+    assert planned.peak_bytes == error.lowest_peak_bytes
 
 
 def test_losses_may_hold_the_targets_of_their_batch():
@@ -631,15 +633,15 @@ def test_losses_may_hold_the_targets_of_their_batch():
 
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     inputs = [torch.rand(n, 8, generator=torch.Generator()) for n in (4, 2)]
-    found = autosac.plan(
+    planned = autosac.plan(
         model,
         inputs,
         memory_budget="1GiB",
         on_mismatch="replan",
         make_loss_fn=lambda x: lambda y: functional.mse_loss(y, targets_of(x)),
     )
-    assert len(found.variants) == 2
-    found.apply(model)
+    assert len(planned.variants) == 2
+    planned.apply(model)
     random.seed(0)
     model(torch.rand(3, 8)).sum().backward()
     assert len(model.forward.variants.plans) == 3

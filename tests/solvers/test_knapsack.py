@@ -154,8 +154,8 @@ def test_cbc_matches_trying_every_subset(problem):
 
     best = best_save(problem)
     assert violations(problem, solution) == ()
-    found = (solution.recompute_ms, solution.saved_bytes)
-    assert found == (best or (None, None))
+    observed = (solution.recompute_ms, solution.saved_bytes)
+    assert observed == (best or (None, None))
 
 
 @settings(max_examples=25)
@@ -164,9 +164,9 @@ def test_the_trade_off_is_the_whole_pareto_front_when_every_capacity_is_tried(pr
     total = sum(problem.saved_bytes) // MIB
     points = trade_off(problem, num_points=2 * total + 2)
 
-    found = [(s.recompute_ms, s.saved_bytes) for s in points]
-    assert set(found) == pareto_saves(problem)
-    assert found == sorted(found)
+    observed = [(s.recompute_ms, s.saved_bytes) for s in points]
+    assert set(observed) == pareto_saves(problem)
+    assert observed == sorted(observed)
     for solution in points:
         assert violations(replace(problem, capacity_bytes=10**12), solution) == ()
 
@@ -263,10 +263,10 @@ def test_a_partial_front_has_the_vertices_of_the_hull(thin, problem, prices):
     for price in steepness + prices:  # the least of time + price * bytes is the same
         least = [
             min(
-                (s.recompute_ms + price * s.saved_bytes for s in found),
+                (s.recompute_ms + price * s.saved_bytes for s in observed),
                 default=0.0,
             )
-            for found in (complete, thinned)
+            for observed in (complete, thinned)
         ]
         assert least[0] == pytest.approx(least[1], rel=1e-6)
 
