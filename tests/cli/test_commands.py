@@ -10,7 +10,7 @@ import autosac
 from autosac.cli import commands as cli
 from autosac.cli import demo
 from autosac.cli.demo import next_token_loss
-from autosac.cli.models import target
+from autosac.cli.models import asked
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.verification.verifying import Verification
 from tests import factories
@@ -113,9 +113,8 @@ def test_the_shell_completes_commands():
 # --- models -----------------------------------------------------------------------
 
 
-def _target(name, settings=(), **options):
-    given = {"optimizer": "", "batch": 2, "length": 8, "options": {}, **options}
-    return target(name, settings=settings, **given)
+def _target(name, settings=()):
+    return asked(name, settings=settings, batch=2, length=8)
 
 
 def test_settings_are_arguments_of_the_factory():
