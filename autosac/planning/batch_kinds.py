@@ -18,11 +18,7 @@ from torch.utils.data import DataLoader
 
 from autosac.errors import ArgumentError
 from autosac.pytrees import tensors_in
-from autosac.step.batch_signatures import (
-    BatchSignature,
-    positional_names,
-    signature_of,
-)
+from autosac.step.batch_signatures import BatchSignature, positional_names, signature_of
 from autosac.step.batches import batches_at, spread_batches
 from autosac.step.training_step import normalize_inputs
 

@@ -13,10 +13,7 @@ from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.planning import redrawn_steps
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
-from autosac.profiles.profile import (
-    Profile,
-    TracedStep,
-)
+from autosac.profiles.profile import Profile, TracedStep
 from autosac.quantities import format_bytes, format_parts
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac

@@ -19,11 +19,7 @@ from autosac.planning.batch_kinds import Bucket, are_several, buckets
 from autosac.planning.make_plan import floor, lowest_plan, make_plan
 from autosac.planning.plans import Plan
 from autosac.planning.statistics_plans import StatisticsPlan, plan_statistics
-from autosac.planning.unseen_batches import (
-    OnMismatch,
-    Replan,
-    check_on_mismatch,
-)
+from autosac.planning.unseen_batches import OnMismatch, Replan, check_on_mismatch
 from autosac.profiles.given import calibrated_if_present, profile_of
 from autosac.profiles.profile import Profile, TracedStep, profile
 from autosac.profiles.restricting import restricted

@@ -14,14 +14,7 @@ from typing import Any
 
 from autosac.profiles.fingerprints import digest
 from autosac.step.batch_signatures import BatchSignature
-from autosac.units.policies import (
-    DETACHED,
-    RERUN,
-    SAVE,
-    SKIP,
-    VIEW,
-    OpPolicy,
-)
+from autosac.units.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
 
 FORMAT = 3
 _WORDS = {

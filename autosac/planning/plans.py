@@ -12,17 +12,8 @@ import torch
 from autosac.checkpointing import batch_variants, installing
 from autosac.errors import PlanMismatchError
 from autosac.planning import plan_files
-from autosac.planning.unseen_batches import (
-    OnMismatch,
-    Replan,
-    UnseenBatches,
-    largest,
-)
-from autosac.profiles.fingerprints import (
-    Fingerprint,
-    fingerprint,
-    first_difference,
-)
+from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
+from autosac.profiles.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.profiles.mistakes import check_unplanned, hints
 from autosac.profiles.profile import TracedStep
 from autosac.quantities import format_bytes, format_ms, share_above

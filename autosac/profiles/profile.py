@@ -20,12 +20,7 @@ from autosac.profiles.mistakes import (
     warn_of_other_formulas,
     warn_of_summed_outputs,
 )
-from autosac.profiles.module_curves import (
-    Curves,
-    ModuleCurve,
-    curve_of,
-    with_curves,
-)
+from autosac.profiles.module_curves import Curves, ModuleCurve, curve_of, with_curves
 from autosac.profiles.planned_device import planned_device
 from autosac.simulation.simulator import Simulator
 from autosac.solvers.curves import knapsack
@@ -37,11 +32,7 @@ from autosac.solving.rules_of_thumb import Rules
 from autosac.solving.solve_options import read_segments
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step import arguments
-from autosac.step.batch_signatures import (
-    BatchSignature,
-    positional_names,
-    signature_of,
-)
+from autosac.step.batch_signatures import BatchSignature, positional_names, signature_of
 from autosac.step.marks import Marks, marked, marks_of
 from autosac.step.tape import Tape
 from autosac.step.training_step import LossFn, normalize_inputs
@@ -51,10 +42,7 @@ from autosac.tracing.real_steps import corrected
 from autosac.tracing.step import Step
 from autosac.tracing.trace import trace
 from autosac.units import curves
-from autosac.units.candidates import (
-    Units,
-    find_units,
-)
+from autosac.units.candidates import Units, find_units
 from autosac.units.chains import Chain, find_chains
 from autosac.units.curves import UnitCurve
 from autosac.units.given_units import ALL_UNITS, GivenUnits

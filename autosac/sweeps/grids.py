@@ -16,12 +16,7 @@ from autosac.devices.specs import DeviceSpec
 from autosac.quantities import parse_bytes
 from autosac.results.rows import FIGURES, Label, Row, Sweep
 from autosac.sweeps import cell_facts, files, running
-from autosac.sweeps.cells import (
-    Cell,
-    MakeStep,
-    Record,
-    Surroundings,
-)
+from autosac.sweeps.cells import Cell, MakeStep, Record, Surroundings
 
 Grid = Mapping[str, Sequence[Any] | Mapping[str, Any]]
 

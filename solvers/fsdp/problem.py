@@ -39,11 +39,7 @@ import numpy.typing as npt
 
 from ..sac.problem import SacProblem, live_bytes
 from .collectives import FREE, AffineCost
-from .step_time import (
-    BackwardEvent,
-    Schedule,
-    UnitTimes,
-)
+from .step_time import BackwardEvent, Schedule, UnitTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,22 +16,9 @@ from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
 from ..sac.table import Table
 from . import step_time
-from .greedy import (
-    by_hand,
-    least_live,
-    plain,
-    rounded,
-    simple_units,
-)
+from .greedy import by_hand, least_live, plain, rounded, simple_units
 from .model import FsdpModel
-from .problem import (
-    FsdpChoice,
-    FsdpProblem,
-    broken_rules,
-    live,
-    schedule,
-    sharded_live,
-)
+from .problem import FsdpChoice, FsdpProblem, broken_rules, live, schedule, sharded_live
 from .sites import Sites
 from .step_time import StepTime
 from .time_rows import TimedModel
