@@ -80,6 +80,11 @@ class Account:
             storage = local(tensor).untyped_storage()
             self.exempted[storage._cdata] = storage
 
+    def are_exempt(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether there are tensors, and none of them counts."""
+        exempted = (t.untyped_storage()._cdata in self.exempted for t in tensors)
+        return bool(tensors) and all(exempted)
+
     def rename(self, tensor: torch.Tensor | None, category: str) -> None:
         """Change the category of a tensor's storage."""
         if tensor is not None and self._counts(tensor):

@@ -211,10 +211,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
             reads = self._indices(inputs, 0, "input", strided=strided)
         call, out = self._run(key, func, args, kwargs, inputs)
         if self.target is not None:
-            if self.phase == "optimizer":
-                self._exempt_results(func, inputs, out)
-            if cuda_workspaces.runs_blas(func):
-                self.blas_phases.add(self.phase)
+            self._note_gpu(func, inputs, out)
         born = self.tick()
         outputs = [out] if isinstance(out, torch.Tensor) else list(tensors_in(out))
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
@@ -305,12 +302,13 @@ class Recorder(_compat.PlainDispatchMode, Account):
                 " `forward`."
             )
 
-    def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
-        """Exempt what is computed from CPU scalars alone: it stays on the CPU."""
-        if func is _LITERAL or (
-            inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
-        ):
+    def _note_gpu(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
+        """Note what an op does otherwise on the GPU that the tensors stand for."""
+        # What is computed from CPU scalars alone stays on the CPU.
+        if self.phase == "optimizer" and (func is _LITERAL or self.are_exempt(inputs)):
             self.exempt(tensors_in((out,)))
+        if cuda_workspaces.runs_blas(func):
+            self.blas_phases.add(self.phase)
 
     def _unrecorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op that a real step does not."""
