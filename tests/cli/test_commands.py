@@ -322,7 +322,7 @@ def test_a_sweep_is_a_table_a_picture_and_json(figures, tmp_path):
 def test_the_largest_batch_is_that_of_the_python_function(figures):
     budget = sum(figures) // 2
     given = ("--argument", "rows", "--set", "layers=2", "--optimizer", "adamw")
-    found = run_json("batch-size", GPT, "-b", f"{budget}B", *given)
+    record = run_json("batch-size", GPT, "-b", f"{budget}B", *given)
     tokens = {rows: factories.gpt(rows=rows)[1] for rows in range(1, 65)}
     expected = autosac.max_batch_size(
         factories.gpt(layers=2)[0],
@@ -332,8 +332,8 @@ def test_the_largest_batch_is_that_of_the_python_function(figures):
         optimizer="adamw",
         most=64,
     )
-    assert found["batch_size"] == expected.batch_size
-    assert found["peak_bytes"] <= budget
+    assert record["batch_size"] == expected.batch_size
+    assert record["peak_bytes"] <= budget
     assert run("batch-size", GPT, "-b", "1GiB").exit_code == cli.EXIT_USAGE
 
 
@@ -343,9 +343,9 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
     assert least.exit_code == cli.EXIT_INFEASIBLE
     fits = f"{json.loads(least.stdout)['lowest_peak_bytes']}B"
     path = tmp_path / "plan.json"
-    found = run_json("parallel", *given, "--gpus", "2", "-b", fits, "-o", str(path))
-    assert found["mesh_shape"] == list(autosac.ParallelPlan.load(path).mesh_shape)
-    assert found["peak_bytes"] <= found["budget_bytes"]
+    record = run_json("parallel", *given, "--gpus", "2", "-b", fits, "-o", str(path))
+    assert record["mesh_shape"] == list(autosac.ParallelPlan.load(path).mesh_shape)
+    assert record["peak_bytes"] <= record["budget_bytes"]
     assert run_json("min-gpus", *given, "-b", fits)["min_gpus"] <= 2
     nothing = run_json("min-gpus", *given, "-b", "1KiB", code=cli.EXIT_INFEASIBLE)
     assert nothing["min_gpus"] is None
