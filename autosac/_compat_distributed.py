@@ -104,11 +104,13 @@ def unwrapped(
     held: Any = tensor
     if kind == "DTensor":
         own, wrap = unwrapped(held._local_tensor)
-        spec, of = held._spec, type(tensor)
+        spec = held._spec
+        of: Any = type(tensor)
         assert wrap is None
 
         def wrapped(again: torch.Tensor) -> torch.Tensor:
-            return of(again.detach(), spec, requires_grad=False)
+            distributed: torch.Tensor = of(again.detach(), spec, requires_grad=False)
+            return distributed
 
         return own, wrapped
     if kind:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from numbers import Integral
 
@@ -84,6 +85,17 @@ def format_bytes(num_bytes: int) -> str:
         if abs(amount) < 1023.95:  # 1023.95 would be written as 1024.0
             return f"{amount:.1f} {unit}"
     return f"{amount / 1024:.1f} TiB"
+
+
+def format_parts(composition: Mapping[str, int]) -> str:
+    """Write what memory is made of, without what takes none of it."""
+    parts = (f"{format_bytes(n)} {name}" for name, n in composition.items() if n)
+    return ", ".join(parts)
+
+
+def share_above(value: float, bound: float) -> float:
+    """Share of a value that a lower bound leaves open; 0.0 for a value of 0."""
+    return max(0.0, (value - bound) / value) if value else 0.0
 
 
 def byte_unit(nbytes: int) -> tuple[str, int]:

@@ -153,13 +153,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     known = workloads()
-    found: list[tuple[Subject, list[Cell]]] = []
+    results: list[tuple[Subject, list[Cell]]] = []
     for name in options.models.split(","):
         subject, cells = run(known[name], options.budgets, options.rounds)
-        found.append((subject, cells))
-        _write(found, options.output)
-    print("\n".join(_summary(found)))
-    return 0 if all(_kept(*item) for item in found) else 1
+        results.append((subject, cells))
+        _write(results, options.output)
+    print("\n".join(_summary(results)))
+    return 0 if all(_kept(*item) for item in results) else 1
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -262,7 +262,7 @@ def measure(
     plan = make_plan.make_plan(traced, budget_bytes)
     planning_s = time.perf_counter() - started
     gc.collect()
-    found = verifying.verify(
+    verification = verifying.verify(
         plan,
         work.make_model,
         work.make_inputs,
@@ -279,14 +279,14 @@ def measure(
     return Cell(
         budget_bytes=budget_bytes,
         predicted_bytes=plan.peak_bytes,
-        measured_bytes=found.measured_peak_bytes,
-        plain_bytes=found.baseline_peak_bytes,
-        error=found.prediction_error,
-        use=use(found.measured_peak_bytes),
+        measured_bytes=verification.measured_peak_bytes,
+        plain_bytes=verification.baseline_peak_bytes,
+        error=verification.prediction_error,
+        use=use(verification.measured_peak_bytes),
         predicted_use=use(plan.peak_bytes),
-        differences=found.differences,
+        differences=verification.differences,
         recompute_ms=plan.recompute_ms,
-        time_ratio=found.step_ms / found.baseline_step_ms,
+        time_ratio=verification.step_ms / verification.baseline_step_ms,
         planning_s=planning_s,
         gap=plan.optimality_gap,
         num_units=len(plan.policy),
@@ -354,12 +354,12 @@ def _kept(subject: Subject, cells: list[Cell]) -> bool:
     return all(verdict is not False for verdict in verdicts)
 
 
-def _summary(found: list[tuple[Subject, list[Cell]]]) -> Iterator[str]:
+def _summary(results: list[tuple[Subject, list[Cell]]]) -> Iterator[str]:
     yield "\n## Promises\n"
-    yield f"| promise | {' | '.join(subject.model for subject, _ in found)} |"
-    yield f"| --- |{' --- |' * len(found)}"
+    yield f"| promise | {' | '.join(subject.model for subject, _ in results)} |"
+    yield f"| --- |{' --- |' * len(results)}"
     for promise, check in PROMISES.items():
-        verdicts = [[check(s, cell) for cell in cells] for s, cells in found]
+        verdicts = [[check(s, cell) for cell in cells] for s, cells in results]
         words = " | ".join(_verdict(each) for each in verdicts)
         yield f"| {promise} | {words} |"
 
@@ -375,18 +375,18 @@ def _verdict(verdicts: list[bool | None]) -> str:
 # --- files --------------------------------------------------------------------
 
 
-def _write(found: list[tuple[Subject, list[Cell]]], folder: Path) -> None:
+def _write(results: list[tuple[Subject, list[Cell]]], folder: Path) -> None:
     where = environment()
     lines = ["# Real training under budgets\n"]
     lines.append(", ".join(f"{name} {value}" for name, value in where.items()))
-    for subject, cells in found:
+    for subject, cells in results:
         lines += [*_heading(subject), *(_row(subject, cell) for cell in cells)]
-    lines += _summary(found)
+    lines += _summary(results)
     record = {
         "environment": where,
         "models": [
             {**asdict(subject), "cells": [asdict(cell) for cell in cells]}
-            for subject, cells in found
+            for subject, cells in results
         ],
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -69,9 +69,9 @@ def _scale(options: argparse.Namespace) -> Iterator[Record]:
     stored = _stored(options.output).get("scale", {"jobs": []})["jobs"]
     known = {scale.key(job): job for job in stored}
     for job in scale.jobs(options.full):  # others stay as they are
-        found = {**scale.run(*job), "date": environment()["date"]}
-        known[scale.key(found)] = found
-        print(scale.row(found), flush=True)
+        record = {**scale.run(*job), "date": environment()["date"]}
+        known[scale.key(record)] = record
+        print(scale.row(record), flush=True)
         yield {"jobs": sorted(known.values(), key=scale.place)}
 
 
@@ -80,8 +80,8 @@ def _frontier(options: argparse.Namespace) -> Iterator[Record]:
     models = {model["model"]: model for model in record["models"]}
     for name in options.frontier_models:  # others stay as they are
         taken = {"environment": environment(), "rounds": options.rounds}
-        found = frontier.run(name, options.frontier_budgets, options.rounds)
-        models[name] = {**found, **taken}
+        result = frontier.run(name, options.frontier_budgets, options.rounds)
+        models[name] = {**result, **taken}
         gc.collect()
         print(f"frontier of {name} done", flush=True)
         yield {"models": [models[n] for n in frontier.subjects() if n in models]}
@@ -181,8 +181,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _stored(output: Path) -> Record:
     """Results of earlier runs."""
     path = output / "compare.json"
-    found: Record = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    record: Record = json.loads(path.read_text()) if path.exists() else {}
+    return record
 
 
 def _quiet(num_threads: int) -> None:

@@ -24,7 +24,7 @@ from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.planning.spelling import spell_out
 from autosac.profiles.profile import Profile, calibrate
 from autosac.solvers.curves import knapsack
-from autosac.units.curves import save_problem, spell
+from autosac.units.curves import policy_of, save_problem
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 from benchmarks.environment import MIB, environment
@@ -74,8 +74,8 @@ def main() -> int:
             settings = {"want_gradients": True, "num_measured": 3}
             policies = spell_out(profile, cell.chosen)
             jobs.append((recipe, cell.sharding, policies, settings))
-    found = run_gloo_ranks(options.ranks, jobs, timeout_s=options.timeout)
-    lines, is_kept = _table(cells, found, options.ranks)
+    results = run_gloo_ranks(options.ranks, jobs, timeout_s=options.timeout)
+    lines, is_kept = _table(cells, results, options.ranks)
     path = options.output / f"fsdp_ranks_{options.ranks}.md"
     path.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
@@ -117,15 +117,13 @@ def _recompute(profile: Profile, recipe: Recipe, share: float) -> dict[Unit, Pol
     chosen = {}
     for unit in profile.units.candidates:
         if unit.fqn in recipe.blocks:
-            points = knapsack.front(save_problem(unit)).solutions
-            point = points[round(share * (len(points) - 1))]
-            assert point.saved is not None and point.rerun is not None
-            chosen[unit] = Policy(spell(point.saved, point.rerun))
+            front = knapsack.front(save_problem(unit))
+            chosen[unit] = policy_of(front, round(share * (len(front) - 1)))
     return chosen
 
 
 def _table(
-    cells: list[Cell], found: list[list[RankResult]], num_ranks: int
+    cells: list[Cell], measured: list[list[RankResult]], num_ranks: int
 ) -> tuple[list[str], bool]:
     lines = [
         f"# FSDP2 on {num_ranks} gloo ranks: predicted and measured peaks",
@@ -148,7 +146,7 @@ def _table(
         name: reference(RECIPES[name], num_ranks) for name in {c.model for c in cells}
     }
     is_kept = True
-    for cell, results in zip(cells, found, strict=True):
+    for cell, results in zip(cells, measured, strict=True):
         pairs = list(zip(cell.predicted_bytes, results, strict=True))
         worst = max(pairs, key=lambda pair: abs(_error(*pair)))
         late = max(0, *(r.highest_peak_bytes - p for p, r in pairs))

@@ -180,20 +180,25 @@ def comparison(plain: Run, other: Run, own_distance: float | None) -> dict[str, 
         other: Another run.
         own_distance: `distance` of two plain runs; None if that is what is asked.
     """
-    found = differences(plain.state, other.state, limit=4)
-    far = distance(plain.state, other.state) if found else 0.0
+    differing = differences(plain.state, other.state, limit=4)
+    far = distance(plain.state, other.state) if differing else 0.0
     exact = [name for name in plain.state if name.startswith("random state")]
     random_equal = not differences(
         {name: plain.state[name] for name in exact},
         {name: other.state[name] for name in exact if name in other.state},
     )
     first_equal = plain.losses[0] == other.losses[0]
-    verdict = "identical" if not found else "differs"
-    if found and own_distance and random_equal and far <= OWN_DISTANCES * own_distance:
+    verdict = "identical" if not differing else "differs"
+    if (
+        differing
+        and own_distance
+        and random_equal
+        and far <= OWN_DISTANCES * own_distance
+    ):
         verdict = "as two plain runs"
     return {
         "verdict": verdict,
-        "differences": list(found),
+        "differences": list(differing),
         "distance": far,
         "first_loss_equal": first_equal,
         "random_states_equal": random_equal,

@@ -79,13 +79,13 @@ def planned(profile: Profile, share: float) -> nn.Sequential:
 
 def contenders() -> dict[str, nn.Sequential]:
     """Models by what they are called in the table."""
-    made = profile(make_model(), torch.randn(ROWS, WIDTH), loss_fn=_loss)
+    traced = profile(make_model(), torch.randn(ROWS, WIDTH), loss_fn=_loss)
     contexts = functools.partial(create_selective_checkpoint_contexts, _save_matmuls)
     return {
         "plain": make_model(),
         "`torch.utils.checkpoint` of every block": checkpointed(),
         "the same, saving every `addmm`": checkpointed(context_fn=contexts),
-        **{f"plan, {share:.0%}": planned(made, share) for share in SHARES},
+        **{f"plan, {share:.0%}": planned(traced, share) for share in SHARES},
     }
 
 

@@ -21,7 +21,7 @@ import transformers
 import autosac
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
-from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.planning import make_parallel_plan
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.solving import ParallelChooser
@@ -98,7 +98,7 @@ def _formulation(size: Size) -> ParallelFormulation:
         optimizer=torch.optim.AdamW,
         device=cluster_spec("hgx-h100").device,
     )
-    return ParallelFormulation(profile, Types())
+    return ParallelFormulation(profile, Setting())
 
 
 def _rows(
@@ -139,11 +139,11 @@ def _rule_row(
     head: str, form: ParallelFormulation, spec: ClusterSpec, rule: ByHand
 ) -> str:
     """What a rule gives at its best sharding degree."""
-    found = [at_degree(form, spec, degree, rule) for degree in _degrees(spec)]
-    fitting = [one for one in found if one.peak_bytes <= BUDGET_BYTES]
+    plans = [at_degree(form, spec, degree, rule) for degree in _degrees(spec)]
+    fitting = [one for one in plans if one.peak_bytes <= BUDGET_BYTES]
     best = min(fitting, key=lambda one: one.step_ms, default=None)
     if best is None:
-        least = min(found, key=lambda one: one.peak_bytes)
+        least = min(plans, key=lambda one: one.peak_bytes)
         peak = f"{least.peak_bytes / GIB:.1f}"
         return f"{head}| {rule.name} | too large | {peak} | | | | | |"
     mesh = f"{spec.num_gpus // best.degree} x {best.degree}"

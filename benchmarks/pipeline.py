@@ -73,18 +73,18 @@ class Overlap:
 
 def overlaps(first: Ranges, last: Ranges) -> list[Overlap]:
     """Hold the ranges of both processes' traces, of one clock, against each other."""
-    found = []
+    entries = []
     rows = zip(first[RECOMPUTATION], first[RECEIVE], last[SEND], strict=True)
     for recomputed, waiting, sending in rows:
         busy = sum(_common_ms(recomputed, one) for one in last[LAST_STAGE])
-        found.append(
+        entries.append(
             Overlap(
                 recompute_ms=_common_ms(recomputed, recomputed),
                 hidden_ms=_common_ms(recomputed, (waiting[0], sending[0])),
                 busy_ms=busy,
             )
         )
-    return found
+    return entries
 
 
 def _common_ms(one: tuple[int, int], other: tuple[int, int]) -> float:
@@ -96,11 +96,11 @@ def trace(stage: Stage) -> Ranges:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read at the first profile
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recording:
         run_step(stage, PRECEDING)
-    found: Ranges = {name: [] for name in (RECOMPUTATION, RECEIVE, SEND, LAST_STAGE)}
+    results: Ranges = {name: [] for name in (RECOMPUTATION, RECEIVE, SEND, LAST_STAGE)}
     for event in recorded_events(recording):
-        if event.name in found:
-            found[event.name].append((event.start_time_ns, event.end_time_ns))
-    return {name: sorted(ranges) for name, ranges in found.items()}
+        if event.name in results:
+            results[event.name].append((event.start_time_ns, event.end_time_ns))
+    return {name: sorted(ranges) for name, ranges in results.items()}
 
 
 def measure(rank: int, setting: Setting, runs: int, output: str) -> None:
@@ -123,22 +123,22 @@ def measure(rank: int, setting: Setting, runs: int, output: str) -> None:
     dist.all_gather_object(everything, (trace(stage), unequal))
     if rank == 0:
         (first, of_first), (last, of_last) = everything
-        found = {
+        figures = {
             "times_ms": times,
             "unequal": of_first + of_last,
             "overlaps": [vars(one) for one in overlaps(first, last)],
         }
-        Path(output).write_text(json.dumps(found))
+        Path(output).write_text(json.dumps(figures))
 
 
-def row(micro_batches: int, found: dict[str, Any]) -> str:
+def row(micro_batches: int, record: dict[str, Any]) -> str:
     """One line of the table."""
-    times = found["times_ms"]
+    times = record["times_ms"]
     spent = {mode: median(times[mode]) for mode in MODES}
     saved = median(
         a - b for a, b in zip(times[CHECKPOINT], times[PRECEDING], strict=True)
     )
-    each = found["overlaps"]
+    each = record["overlaps"]
     recompute_ms = median(one["recompute_ms"] for one in each)
     last = each[-1]
     cells = [
@@ -148,18 +148,18 @@ def row(micro_batches: int, found: dict[str, Any]) -> str:
         f"{recompute_ms:.0f}",
         f"{last['hidden_ms']:.0f} of {last['recompute_ms']:.0f}",
         " ".join(f"{one['hidden_ms'] / one['recompute_ms']:.0%}" for one in each),
-        "no" if found["unequal"] else "yes",
+        "no" if record["unequal"] else "yes",
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def broken(found: dict[str, Any]) -> list[str]:
+def broken(record: dict[str, Any]) -> list[str]:
     """What does not hold of one setting."""
-    times, last = found["times_ms"], found["overlaps"][-1]
-    problems = list(found["unequal"])
+    times, last = record["times_ms"], record["overlaps"][-1]
+    problems = list(record["unequal"])
     if last["hidden_ms"] < LEAST_HIDDEN * last["recompute_ms"]:
         problems.append("the last recomputation ends after its gradient was sent")
-    if not any(one["busy_ms"] for one in found["overlaps"]):
+    if not any(one["busy_ms"] for one in record["overlaps"]):
         problems.append("no recomputation overlaps the work of stage 1")
     if median(times[PRECEDING]) >= median(times[CHECKPOINT]):
         problems.append("a step is not faster than with torch.utils.checkpoint")
@@ -201,9 +201,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder, "found.json")
             launch(measure, setting, arguments.runs, str(output))
-            found = json.loads(output.read_text())
-        rows.append(row(number, found))
-        problems += [f"{number} micro-batches: {p}" for p in broken(found)]
+            record = json.loads(output.read_text())
+        rows.append(row(number, record))
+        problems += [f"{number} micro-batches: {p}" for p in broken(record)]
         print(rows[-1], flush=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
     text = page(Setting(), arguments.runs, rows)

@@ -27,7 +27,7 @@ import torch
 import autosac
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
-from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.planning import shard_degrees
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.solving import ParallelChooser
@@ -105,7 +105,7 @@ class Row:
     @property
     def worst_error(self) -> float:
         """Of the prediction, at the rank where it is largest."""
-        errors = [self.predicted_bytes / found - 1 for found in self.measured_bytes]
+        errors = [self.predicted_bytes / nbytes - 1 for nbytes in self.measured_bytes]
         return max(errors, key=abs)
 
 
@@ -153,7 +153,7 @@ def caps(profile: Profile, spec: ClusterSpec) -> list[int]:
 
     Both with what slow threads may hold, and the fastest with all ranks as shards.
     """
-    chooser = ParallelChooser(ParallelFormulation(profile, Types()))
+    chooser = ParallelChooser(ParallelFormulation(profile, Setting()))
     options = SolveOptions()
     least_bytes = min(
         chooser.at(spec, degree).lowest(options).highest_peak_bytes
@@ -169,9 +169,9 @@ def _planned(name: str, profile: Profile, num_ranks: int) -> Iterator[Planned]:
     links = cluster_spec(LINKS, num_gpus=num_ranks)
     spec = replace(links, device=device_spec("cpu"))
     for with_sac in (True, False):
-        made = profile if with_sac else without_sac(profile)
-        for cap in caps(made, spec):
-            plan = autosac.plan_parallel(made, cluster=spec, memory_budget=cap)
+        step_profile = profile if with_sac else without_sac(profile)
+        for cap in caps(step_profile, spec):
+            plan = autosac.plan_parallel(step_profile, cluster=spec, memory_budget=cap)
             print(f"{name}, {num_ranks} ranks, {cap} bytes: planned", flush=True)
             yield Planned(model=name, ranks=num_ranks, with_sac=with_sac, plan=plan)
 
@@ -186,13 +186,13 @@ def _run(cells: list[Planned], num_ranks: int, timeout_s: float) -> list[Row]:
         )
         for cell in cells
     ]
-    found = run_gloo_ranks(num_ranks, jobs, timeout_s=timeout_s)
+    measured = run_gloo_ranks(num_ranks, jobs, timeout_s=timeout_s)
     references = {
         name: reference(RECIPES[name], num_ranks) for name in {c.model for c in cells}
     }
     return [
         _row(cell, results, *references[cell.model])
-        for cell, results in zip(cells, found, strict=True)
+        for cell, results in zip(cells, measured, strict=True)
     ]
 
 

@@ -145,8 +145,8 @@ def pytorch_cell(chain: sac_milp.Chain, share: float, plain: Run, rounds: int) -
     """Plan, apply and measure one budget with PyTorch's chain."""
     budget_bytes = int(share * chain.baseline_bytes)
     started = time.perf_counter()
-    found = chain.ratios(budget_bytes)
-    ratios, predicted_bytes = found or ({}, None)
+    shares = chain.ratios(budget_bytes)
+    ratios, predicted_bytes = shares or ({}, None)
     saved = {
         fqn.removeprefix("model."): chain.saved_ops(fqn, ratio)
         for fqn, ratio in ratios.items()
@@ -158,7 +158,7 @@ def pytorch_cell(chain: sac_milp.Chain, share: float, plain: Run, rounds: int) -
         predicted_bytes=predicted_bytes,
         planning_s=time.perf_counter() - started,
     )
-    if found is None:
+    if shares is None:
         return cell
 
     def apply(model: nn.Module) -> None:
@@ -223,15 +223,15 @@ def autosac_cell(
     return _measured(cell, run(plan.apply, rounds), plain) if plan else cell
 
 
-def _measured(cell: Cell, found: Run, plain: Run) -> Cell:
-    identical = found.gradients.keys() == plain.gradients.keys() and all(
-        torch.equal(found.gradients[name], gradient)
+def _measured(cell: Cell, planned: Run, plain: Run) -> Cell:
+    identical = planned.gradients.keys() == plain.gradients.keys() and all(
+        torch.equal(planned.gradients[name], gradient)
         for name, gradient in plain.gradients.items()
     )
     shown = {
-        "measured_bytes": found.peak_bytes,
+        "measured_bytes": planned.peak_bytes,
         "identical": identical,
-        "time_ratio": found.step_ms / plain.step_ms,
+        "time_ratio": planned.step_ms / plain.step_ms,
     }
     return Cell(**{**asdict(cell), **shown})
 

@@ -282,14 +282,14 @@ def account(
 def _freed_unseen(events: Sequence[tuple[int, int, int]], kept: Set[int]) -> set[int]:
     """Allocations whose memory is free later without an event that says so."""
     is_open: dict[int, int] = {}
-    found = set()
+    unseen = set()
     for i, (_, address, num_bytes) in enumerate(events):
         before = is_open.pop(address, None)
         if num_bytes > 0:
             is_open[address] = i
             if before is not None:
-                found.add(before)
-    return found | {i for address, i in is_open.items() if address not in kept}
+                unseen.add(before)
+    return unseen | {i for address, i in is_open.items() if address not in kept}
 
 
 def _of_one_step(
@@ -350,11 +350,11 @@ def _leaves(value: Any) -> list[torch.Tensor]:
 
 
 def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[name] = parameter.grad.full_tensor().clone()
-    return found
+            gradients[name] = parameter.grad.full_tensor().clone()
+    return gradients
 
 
 def reference(
@@ -416,8 +416,8 @@ def _gloo_rank(
         world_size=num_ranks,
     )
     for i, (recipe, sharding, policies, options) in enumerate(jobs):
-        found = run_rank(recipe, sharding, policies, **options)
-        torch.save(found, f"{directory}/{i}.{rank}")
+        result = run_rank(recipe, sharding, policies, **options)
+        torch.save(result, f"{directory}/{i}.{rank}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -89,7 +89,7 @@ def main() -> None:
     chosen = parser.parse_args()
     load, begin = os.getloadavg()[0], time.perf_counter()
     with cluster(chosen.backend, chosen.jobs):
-        found = autosac.sweep_grid(
+        swept = autosac.sweep_grid(
             make_step,
             {"model": chosen.models.split(","), "batch_size": BATCH_SIZES},
             n=NUM_BUDGETS,
@@ -100,22 +100,22 @@ def main() -> None:
     used = [resource.getrusage(who) for who in (0, resource.RUSAGE_CHILDREN)]
     cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in used)
     if chosen.csv is not None:
-        found.to_csv(chosen.csv)
-    text = _page(found, wall_s, cpu_s, load, f"{chosen.jobs} {chosen.backend} workers")
+        swept.to_csv(chosen.csv)
+    text = _page(swept, wall_s, cpu_s, load, f"{chosen.jobs} {chosen.backend} workers")
     chosen.output.write_text(text)
     print(text)
 
 
 def _page(
-    found: autosac.Sweep, wall_s: float, cpu_s: float, load: float, how: str
+    swept: autosac.Sweep, wall_s: float, cpu_s: float, load: float, how: str
 ) -> str:
     where = {**environment(), "joblib": package_version("joblib"), "load average": load}
     cells = [
         (cell, list(rows))
-        for cell, rows in itertools.groupby(found, key=lambda row: row.cell)
+        for cell, rows in itertools.groupby(swept, key=lambda row: row.cell)
     ]
     counts = [
-        sum(row.status == kind for row in found.rows)
+        sum(row.status == kind for row in swept.rows)
         for kind in ("planned", "infeasible", "failed")
     ]
     lines = [

@@ -80,15 +80,15 @@ class Adapter(nn.Module):
 def add_adapters(model: nn.Module) -> None:
     """Freeze a model; give its linear layers low-rank updates."""
     model.requires_grad_(False)
-    found = 0
+    num_adapters = 0
     for module in list(model.modules()):
         if isinstance(module, (nn.MultiheadAttention, Adapter)):
             continue  # reads the weights of its layer itself
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 setattr(module, name, Adapter(child, 4))
-                found += 1
-    if not found:  # a model of convolutions only: train the biases
+                num_adapters += 1
+    if not num_adapters:  # a model of convolutions only: train the biases
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("bias"))
 
@@ -224,10 +224,10 @@ def run(job: tuple[str, str]) -> list[Cell]:
         **setting.options,
     )
     del model
-    made = calibrate(modelled)
-    lowest, baseline = floor(made), made.baseline_peak_bytes
+    traced = calibrate(modelled)
+    lowest, baseline = floor(traced), traced.baseline_peak_bytes
     budgets = [int(lowest + share * (baseline - lowest)) for share in SHARES]
-    plans = [make_plan(made, budget_bytes) for budget_bytes in budgets]
+    plans = [make_plan(traced, budget_bytes) for budget_bytes in budgets]
     gc.collect()
     recipe = Recipe(
         make_model=work.make_model,
@@ -249,13 +249,13 @@ def run(job: tuple[str, str]) -> list[Cell]:
             modelled_bytes=modelled.simulator.peak_bytes(
                 chosen_by(modelled.tape, modelled.candidates, plan.op_policies)
             ),
-            measured_bytes=found.measured_peak_bytes,
-            differences=found.differences,
+            measured_bytes=verification.measured_peak_bytes,
+            differences=verification.differences,
             recompute_share=plan.recompute_ms / plan.step_ms,
             num_units=len(plan.policy),
             gap=plan.optimality_gap,
         )
-        for plan, found in zip(plans, verify_each(plans, recipe), strict=True)
+        for plan, verification in zip(plans, verify_each(plans, recipe), strict=True)
     ]
 
 
@@ -279,15 +279,15 @@ def main() -> int:
     earlier = _read(chosen.output / "zoo.json") if chosen.update else []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(chosen.jobs, mp_context=context) as pool:
-        for job, found in zip(jobs, pool.map(run, jobs), strict=True):
-            print(*job, *(_short(cell) for cell in found), flush=True)
-            cells += found
+        for job, of_job in zip(jobs, pool.map(run, jobs), strict=True):
+            print(*job, *(_short(cell) for cell in of_job), flush=True)
+            cells += of_job
             # After every job: an interruption loses little.
             every = _merged(earlier, cells)
             minutes = (time.perf_counter() - started) / 60
             part = f", {len(cells)} of them" if len(cells) < len(every) else ""
-            made = f"{len(every)} plans{part} in a run of {minutes:.0f} minutes"
-            _write(every, chosen.output, made)
+            summary = f"{len(every)} plans{part} in a run of {minutes:.0f} minutes"
+            _write(every, chosen.output, summary)
     return 0 if all(kept(cell) for cell in cells for kept in PROMISES.values()) else 1
 
 
@@ -305,8 +305,8 @@ def _read(path: Path) -> list[Cell]:
 
 def _merged(earlier: list[Cell], cells: list[Cell]) -> list[Cell]:
     """Cells that were run, and earlier ones of other models and settings."""
-    found = {(cell.model, cell.setting) for cell in cells}
-    kept = [cell for cell in earlier if (cell.model, cell.setting) not in found]
+    again = {(cell.model, cell.setting) for cell in cells}
+    kept = [cell for cell in earlier if (cell.model, cell.setting) not in again]
     models, kinds = list(zoo()), list(settings())
 
     def place(cell: Cell) -> tuple[int, int, int]:
@@ -322,12 +322,12 @@ def _short(cell: Cell) -> str:
     )
 
 
-def _write(cells: list[Cell], folder: Path, made: str) -> None:
+def _write(cells: list[Cell], folder: Path, summary: str) -> None:
     where = environment()
     lines = [
         "# Every model in every training setting\n",
         ", ".join(f"{name} {value}" for name, value in where.items()),
-        f"\n{made}. Simulated and dry-run"
+        f"\n{summary}. Simulated and dry-run"
         " peak agree byte for byte in all of them: another plan is never returned.\n",
         *_summary(cells),
         "\nBy model: promises kept over plans made, largest errors of the predicted"

@@ -124,8 +124,8 @@ def forward(
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Run the stage and tell how to recompute it before the gradient is there."""
     if mode == "preceding recomputation":
-        found = autosac.pipeline_checkpoint(module, tokens)
-        return found.output, found.recompute
+        output = autosac.pipeline_checkpoint(module, tokens)
+        return output.output, output.recompute
     if mode == "torch.utils.checkpoint":
         return checkpoint(module, tokens, use_reentrant=False), lambda: None
     return module(tokens), lambda: None
@@ -160,10 +160,10 @@ def compare(rank: int, setting: Setting) -> None:
     stage = Stage(rank, setting)
     expected = run_step(stage, MODES[0])
     for mode in MODES[1:]:
-        found = differences(expected, run_step(stage, mode))
-        print(f"stage {rank}, {mode}: {found or 'gradients equal'}", flush=True)
-        if found:
-            raise AssertionError(f"{mode} changes gradients: {found}")
+        differing = differences(expected, run_step(stage, mode))
+        print(f"stage {rank}, {mode}: {differing or 'gradients equal'}", flush=True)
+        if differing:
+            raise AssertionError(f"{mode} changes gradients: {differing}")
 
 
 def launch(run: Callable[..., Any], *args: Any) -> None:

@@ -108,8 +108,10 @@ def compare(model: torch.nn.Module) -> None:
         (loss_of(plain(make_batch(rank))) / dist.get_world_size()).backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     scale = max(float(grad.abs().max()) for grad in expected.values())
-    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    off = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    off = max(
+        float((gradients[name] - expected[name]).abs().max()) for name in expected
+    )
     if off > LARGEST_DIFFERENCE * scale:
         raise SystemExit(f"Gradients differ by {off / scale:.1e} of the largest.")
     if dist.get_rank() == 0:

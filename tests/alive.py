@@ -9,8 +9,8 @@ from autosac.verification.measuring import storage_bytes
 
 def tensors_alive():
     """All tensors that Python can reach, and the gradients that it never looked at."""
-    found = [one for one in gc.get_objects() if type(one) in _KINDS]
-    return found + [one.grad for one in found if one.is_leaf and one.grad is not None]
+    alive = [one for one in gc.get_objects() if type(one) in _KINDS]
+    return alive + [one.grad for one in alive if one.is_leaf and one.grad is not None]
 
 
 def bytes_since(before):

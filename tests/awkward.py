@@ -165,8 +165,8 @@ class UsesNumbers(nn.Module):
         self.first, self.second = ReturnsNumbers(), ReturnsNumbers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.first(x, 0.5)
-        return self.second(found.hidden, 1 / found.size).hidden
+        leading = self.first(x, 0.5)
+        return self.second(leading.hidden, 1 / leading.size).hidden
 
 
 class SpectralNorm(nn.Sequential):

@@ -51,10 +51,10 @@ def _moved(mode: FakeTensorMode, device: torch.device) -> Any:
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        found = FakeTensor(mode, value.detach().to("meta"), device)
+        observed = FakeTensor(mode, value.detach().to("meta"), device)
         if isinstance(value, nn.Parameter):
-            return nn.Parameter(found, requires_grad=value.requires_grad)
-        return found.requires_grad_(value.requires_grad)
+            return nn.Parameter(observed, requires_grad=value.requires_grad)
+        return observed.requires_grad_(value.requires_grad)
 
     return fake
 

@@ -211,10 +211,10 @@ class ForkingOutputs(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         for fork in self.forks:
-            found = fork(x)
-            left, right = found["both"]
-            x = found["product"] + left - right.exp()
-        return x, found
+            forked = fork(x)
+            left, right = forked["both"]
+            x = forked["product"] + left - right.exp()
+        return x, forked
 
 
 class Scaled(nn.Module):
@@ -433,7 +433,7 @@ each_case = pytest.mark.parametrize(
 
 
 def random_choice(
-    made: Profile, seed: int, *, save_share: float | None = None
+    traced: Profile, seed: int, *, save_share: float | None = None
 ) -> dict[Unit, Policy]:
     """Units that do not nest, each under a policy whose reruns have their inputs.
 
@@ -444,7 +444,7 @@ def random_choice(
     """
     draw = random.Random(seed)
     chosen: dict[Unit, Policy] = {}
-    units = list(made.candidates)
+    units = list(traced.candidates)
     draw.shuffle(units)
     for unit in units:
         free = not any(_nest(unit.call, other.call) for other in chosen)

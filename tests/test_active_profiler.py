@@ -74,18 +74,18 @@ def empty_table(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ACTIVE)
 def test_beside_a_profiler_nothing_is_measured_and_that_is_said_once(kind, empty_table):
-    made, warns = traced(), pytest.warns(UserWarning, match="A profiler is active")
+    built, warns = traced(), pytest.warns(UserWarning, match="A profiler is active")
     with ACTIVE[kind](), warns as said:
-        found = autosac.calibrate(made)
+        calibrated = autosac.calibrate(built)
 
     assert len(said) == 1
-    assert not found.calibrated
-    assert found.op_ms == made.op_ms
-    assert found.baseline_peak_bytes == made.baseline_peak_bytes
-    assert {why for _, why in found.calibration.modelled_ops} == {
+    assert not calibrated.calibrated
+    assert calibrated.op_ms == built.op_ms
+    assert calibrated.baseline_peak_bytes == built.baseline_peak_bytes
+    assert {why for _, why in calibrated.calibration.modelled_ops} == {
         "a profiler is active"
     }
-    assert autosac.calibrate(found).calibration.measured_fraction == 1.0
+    assert autosac.calibrate(calibrated).calibration.measured_fraction == 1.0
 
 
 @pytest.mark.parametrize("kind", ACTIVE)
@@ -95,26 +95,28 @@ def test_a_peak_is_not_measured_beside_a_profiler(kind):
 
 
 def test_what_the_user_records_is_not_lost(empty_table):
-    made = traced()
-    with session() as found:
+    step_profile = traced()
+    with session() as observed:
         with record_function("before"):
             torch.ones(3)
         with pytest.warns(UserWarning, match="A profiler is active"):
-            autosac.calibrate(made)
+            autosac.calibrate(step_profile)
         with record_function("after"):
             torch.ones(3)
 
-    assert {"before", "after"} <= {event.name for event in found.events()}
+    assert {"before", "after"} <= {event.name for event in observed.events()}
 
 
 def test_what_is_known_from_before_serves_beside_a_profiler(empty_table):
     measured = autosac.calibrate(traced())
     with session():  # no warning
-        found = autosac.calibrate(traced())
+        calibrated = autosac.calibrate(traced())
 
-    assert found.calibrated
-    assert found.op_ms == measured.op_ms
-    assert found.calibration.cached.num_ops == measured.calibration.measured.num_ops
+    assert calibrated.calibrated
+    assert calibrated.op_ms == measured.op_ms
+    assert (
+        calibrated.calibration.cached.num_ops == measured.calibration.measured.num_ops
+    )
 
 
 def test_a_profiler_that_waits_or_is_over_is_not_active():
@@ -142,7 +144,7 @@ def test_a_batch_is_planned_anew_in_a_profiled_training(empty_table):
     plan.apply(model)
     states = []
     warns = pytest.warns(UserWarning, match="A profiler is active|planned for anew")
-    with session() as found, warns as said:
+    with session() as planned, warns as said:
         for each in (make_model(), model):
             with record_function("a step"):
                 loss = training_step(
@@ -152,7 +154,7 @@ def test_a_batch_is_planned_anew_in_a_profiled_training(empty_table):
 
     assert len(said) == 2
     assert differences(*states) == ()
-    assert sum(event.name == "a step" for event in found.events()) == 2
+    assert sum(event.name == "a step" for event in planned.events()) == 2
     replanned = model.forward.variants.plans[1]
     assert replanned.recompute_ms > 0.0
     assert not replanned.calibrated

@@ -231,9 +231,9 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(name, one_thread):
     info = autosac.graph_info(model, inputs)
 
     truth = really_saved(model, inputs)
-    found = {one.fqn: (one.fwd_mem_in, one.fwd_mem_tmp) for one in info.modules}
-    assert found == {fqn: truth[fqn] for fqn in found}
-    assert sum(map(sum, found.values())) > 0
+    observed = {one.fqn: (one.fwd_mem_in, one.fwd_mem_tmp) for one in info.modules}
+    assert observed == {fqn: truth[fqn] for fqn in observed}
+    assert sum(map(sum, observed.values())) > 0
 
 
 def test_a_leaf_has_the_same_figures_inside_a_model_and_alone(one_thread):
@@ -282,9 +282,9 @@ def test_figures_agree_with_the_statistics_of_the_same_step(one_thread):
     tokens = torch.randint(64, (2, 16))
 
     info = autosac.graph_info(model, tokens, loss_fn=lambda out: out.square().sum())
-    made = autosac.profile(model, tokens, loss_fn=lambda out: out.square().sum())
+    traced = autosac.profile(model, tokens, loss_fn=lambda out: out.square().sum())
 
-    statistics = made.statistics
+    statistics = traced.statistics
     for one in info.modules:
         other = statistics[one.fqn]
         assert one.calls == other.calls
@@ -292,7 +292,7 @@ def test_figures_agree_with_the_statistics_of_the_same_step(one_thread):
         most = other.activation_bytes + other.output_bytes
         assert other.activation_bytes <= one.fwd_mem_tmp <= most
         assert one.bwd_mem_out >= other.gradient_bytes
-    ops = made.tape.ops
+    ops = traced.tape.ops
     assert info.total.fwd_flop == sum(o.flops for o in ops if o.phase == "forward")
     assert info.total.bwd_flop == sum(o.flops for o in ops if o.phase == "backward")
 
@@ -311,7 +311,7 @@ def measured(model, inputs, gradients):
         with record_function(BACKWARD if recorded else "warm-up"):
             torch.autograd.backward(edges, gradients)
 
-    with cpu_events() as found:
+    with cpu_events() as observed:
         run(recorded=False)
         model.zero_grad()
         for tensor in tensors_in(args):
@@ -320,7 +320,7 @@ def measured(model, inputs, gradients):
         with record_function("test::begin"):
             pass
         run(recorded=True)
-    return read(found)
+    return read(observed)
 
 
 def read(recording):
@@ -343,10 +343,10 @@ def read(recording):
             spans.append((born, time, size))
     spans += [(born, end + 1, size) for born, size in live.values()]
     kept = sum(size for born, died, size in spans if born < backward <= died)
-    made = [span for span in spans if span[0] >= backward]
-    temporary = [span for span in made if span[1] <= end]
-    left = sum(size for _, died, size in made if died > end)
-    return kept, left, most_alive(made), most_alive(temporary)
+    observed = [span for span in spans if span[0] >= backward]
+    temporary = [span for span in observed if span[1] <= end]
+    left = sum(size for _, died, size in observed if died > end)
+    return kept, left, most_alive(observed), most_alive(temporary)
 
 
 def most_alive(spans):
@@ -395,8 +395,8 @@ def test_bytes_are_those_that_the_allocator_measures(name, one_thread):
     info = autosac.graph_info(model, inputs, calibrate=True).total
 
     kept, left, peak, temporary = measured(model, (inputs,), gradients)
-    found = (info.fwd_mem_tmp, info.bwd_mem_out, info.bwd_mem_peak)
-    assert found == (kept, left, peak)
+    observed = (info.fwd_mem_tmp, info.bwd_mem_out, info.bwd_mem_peak)
+    assert observed == (kept, left, peak)
     assert left > 0
     if name == "convolutions":
         # These kernels make each gradient twice; the first one is gone at the end.

@@ -29,12 +29,12 @@ NUM_PLANS = 5
 @each_case
 def test_two_steps_are_bit_identical_with_any_policy(case):
     expected = train(case, case.model())
-    made = case.profile()
+    traced = case.profile()
     shares = {0: 0.0, 1: 1.0}  # the extremes, then anything between
     for seed in range(NUM_PLANS):
-        chosen = random_choice(made, seed, save_share=shares.get(seed))
+        chosen = random_choice(traced, seed, save_share=shares.get(seed))
         model = case.model()
-        installing.install(model, spell_out(made, chosen))
+        installing.install(model, spell_out(traced, chosen))
 
         assert_equal(expected, train(case, model))
 
@@ -130,10 +130,10 @@ def test_eval_mode_runs_plainly(name, no_units):
     case = CASES[name]
     args, _ = normalize_inputs(case.inputs())
 
-    found = planned(case).eval()(*args)
+    observed = planned(case).eval()(*args)
 
-    assert found.requires_grad
-    assert torch.equal(found, case.model().eval()(*args))
+    assert observed.requires_grad
+    assert torch.equal(observed, case.model().eval()(*args))
 
 
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "gpt"])
@@ -144,11 +144,11 @@ def test_no_grad_runs_plainly(name, no_units):
 
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(3)
-        found = model(*args)
+        output = model(*args)
         torch.manual_seed(3)
         expected = case.model()(*args)
 
-    assert torch.equal(found, expected)
+    assert torch.equal(output, expected)
 
 
 def test_a_saved_in_place_random_op_trains():
@@ -206,9 +206,9 @@ class Accumulates(nn.Module):
 @pytest.mark.parametrize("seed", range(4))
 def test_an_argument_that_changes_in_place_leaves_gradients_exact(seed, inside):
     case = Case(lambda: Accumulates(inside), rows)
-    made = case.profile()
+    traced = case.profile()
     model = case.model()
-    installing.install(model, spell_out(made, random_choice(made, seed)))
+    installing.install(model, spell_out(traced, random_choice(traced, seed)))
 
     assert_equal(train(case, case.model()), train(case, model))
 
@@ -269,8 +269,8 @@ def test_code_that_changes_between_forward_and_rerun_changes_nothing(
     monkeypatch.setattr(torch, "tanh", torch.sin)
     loss.backward()
 
-    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(expected.grad, found.grad)
+    for expected, observed in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected.grad, observed.grad)
 
 
 class _CalledTwice(nn.Module):
@@ -285,15 +285,15 @@ class _CalledTwice(nn.Module):
 
 def test_calls_inside_another_unit_count_as_calls_of_a_module():
     # Call 0 of the block is one unit, and what lies inside it is one in call 1 only.
-    made = Case(_CalledTwice, rows).profile()
-    units = {(unit.fqn, unit.call_index): unit for unit in made.units.candidates}
+    traced = Case(_CalledTwice, rows).profile()
+    units = {(unit.fqn, unit.call_index): unit for unit in traced.units.candidates}
     keys = [("block", 0), ("block.0", 1)]
     chosen = {units[key]: policy_saving(units[key], ()) for key in keys}
-    policies = spell_out(made, chosen)
+    policies = spell_out(traced, chosen)
 
-    dry = dry_run(made.step, lambda model: installing.install(model, policies))
+    dry = dry_run(traced.step, lambda model: installing.install(model, policies))
 
-    assert _kept_bytes(Simulator(dry), {}) == _kept_bytes(made.simulator, chosen)
+    assert _kept_bytes(Simulator(dry), {}) == _kept_bytes(traced.simulator, chosen)
 
 
 def _kept_bytes(simulator, chosen):

@@ -35,9 +35,10 @@ each_habit = pytest.mark.parametrize("name", AWKWARD)
 SHARES = (0.0, 1.0, None, None)  # of groups that are saved
 
 
-def choices(made):
+def choices(traced):
     return [
-        random_choice(made, seed, save_share=share) for seed, share in enumerate(SHARES)
+        random_choice(traced, seed, save_share=share)
+        for seed, share in enumerate(SHARES)
     ]
 
 
@@ -73,24 +74,26 @@ def train(case, policies):
 @pytest.mark.slow_but_first
 @each_habit
 def test_the_simulated_peak_is_the_dry_runs_byte_for_byte(name):
-    made = AWKWARD[name].profile(torch.optim.AdamW)
-    for chosen in choices(made):
-        policies = spell_out(made, chosen)
+    traced = AWKWARD[name].profile(torch.optim.AdamW)
+    for chosen in choices(traced):
+        policies = spell_out(traced, chosen)
 
-        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
+        dry = dry_run(
+            traced.step, lambda model, p=policies: installing.install(model, p)
+        )
 
         expected = Simulator(dry).baseline.peak_bytes
-        assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
+        assert traced.simulator.peak_bytes(chosen, workspaces=False) == expected
 
 
 @pytest.mark.slow_but_first
 @each_habit
 def test_three_steps_are_bit_identical(name):
     case = AWKWARD[name]
-    made = case.profile()
+    traced = case.profile()
     plain, plain_attributes = train(case, ())
-    for chosen in choices(made):
-        planned, planned_attributes = train(case, spell_out(made, chosen))
+    for chosen in choices(traced):
+        planned, planned_attributes = train(case, spell_out(traced, chosen))
 
         for before, after in zip(plain, planned, strict=True):
             assert differences(before, after) == ()
@@ -120,30 +123,32 @@ def test_numbers_that_other_threads_draw_are_not_taken_for_a_module_s():
     other.start()
     try:
         model = Beside(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-        made = autosac.profile(nn.Sequential(model, nn.Linear(4, 4)), torch.rand(2, 4))
+        traced = autosac.profile(
+            nn.Sequential(model, nn.Linear(4, 4)), torch.rand(2, 4)
+        )
     finally:
         stop.set()
         other.join()
 
     assert len(runs) > 1
-    assert "0" in {unit.fqn for unit in made.units.candidates}
+    assert "0" in {unit.fqn for unit in traced.units.candidates}
 
 
 def test_a_module_that_draws_in_python_is_refused():
-    made = AWKWARD["draws in Python"].profile()
+    traced = AWKWARD["draws in Python"].profile()
 
-    refused = made.units.refused
+    refused = traced.units.refused
     assert refused["0"] == "it draws from Python's or NumPy's random numbers"
-    assert {unit.fqn for unit in made.units.candidates} >= {"0.inner", "1.inner"}
+    assert {unit.fqn for unit in traced.units.candidates} >= {"0.inner", "1.inner"}
 
 
 def test_traces_agree_whatever_order_autocast_drops_its_weights_in(monkeypatch):
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(8)])
     monkeypatch.setattr(trace, "is_watched", lambda: True)
 
-    made = autosac.profile(model, torch.ones(2, 8), autocast=torch.bfloat16)
+    traced = autosac.profile(model, torch.ones(2, 8), autocast=torch.bfloat16)
 
-    assert any(op.name == "aten._to_copy.default" for op in made.tape.ops)
+    assert any(op.name == "aten._to_copy.default" for op in traced.tape.ops)
 
 
 @pytest.mark.parametrize("disturbed", [[1, 0, 0], [0, 2, 1, 1], range(20)])

@@ -184,29 +184,33 @@ class Applied:
         installing.install(model, self.policies)
 
 
-def points(made):
+def points(traced):
     """Every point of every chain, as a choice."""
-    found = dict(zip(made.formulation.units, made.formulation.curves, strict=True))
+    by_point = dict(
+        zip(traced.formulation.units, traced.formulation.curves, strict=True)
+    )
     return [
-        {chain: policy} for chain in made.chains for policy in found[chain].policies
+        {chain: policy}
+        for chain in traced.chains
+        for policy in by_point[chain].policies
     ]
 
 
 @each_chain
 def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
-    made = case.profile()
+    traced = case.profile()
     blocks = ("block", *(f"blocks.{i}" for i in range(DEPTH)))
-    enters = [u.call.enter for u in made.units.candidates if u.fqn in blocks]
+    enters = [u.call.enter for u in traced.units.candidates if u.fqn in blocks]
 
     spans = {
         (enters.index(c.call.enter), len(c.blocks))
-        for c in made.chains
+        for c in traced.chains
         if c.call.enter in enters
     }
 
     assert {(0, 2), (2, 2), (0, 4), (0, 5)} <= spans
-    for one in made.chains:
-        for other in made.chains:
+    for one in traced.chains:
+        for other in traced.chains:
             apart = one.call.exit < other.call.enter or other.call.exit < one.call.enter
             inside = (
                 one.call.enter <= other.call.enter and other.call.exit <= one.call.exit
@@ -220,20 +224,22 @@ def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
 @pytest.mark.slow_but_first
 @each_chain
 def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):
-    made = case.profile(torch.optim.AdamW)
+    traced = case.profile(torch.optim.AdamW)
 
-    for chosen in points(made):
-        policies = spell_out(made, chosen)
-        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
+    for chosen in points(traced):
+        policies = spell_out(traced, chosen)
+        dry = dry_run(
+            traced.step, lambda model, p=policies: installing.install(model, p)
+        )
         expected = Simulator(dry).baseline.peak_bytes
-        assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
+        assert traced.simulator.peak_bytes(chosen, workspaces=False) == expected
 
 
 @pytest.mark.slow
 @each_chain
 def test_chains_hold_under_autocast_and_accumulation(case):
     step = {"autocast": torch.bfloat16, "accumulate": 2}
-    made = autosac.profile(
+    traced = autosac.profile(
         case.model(), case.inputs(), optimizer=torch.optim.AdamW, **step
     )
     recipe = Recipe(
@@ -243,46 +249,52 @@ def test_chains_hold_under_autocast_and_accumulation(case):
         timing_rounds=1,
         **step,
     )
-    longest = sorted(made.chains, key=lambda chain: len(chain.blocks))[-1:]
-    wanted = [*longest, *(chain for chain in made.chains if chain.around)][:2]
+    longest = sorted(traced.chains, key=lambda chain: len(chain.blocks))[-1:]
+    wanted = [*longest, *(chain for chain in traced.chains if chain.around)][:2]
     # Calls after the first read casts of weights that are gone when they are rerun.
     assert wanted or case is CHAINS["one block called often"]
     of_wanted = [
-        [chosen for chosen in points(made) if chain in chosen] for chain in wanted
+        [chosen for chosen in points(traced) if chain in chosen] for chain in wanted
     ]
     plans = []
-    for chosen in [end for found in of_wanted for end in (found[0], found[-1])]:
-        policies = spell_out(made, chosen)
-        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
+    for chosen in [
+        end for observed in of_wanted for end in (observed[0], observed[-1])
+    ]:
+        policies = spell_out(traced, chosen)
+        dry = dry_run(
+            traced.step, lambda model, p=policies: installing.install(model, p)
+        )
         expected = Simulator(dry).baseline.peak_bytes
-        assert made.simulator.peak_bytes(chosen, workspaces=False) == expected
-        plans.append(Applied(policies, made.peak_bytes(chosen)))
+        assert traced.simulator.peak_bytes(chosen, workspaces=False) == expected
+        plans.append(Applied(policies, traced.peak_bytes(chosen)))
 
-    for found in verify_each(plans, recipe):
-        assert found.identical, found.differences
+    for observed in verify_each(plans, recipe):
+        assert observed.identical, observed.differences
 
 
 @pytest.mark.slow_but_first
 @each_chain
 def test_steps_with_a_chain_are_bit_identical(case):
     expected = train(case, case.model())
-    made = case.profile()
+    traced = case.profile()
 
-    for chosen in points(made):
+    for chosen in points(traced):
         model = case.model()
-        installing.install(model, spell_out(made, chosen))
+        installing.install(model, spell_out(traced, chosen))
         assert_equal(expected, train(case, model))
 
 
 def test_a_nest_works_on_less_than_its_module():
     case = CHAINS["blocks in parts"]
-    made = case.profile()
-    units = {unit.fqn: unit for unit in made.units.candidates}
-    found = dict(zip(made.formulation.units, made.formulation.curves, strict=True))
-    (nest,) = (unit for unit in made.chains if unit.around == "blocks.0")
+    traced = case.profile()
+    units = {unit.fqn: unit for unit in traced.units.candidates}
+    observed = dict(
+        zip(traced.formulation.units, traced.formulation.curves, strict=True)
+    )
+    (nest,) = (unit for unit in traced.chains if unit.around == "blocks.0")
     last = [u for u in units.values() if u.fqn in {f"blocks.{i}" for i in range(1, 5)}]
-    rest = {unit: found[unit].policies[-1] for unit in last}
-    whole = {units["blocks.0"]: found[units["blocks.0"]].policies[-1]}
+    rest = {unit: observed[unit].policies[-1] for unit in last}
+    whole = {units["blocks.0"]: observed[units["blocks.0"]].policies[-1]}
 
     assert [block.unit.fqn.partition(".0.")[2] for block in nest.blocks] == [
         "norms.0",
@@ -290,15 +302,15 @@ def test_a_nest_works_on_less_than_its_module():
         "norms.1",
         "parts.1",
     ]
-    as_nest = made.peak_bytes({nest: found[nest].policies[-1], **rest})
-    assert as_nest < made.peak_bytes({**whole, **rest})
+    as_nest = traced.peak_bytes({nest: observed[nest].policies[-1], **rest})
+    assert as_nest < traced.peak_bytes({**whole, **rest})
 
 
 def test_a_nest_that_runs_other_ops_still_computes_the_same():
     case = CHAINS["blocks in parts"]
-    made = case.profile()
+    traced = case.profile()
     model, plain = case.model(), case.model()
-    installing.install(model, spell_out(made, points(made)[-1]))
+    installing.install(model, spell_out(traced, points(traced)[-1]))
     for twin in (model, plain):
         twin.blocks[-1].extra = True
 
@@ -353,10 +365,12 @@ class Around(nn.Module):
 
 def in_nests(case):
     """Policies of the least points of all nests of a case."""
-    made = case.profile()
-    curves_of = dict(zip(made.formulation.units, made.formulation.curves, strict=True))
-    nests = [chain for chain in made.chains if chain.around]
-    return spell_out(made, {nest: curves_of[nest].policies[-1] for nest in nests})
+    traced = case.profile()
+    curves_of = dict(
+        zip(traced.formulation.units, traced.formulation.curves, strict=True)
+    )
+    nests = [chain for chain in traced.chains if chain.around]
+    return spell_out(traced, {nest: curves_of[nest].policies[-1] for nest in nests})
 
 
 @pytest.mark.parametrize("between", BETWEEN)
@@ -445,12 +459,14 @@ def deep_gpt():
 
 def test_a_deep_models_floor_is_below_that_of_every_block_checkpointed():
     tokens = torch.randint(64, (64, 16))
-    made = autosac.profile(deep_gpt(), tokens)
-    blocks = [u for u in made.units.candidates if u.fqn.rpartition(".")[0] == "blocks"]
+    traced = autosac.profile(deep_gpt(), tokens)
+    blocks = [
+        u for u in traced.units.candidates if u.fqn.rpartition(".")[0] == "blocks"
+    ]
     every = {unit: curves.trade_off(unit).policies[-1] for unit in blocks}
-    kept = sum(made.tape.storages[s].nbytes for s in blocks[1].call.inputs)
+    kept = sum(traced.tape.storages[s].nbytes for s in blocks[1].call.inputs)
 
-    saved = made.peak_bytes(every) - autosac.floor(made)
+    saved = traced.peak_bytes(every) - autosac.floor(traced)
 
     assert len(blocks) == 16
     assert saved > 6 * kept  # of 15 inputs; 4 come back when a chain is due
@@ -459,16 +475,16 @@ def test_a_deep_models_floor_is_below_that_of_every_block_checkpointed():
 @pytest.mark.slow
 def test_a_plan_at_such_a_floor_keeps_it_in_a_real_step():
     tokens = torch.randint(64, (64, 16))
-    made = autosac.calibrate(autosac.profile(deep_gpt(), tokens))
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    traced = autosac.calibrate(autosac.profile(deep_gpt(), tokens))
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     assert any(policy.chain for policy in plan.op_policies)
     assert "input made again from blocks." in str(plan)
 
-    found = autosac.verify(plan, deep_gpt, lambda: tokens, timing_rounds=1)
+    verification = autosac.verify(plan, deep_gpt, lambda: tokens, timing_rounds=1)
 
-    assert found.identical
-    assert found.within_budget
-    assert abs(found.prediction_error) < 0.002
+    assert verification.identical
+    assert verification.within_budget
+    assert abs(verification.prediction_error) < 0.002
 
 
 def test_an_op_between_two_blocks_breaks_a_chain():
@@ -476,29 +492,29 @@ def test_an_op_between_two_blocks_breaks_a_chain():
     model = case.model()
     model.shift = True
 
-    made = autosac.profile(model, case.inputs())
+    traced = autosac.profile(model, case.inputs())
 
-    assert not [chain for chain in made.chains if chain.fqn.startswith("blocks")]
+    assert not [chain for chain in traced.chains if chain.fqn.startswith("blocks")]
 
 
 def test_blocks_whose_input_is_another_tensor_at_run_time_keep_it():
     case = CHAINS["noise"]
-    made = case.profile()
+    traced = case.profile()
     model, plain = case.model(), case.model()
-    installing.install(model, spell_out(made, points(made)[-1]))
+    installing.install(model, spell_out(traced, points(traced)[-1]))
     model.shift = plain.shift = True
 
     with pytest.warns(UserWarning, match="does not get what the block before it made"):
-        found = train(case, model)
+        trained = train(case, model)
 
-    assert_equal(train(case, plain), found)
+    assert_equal(train(case, plain), trained)
 
 
 def test_an_argument_that_is_changed_before_backward_is_an_error():
     case = CHAINS["blocks"]
-    made = case.profile()
+    traced = case.profile()
     model, x = case.model(), case.inputs()
-    installing.install(model, spell_out(made, points(made)[-1]))
+    installing.install(model, spell_out(traced, points(traced)[-1]))
 
     loss = model(x).sum()
     x.add_(1)
@@ -509,8 +525,8 @@ def test_an_argument_that_is_changed_before_backward_is_an_error():
 
 def test_a_chain_of_the_saved_plan_is_found_again(tmp_path):
     case = CHAINS["noise"]
-    made = case.profile()
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    traced = case.profile()
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     plan.save(tmp_path / "plan.json")
 
     loaded = autosac.Plan.load(tmp_path / "plan.json")

@@ -22,14 +22,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def branching(branch, seed, num_rows=BATCH):
     """A model planned for the usual branch that takes another one, and its twin."""
     case = Case(Stack, lambda: torch.randn(num_rows, WIDTH))
-    made = Case(Stack, rows).profile()
+    traced = Case(Stack, rows).profile()
     chosen = {
         unit: random_policy(unit, seed)
-        for unit in made.units.candidates
+        for unit in traced.units.candidates
         if unit.fqn in ("parts.0", "parts.1")
     }
     model, plain = case.model(), case.model()
-    installing.install(model, spell_out(made, chosen))
+    installing.install(model, spell_out(traced, chosen))
     for twin in (model, plain):
         twin.parts[0].branch = branch
     return case, model, plain
@@ -45,10 +45,10 @@ def test_another_branch_warns_once_and_keeps_gradients_exact(branch, num_rows, s
     expected = train(case, plain, steps=1)
 
     with pytest.warns(UserWarning, match=r"`parts\.0` ran aten") as caught:
-        found = train(case, model, steps=1)
+        trained = train(case, model, steps=1)
 
     assert len(caught) == 1
-    assert_equal(expected, found)
+    assert_equal(expected, trained)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -92,18 +92,18 @@ class Longer(nn.Module):
 @pytest.mark.parametrize("seed", range(4))
 def test_what_nobody_was_expected_to_need_is_there_for_a_longer_branch(kind, seed):
     case = Case(lambda: nn.Sequential(Longer(kind), nn.Linear(WIDTH, WIDTH)), rows)
-    made = case.profile()
-    (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
-    policies = spell_out(made, {unit: random_policy(unit, seed)})
+    traced = case.profile()
+    (unit,) = (unit for unit in traced.units.candidates if unit.fqn == "0")
+    policies = spell_out(traced, {unit: random_policy(unit, seed)})
     plain, model = case.model(), case.model()
     installing.install(model, policies)
     plain[0].goes_on = model[0].goes_on = True
     expected = train(case, plain, steps=2)
 
     with pytest.warns(UserWarning, match="its plan expects its end"):
-        found = train(case, model, steps=2)
+        trained = train(case, model, steps=2)
 
-    assert_equal(expected, found)
+    assert_equal(expected, trained)
 
 
 class Overwriting(nn.Module):
@@ -126,18 +126,18 @@ class Overwriting(nn.Module):
 @pytest.mark.parametrize("seed", range(12))
 def test_a_departure_that_overwrites_a_result_keeps_gradients_exact(seed):
     case = Case(lambda: nn.Sequential(Overwriting(), nn.Tanh()), rows)
-    made = case.profile()
-    (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
-    policies = spell_out(made, {unit: random_policy(unit, seed)})
+    traced = case.profile()
+    (unit,) = (unit for unit in traced.units.candidates if unit.fqn == "0")
+    policies = spell_out(traced, {unit: random_policy(unit, seed)})
     plain, model = case.model(), case.model()
     installing.install(model, policies)
     plain[0].overwrites = model[0].overwrites = True
     expected = train(case, plain, steps=1)
 
     with pytest.warns(UserWarning, match="ran aten"):
-        found = train(case, model, steps=1)
+        trained = train(case, model, steps=1)
 
-    assert_equal(expected, found)
+    assert_equal(expected, trained)
 
 
 class Reuses(nn.Module):

@@ -29,7 +29,7 @@ def make_inputs():
 
 
 @functools.cache
-def made():
+def profile_of_step():
     traced = autosac.profile(
         make_model(), make_inputs(), loss_fn=torch.sum, optimizer="sgd"
     )
@@ -37,8 +37,8 @@ def made():
 
 
 def test_no_group_is_needed_for_it():
-    tape = made().tape
-    for unit in made().units.candidates:
+    tape = profile_of_step().tape
+    for unit in profile_of_step().units.candidates:
         if unit.fqn in BLOCKS:
             saved = [tape.saved[i] for i in unit.saved]
             read = {one.storage for one in saved if one.unpacked is not None}
@@ -53,11 +53,11 @@ def test_later_steps_take_what_the_first_one_takes_and_the_simulation_says():
     # From its second call on a unit leaves to autograd what it would have saved itself.
     chosen = {
         unit: Policy("".join(SAVE if g.needed else SKIP for g in unit.groups))
-        for unit in made().units.candidates
+        for unit in profile_of_step().units.candidates
         if unit.fqn in BLOCKS
     }
     model, inputs = make_model(), make_inputs()
-    installing.install(model, spell_out(made(), chosen))
+    installing.install(model, spell_out(profile_of_step(), chosen))
     optimizer = torch.optim.SGD(model.parameters())
 
     def step():
@@ -71,17 +71,22 @@ def test_later_steps_take_what_the_first_one_takes_and_the_simulation_says():
         run = {"device": "cpu", "persistent_bytes": persistent_bytes}
         peaks.append(measure_peak(step, **run)[1])
 
-    predicted = made().simulator.peak_bytes(chosen)
+    predicted = profile_of_step().simulator.peak_bytes(chosen)
     assert peaks[0] == peaks[1] == peaks[2]
-    assert 0 <= predicted - peaks[0] <= made().simulator.number_bytes
+    assert 0 <= predicted - peaks[0] <= profile_of_step().simulator.number_bytes
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
 def test_plans_keep_their_budget_and_all_bits(share):
-    floor, highest = autosac.floor(made()), made().baseline_peak_bytes
-    plan = autosac.plan(made(), memory_budget=int(floor + share * (highest - floor)))
+    floor, highest = (
+        autosac.floor(profile_of_step()),
+        profile_of_step().baseline_peak_bytes,
+    )
+    plan = autosac.plan(
+        profile_of_step(), memory_budget=int(floor + share * (highest - floor))
+    )
 
-    found = autosac.verify(
+    verification = autosac.verify(
         plan,
         make_model,
         make_inputs,
@@ -91,6 +96,6 @@ def test_plans_keep_their_budget_and_all_bits(share):
     )
 
     assert plan.policy
-    assert not found.differences
-    excess = plan.peak_bytes - found.measured_peak_bytes
-    assert 0 <= excess <= made().simulator.number_bytes
+    assert not verification.differences
+    excess = plan.peak_bytes - verification.measured_peak_bytes
+    assert 0 <= excess <= profile_of_step().simulator.number_bytes

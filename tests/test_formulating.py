@@ -40,7 +40,7 @@ def chosen_units(formulation, points):
     }
 
 
-def both_peaks(made, formulation, points):
+def both_peaks(traced, formulation, points):
     """By the MILP's memory, and by simulation."""
     weights = [
         [int(k == point) for k in range(len(unit.points))]
@@ -48,18 +48,18 @@ def both_peaks(made, formulation, points):
     ]
     chosen = chosen_units(formulation, points)
     predicted = max(sac.live_bytes(formulation.problem(0), weights))
-    return predicted, made.simulator.peak_bytes(chosen)
+    return predicted, traced.simulator.peak_bytes(chosen)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_milp_predicts_the_peak_that_the_simulation_finds(name):
-    made = CASES[name].profile()
-    formulation = made.formulation
+    traced = CASES[name].profile()
+    formulation = traced.formulation
     rng = random.Random(0)
     for _ in range(40):
         points = random_choice(formulation, rng)
 
-        predicted, actual = both_peaks(made, formulation, points)
+        predicted, actual = both_peaks(traced, formulation, points)
 
         assert predicted == actual
 
@@ -82,14 +82,14 @@ def test_memory_adds_up_at_every_position_where_autocast_drops_its_copies():
     with torch.device("meta"):
         model = transformers.T5ForConditionalGeneration(config)
         ids = torch.zeros(2, 16, dtype=torch.long)
-    made = autosac.profile(
+    traced = autosac.profile(
         model,
         {"input_ids": ids, "labels": ids},
         optimizer="sgd",
         device="h100",
         autocast=torch.bfloat16,
     )
-    formulation, simulator = made.formulation, made.simulator.in_blocks()
+    formulation, simulator = traced.formulation, traced.simulator.in_blocks()
     solver = sac.Solver(formulation.problem(0))
     starts = formulation.edges * simulator.span
     rng = random.Random(0)
@@ -128,8 +128,8 @@ def tanh_like():
 )
 def test_what_one_unit_frees_and_another_one_holds_is_alive(make_layer):
     model = SavesItsOutput([make_layer(), make_layer()])
-    made = autosac.profile(model, torch.randn(64, 8, 32, requires_grad=True))
-    formulation = made.formulation
+    traced = autosac.profile(model, torch.randn(64, 8, 32, requires_grad=True))
+    formulation = traced.formulation
     names = [unit.fqn for unit in formulation.units]
     pairs = [
         {names[u] for u, _ in (*hold.freed_by, *hold.holders)}
@@ -154,18 +154,18 @@ def test_what_one_unit_frees_and_another_one_holds_is_alive(make_layer):
             for name, curve in zip(names, formulation.curves, strict=True)
         ]
 
-        predicted, actual = both_peaks(made, formulation, points)
+        predicted, actual = both_peaks(traced, formulation, points)
 
         assert predicted == actual
-        missed += both_peaks(made, without, points)[0] < actual
+        missed += both_peaks(traced, without, points)[0] < actual
     assert missed
 
 
 def test_what_one_unit_keeps_and_another_one_holds_is_counted_once():
     # The last op of each layer is a norm: saving it keeps the layer's output as well.
     layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)]
-    made = autosac.profile(nn.Sequential(*layers), torch.randn(8, 16, 32))
-    formulation = made.formulation
+    traced = autosac.profile(nn.Sequential(*layers), torch.randn(8, 16, 32))
+    formulation = traced.formulation
     assert any(hold.kept_by for hold in formulation.holds)
     without = dataclasses.replace(
         formulation, holds=tuple(h for h in formulation.holds if not h.kept_by)
@@ -174,10 +174,10 @@ def test_what_one_unit_keeps_and_another_one_holds_is_counted_once():
     for _ in range(100):
         points = random_choice(formulation, rng)
 
-        predicted, actual = both_peaks(made, formulation, points)
+        predicted, actual = both_peaks(traced, formulation, points)
 
         assert predicted == actual
-        overstated += both_peaks(made, without, points)[0] > actual
+        overstated += both_peaks(traced, without, points)[0] > actual
     assert overstated
 
 
@@ -196,12 +196,12 @@ def test_fitted_curves_keep_breakpoints_that_are_points_of_the_exact_curve():
 
 
 def test_units_that_look_alike_are_formulated_alike(monkeypatch):
-    made = autosac.profile(GPT(num_layers=6), torch.zeros(1, 32, dtype=torch.long))
-    moved = made.formulation
+    traced = autosac.profile(GPT(num_layers=6), torch.zeros(1, 32, dtype=torch.long))
+    moved = traced.formulation
     seen = len(moved.units)
 
     monkeypatch.setattr("autosac.solving.formulation._moved", lambda *_: None)
-    one_by_one = formulate(made.simulator, moved.units, moved.curves)
+    one_by_one = formulate(traced.simulator, moved.units, moved.curves)
 
     assert moved.solver_units == one_by_one.solver_units
     assert len({unit.key for unit in moved.units}) < seen / 2

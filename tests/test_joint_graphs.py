@@ -107,9 +107,9 @@ def test_stages_follow_each_other(step):
 def test_accesses_of_intermediates_are_those_of_all_their_aliases():
     model, inputs, loss_fn = step_of("views")
     graph = joint_graph(model, inputs, loss_fn=loss_fn)
-    found = {item.op: item for item in graph.intermediates()}
+    observed = {item.op: item for item in graph.intermediates()}
 
-    product = found["aten.addmm.default"]  # read by views of its parts only
+    product = observed["aten.addmm.default"]  # read by views of its parts only
     stages = {node.name: stage for node, stage in graph.stages.items()}
     assert product.num_bytes == 4 * 8 * 48 * 4
     assert stages[product.last_forward_access] == "forward"

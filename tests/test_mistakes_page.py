@@ -18,7 +18,7 @@ def test_every_row_of_the_page_has_its_test():
     ]
     named = [re.search(r"`((?:\w+/)?test_\w+\.py)::([^`]+)` \|$", row) for row in rows]
     assert len(rows) > 40 and all(named), rows[named.index(None)]
-    files = sorted({f"tests/{found[1]}" for found in named})
+    files = sorted({f"tests/{observed[1]}" for observed in named})
 
     options = "--collect-only -q -p no:cacheprovider -o addopts="
     listed = subprocess.run(
@@ -30,5 +30,5 @@ def test_every_row_of_the_page_has_its_test():
 
     tests = {line.partition("/")[2] for line in listed.splitlines()}
     functions = {test.partition("[")[0] for test in tests}
-    wanted = {f"{found[1]}::{found[2]}" for found in named}
+    wanted = {f"{observed[1]}::{observed[2]}" for observed in named}
     assert wanted <= tests | functions, sorted(wanted - tests - functions)

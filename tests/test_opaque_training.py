@@ -81,7 +81,7 @@ def by_transformers(folder, memory_budget, **options):
     from autosac.integrations.huggingface import MemoryBudget
 
     budget = MemoryBudget(memory_budget, report=lambda text: None, **options)
-    model = made()
+    model = profile_of_step()
     transformers.Trainer(
         model,
         transformers.TrainingArguments(
@@ -108,7 +108,7 @@ def by_lightning(folder, memory_budget, **options):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = made()
+            self.model = profile_of_step()
 
         def training_step(self, batch):
             return self.model(**batch)["loss"]
@@ -133,7 +133,7 @@ def by_lightning(folder, memory_budget, **options):
 def by_accelerate(folder, memory_budget, **options):
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
-    model = made()
+    model = profile_of_step()
     planned, optimizer, loader = accelerator.prepare(
         model,
         torch.optim.AdamW(model.parameters()),
@@ -151,7 +151,7 @@ def by_accelerate(folder, memory_budget, **options):
     return model
 
 
-def made():
+def profile_of_step():
     torch.manual_seed(0)
     return Model()
 

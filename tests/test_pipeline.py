@@ -43,9 +43,9 @@ def run(rank):
     stage.step = (tell_when_recomputed, withhold_gradients)[rank]
     traces = [None, None]
     dist.all_gather_object(traces, pipeline.trace(stage))
-    found = pipeline.overlaps(*traces)
-    assert len(found) == TINY.micro_batches
-    for one in found:
+    overlapping = pipeline.overlaps(*traces)
+    assert len(overlapping) == TINY.micro_batches
+    for one in overlapping:
         assert one.hidden_ms == one.recompute_ms > 0
 
 
@@ -74,18 +74,18 @@ def test_overlap_counts_from_the_wait_to_the_sending():
     ]
 
 
-def found(*, hidden_ms=10.0, preceding_ms=90.0, unequal=()):
+def case(*, hidden_ms=10.0, preceding_ms=90.0, unequal=()):
     overlap = {"recompute_ms": 10.0, "hidden_ms": hidden_ms, "busy_ms": hidden_ms}
     times = {PLAIN: [88.0], CHECKPOINT: [100.0], PRECEDING: [preceding_ms]}
     return {"times_ms": times, "unequal": list(unequal), "overlaps": [overlap]}
 
 
 def test_the_benchmark_fails_where_a_promise_is_broken():
-    assert pipeline.broken(found()) == []
-    assert pipeline.broken(found(unequal=["weight"])) == ["weight"]
-    assert len(pipeline.broken(found(hidden_ms=5.0))) == 1
-    assert len(pipeline.broken(found(preceding_ms=101.0))) == 1
-    page = pipeline.page(TINY, 1, [pipeline.row(3, found())])
+    assert pipeline.broken(case()) == []
+    assert pipeline.broken(case(unequal=["weight"])) == ["weight"]
+    assert len(pipeline.broken(case(hidden_ms=5.0))) == 1
+    assert len(pipeline.broken(case(preceding_ms=101.0))) == 1
+    page = pipeline.page(TINY, 1, [pipeline.row(3, case())])
     assert "| 3 | 88 (88-88) | 100 (100-100) | 90 (90-90) | 10 | 10 |" in page
 
 

@@ -1,7 +1,4 @@
-import functools
 import gc
-import random
-import threading
 import weakref
 
 import pytest
@@ -12,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autosac
 from autosac import is_checkpointing, is_recomputing, pipeline_checkpoint
-from autosac.checkpointing.cuda_streams import Moment
 from autosac.step.training_step import default_loss, normalize_inputs
 from autosac.verification.measuring import (
     capture_state,
@@ -20,38 +16,15 @@ from autosac.verification.measuring import (
     measure_peak,
 )
 from tests.models import CASES, Counting
-
-WIDTH = 8
-
-
-def stage():
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        nn.BatchNorm1d(WIDTH),
-        nn.Dropout(0.5),
-        nn.ReLU(inplace=True),
-        nn.Linear(WIDTH, WIDTH),
-    )
-
-
-def rows(*, requires_grad=True):
-    return torch.randn(4, WIDTH, requires_grad=requires_grad)
-
-
-class Recorded(nn.Module):
-    """Notes what the flags say each time it runs."""
-
-    def __init__(self, inner=None):
-        super().__init__()
-        self.inner = inner or nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        RUNS.append((is_checkpointing(), is_recomputing(), torch.is_grad_enabled()))
-        return self.inner(x)
-
-
-RUNS = []
-FORWARD, RECOMPUTATION = (True, False, True), (False, True, True)
+from tests.preceding import (
+    FORWARD,
+    RECOMPUTATION,
+    RUNS,
+    WIDTH,
+    Recorded,
+    rows,
+    stage,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +40,8 @@ def plainly(model, args, kwargs):
 
 
 def preceded(model, args, kwargs):
-    found = pipeline_checkpoint(model, *args, **kwargs)
-    return found.output, found.recompute
+    output = pipeline_checkpoint(model, *args, **kwargs)
+    return output.output, output.recompute
 
 
 def by_itself(model, args, kwargs):
@@ -119,8 +92,8 @@ def test_models_that_do_otherwise_without_gradients_give_the_same_bits():
 
     output = pipeline_checkpoint(model, x).output
 
-    found = torch.autograd.grad(output.square().sum(), model.parameters())
-    assert all(map(torch.equal, expected, found))
+    gradients = torch.autograd.grad(output.square().sum(), model.parameters())
+    assert all(map(torch.equal, expected, gradients))
 
 
 def test_it_can_be_inside_a_checkpoint_of_pytorch():
@@ -133,8 +106,8 @@ def test_it_can_be_inside_a_checkpoint_of_pytorch():
         lambda x: pipeline_checkpoint(model, x).output, x, use_reentrant=False
     )
 
-    found = torch.autograd.grad(output.sum(), [x, *model.parameters()])
-    assert all(map(torch.equal, expected, found))
+    gradients = torch.autograd.grad(output.sum(), [x, *model.parameters()])
+    assert all(map(torch.equal, expected, gradients))
 
 
 @pytest.mark.parametrize("call", [preceded, by_itself])
@@ -144,10 +117,10 @@ def test_gradients_buffers_and_random_streams_are_those_of_a_plain_call(
 ):
     expected = three_micro_batches(CASES[name], plainly)
 
-    found = three_micro_batches(CASES[name], call)
+    order = three_micro_batches(CASES[name], call)
 
     assert any(key.startswith("gradient") for key in expected)
-    assert differences(expected, found) == ()
+    assert differences(expected, order) == ()
 
 
 def test_buffers_that_forward_changes_and_backward_reads_are_changed_once():
@@ -167,9 +140,9 @@ def test_buffers_that_forward_changes_and_backward_reads_are_changed_once():
 def test_casts_of_autocast_are_made_again(name, one_thread):
     expected = three_micro_batches(CASES[name], plainly, autocast=True)
 
-    found = three_micro_batches(CASES[name], preceded, autocast=True)
+    order = three_micro_batches(CASES[name], preceded, autocast=True)
 
-    assert differences(expected, found) == ()
+    assert differences(expected, order) == ()
 
 
 def test_it_recomputes_under_the_autocast_of_forward_not_of_backward():
@@ -181,13 +154,13 @@ def test_it_recomputes_under_the_autocast_of_forward_not_of_backward():
 
     model = nn.Linear(WIDTH, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
-        found = pipeline_checkpoint(fn, rows())
-    found.recompute()
+        output = pipeline_checkpoint(fn, rows())
+    output.recompute()
     with torch.autocast("cpu", torch.bfloat16):
         other = pipeline_checkpoint(fn, rows())
         other.output.sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
-        found.output.sum().backward()
+        output.output.sum().backward()
 
     assert seen == [True] * 4
 
@@ -198,9 +171,9 @@ def test_gradients_of_inputs_leave_through_the_outer_graph():
     expected = torch.autograd.grad(model(x * 2).sum(), [x, *model.parameters()])
 
     torch.manual_seed(0)
-    found = pipeline_checkpoint(model, x * 2)
-    found.recompute()
-    gradients = torch.autograd.grad(found.output.sum(), [x, *model.parameters()])
+    output = pipeline_checkpoint(model, x * 2)
+    output.recompute()
+    gradients = torch.autograd.grad(output.output.sum(), [x, *model.parameters()])
 
     assert all(map(torch.equal, expected, gradients))
     assert all(p.grad is None for p in (x, *model.parameters()))
@@ -223,11 +196,11 @@ def test_an_optimizer_in_backward_steps_each_parameter_once(one_thread):
 
 def test_backward_can_go_through_twice_and_recomputes_each_time():
     model, x = Recorded(), rows()
-    found = pipeline_checkpoint(model, x)
+    output = pipeline_checkpoint(model, x)
 
-    found.output.sum().backward(retain_graph=True)
+    output.output.sum().backward(retain_graph=True)
     once = x.grad.clone()
-    found.output.sum().backward()
+    output.output.sum().backward()
 
     assert torch.equal(x.grad, 2 * once)
     assert RUNS == [FORWARD, RECOMPUTATION, RECOMPUTATION]
@@ -246,22 +219,22 @@ def test_gradients_of_gradients_are_refused():
 
 
 def test_recompute_runs_before_backward_and_only_once():
-    found = pipeline_checkpoint(Recorded(), rows())
+    output = pipeline_checkpoint(Recorded(), rows())
     assert RUNS == [FORWARD]
 
-    found.recompute()
-    found.recompute()
+    output.recompute()
+    output.recompute()
     assert RUNS == [FORWARD, RECOMPUTATION]
 
-    found.output.sum().backward()
+    output.output.sum().backward()
     assert RUNS == [FORWARD, RECOMPUTATION]
     assert not is_checkpointing() and not is_recomputing()
 
 
 def test_without_a_call_backward_recomputes_by_itself():
-    found = pipeline_checkpoint(Recorded(), rows())
+    output = pipeline_checkpoint(Recorded(), rows())
 
-    found.output.sum().backward()
+    output.output.sum().backward()
 
     assert RUNS == [FORWARD, RECOMPUTATION]
 
@@ -281,9 +254,9 @@ class Wait(torch.autograd.Function):
 
 def test_what_is_preceded_recomputes_before_its_backward_waits():
     model, x = Recorded(), rows()
-    found = pipeline_checkpoint(model, x)
+    output = pipeline_checkpoint(model, x)
 
-    found.precede(Wait.apply(found.output)).sum().backward()
+    output.precede(Wait.apply(output.output)).sum().backward()
 
     assert RUNS == [FORWARD, RECOMPUTATION, "the gradient is there"]
     assert torch.equal(x.grad, torch.ones(4, WIDTH) @ model.inner.weight)
@@ -321,22 +294,22 @@ def test_a_step_is_shorter_by_the_recomputation_that_the_wait_hides():
 
 
 def test_preceding_a_tensor_that_requires_no_gradient_is_refused():
-    found = pipeline_checkpoint(Recorded(), rows())
+    output = pipeline_checkpoint(Recorded(), rows())
 
     with pytest.raises(ValueError, match="requires no gradient"):
-        found.precede(rows(requires_grad=False))
+        output.precede(rows(requires_grad=False))
 
 
 def test_without_gradients_it_is_a_plain_call():
     model, x = Recorded(), rows(requires_grad=False)
 
     with torch.no_grad():
-        found = pipeline_checkpoint(model, x)
-    found.recompute()
+        output = pipeline_checkpoint(model, x)
+    output.recompute()
 
     assert len(RUNS) == 1 and RUNS[0][:2] == (False, False)
-    assert torch.equal(found.output, model.inner(x))
-    assert not found.output.requires_grad
+    assert torch.equal(output.output, model.inner(x))
+    assert not output.output.requires_grad
 
 
 def test_where_nothing_requires_a_gradient_a_schedule_can_go_backward_all_the_same():
@@ -383,9 +356,9 @@ def test_forward_takes_less_memory_than_with_a_graph():
         return measure_peak(call, device="cpu", persistent_bytes=0)
 
     with_graph, plain_bytes = peak(lambda: model(x))
-    found, peak_bytes = peak(lambda: pipeline_checkpoint(model, x))
+    observed, peak_bytes = peak(lambda: pipeline_checkpoint(model, x))
 
-    assert torch.equal(found.output, with_graph)
+    assert torch.equal(observed.output, with_graph)
     assert plain_bytes >= 8 * x.nbytes
     random_states = 4 * torch.get_rng_state().nbytes
     assert peak_bytes <= 2 * x.nbytes + random_states
@@ -403,11 +376,11 @@ def test_everything_is_gone_after_backward_without_a_collection():
     gc.collect()
     gc.disable()
     try:
-        found = pipeline_checkpoint(fn, rows())
-        call = weakref.ref(found._call)
-        found.recompute()
-        found.output.sum().backward()
-        del found
+        output = pipeline_checkpoint(fn, rows())
+        call = weakref.ref(output._call)
+        output.recompute()
+        output.output.sum().backward()
+        del output
         assert [ref() for ref in activations] == [None, None]
         assert call() is None
     finally:
@@ -436,10 +409,10 @@ def checkpointed(layer, x):
 
 
 def checkpointed_and_recomputed(layer, x):
-    found = pipeline_checkpoint(layer, x)
+    output = pipeline_checkpoint(layer, x)
     if is_recomputing():
-        found.recompute()
-    return found.output
+        output.recompute()
+    return output.output
 
 
 @pytest.mark.parametrize("inner", [checkpointed, checkpointed_and_recomputed])
@@ -475,9 +448,9 @@ def test_an_inner_call_runs_with_each_outer_one_and_once_more_in_backward():
     model, x = Nested(inner), rows()
     model.call = checkpointed
 
-    found = pipeline_checkpoint(model, x)
-    found.recompute()
-    found.output.sum().backward()
+    output = pipeline_checkpoint(model, x)
+    output.recompute()
+    output.output.sum().backward()
 
     # In the outer call's recomputation the inner one is a first run again.
     assert RUNS == [FORWARD, (True, True, True), RECOMPUTATION]
@@ -499,472 +472,3 @@ def test_a_tensor_of_the_outer_function_gets_its_gradient_from_an_inner_one():
         expected, torch.autograd.grad(output.sum(), sources), strict=True
     ):
         torch.testing.assert_close(got, wanted)
-
-
-# --- schedules of one's own -------------------------------------------------------
-
-
-class Noted(torch.autograd.Function):
-    """Notes when backward comes through."""
-
-    @staticmethod
-    def forward(ctx, x, name):
-        ctx.name = name
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        RUNS.append(ctx.name)
-        return gradient, None
-
-
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_what_is_joined_goes_backward_before_what_was_forked(is_tied):
-    # Autograd goes through the node that was made last first: through a, unless tied.
-    a, b = rows(), rows()
-    if is_tied:
-        first, phony = autosac.fork(Noted.apply(a, "a"))
-        second = Noted.apply(autosac.join(b, phony), "b")
-    else:
-        second = Noted.apply(b, "b")
-        first = Noted.apply(a, "a")
-    (first.sum() + second.sum()).backward()
-
-    expected = ["b", "a"] if is_tied else ["a", "b"]
-    assert expected == RUNS
-    assert torch.equal(a.grad, torch.ones_like(a))
-    assert torch.equal(b.grad, torch.ones_like(b))
-
-
-def test_fork_and_join_are_no_part_of_a_graph_without_gradients():
-    x = rows(requires_grad=False)
-    same, phony = autosac.fork(x)
-
-    assert same is x and phony.numel() == 0 and not phony.requires_grad
-    assert autosac.join(x, phony) is x
-    with torch.no_grad():
-        assert autosac.fork(rows())[1].requires_grad is False
-
-
-def test_a_joined_tensor_without_a_gradient_lets_backward_come_to_the_fork():
-    forked, phony = autosac.fork(Noted.apply(rows(), "a"))
-    joined = autosac.join(rows(requires_grad=False), phony)
-
-    assert joined.requires_grad
-    (joined.sum() + forked.sum()).backward()
-    assert RUNS == ["a"]
-
-
-# --- arguments and results --------------------------------------------------------
-
-
-def test_results_of_every_kind_come_back_as_they_are():
-    def fn(pair, *, flag):
-        a, b = pair
-        return {
-            "sum": model(a) + b,
-            "order": a.argsort(),
-            "twice": [b * 2, None, "text", 3],
-            "flag": flag,
-            "constant": a * 2,
-        }
-
-    model, a, b = nn.Linear(WIDTH, WIDTH), rows(requires_grad=False), rows()
-    found = pipeline_checkpoint(fn, (a, b), flag=True)
-    output, expected = found.output, fn((a, b), flag=True)
-
-    found.recompute()
-    (output["sum"].sum() + output["twice"][0].square().sum()).backward()
-
-    assert torch.equal(output["order"], expected["order"])
-    assert not output["order"].requires_grad and not output["constant"].requires_grad
-    assert output["twice"][1:] == [None, "text", 3] and output["flag"] is True
-    assert a.grad is None
-    assert torch.equal(b.grad, 1 + 8 * b.detach())
-
-
-def test_a_result_that_is_an_argument_or_comes_twice_gets_its_gradients():
-    def fn(x, count):
-        y = x * weight
-        return x, y, y, count
-
-    weight, x = torch.tensor(3.0, requires_grad=True), rows()
-    count = torch.arange(4)
-    same, first, second, counted = pipeline_checkpoint(fn, x, count).output
-
-    (same.sum() + first.sum() + 10 * second.sum()).backward()
-
-    assert torch.equal(x.grad, torch.full_like(x, 1 + 11 * 3))
-    assert weight.grad.item() == pytest.approx(11 * x.sum().item(), rel=1e-5)
-    assert torch.equal(counted, count)
-
-
-def test_an_argument_that_comes_twice_counts_once():
-    x = rows()
-    expected = torch.autograd.grad((x * x + x.sin() * x).sum(), x)[0]
-
-    output = pipeline_checkpoint(lambda a, b: a * b + a.sin() * b, x, x).output
-
-    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
-
-
-def test_a_result_can_be_changed_in_place_afterwards():
-    model, x = nn.Linear(WIDTH, WIDTH), rows()
-    expected = torch.autograd.grad(model(x).relu().sum(), x)[0]
-
-    found = pipeline_checkpoint(model, x)
-    output = found.output.relu_()
-    found.recompute()
-
-    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
-
-
-def test_a_buffer_that_is_returned_stays_a_buffer():
-    class Returns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.register_buffer("seen", torch.zeros(2))
-
-        def forward(self, x):
-            self.seen += 1
-            return x * self.weight, self.seen
-
-    model = Returns()
-    output, _ = pipeline_checkpoint(model, torch.ones(2)).output
-    output.sum().backward()
-
-    assert not model.seen.requires_grad
-    assert torch.equal(model.seen, torch.ones(2))
-
-
-def test_a_tensor_of_the_closure_gets_its_gradient():
-    leaf, x = rows(), rows(requires_grad=False)
-    memory = leaf.exp()
-    (expected,) = torch.autograd.grad((x * memory).sum(), leaf, retain_graph=True)
-
-    output = pipeline_checkpoint(lambda x: x * memory, x).output
-
-    assert torch.equal(torch.autograd.grad(output.sum(), leaf)[0], expected)
-
-
-def test_state_that_another_micro_batch_changes_is_found_as_it_was():
-    # The second call changes the buffer that the first one read.
-    model = nn.Sequential(Counting())
-    plain = nn.Sequential(Counting())
-    plain.load_state_dict(model.state_dict())
-    x, y = rows(), rows()
-
-    first, second = pipeline_checkpoint(model, x), pipeline_checkpoint(model, y)
-    first.recompute()
-    (gradient,) = torch.autograd.grad(first.output.sum(), x)
-    second.output.sum().backward()
-
-    (expected,) = torch.autograd.grad(plain(x).sum(), x)
-    plain(y)
-    assert torch.equal(gradient, expected)
-    for name, buffer in plain.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer)
-
-
-# --- random numbers ---------------------------------------------------------------
-
-
-def test_without_preserve_rng_the_numbers_are_drawn_anew():
-    masks = []
-
-    def fn(x):
-        masks.append(torch.rand(4))
-        return x * 2
-
-    for preserve_rng in (True, False):
-        masks.clear()
-        pipeline_checkpoint(fn, rows(), preserve_rng=preserve_rng).recompute()
-        assert torch.equal(*masks) is preserve_rng
-
-
-def test_a_recomputation_that_draws_more_numbers_is_an_error():
-    model = nn.Dropout(0.5)
-    counter = []
-
-    def fn(x):
-        counter.append(0)
-        return model(x) if len(counter) == 1 else model(model(x))
-
-    found = pipeline_checkpoint(fn, rows())
-    state = torch.get_rng_state()
-
-    with pytest.raises(RuntimeError, match="as many random numbers"):
-        found.recompute()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not is_recomputing()
-
-
-# --- threads ----------------------------------------------------------------------
-
-
-def test_the_flags_belong_to_one_thread():
-    inside, done = threading.Event(), threading.Event()
-
-    def fn(x):
-        inside.set()
-        done.wait(10)
-        return x * 2
-
-    thread = threading.Thread(target=pipeline_checkpoint, args=(fn, rows()))
-    thread.start()
-    inside.wait(10)
-    flags = is_checkpointing(), is_recomputing()
-    done.set()
-    thread.join()
-
-    assert flags == (False, False)
-
-
-def test_another_thread_may_recompute_and_backward_waits_for_it():
-    started, go_on = threading.Event(), threading.Event()
-
-    def fn(x):
-        if is_recomputing():
-            started.set()
-            go_on.wait(10)
-        return model(x)
-
-    model, x = Recorded(), rows()
-    found = pipeline_checkpoint(fn, x)
-    helper = threading.Thread(target=found.recompute)
-    helper.start()
-    started.wait(10)
-    threading.Timer(0.05, go_on.set).start()
-    found.output.sum().backward()
-    helper.join()
-
-    assert RUNS == [FORWARD, RECOMPUTATION]
-    assert torch.equal(x.grad, torch.ones(4, WIDTH) @ model.inner.weight)
-
-
-# --- streams ----------------------------------------------------------------------
-
-
-class FakeStream:
-    device = torch.device("cuda", 0)
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def record_event(self):
-        return f"event of {self.name}"
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event}")
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-
-class FakeTensor:
-    device = FakeStream.device
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def record_stream(self, stream):
-        self.log.append(f"{self.name} is used on {stream.name}")
-
-
-def test_work_on_another_stream_waits_and_keeps_its_memory(monkeypatch):
-    log = []
-    first, second = FakeStream("first", log), FakeStream("second", log)
-    tensor = FakeTensor("tensor", log)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
-    moment = Moment([torch.device("cpu"), FakeStream.device])
-
-    for use in (moment.wait, moment.lend, moment.take):
-        use([tensor])
-    assert log == []
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: second)
-    moment.wait([tensor])
-    moment.lend([tensor])
-    moment.take([tensor])
-    assert log == [
-        "second waits for event of first",
-        "tensor is used on second",
-        "first waits for second",
-        "tensor is used on first",
-        "second waits for first",
-        "tensor is used on second",
-    ]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("same_stream", [True, False])
-def test_a_gpu_stage_recomputes_on_the_present_stream(same_stream):
-    model = nn.Sequential(*(stage() for _ in range(4))).cuda()
-    x = torch.randn(4, WIDTH, device="cuda", requires_grad=True)
-    torch.manual_seed(0)
-    model.zero_grad()
-    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
-    state = torch.cuda.get_rng_state()
-
-    torch.manual_seed(0)
-    found = pipeline_checkpoint(model, x)
-    other = torch.cuda.current_stream() if same_stream else torch.cuda.Stream()
-    with torch.cuda.stream(other):
-        found.recompute()
-    gradients = torch.autograd.grad(found.output.sum(), [x, *model.parameters()])
-
-    assert all(map(torch.equal, expected, gradients))
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-
-
-# --- what is refused --------------------------------------------------------------
-
-
-def test_checkpoints_of_pytorch_and_plans_can_be_inside():
-    model = nn.Sequential(*(nn.Sequential(stage(), nn.Tanh()) for _ in range(3)))
-    x = rows()
-    profile = autosac.profile(model, x.detach())
-    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
-
-    def fn(x):
-        return checkpoint(model, x, use_reentrant=False)
-
-    def gradients(call):
-        torch.manual_seed(0)
-        return torch.autograd.grad(call().sum(), [x, *model.parameters()])
-
-    expected = gradients(lambda: model(x))
-    inside = gradients(lambda: pipeline_checkpoint(fn, x).output)
-    plan.apply(model)
-    planned = gradients(lambda: pipeline_checkpoint(model, x).output)
-
-    assert plan.policy
-    assert all(map(torch.equal, expected, inside))
-    assert all(map(torch.equal, expected, planned))
-
-
-def changes_its_argument(x):
-    return x.mul_(2)
-
-
-def changes_a_leaf(x):
-    return x.mul_(2)
-
-
-def changes_its_list(pair):
-    pair.append(pair[0] * 2)
-    return pair[0] * 3
-
-
-def draws_elsewhere(x):
-    return x * random.random()
-
-
-def goes_backward(x):
-    return torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]
-
-
-@pytest.mark.parametrize(
-    "fn, make_argument, message",
-    [
-        (changes_its_argument, lambda: torch.ones(4), "changes an argument in place"),
-        (changes_a_leaf, lambda: rows() * 1, "used in an in-place operation"),
-        (changes_its_list, lambda: [rows()], "changes a list or dict"),
-        (draws_elsewhere, rows, "Python's or NumPy's random numbers"),
-        (goes_backward, rows, "goes backward inside its own forward"),
-    ],
-)
-def test_a_function_that_cannot_run_again_is_refused(fn, make_argument, message):
-    weight = torch.ones((), requires_grad=True)
-
-    with pytest.raises(RuntimeError, match=message):
-        pipeline_checkpoint(lambda x: (fn(x), weight * 1), make_argument())
-    assert not is_checkpointing()
-
-
-def test_opaque_arguments_and_results_are_refused():
-    with pytest.raises(TypeError, match="an argument holds a Generator"):
-        pipeline_checkpoint(lambda x, g: x, rows(), torch.Generator())
-    with pytest.raises(TypeError, match="the result holds a Event"):
-        pipeline_checkpoint(lambda x: (x, threading.Event()), rows())
-
-
-def test_a_parameter_that_changed_before_recomputation_is_an_error():
-    model = nn.Linear(WIDTH, WIDTH)
-    found = pipeline_checkpoint(model, rows())
-    with torch.no_grad():
-        model.bias.add_(1)
-
-    with pytest.raises(RuntimeError, match="has changed since its forward pass"):
-        found.recompute()
-
-
-def test_an_argument_that_changed_before_recomputation_is_an_error():
-    x = rows() * 1
-    found = pipeline_checkpoint(nn.Linear(WIDTH, WIDTH), x)
-    x.add_(1)
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        found.recompute()
-
-
-def test_a_result_that_depends_on_something_else_is_an_error():
-    found = pipeline_checkpoint(lambda x: x[: 4 - is_recomputing()] * 2, rows())
-
-    with pytest.raises(RuntimeError, match="other shapes, types or values"):
-        found.output.sum().backward()
-
-
-@pytest.mark.parametrize("is_leaf", [True, False])
-def test_a_tensor_that_was_not_found_is_an_error_not_a_lost_gradient(is_leaf):
-    hidden = rows() if is_leaf else rows() * 2
-
-    class Hides:
-        def get(self):
-            return vars(self)["hidden"]
-
-    owner = Hides()
-    vars(owner)["hidden"] = hidden
-
-    with pytest.raises(RuntimeError, match="its gradient would be lost"):
-        pipeline_checkpoint(lambda x: x * owner.get(), rows())
-
-
-def test_a_gradient_hook_that_would_run_twice_is_refused():
-    model = nn.Linear(WIDTH, WIDTH)
-    model.weight.register_hook(lambda gradient: gradient * 2)
-
-    with pytest.raises(RuntimeError, match="has a gradient hook"):
-        pipeline_checkpoint(model, rows())
-
-
-def test_hooks_of_arguments_run_once():
-    x, calls = rows() * 1, []
-    x.register_hook(lambda gradient: calls.append(gradient))
-
-    pipeline_checkpoint(nn.Linear(WIDTH, WIDTH), x).output.sum().backward()
-
-    assert len(calls) == 1
-
-
-def test_partial_functions_and_methods_are_looked_into():
-    class Owner:
-        def __init__(self):
-            self.model = nn.Linear(WIDTH, WIDTH)
-
-        def inner(self, x):
-            return self.model(x)
-
-        def outer(self, x, scale):
-            return self.inner(x) * scale
-
-    owner, scale = Owner(), torch.tensor(2.0, requires_grad=True)
-    output = pipeline_checkpoint(
-        functools.partial(owner.outer, scale=scale), rows()
-    ).output
-    output.sum().backward()
-
-    assert scale.grad is not None
-    assert all(p.grad is not None for p in owner.model.parameters())

@@ -18,21 +18,21 @@ _SLOW = pytest.mark.slow
     ids=str,
 )
 def test_the_repository_is_clean(tool):
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", *tool.split()], cwd=ROOT, capture_output=True, text=True
     )
 
-    assert found.returncode == 0, found.stdout + found.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_solvers_import_neither_torch_nor_autosac():
     code = "import solvers, sys; print({'torch', 'autosac'} & set(sys.modules))"
 
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
 
-    assert found.stdout == "set()\n", found.stderr
+    assert result.stdout == "set()\n", result.stderr
 
 
 def test_no_folder_imports_one_above_it():
@@ -53,7 +53,7 @@ def test_a_users_own_solvers_folder_hides_nothing(tmp_path):
         " print(solvers.OWN, sac.Solver.__name__)"
     )
 
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
@@ -61,17 +61,17 @@ def test_a_users_own_solvers_folder_hides_nothing(tmp_path):
         text=True,
     )
 
-    assert found.stdout == "True Solver\n", found.stderr
+    assert result.stdout == "True Solver\n", result.stderr
 
 
 def test_importing_autosac_loads_nothing_heavy():
     code = "import autosac, sys; print({'torch', 'numpy', 'pulp'} & set(sys.modules))"
 
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
 
-    assert found.stdout == "set()\n", found.stderr
+    assert result.stdout == "set()\n", result.stderr
 
 
 def test_help_needs_no_pytorch():
@@ -81,11 +81,11 @@ def test_help_needs_no_pytorch():
         "except SystemExit: print({'torch', 'numpy'} & set(sys.modules))"
     )
 
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
 
-    assert found.stdout.endswith("set()\n"), found.stdout + found.stderr
+    assert result.stdout.endswith("set()\n"), result.stdout + result.stderr
 
 
 def test_every_public_name_loads():

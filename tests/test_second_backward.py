@@ -63,12 +63,12 @@ def two_losses(model, args, kwargs):
 def a_gradient_per_parameter(model, args, kwargs):
     """The graph stays; then it goes for good."""
     loss = number(model(*args, **kwargs))
-    found = [
+    observed = [
         torch.autograd.grad(loss, parameter, retain_graph=True, allow_unused=True)[0]
         for parameter in trained(model)[::-1]
     ]
     loss.backward()
-    return [*found, *gradients(model)]
+    return [*observed, *gradients(model)]
 
 
 def gradient_penalty(model, args, kwargs):
@@ -76,18 +76,18 @@ def gradient_penalty(model, args, kwargs):
     inputs = [t.clone() for t in args if t.is_floating_point()]
     leaves = [t.requires_grad_() for t in inputs] or trained(model)
     loss = number(model(*(inputs or args), **kwargs))
-    found = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-    penalty = sum((g.norm() - 1).square() for g in found if g is not None)
+    observed = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+    penalty = sum((g.norm() - 1).square() for g in observed if g is not None)
     (loss + penalty).backward()
     return [*gradients(model), *(leaf.grad for leaf in leaves)]
 
 
 def hessian_vector_products(model, args, kwargs):
     loss = number(model(*args, **kwargs))
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         loss, trained(model), create_graph=True, allow_unused=True
     )
-    total = sum(g.sum() for g in found if g is not None and g.requires_grad)
+    total = sum(g.sum() for g in gradients if g is not None and g.requires_grad)
     return [
         product
         for retain in (True, False)
@@ -162,20 +162,20 @@ def planned(name, seed, save_share=None):
 def follow(case, model, ways):
     """What each step gives, one after the other."""
     args, kwargs = normalize_inputs(case.inputs())
-    found = []
+    observed = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         for way in ways:
             model.zero_grad()
             given = WAYS[way](model, args, kwargs)
-            found.append([None if g is None else g.clone() for g in given])
-    return found
+            observed.append([None if g is None else g.clone() for g in given])
+    return observed
 
 
-def are_equal(expected, found):
+def are_equal(expected, observed):
     return all(
         one is other if one is None or other is None else torch.equal(one, other)
-        for before, after in zip(expected, found, strict=True)
+        for before, after in zip(expected, observed, strict=True)
         for one, other in zip(before, after, strict=True)
     )
 
@@ -190,9 +190,9 @@ def test_a_planned_model_gives_the_gradients_of_the_plain_one(name, way):
         model = planned(name, seed, save_share={0: 0.0}.get(seed))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of inputs that require gradients now
-            found = follow(case, model, [way] * 3)
+            outcome = follow(case, model, [way] * 3)
 
-        assert are_equal(expected, found)
+        assert are_equal(expected, outcome)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -205,9 +205,9 @@ def test_steps_of_several_kinds_may_follow_each_other(name, ways, seed):
     case, model = MODELS[name], planned(name, seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of calls that are not what was planned
-        found = follow(case, model, ways)
+        outcome = follow(case, model, ways)
 
-    assert are_equal(follow(case, case.model(), ways), found)
+    assert are_equal(follow(case, case.model(), ways), outcome)
 
 
 # --- what changes between two backward passes -----------------------------------
@@ -243,14 +243,14 @@ def heads(seed):
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_outputs_may_go_backward_one_after_the_other(retain, seed):
-    found = []
+    observed = []
     for model in (TWO_HEADS.model(), heads(seed)):
         one, other = model(TWO_HEADS.inputs())
         one.sum().backward(retain_graph=retain)
         other.sum().backward()
-        found.append([gradients(model)])
+        observed.append([gradients(model)])
 
-    assert are_equal(*found)
+    assert are_equal(*observed)
 
 
 @pytest.mark.parametrize("retain", [False, True])
@@ -319,9 +319,9 @@ def test_a_gan_of_planned_models_trains_as_without_plans():
     assert all(plan.policy for plan in plans)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of calls that are not what was planned
-        found = gan(plans)
+        networks = gan(plans)
 
-    assert all(map(torch.equal, gan(), found))
+    assert all(map(torch.equal, gan(), networks))
 
 
 class Critic(nn.Module):
@@ -414,19 +414,19 @@ def test_under_a_transform_nothing_is_recomputed_and_that_is_said(transform):
 
     expected = transform(SMOOTH.model(), SMOOTH.inputs())
     with pytest.warns(UserWarning, match=r"AC unit .* runs under a transform"):
-        found = transform(model, SMOOTH.inputs())
+        transformed = transform(model, SMOOTH.inputs())
 
-    assert all(map(torch.equal, tree_leaves(expected), tree_leaves(found)))
+    assert all(map(torch.equal, tree_leaves(expected), tree_leaves(transformed)))
 
 
 @pytest.mark.parametrize("name", ["mlp", "noise"])
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_hessians_are_those_of_the_plain_model(name, vectorize):
-    case, found = CASES[name], []
+    case, observed = CASES[name], []
     for model in (case.model(), planned(name, seed=0, save_share=0.0)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
-            found.append(
+            observed.append(
                 functional.hessian(
                     lambda x, model=model: model(x).square().sum(),
                     case.inputs(),
@@ -434,7 +434,7 @@ def test_hessians_are_those_of_the_plain_model(name, vectorize):
                 )
             )
 
-    assert torch.equal(*found)
+    assert torch.equal(*observed)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

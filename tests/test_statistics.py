@@ -151,7 +151,7 @@ def both(request):
 def test_two_linear_layers_count_by_hand():
     # Batch 8, widths 16 -> 32 -> 4, float32: input 512, hidden 1024, output 128 and
     # loss 4 bytes; weights 2048 and 512 bytes.
-    found = from_tape(
+    statistics = from_tape(
         lambda: nn.Sequential(
             nn.Linear(16, 32, bias=False), nn.Linear(32, 4, bias=False)
         ),
@@ -160,7 +160,7 @@ def test_two_linear_layers_count_by_hand():
 
     # Backward of layer 0 makes its weight's gradient while the hidden gradient
     # (1024) and the seed (4) live; layer 1 makes gradients of weight and input.
-    assert found.modules == (
+    assert statistics.modules == (
         ModuleStatistics(
             fqn="",
             is_leaf=False,
@@ -216,10 +216,10 @@ def test_two_linear_layers_count_by_hand():
             backward_ms=2 * 2 * 8 * 32 * 4 / FLOPS_PER_MS,
         ),
     )
-    assert found.forward_pre_order == ("", "0", "1")
-    assert found.forward_post_order == ("0", "1", "")
-    assert found.backward_pre_order == ("", "1", "0")
-    assert found.backward_post_order == ("1", "0", "")
+    assert statistics.forward_pre_order == ("", "0", "1")
+    assert statistics.forward_post_order == ("0", "1", "")
+    assert statistics.backward_pre_order == ("", "1", "0")
+    assert statistics.backward_post_order == ("1", "0", "")
 
 
 def test_figures_agree_with_the_trackers(both):
@@ -299,23 +299,23 @@ def test_parents_enter_before_and_leave_after_their_children(both):
 
 def test_times_of_children_never_exceed_that_of_their_parent(both):
     # The trackers' may: a dropout that does nothing gets its neighbour's time.
-    found, _ = both
+    observed, _ = both
     for time in ("forward_ms", "backward_ms"):
-        children = [0.0] * len(found.tree)
-        for node, own in zip(found.tree.nodes, found.modules, strict=True):
+        children = [0.0] * len(observed.tree)
+        for node, own in zip(observed.tree.nodes, observed.modules, strict=True):
             if node.fqn and own.calls:
                 children[node.parent] += getattr(own, time)
-        for total, own in zip(children, found.modules, strict=True):
+        for total, own in zip(children, observed.modules, strict=True):
             assert not own.calls or total <= getattr(own, time)
 
 
 def test_every_operator_time_has_an_owner():
     tape = traced(*STEPS["gpt"])
-    found = module_statistics(tape, [1.0] * len(tape.ops))
+    statistics = module_statistics(tape, [1.0] * len(tape.ops))
     phases = [op.phase for op in tape.ops]
 
-    assert found[""].forward_ms == phases.count("forward")
-    assert found[""].backward_ms == phases.count("backward")
+    assert statistics[""].forward_ms == phases.count("forward")
+    assert statistics[""].backward_ms == phases.count("backward")
 
 
 def test_frozen_parameters_have_no_gradient():
@@ -324,20 +324,20 @@ def test_frozen_parameters_have_no_gradient():
         model[0].requires_grad_(False)
         return model
 
-    found = from_tape(half_frozen, vectors)
+    statistics = from_tape(half_frozen, vectors)
 
-    assert found["0"].parameter_bytes == (8 * 16 + 16) * 4
-    assert found["0"].gradient_bytes == 0
-    assert found["0"].total_gradient_bytes is None
-    assert "0" not in found.backward_pre_order
+    assert statistics["0"].parameter_bytes == (8 * 16 + 16) * 4
+    assert statistics["0"].gradient_bytes == 0
+    assert statistics["0"].total_gradient_bytes is None
+    assert "0" not in statistics.backward_pre_order
 
 
 def test_a_module_that_is_never_called_has_no_figures():
-    found = from_tape(lambda: gpt(0.0), tokens)
+    statistics = from_tape(lambda: gpt(0.0), tokens)
 
-    assert found["blocks"].calls == 0
-    assert found["blocks"].forward_ms is None
-    assert "blocks" not in found.forward_pre_order + found.backward_pre_order
+    assert statistics["blocks"].calls == 0
+    assert statistics["blocks"].forward_ms is None
+    assert "blocks" not in statistics.forward_pre_order + statistics.backward_pre_order
 
 
 def test_workspaces_count_as_temporaries_of_backward():

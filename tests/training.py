@@ -11,8 +11,8 @@ from tests.models import BATCH, WIDTH, random_choice
 
 
 def random_policies(case, seed=0, **options):
-    made = case.profile()
-    return spell_out(made, random_choice(made, seed, **options))
+    traced = case.profile()
+    return spell_out(traced, random_choice(traced, seed, **options))
 
 
 def planned(case, seed=0, **options):

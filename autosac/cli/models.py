@@ -10,7 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,71 +70,32 @@ class Target:
         """Whether its inputs are several batches."""
         return are_several(parts["inputs"])
 
-    def on(self, place: str) -> Target:
-        """The same step, built on a device (``cpu``, ``cuda``, ``meta``)."""
-
-        def make() -> dict[str, Any]:
-            with torch.device(place):
-                return self.make()
-
-        return replace(self, make=make)
-
-
-def target(
-    name: str,
-    *,
-    settings: Sequence[str],
-    optimizer: str,
-    batch: int,
-    length: int,
-    options: Mapping[str, Any],
-) -> Target:
-    """Read the name of a model.
-
-    Args:
-        name: ``package.module:factory`` or ``hf:path/to/config.json``.
-        settings: ``key=value`` arguments of the factory, or entries of the config.
-        optimizer: As in `Target`, like `options`.
-        batch: Batch size of an HF model,
-        length: and length of its sequences.
-
-    Raises:
-        UsageError: The name or a setting cannot be read.
-    """
-    arguments = dict(map(_setting, settings))
-    if optimizer:
-        with usage():
-            optimizer_class(optimizer)  # complain before anything is built
-    path = hf_path(name)
-    if path is not None:
-
-        def make() -> dict[str, Any]:
-            return _from_config(path, arguments, batch, length)
-    else:
-        factory = factory_of(name)
-        _check_arguments(name, factory, arguments)
-
-        def make() -> dict[str, Any]:
-            return _parts_of(name, _called(name, factory, arguments))
-
-    return Target(make=make, optimizer=optimizer, options=options)
-
 
 def asked(
     model: str,
     *,
-    settings: list[str] | None,
-    optimizer: str,
-    on: str,
-    batch: int,
-    length: int,
-    autocast: str,
-    accumulate: int,
+    settings: Sequence[str] | None = None,
+    optimizer: str = "",
+    on: str = "cpu",
+    batch: int = 1,
+    length: int = 512,
+    autocast: str = "",
+    accumulate: int = 1,
     device: str = "",
     exclude: list[str] | None = None,
     opaque: list[str] | None = None,
 ) -> Target:
     """The step that options of the command line describe.
+
+    Args:
+        model: ``package.module:factory`` or ``hf:path/to/config.json``.
+        settings: ``key=value`` arguments of the factory, or entries of the config.
+        optimizer: Name of a class of ``torch.optim``, '' for none.
+        on: Where to build it: ``cpu``, ``cuda`` or ``meta``.
+        batch: Batch size of an HF model,
+        length: and length of its sequences.
+        autocast: Type to autocast to, '' for none.
+        accumulate: As in `autosac.profile`, like what follows.
 
     Raises:
         UsageError: One of them cannot be meant.
@@ -154,15 +115,23 @@ def asked(
     if autocast:
         with usage():
             options["autocast"] = read_dtype(autocast)
-    asked_target = target(
-        model,
-        settings=settings or (),
-        optimizer=optimizer,
-        batch=batch,
-        length=length,
-        options=options,
-    )
-    return asked_target.on(on)
+    arguments = dict(map(_setting, settings or ()))
+    if optimizer:
+        with usage():
+            optimizer_class(optimizer)  # complain before anything is built
+    path = hf_path(model)
+    factory = factory_of(model) if path is None else None
+    if factory is not None:
+        _check_arguments(model, factory, arguments)
+
+    def make() -> dict[str, Any]:
+        with torch.device(on):
+            if factory is not None:
+                return _parts_of(model, _called(model, factory, arguments))
+            assert path is not None
+            return _from_config(path, arguments, batch, length)
+
+    return Target(make=make, optimizer=optimizer, options=options)
 
 
 class Batches:

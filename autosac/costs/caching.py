@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import reduce
@@ -26,6 +25,7 @@ import torch
 
 from autosac.costs.timing import OpMeasurement
 from autosac.step.op_signatures import Layout, Signature
+from autosac.whole_files import write_whole
 
 _FORMAT_VERSION = 4  # rises when the way of measuring changes
 _NAMESPACES = ("aten.", "prims.")  # PyTorch's own: others change with no new version
@@ -182,7 +182,6 @@ def add(path: Path, environment: Mapping[str, str], measured: Table) -> None:
     """
     if not measured:
         return
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
@@ -196,15 +195,8 @@ def add(path: Path, environment: Mapping[str, str], measured: Table) -> None:
                 for name, cost in sorted(table.items())
             },
         }
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(json.dumps(record, indent=0))
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(record, indent=0))
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         _warn(path, "cannot be written", error)
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from autosac.costs import caching
-from autosac.costs.sources import Source, modelled
-from autosac.costs.timing import OpMeasurement, OpSizes, blas_bytes, measure_ops
+from autosac.costs.sources import OpCosts, Source, modelled
+from autosac.costs.timing import (
+    PROFILED,
+    OpMeasurement,
+    OpSizes,
+    blas_bytes,
+    measure_ops,
+)
 from autosac.step.op_signatures import Signature
 from autosac.step.tape import Op, Tape
 
@@ -17,27 +23,6 @@ _PRODUCTS = frozenset(  # ops that call cuBLAS
     f"aten.{name}.default"
     for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrated:
-    """Measured or modelled costs of a tape's ops.
-
-    Attributes:
-        ops: They, with their workspaces.
-        op_ms: The time of each.
-        sources: Where the figures of each come from.
-        failures: Name of an op that was not run -> why.
-        library_bytes: Blocks that libraries keep for good.
-        unsteady_ms: Time of ops whose runs disagreed.
-    """
-
-    ops: tuple[Op, ...]
-    op_ms: tuple[float, ...]
-    sources: tuple[Source, ...]
-    failures: dict[str, str]
-    library_bytes: tuple[int, ...]
-    unsteady_ms: float
 
 
 def calibrated(
@@ -48,21 +33,22 @@ def calibrated(
     cache: bool,
     refresh: bool,
     progress: bool | None,
-) -> Calibrated:
+) -> tuple[Tape, OpCosts]:
     """Look up or measure every distinct op of a tape that does some work.
 
     Args:
         tape: The step.
         op_ms: Modelled times, for ops that cannot be measured.
-        device: Where to measure.
-        cache: Use the table on disk, and add to it.
-        refresh: Measure what the table knows, too.
-        progress: As in `measure_ops`.
+        device: As in `look_up`, like what follows.
+
+    Returns:
+        The tape with measured workspaces, and what its ops cost.
     """
-    costs, failures = look_up(
+    measured, failures = look_up(
         _sizes(tape), device=device, cache=cache, refresh=refresh, progress=progress
     )
-    return _replaced(tape, op_ms, costs, failures, _library_bytes(tape, device))
+    ops, costs = _replaced(tape, op_ms, measured, failures)
+    return replace(tape, ops=ops, library_bytes=_library_bytes(tape, device)), costs
 
 
 Found = dict[Signature, tuple[OpMeasurement, Source]]
@@ -138,8 +124,7 @@ def _replaced(
     op_ms: tuple[float, ...],
     costs: Found,
     failed: dict[Signature, str],
-    library_bytes: tuple[int, ...],
-) -> Calibrated:
+) -> tuple[tuple[Op, ...], OpCosts]:
     ops, times, sources, unsteady_ms = [], [], [], 0.0
     for op, modelled_ms in zip(tape.ops, op_ms, strict=True):
         cost_and_source = None
@@ -155,11 +140,10 @@ def _replaced(
             times.append(cost.runtime_ms)
             unsteady_ms += 0.0 if cost.is_steady else cost.runtime_ms
         sources.append(source)
-    return Calibrated(
-        ops=tuple(ops),
+    return tuple(ops), OpCosts(
         op_ms=tuple(times),
         sources=tuple(sources),
+        calibrated=PROFILED not in failed.values(),
         failures={str(signature.func): reason for signature, reason in failed.items()},
-        library_bytes=library_bytes,
         unsteady_ms=unsteady_ms,
     )

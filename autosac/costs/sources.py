@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from autosac.costs import roofline
+from autosac.devices.specs import DeviceSpec
 from autosac.quantities import format_bytes, format_ms
-from autosac.step.tape import Op
+from autosac.step.tape import Op, Tape
 
 Source = Literal["measured", "cached", "modelled", "view"]
 
@@ -73,31 +75,43 @@ class Calibration:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCosts:
+    """What the ops of a tape cost, and where that comes from.
+
+    Attributes:
+        op_ms: The time of each.
+        sources: Where time and workspace of each come from.
+        calibrated: They were measured as far as they can be.
+        failures: Name of an op that could not be measured -> why.
+        unsteady_ms: Time of measured ops whose runs disagreed.
+    """
+
+    op_ms: tuple[float, ...]
+    sources: tuple[Source, ...]
+    calibrated: bool = False
+    failures: Mapping[str, str] = field(default_factory=dict)
+    unsteady_ms: float = 0.0
+
+
 def modelled(op: Op) -> Source:
     """The source of an op's figures that nobody measured."""
     return "view" if op.is_view else "modelled"
 
 
-def calibration(
-    ops: Iterable[Op],
-    op_ms: Iterable[float],
-    sources: Iterable[Source],
-    failures: Mapping[str, str],
-    unsteady_ms: float = 0.0,
-) -> Calibration:
-    """Sum up the sources of a step's figures.
+def modelled_costs(tape: Tape, device: DeviceSpec) -> OpCosts:
+    """What the ops of a tape cost on a device by the roofline."""
+    return OpCosts(
+        op_ms=roofline.tape_ms(tape, device), sources=tuple(map(modelled, tape.ops))
+    )
 
-    Args:
-        ops: All ops of the tape,
-        op_ms: the time of each,
-        sources: and where that comes from.
-        failures: Name of an op -> why it was not run.
-        unsteady_ms: As in `Calibration`.
-    """
+
+def calibration(ops: Iterable[Op], costs: OpCosts) -> Calibration:
+    """Sum up the sources of the figures of a step's ops."""
     times: dict[str, float] = {"measured": 0.0, "cached": 0.0, "modelled": 0.0}
     distinct: dict[str, dict[object, int]] = {source: {} for source in times}
     formula_ms: dict[str, float] = {}
-    for op, ms, source in zip(ops, op_ms, sources, strict=True):
+    for op, ms, source in zip(ops, costs.op_ms, costs.sources, strict=True):
         if source == "view":
             continue
         times[source] += ms
@@ -113,11 +127,12 @@ def calibration(
         for source, workspaces in distinct.items()
     }
     names = sorted(formula_ms, key=lambda name: -formula_ms[name])
-    reasons = tuple((name, failures.get(name, "not calibrated")) for name in names)
+    why = costs.failures
+    reasons = tuple((name, why.get(name, "not calibrated")) for name in names)
     return Calibration(
         measured=shares["measured"],
         cached=shares["cached"],
         modelled=shares["modelled"],
         modelled_ops=reasons,
-        unsteady_ms=unsteady_ms,
+        unsteady_ms=costs.unsteady_ms,
     )

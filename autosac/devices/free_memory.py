@@ -1,10 +1,16 @@
-"""How much memory of a device is free."""
+"""How much memory a machine has, and how much of a device is free."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
+
+
+def physical_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -69,13 +69,25 @@ class DeviceSpec:
 
 def _gpu(
     name: str,
-    *,
+    capability: tuple[int, int] | None,
     memory_gb: int,
     gb_per_s: float,
-    tflops: Mapping[str, float],
-    capability: tuple[int, int] | None,
+    *,
+    half: float | None = None,
+    **tflops: float,
 ) -> DeviceSpec:
-    """A GPU; one without a compute capability is AMD's."""
+    """A GPU; one without a compute capability is AMD's.
+
+    Args:
+        name: What users call it.
+        capability: Its compute capability.
+        memory_gb: Its memory,
+        gb_per_s: and the rate of that.
+        half: Rate of bfloat16 and float16, if they are equally fast.
+        tflops: Rates of further types.
+    """
+    if half is not None:
+        tflops |= {"bfloat16": half, "float16": half}
     rates = {dtype: rate * _TFLOPS for dtype, rate in tflops.items()}
     return DeviceSpec(
         name=name,
@@ -90,26 +102,10 @@ def _gpu(
     )
 
 
-def _tflops(
-    *,
-    float32: float,
-    half: float,
-    tfloat32: float | None = None,
-    float8: float | None = None,
-    float64: float,
-) -> dict[str, float]:
-    """Rates of a device whose bfloat16 and float16 are equally fast."""
-    rates = {"float64": float64, "float32": float32}
-    rates |= {"bfloat16": half, "float16": half}
-    if tfloat32 is not None:
-        rates["tfloat32"] = tfloat32
-    if float8 is not None:
-        rates["float8"] = float8
-    return rates
-
-
-_H100_SXM = _tflops(float64=67, float32=67, tfloat32=494.5, half=989.5, float8=1979)
-_A100 = _tflops(float64=19.5, float32=19.5, tfloat32=156, half=312)
+_H100_SXM = {
+    "float64": 67, "float32": 67, "tfloat32": 494.5, "half": 989.5, "float8": 1979
+}  # fmt: skip
+_A100 = {"float64": 19.5, "float32": 19.5, "tfloat32": 156, "half": 312}
 
 _SPECS = (
     # A nominal default, on no data sheet: two cores with AVX2, dual-channel DDR4.
@@ -124,120 +120,45 @@ _SPECS = (
         allocation_granularity_bytes=1,
     ),
     # NVIDIA H100 Tensor Core GPU data sheet: SXM and PCIe columns.
-    _gpu("h100", capability=(9, 0), memory_gb=80, gb_per_s=3350, tflops=_H100_SXM),
-    _gpu(
-        "h100-pcie",
-        capability=(9, 0),
-        memory_gb=80,
-        gb_per_s=2000,
-        tflops=_tflops(float64=51, float32=51, tfloat32=378, half=756, float8=1513),
-    ),
+    _gpu("h100", (9, 0), 80, 3350, **_H100_SXM),
+    _gpu("h100-pcie", (9, 0), 80, 2000,
+         float64=51, float32=51, tfloat32=378, half=756, float8=1513),
     # NVIDIA H200 Tensor Core GPU data sheet: SXM column.
-    _gpu("h200", capability=(9, 0), memory_gb=141, gb_per_s=4800, tflops=_H100_SXM),
+    _gpu("h200", (9, 0), 141, 4800, **_H100_SXM),
     # NVIDIA A100 Tensor Core GPU data sheet: 80GB SXM and 40GB SXM columns.
-    _gpu("a100", capability=(8, 0), memory_gb=80, gb_per_s=2039, tflops=_A100),
-    _gpu("a100-40gb", capability=(8, 0), memory_gb=40, gb_per_s=1555, tflops=_A100),
+    _gpu("a100", (8, 0), 80, 2039, **_A100),
+    _gpu("a100-40gb", (8, 0), 40, 1555, **_A100),
     # NVIDIA Blackwell data sheet, individual specifications, HGX B200 column.
-    _gpu(
-        "b200",
-        capability=(10, 0),
-        memory_gb=180,
-        gb_per_s=7700,
-        tflops=_tflops(float64=37, float32=75, tfloat32=1125, half=2250, float8=4500),
-    ),
+    _gpu("b200", (10, 0), 180, 7700,
+         float64=37, float32=75, tfloat32=1125, half=2250, float8=4500),
     # NVIDIA L40S data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
-    _gpu(
-        "l40s",
-        capability=(8, 9),
-        memory_gb=48,
-        gb_per_s=864,
-        tflops=_tflops(float64=1.43, float32=91.6, tfloat32=183, half=362, float8=733),
-    ),
+    _gpu("l40s", (8, 9), 48, 864,
+         float64=1.43, float32=91.6, tfloat32=183, half=362, float8=733),
     # NVIDIA L4 data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
-    _gpu(
-        "l4",
-        capability=(8, 9),
-        memory_gb=24,
-        gb_per_s=300,
-        tflops=_tflops(
-            float64=0.473, float32=30.3, tfloat32=60, half=121, float8=242.5
-        ),
-    ),
+    _gpu("l4", (8, 9), 24, 300,
+         float64=0.473, float32=30.3, tfloat32=60, half=121, float8=242.5),
     # NVIDIA A10G data sheet; float64 is 1/64 of float32 (GA102 whitepaper).
-    _gpu(
-        "a10g",
-        capability=(8, 6),
-        memory_gb=24,
-        gb_per_s=600,
-        tflops=_tflops(float64=0.547, float32=35, tfloat32=35, half=70),
-    ),
+    _gpu("a10g", (8, 6), 24, 600,
+         float64=0.547, float32=35, tfloat32=35, half=70),
     # NVIDIA V100 data sheet: SXM2, 32GB. No bfloat16 on its tensor cores.
-    _gpu(
-        "v100",
-        capability=(7, 0),
-        memory_gb=32,
-        gb_per_s=900,
-        tflops={"float64": 7.8, "float32": 15.7, "float16": 125},
-    ),
+    _gpu("v100", (7, 0), 32, 900, float64=7.8, float32=15.7, float16=125),
     # NVIDIA T4 data sheet; float64 is 1/32 of float32 (Turing whitepaper, TU104).
-    _gpu(
-        "t4",
-        capability=(7, 5),
-        memory_gb=16,
-        gb_per_s=320,
-        tflops={"float64": 0.253, "float32": 8.1, "float16": 65},
-    ),
+    _gpu("t4", (7, 5), 16, 320, float64=0.253, float32=8.1, float16=65),
     # NVIDIA GA102 GPU architecture whitepaper, GeForce RTX 3090.
-    _gpu(
-        "rtx3090",
-        capability=(8, 6),
-        memory_gb=24,
-        gb_per_s=936,
-        tflops=_tflops(float64=0.556, float32=35.6, tfloat32=35.6, half=71),
-    ),
+    _gpu("rtx3090", (8, 6), 24, 936,
+         float64=0.556, float32=35.6, tfloat32=35.6, half=71),
     # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090.
-    _gpu(
-        "rtx4090",
-        capability=(8, 9),
-        memory_gb=24,
-        gb_per_s=1008,
-        tflops=_tflops(
-            float64=1.29, float32=82.6, tfloat32=82.6, half=165.2, float8=330.3
-        ),
-    ),
+    _gpu("rtx4090", (8, 9), 24, 1008,
+         float64=1.29, float32=82.6, tfloat32=82.6, half=165.2, float8=330.3),
     # NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090.
-    _gpu(
-        "rtx5090",
-        capability=(12, 0),
-        memory_gb=32,
-        gb_per_s=1792,
-        tflops=_tflops(
-            float64=1.64, float32=104.8, tfloat32=104.8, half=209.5, float8=419
-        ),
-    ),
+    _gpu("rtx5090", (12, 0), 32, 1792,
+         float64=1.64, float32=104.8, tfloat32=104.8, half=209.5, float8=419),
     # AMD Instinct MI250X data sheet, halved: PyTorch sees each GCD as a device.
-    _gpu(
-        "mi250x",
-        capability=None,
-        memory_gb=64,
-        gb_per_s=1638.4,
-        tflops=_tflops(float64=47.85, float32=47.85, half=191.5),
-    ),
+    _gpu("mi250x", None, 64, 1638.4, float64=47.85, float32=47.85, half=191.5),
     # AMD Instinct MI300X data sheet.
-    _gpu(
-        "mi300x",
-        capability=None,
-        memory_gb=192,
-        gb_per_s=5300,
-        tflops=_tflops(
-            float64=163.4,
-            float32=163.4,
-            tfloat32=653.7,
-            half=1307.4,
-            float8=2614.9,
-        ),
-    ),
-)
+    _gpu("mi300x", None, 192, 5300,
+         float64=163.4, float32=163.4, tfloat32=653.7, half=1307.4, float8=2614.9),
+)  # fmt: skip
 
 KNOWN_DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
     {spec.name: spec for spec in _SPECS}

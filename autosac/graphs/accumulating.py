@@ -65,7 +65,8 @@ class _Summands:
             return None
         if not all(isinstance(summand, fx.Node) for summand in node.args):
             return None
-        for place, own in enumerate(node.args):
+        for place in range(2):
+            own: Any = node.args[place]
             other: Any = node.args[1 - place]
             if self._ends_in(own, node) and not self._shares(own, other):
                 return place

@@ -17,7 +17,7 @@ from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
-from autosac.step.arguments import marks_of
+from autosac.step.marks import marks_of
 
 # Losses, norms and counts that a loop keeps over a step: some scalars, and a GPU's
 # allocator hands out 512 bytes for each.
@@ -115,7 +115,7 @@ def plan_loss(
         return num_other_batches * one_bytes + _SCALARS_BYTES
 
     def traced(model: torch.nn.Module, inputs: Any, *, real_step: bool) -> Profile:
-        step_profile = profile(model, inputs, loss_fn=_same, **options)
+        step_profile = profile(model, inputs, loss_fn=lambda loss: loss, **options)
         return calibrated_if_present(step_profile, real_step=real_step)
 
     def replan(model: torch.nn.Module, args: Any, kwargs: Any) -> Plan:
@@ -145,10 +145,6 @@ def plan_loss(
         raise
     again = replan if on_mismatch == "replan" else None
     return replace(plan, on_mismatch=on_mismatch, replan=again)
-
-
-def _same(loss: torch.Tensor) -> torch.Tensor:
-    return loss
 
 
 def checkpointing_already(model: torch.nn.Module) -> str:

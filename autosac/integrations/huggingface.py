@@ -58,13 +58,13 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         self, args: Any, model: torch.nn.Module, optimizer: Any, inputs: Any
     ) -> None:
         """Plan for a batch and apply the plan."""
+        on_cpu = next(model.parameters()).device.type == "cpu"
         self.plan = plan_loss(
             model,
             inputs,
             forward=lambda model: _LossOnly(model.forward),
             memory_budget=self.memory_budget,
-            num_other_batches=args.gradient_accumulation_steps
-            - (0 if _on_cpu(model) else 1),
+            num_other_batches=args.gradient_accumulation_steps - (not on_cpu),
             on_mismatch=self.on_mismatch,
             optimizer=getattr(optimizer, "optimizer", optimizer),
             accumulate=args.gradient_accumulation_steps,
@@ -86,10 +86,6 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
     def _clean_up(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _on_cpu(model: torch.nn.Module) -> bool:
-    return next(model.parameters()).device.type == "cpu"
 
 
 class _LossOnly:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -12,12 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autosac.parallel.clusters import ClusterSpec
-from autosac.solvers.fsdp.collectives import (
-    Collective,
-    Fabric,
-    Group,
-    ring,
-)
+from autosac.solvers.fsdp.collectives import Collective, Fabric, Group, ring
 
 _SIZES_BYTES = (2**12, 2**16, 2**20, 2**23)
 _COLLECTIVES: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce")
@@ -194,15 +190,14 @@ def _runner(
     num_ranks = dist.get_world_size(group)
     shard = torch.ones(-(-size // (4 * num_ranks)), device=device)
     whole = torch.ones(shard.numel() * num_ranks, device=device)
-    if collective == "all_gather":
-        return lambda: dist.all_gather_into_tensor(
-            whole, shard, group=group
-        ), whole.nbytes
-    if collective == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(
-            shard, whole, group=group
-        ), whole.nbytes
-    return lambda: dist.all_reduce(whole, group=group), whole.nbytes
+    runs: dict[Collective, Callable[[], object]] = {
+        "all_gather": partial(dist.all_gather_into_tensor, whole, shard, group=group),
+        "reduce_scatter": partial(
+            dist.reduce_scatter_tensor, shard, whole, group=group
+        ),
+        "all_reduce": partial(dist.all_reduce, whole, group=group),
+    }
+    return runs[collective], whole.nbytes
 
 
 def _least_ms(
@@ -229,15 +224,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _agreed(fabric: Fabric, device: torch.device) -> Fabric:
     """Rank 0's figures, so that all ranks plan with the same ones."""
-    names = (
-        "base_latency_ms",
-        "intra_latency_ms",
-        "inter_latency_ms",
-        "intra_bandwidth_bytes_per_s",
-        "inter_bandwidth_bytes_per_s",
-    )
-    values = torch.tensor(
-        [getattr(fabric, name) for name in names], dtype=torch.float64, device=device
-    )
+    figures = asdict(fabric)
+    values = torch.tensor(list(figures.values()), dtype=torch.float64, device=device)
     dist.broadcast(values, src=0)
-    return Fabric(**dict(zip(names, values.tolist(), strict=True)))
+    return Fabric(**dict(zip(figures, values.tolist(), strict=True)))

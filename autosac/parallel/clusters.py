@@ -17,12 +17,7 @@ from types import MappingProxyType
 
 from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.solvers.fsdp import collectives
-from autosac.solvers.fsdp.collectives import (
-    AffineCost,
-    Collective,
-    Fabric,
-    Group,
-)
+from autosac.solvers.fsdp.collectives import AffineCost, Collective, Fabric, Group
 
 _GB = 10**9
 _GBIT = _GB / 8
@@ -157,12 +152,7 @@ class ClusterSpec:
 
 
 def _nvlink_node(
-    name: str,
-    device: str,
-    *,
-    num_links: int,
-    gb_per_s_per_link: float,
-    gbit_per_s: float,
+    name: str, device: str, num_links: int, gb_per_s_per_link: float, gbit_per_s: float
 ) -> ClusterSpec:
     """A node of eight GPUs with NVLink, and an InfiniBand adapter for each GPU."""
     return ClusterSpec(
@@ -204,39 +194,15 @@ def _pcie_nodes(name: str, *, node_gbit_per_s: float, num_nodes: int) -> Cluster
 _SPECS = (
     # NVIDIA H100 data sheet: 900 GB/s NVLink both ways, 18 links; DGX H100 data sheet:
     # a 400 Gb/s ConnectX-7 for each GPU.
-    _nvlink_node(
-        "hgx-h100",
-        "h100",
-        num_links=18,
-        gb_per_s_per_link=20.6,
-        gbit_per_s=400,
-    ),
+    _nvlink_node("hgx-h100", "h100", 18, 20.6, 400),
     # NVIDIA H200 and DGX H200 data sheets: as H100.
-    _nvlink_node(
-        "hgx-h200",
-        "h200",
-        num_links=18,
-        gb_per_s_per_link=20.6,
-        gbit_per_s=400,
-    ),
+    _nvlink_node("hgx-h200", "h200", 18, 20.6, 400),
     # NVIDIA Blackwell data sheet: 1.8 TB/s NVLink both ways, 18 links; DGX B200 data
     # sheet: a 400 Gb/s ConnectX-7 for each GPU.
-    _nvlink_node(
-        "hgx-b200",
-        "b200",
-        num_links=18,
-        gb_per_s_per_link=40.1,
-        gbit_per_s=400,
-    ),
+    _nvlink_node("hgx-b200", "b200", 18, 40.1, 400),
     # NVIDIA A100 data sheet: 600 GB/s NVLink both ways, 12 links; DGX A100 data sheet:
     # a 200 Gb/s ConnectX-6 for each GPU.
-    _nvlink_node(
-        "dgx-a100",
-        "a100",
-        num_links=12,
-        gb_per_s_per_link=20.0,
-        gbit_per_s=200,
-    ),
+    _nvlink_node("dgx-a100", "a100", 12, 20.0, 200),
     # A nominal workstation: 25 Gb/s Ethernet if there are several (IEEE 802.3by).
     _pcie_nodes("pcie-l40s", node_gbit_per_s=25, num_nodes=1),
     # A nominal cluster with 100 Gb/s Ethernet to each node (IEEE 802.3bj).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,11 +32,21 @@ _MODEL = FsdpUnit(fqn="", reshard_after_forward=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Types:
-    """Types of a mixed-precision policy; None for those of the parameters."""
+class Setting:
+    """What is decided before a parallel plan is looked for.
+
+    Attributes:
+        param_dtype: Type in which parameters are gathered, None for their own,
+        reduce_dtype: and gradients are reduced.
+        fsdp_units: FQNs of the FSDP units besides the model; None if these are open.
+        segments: Of curves that are fitted, whose breakpoints are the points of AC
+            units; None for as many exact points as are soon solved.
+    """
 
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    fsdp_units: frozenset[str] | None = None
+    segments: int | None = None
 
 
 class ParallelFormulation:
@@ -44,10 +54,7 @@ class ParallelFormulation:
 
     Args:
         profile: The traced step, in the type of gathered parameters.
-        types: The mixed-precision policy.
-        fsdp_units: FQNs of the FSDP units besides the model, if the user gives them.
-        segments: Of curves that are fitted, whose breakpoints are the points of AC
-            units; None for as many exact points as are soon solved.
+        setting: What is decided already.
 
     Attributes:
         ranks: Simulates what the MILP chooses.
@@ -60,26 +67,20 @@ class ParallelFormulation:
         UnsupportedError: As `RankSimulator`, and `find_candidates`.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        types: Types,
-        *,
-        fsdp_units: Collection[str] | None = None,
-        segments: int | None = None,
-    ) -> None:
-        self.profile, self.types = profile, types
+    def __init__(self, profile: Profile, setting: Setting) -> None:
+        self.profile, self.setting = profile, setting
         self.ranks = RankSimulator(profile)
         schedule = self.ranks.schedule
         index = profile.tape.modules.index
-        given = None if fsdp_units is None else {index[fqn] for fqn in fsdp_units} - {0}
-        self.candidates = find_candidates(schedule, types.param_dtype, given)
+        fqns = setting.fsdp_units
+        given = None if fqns is None else {index[fqn] for fqn in fqns} - {0}
+        self.candidates = find_candidates(schedule, setting.param_dtype, given)
         self.fixed_units = (
             None
             if given is None
             else tuple(i for i, c in enumerate(self.candidates) if c.module in given)
         )
-        ac_units = _ac_units(profile, self.candidates, segments)
+        ac_units = _ac_units(profile, self.candidates, setting.segments)
         if profile.given.ac_units and not ac_units:
             raise ArgumentError(
                 "None of the modules in `ac_units` can be an AC unit on many GPUs: that"
@@ -221,8 +222,8 @@ class ParallelFormulation:
             units=tuple(units),
             shard_degree=degree,
             replicate_degree=replicate_degree,
-            param_dtype=self.types.param_dtype,
-            reduce_dtype=self.types.reduce_dtype,
+            param_dtype=self.setting.param_dtype,
+            reduce_dtype=self.setting.reduce_dtype,
         )
 
     def _compute_ms(self, degree: int) -> tuple[float, ...]:

@@ -20,12 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autosac.parallel.fsdp_schedule import Hooks
-from autosac.parallel.sharding import (
-    FsdpUnit,
-    Sharding,
-    chunk_numel,
-    is_uneven,
-)
+from autosac.parallel.sharding import FsdpUnit, Sharding, chunk_numel, is_uneven
 from autosac.quantities import rounded_up
 from autosac.step.tape import Parameter
 

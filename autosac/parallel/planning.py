@@ -7,14 +7,15 @@ recomputation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.fewest import fewest_gpus
-from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import Degree, ParallelChooser, Search, SimulatedChoice
@@ -23,11 +24,10 @@ from autosac.planning.spelling import spell_out
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, calibrate, in_compute_dtype
 from autosac.profiles.restricting import restricted
-from autosac.quantities import format_bytes, format_ms, parse_bytes
+from autosac.quantities import format_bytes, format_ms, format_parts, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions, read_segments
-from autosac.step.arguments import marks_of
-from autosac.step.marks import Marks, marked
+from autosac.step.marks import Marks, marked, marks_of
 from autosac.units import curves
 
 _LATE = "held by slow threads of gloo"  # beside the categories of the tape
@@ -95,19 +95,16 @@ def plan_parallel(
     numbers: list[int | None] = [None]
     if segments is not None:
         numbers = list(range(1, read_segments(segments) + 1))
-    profile = _profile_for(model, inputs, spec, options)
+    profile = profile_for(spec, model, inputs, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
     how = SolveOptions(
         backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s
     )
-    given = Given(
-        None if ac_units is None else marks_of(ac_units),
-        None if fsdp_units is None else marks_of(fsdp_units),
-    )
+    setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    profile, setting = with_given_units(profile, setting, ac_units, fsdp_units)
     plans: list[ParallelPlan] = []
     for number in numbers:
-        given = given._replace(segments=number)
-        chooser = chooser_of(profile, None, spec, param_dtype, reduce_dtype, {}, given)
+        chooser = chooser_of(profile, replace(setting, segments=number))
         try:
             plans.append(
                 make_parallel_plan(
@@ -153,7 +150,10 @@ def min_gpus(
         UnsupportedError: The memory of such a step is not modelled.
     """
     spec = cluster_of(cluster, None)
-    chooser = chooser_of(model, inputs, spec, param_dtype, reduce_dtype, options)
+    chooser = chooser_of(
+        profile_for(spec, model, inputs, options),
+        Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+    )
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
     return fewest_gpus(chooser, spec, budget_bytes, most_gpus=most_gpus)
 
@@ -168,52 +168,35 @@ def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
     return cluster if num_gpus is None else cluster.resized(num_gpus)
 
 
-class Given(NamedTuple):
-    """What `plan_parallel` was told of units and curves."""
-
-    ac_units: Marks | None = None
-    fsdp_units: Marks | None = None
-    segments: int | None = None
-
-
-_OPEN = Given()
-
-
-def chooser_of(
-    model: torch.nn.Module | Profile,
-    inputs: Any,
-    spec: ClusterSpec,
-    param_dtype: str | None,
-    reduce_dtype: str | None,
-    options: dict[str, Any],
-    given: Given = _OPEN,
-) -> ParallelChooser:
-    """Trace the step on a GPU of the cluster; a profile keeps its chooser."""
-    profile = restricted(_profile_for(model, inputs, spec, options), given.ac_units)
-    types = Types(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    fsdp_units: frozenset[str] | None = None
-    if given.fsdp_units is not None:
-        tree = profile.tape.modules
-        own = marked(given.fsdp_units, tree, name="fsdp_units")
-        fsdp_units = frozenset(tree[i].fqn for i in own)
-    key = types, fsdp_units, given.segments
-    if key not in profile.parallel:
-        profile.parallel[key] = ParallelChooser(
-            ParallelFormulation(
-                _in_gathered_type(profile, types),
-                types,
-                fsdp_units=fsdp_units,
-                segments=given.segments,
-            )
-        )
-    chooser: ParallelChooser = profile.parallel[key]
+def chooser_of(profile: Profile, setting: Setting) -> ParallelChooser:
+    """The chooser for a setting; the profile keeps it."""
+    if setting not in profile.parallel:
+        typed = _in_gathered_type(profile, setting)
+        form = ParallelFormulation(typed, setting)
+        profile.parallel[setting] = ParallelChooser(form)
+    chooser: ParallelChooser = profile.parallel[setting]
     return chooser
 
 
-def _profile_for(
+def with_given_units(
+    profile: Profile,
+    setting: Setting,
+    ac_units: Marks | None,
+    fsdp_units: Marks | None,
+) -> tuple[Profile, Setting]:
+    """Both with the only units that there may be, as in `plan_parallel`."""
+    if fsdp_units is not None:
+        tree = profile.tape.modules
+        own = marked(marks_of(fsdp_units), tree, name="fsdp_units")
+        setting = replace(setting, fsdp_units=frozenset(tree[i].fqn for i in own))
+    only = None if ac_units is None else marks_of(ac_units)
+    return restricted(profile, only), setting
+
+
+def profile_for(
+    spec: ClusterSpec,
     model: torch.nn.Module | Profile,
     inputs: Any,
-    spec: ClusterSpec,
     options: dict[str, Any],
 ) -> Profile:
     """The profile that was passed, or a new one, on a GPU of the cluster."""
@@ -233,18 +216,18 @@ def _profile_for(
     return profile
 
 
-def _in_gathered_type(profile: Profile, types: Types) -> Profile:
+def _in_gathered_type(profile: Profile, setting: Setting) -> Profile:
     """The step as it runs under a mixed-precision policy."""
-    if types.param_dtype is None:
+    if setting.param_dtype is None:
         return profile
     # Checks the names before the step is traced once more.
     Sharding(
         units=fsdp_units([]),
         shard_degree=1,
-        param_dtype=types.param_dtype,
-        reduce_dtype=types.reduce_dtype,
+        param_dtype=setting.param_dtype,
+        reduce_dtype=setting.reduce_dtype,
     )
-    typed = in_compute_dtype(profile, getattr(torch, types.param_dtype))
+    typed = in_compute_dtype(profile, getattr(torch, setting.param_dtype))
     return calibrate(typed) if profile.calibrated else typed
 
 
@@ -323,7 +306,12 @@ class _Race:
             sharded_step = self.chooser.at(self.spec, degree)
             reason = self._lost_to_best(sharded_step) or self._worked_out(sharded_step)
         if reason:
-            self.others.append(_unseen(self.spec, degree, reason))
+            replicas = self.spec.num_gpus // degree
+            self.others.append(
+                Alternative(
+                    shard_degree=degree, replicate_degree=replicas, reason=reason
+                )
+            )
 
     def _worked_out(self, sharded_step: Degree) -> str:
         """Search a degree; say why no choice of it fits the budget, '' if one does."""
@@ -393,12 +381,6 @@ def _lower(choice: SimulatedChoice, least: SimulatedChoice | None) -> SimulatedC
     return least
 
 
-def _unseen(spec: ClusterSpec, degree: int, reason: str) -> Alternative:
-    return Alternative(
-        shard_degree=degree, replicate_degree=spec.num_gpus // degree, reason=reason
-    )
-
-
 def _slower(choice: SimulatedChoice, best: SimulatedChoice) -> Alternative:
     more_ms = choice.step.total_ms - best.step.total_ms
     return Alternative(
@@ -436,11 +418,6 @@ def _infeasible(race: _Race, degrees: Sequence[int]) -> InfeasibleBudgetError:
     composition = ranks.timeline(least.sharding, least.chosen).composition
     if least.late_bytes:
         composition = {**composition, _LATE: least.late_bytes}
-    parts = ", ".join(
-        f"{format_bytes(nbytes)} {category}"
-        for category, nbytes in composition.items()
-        if nbytes
-    )
     lowest_bytes = least.highest_peak_bytes
     enough = fewest_gpus(
         race.chooser, race.spec, budget_bytes, guess=least, options=race.options
@@ -454,7 +431,8 @@ def _infeasible(race: _Race, degrees: Sequence[int]) -> InfeasibleBudgetError:
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}) on"
         f" {race.spec.num_gpus} GPUs: the lowest peak of a rank is {lowest_bytes}"
         f" bytes ({format_bytes(lowest_bytes)}) with parameters sharded"
-        f" {degree} times, made of {parts}. Raise the budget to that; {advice}.",
+        f" {degree} times, made of {format_parts(composition)}. Raise the budget to"
+        f" that; {advice}.",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=lowest_bytes,
         composition=composition,

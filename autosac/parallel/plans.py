@@ -18,7 +18,7 @@ from autosac.parallel.sharding import FsdpUnit, Sharding
 from autosac.planning.plans import LARGE_GAP, check_model
 from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.mistakes import check_unplanned
-from autosac.quantities import format_bytes, format_ms
+from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.units.policies import OpPolicy
 
@@ -128,7 +128,7 @@ class ParallelPlan:
     @property
     def optimality_gap(self) -> float:
         """``(milp_ms - bound_ms) / milp_ms``."""
-        return max(0.0, (self.milp_ms - self.bound_ms) / self.milp_ms)
+        return share_above(self.milp_ms, self.bound_ms)
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh to apply the plan on; every rank calls it.
@@ -202,17 +202,19 @@ class ParallelPlan:
         """
         record = _record(path)
         try:
-            return cls(
-                **{
-                    **record,
-                    "sharding": _sharding(record["sharding"]),
-                    "op_policies": tuple(map(_op_policy, record["op_policies"])),
-                    "alternatives": tuple(
-                        Alternative(**other) for other in record["alternatives"]
-                    ),
-                    "model": _model(record["model"]),
-                }
+            sharding = record["sharding"]
+            sharding["units"] = tuple(FsdpUnit(**unit) for unit in sharding["units"])
+            record["sharding"] = Sharding(**sharding)
+            record["op_policies"] = tuple(
+                OpPolicy(**{**one, "names": tuple(one["names"])})
+                for one in record["op_policies"]
             )
+            others = record["alternatives"]
+            record["alternatives"] = tuple(Alternative(**other) for other in others)
+            record["model"] = tuple(
+                (fqn, kind, tuple(own)) for fqn, kind, own in record["model"]
+            )
+            return cls(**record)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged: {error}. Plan again.") from error
 
@@ -257,11 +259,6 @@ class ParallelPlan:
         return self.report()
 
 
-def _sharding(record: dict[str, Any]) -> Sharding:
-    units = tuple(FsdpUnit(**unit) for unit in record["units"])
-    return Sharding(**{**record, "units": units})
-
-
 def _record(path: str | Path) -> dict[str, Any]:
     """The JSON object of a saved plan without its format."""
     try:
@@ -276,13 +273,3 @@ def _record(path: str | Path) -> dict[str, Any]:
             " with."
         )
     return record
-
-
-def _model(record: list[Any]) -> Fingerprint:
-    return tuple(
-        (fqn, class_name, tuple(parameters)) for fqn, class_name, parameters in record
-    )
-
-
-def _op_policy(record: dict[str, Any]) -> OpPolicy:
-    return OpPolicy(**{**record, "names": tuple(record["names"])})

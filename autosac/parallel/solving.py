@@ -107,13 +107,8 @@ class Degree:
         given = self.form.fixed_units
         if given is None:
             return
-        count = len(self.problem.modules)
-        choice = FsdpChoice(
-            units=tuple(index in {0, *given} for index in range(count)),
-            reshard=(False,) * count,
-            points=(None,) * len(self.problem.sac.units),
-        )
-        if broken := fsdp.broken_rules(self.problem, choice):
+        plain = fsdp.plain(self.problem, {0, *given})
+        if broken := fsdp.broken_rules(self.problem, plain):
             raise ArgumentError(
                 f"`fsdp_units` cannot all be FSDP units: {' '.join(broken)}"
             )

@@ -9,18 +9,19 @@ import torch
 
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.formulating import Setting
 from autosac.parallel.planning import (
-    Given,
     chooser_of,
     cluster_of,
     make_parallel_plan,
+    profile_for,
+    with_given_units,
 )
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes
-from autosac.results.rows import Row, Sweep, reason_of
+from autosac.results.rows import Row, Sweep, figures_of, reason_of
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
-from autosac.step.arguments import marks_of
 from autosac.step.marks import Marks
 
 
@@ -69,13 +70,9 @@ def sweep_parallel(
     any_size = cluster_of(cluster, None)
     memory_bytes = any_size.device.memory_bytes
     budgets = [parse_bytes(cap, total_bytes=memory_bytes) for cap in memory_budgets]
-    given = Given(
-        ac_units=None if ac_units is None else marks_of(ac_units),
-        fsdp_units=None if fsdp_units is None else marks_of(fsdp_units),
-    )
-    chooser = chooser_of(
-        model, inputs, any_size, param_dtype, reduce_dtype, options, given
-    )
+    profile = profile_for(any_size, model, inputs, options)
+    setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))
     how = SolveOptions(relative_gap=relative_gap, time_limit_s=time_limit_s)
     rows = [
         _row(chooser, spec, budget_bytes, how)
@@ -104,15 +101,9 @@ def _row(
         )
     return Row(
         cell=cell,
-        status="planned",
-        budget_bytes=budget_bytes,
-        peak_bytes=plan.peak_bytes,
-        recompute_ms=plan.recompute_ms,
-        step_ms=plan.step_ms,
-        optimality_gap=plan.optimality_gap,
+        **figures_of(plan),
         batches_per_s=plan.batches_per_s,
         mesh_shape=" x ".join(map(str, plan.mesh_shape)),
-        num_units=len(plan.policy),
         planned_for=plan.device,
         calibrated=plan.calibrated,
         plan=plan,

@@ -150,6 +150,37 @@ class Picture:
 
         return matplotlib_figure.figure(self)
 
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the panels side by side with pyplot.
+
+        Args:
+            axes: Axes to draw on, if there is one panel; None for new ones.
+
+        Returns:
+            The axes, a list of them if there are several panels.
+
+        Raises:
+            ImportError: Matplotlib is not installed.
+            ValueError: One pair of axes is given for several panels.
+        """
+        pyplot = needed("matplotlib.pyplot", "A plot")
+        from autosac.pictures import matplotlib_figure  # needs Matplotlib
+
+        count = len(self.panels)
+        if axes is not None and count > 1:
+            raise ValueError(
+                f"`axes` is one pair, and there are {count} panels: leave it out."
+            )
+        drawn = [axes]
+        if axes is None:
+            size = (6.4 * count, 4.8)
+            drawn = list(pyplot.subplots(1, count, figsize=size, squeeze=False)[1].flat)
+        for place, panel in zip(drawn, self.panels, strict=True):
+            assert isinstance(panel, Panel)
+            matplotlib_figure.draw_panel(place, panel)
+            place.legend()
+        return drawn if count > 1 else drawn[0]
+
     def plotly(self) -> Any:
         """The picture as an interactive Plotly ``Figure``.
 

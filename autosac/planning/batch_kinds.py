@@ -18,11 +18,7 @@ from torch.utils.data import DataLoader
 
 from autosac.errors import ArgumentError
 from autosac.pytrees import tensors_in
-from autosac.step.batch_signatures import (
-    BatchSignature,
-    positional_names,
-    signature_of,
-)
+from autosac.step.batch_signatures import BatchSignature, positional_names, signature_of
 from autosac.step.batches import batches_at, spread_batches
 from autosac.step.training_step import normalize_inputs
 
@@ -97,7 +93,11 @@ def buckets(model: torch.nn.Module, inputs: Any) -> list[Bucket]:
         batches: Iterable[tuple[int, Any]] = ((n, inputs[n]) for n in wanted)
     else:
         batches = batches_at(inputs, wanted)
-    buckets = [_bucket(batch, served[wanted[n]], counts) for n, batch in batches]
+    buckets = []
+    for number, batch in batches:
+        kinds = served[wanted[number]]
+        signatures = list(dict.fromkeys(kind.signature for kind in kinds))
+        buckets.append(Bucket(batch, sum(map(counts.__getitem__, kinds)), signatures))
     return sorted(buckets, key=lambda one: -one.signatures[0].num_elements)
 
 
@@ -153,11 +153,6 @@ def _covers(kinds: Sequence[Kind]) -> npt.NDArray[np.bool_]:
         sizes = sizes.reshape(len(places), -1)
         covers[np.ix_(places, places)] = (sizes[:, None] >= sizes).all(axis=2)
     return covers
-
-
-def _bucket(batch: Any, kinds: Sequence[Kind], counts: dict[Kind, int]) -> Bucket:
-    signatures = list(dict.fromkeys(kind.signature for kind in kinds))
-    return Bucket(batch, sum(counts[kind] for kind in kinds), signatures)
 
 
 def _kind(batch: Any, names: tuple[str, ...]) -> Kind:

@@ -15,9 +15,8 @@ from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, TracedStep, profile
 from autosac.profiles.restricting import restricted
 from autosac.quantities import parse_bytes
-from autosac.results.rows import Row, Sweep
-from autosac.step.arguments import marks_of
-from autosac.step.marks import Marks
+from autosac.results.rows import Row, Sweep, figures_of
+from autosac.step.marks import Marks, marks_of
 from autosac.step.training_step import LossFn
 
 MakeInputs = Callable[[int], Any]
@@ -227,14 +226,9 @@ class _Steps:
             plan = make_plan(traced, self.budget_bytes, dry_run=False)
             self.trials[size] = replace(
                 self.trials[size],
-                status="planned",
-                peak_bytes=plan.peak_bytes,
-                recompute_ms=plan.recompute_ms,
-                step_ms=plan.step_ms,
+                **figures_of(plan),
                 bound_ms=plan.bound_ms,
-                optimality_gap=plan.optimality_gap,
                 samples_per_s=self.samples_per_s(size, traced, plan),
-                num_units=len(plan.policy),
             )
 
     def samples_per_s(self, size: int, profile: TracedStep, plan: Plan) -> float:

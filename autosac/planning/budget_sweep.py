@@ -15,7 +15,7 @@ from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, TracedStep
 from autosac.profiles.restricting import restricted
 from autosac.quantities import parse_bytes
-from autosac.results.rows import Row, Sweep, reason_of
+from autosac.results.rows import Row, Sweep, figures_of, reason_of
 from autosac.solvers import sac
 from autosac.step.marks import Marks
 
@@ -123,22 +123,9 @@ def _monotone(answers: dict[int, Plan | str]) -> list[Row]:
     for budget, answer in reversed(answers.items()):
         if budget in plans:
             bound_ms = max(bound_ms, plans[budget].bound_ms)
-            rows.append(_row(replace(plans[budget], bound_ms=bound_ms)))
+            plan = replace(plans[budget], bound_ms=bound_ms)
+            rows.append(Row(**figures_of(plan), bound_ms=bound_ms, plan=plan))
         else:
             assert isinstance(answer, str)
             rows.append(Row(status="infeasible", budget_bytes=budget, reason=answer))
     return rows[::-1]
-
-
-def _row(plan: Plan) -> Row:
-    return Row(
-        status="planned",
-        budget_bytes=plan.budget_bytes,
-        peak_bytes=plan.peak_bytes,
-        recompute_ms=plan.recompute_ms,
-        step_ms=plan.step_ms,
-        bound_ms=plan.bound_ms,
-        optimality_gap=plan.optimality_gap,
-        num_units=len(plan.policy),
-        plan=plan,
-    )

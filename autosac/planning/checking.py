@@ -10,10 +10,7 @@ from autosac.profiles.fingerprints import first_difference
 from autosac.profiles.profile import TracedStep
 from autosac.quantities import format_bytes
 from autosac.units.matching import chosen_by
-from autosac.units.policies import (
-    OpPolicy,
-    Policy,
-)
+from autosac.units.policies import OpPolicy, Policy
 from autosac.units.unit import Unit
 
 

@@ -13,13 +13,7 @@ from autosac.quantities import format_bytes, format_ms
 from autosac.step.source_lines import shortened
 from autosac.step.tape import Op
 from autosac.units import curves
-from autosac.units.policies import (
-    DETACHED,
-    RERUN,
-    SAVE,
-    SKIP,
-    Policy,
-)
+from autosac.units.policies import DETACHED, RERUN, SAVE, SKIP, Policy
 from autosac.units.unit import Unit
 
 _GIB = 2**30

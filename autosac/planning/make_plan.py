@@ -14,11 +14,8 @@ from autosac.planning import redrawn_steps
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
 from autosac.profiles.mistakes import warn_of_other_formulas
-from autosac.profiles.profile import (
-    Profile,
-    TracedStep,
-)
-from autosac.quantities import format_bytes
+from autosac.profiles.profile import Profile, TracedStep
+from autosac.quantities import format_bytes, format_parts
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
 from autosac.solving.incumbents import recompute_ms
@@ -156,12 +153,7 @@ def lowest(profile: TracedStep) -> Choice:
 def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Exception:
     peak_bytes = profile.peak_bytes(chosen)
     composition = profile.composition(chosen)
-    parts = ", ".join(
-        f"{format_bytes(nbytes)} {category}"
-        for category, nbytes in composition.items()
-        if nbytes
-    )
-    hint = _hint(profile)
+    parts, hint = format_parts(composition), _hint(profile)
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}):"
         f" the lowest peak is {peak_bytes} bytes ({format_bytes(peak_bytes)}), made of"

@@ -19,11 +19,7 @@ from autosac.planning.batch_kinds import Bucket, are_several, buckets
 from autosac.planning.make_plan import floor, lowest_plan, make_plan
 from autosac.planning.plans import Plan
 from autosac.planning.statistics_plans import StatisticsPlan, plan_statistics
-from autosac.planning.unseen_batches import (
-    OnMismatch,
-    Replan,
-    check_on_mismatch,
-)
+from autosac.planning.unseen_batches import OnMismatch, Replan, check_on_mismatch
 from autosac.profiles.given import calibrated_if_present, profile_of
 from autosac.profiles.profile import Profile, TracedStep, profile
 from autosac.profiles.restricting import restricted
@@ -31,8 +27,8 @@ from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, read_segments
 from autosac.statistics.by_module import Statistics
-from autosac.step.arguments import fits_forward, marks_of
-from autosac.step.marks import Marks
+from autosac.step.arguments import fits_forward
+from autosac.step.marks import Marks, marks_of
 from autosac.step.training_step import LossFn
 from autosac.tracing.real_steps import names_of_forward
 
@@ -374,6 +370,7 @@ def _replan(
         "clip_grad_norm": step.clip_grad_norm,
         "gradients_in_forward": step.gradients_in_forward,
         "exclude": profiled.exclude,
+        "opaque": tuple(sorted(step.opaque)),
     }
     loss_fn, device_type = step.loss_fn, step.traced_type
     del profiled, step  # neither model nor inputs stay alive

@@ -14,14 +14,7 @@ from typing import Any
 
 from autosac.profiles.fingerprints import digest
 from autosac.step.batch_signatures import BatchSignature
-from autosac.units.policies import (
-    DETACHED,
-    RERUN,
-    SAVE,
-    SKIP,
-    VIEW,
-    OpPolicy,
-)
+from autosac.units.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
 
 FORMAT = 3
 _WORDS = {
@@ -42,6 +35,7 @@ _UNIT_FIELDS = (
     "around",
     "until",
 )
+_MORE = {"op_sequences": 0, "variants": 1}  # levels of lines inside, besides their own
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
 
 
@@ -186,14 +180,10 @@ def _pretty(value: object, depth: int, indent: str = "") -> str:
     inner = indent + " "
     if isinstance(value, dict):
         items = [
-            f"{json.dumps(key)}: {_pretty(item, _depth(key, depth), inner)}"
+            f"{json.dumps(key)}: {_pretty(item, depth + _MORE.get(key, -1), inner)}"
             for key, item in value.items()
         ]
     else:
         items = [_pretty(item, depth - 1, inner) for item in value]
     left, right = "{}" if isinstance(value, dict) else "[]"
     return f"{left}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{right}"
-
-
-def _depth(key: str, depth: int) -> int:
-    return depth + {"op_sequences": 0, "variants": 1}.get(key, -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,23 +12,15 @@ import torch
 from autosac.checkpointing import batch_variants, installing
 from autosac.errors import PlanMismatchError
 from autosac.planning import plan_files
-from autosac.planning.unseen_batches import (
-    OnMismatch,
-    Replan,
-    UnseenBatches,
-    largest,
-)
-from autosac.profiles.fingerprints import (
-    Fingerprint,
-    fingerprint,
-    first_difference,
-)
+from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
+from autosac.profiles.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.profiles.mistakes import check_unplanned, hints
 from autosac.profiles.profile import TracedStep
-from autosac.quantities import format_bytes, format_ms
+from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.step.batch_signatures import BatchSignature
 from autosac.units.policies import OpPolicy
+from autosac.whole_files import write_whole
 
 if TYPE_CHECKING:
     from autosac.planning.reporting import Report
@@ -122,9 +113,7 @@ class Plan:
     @property
     def optimality_gap(self) -> float:
         """``(recompute_ms - bound_ms) / recompute_ms``, 0.0 without recomputation."""
-        if self.recompute_ms == 0.0:
-            return 0.0
-        return max(0.0, (self.recompute_ms - self.bound_ms) / self.recompute_ms)
+        return share_above(self.recompute_ms, self.bound_ms)
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make the model train under the budget, in place.
@@ -172,10 +161,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; a file that is there is replaced in one step."""
         text = plan_files.write(self._record(), summary=str(self).splitlines())
-        target = Path(path)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
+        write_whole(Path(path), text)
 
     def _record(self) -> dict[str, Any]:
         """All that a plan file holds."""

@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autosac.pictures.pictures import (
-    Grid,
-    Layer,
-    Line,
-    Note,
-    Panel,
-    Picture,
-)
+from autosac.pictures.pictures import Grid, Layer, Line, Note, Panel, Picture
 from autosac.planning.checking import chosen
 from autosac.planning.plans import Plan
 from autosac.profiles.memory_history import History, history

@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any
 
 from autosac.errors import ArgumentError, InfeasibleBudgetError
-from autosac.quantities import format_bytes, format_ms, parse_bytes
+from autosac.quantities import format_bytes, format_ms, parse_bytes, share_above
 from autosac.solvers import sac
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import read_segments
@@ -62,9 +62,7 @@ class StatisticsPlan:
     @property
     def optimality_gap(self) -> float:
         """``(recompute_ms - bound_ms) / recompute_ms``, 0.0 without recomputation."""
-        if self.recompute_ms == 0.0:
-            return 0.0
-        return max(0.0, (self.recompute_ms - self.bound_ms) / self.recompute_ms)
+        return share_above(self.recompute_ms, self.bound_ms)
 
     def __str__(self) -> str:
         width = max(map(len, self.policy), default=0)
@@ -92,21 +90,7 @@ def plan_statistics(
     relative_gap: float = 0.0,
     time_limit_s: float | None = None,
 ) -> StatisticsPlan:
-    """Find the least recompute time under a budget by statistics of modules.
-
-    Args:
-        statistics: From `from_trackers`, or ``profile.statistics``.
-        memory_budget: Cap on the memory of a rank: bytes, or text such as "24GiB".
-        ac_units: The only modules that may be AC units; None for all that have a
-            trade-off curve.
-        fsdp_units: FSDP units, around which no module may be an AC unit.
-        world_size: Ranks that share parameters and gradients.
-        segments: Lines for each trade-off curve, fitted anew so that they never
-            understate it; None for those of the statistics.
-        backend: MILP solver, "highs" or "cbc".
-        relative_gap: The solve stops when proven this close to the least time.
-        time_limit_s: The solve stops after this long with the best plan so far; None to
-            stop after an amount of work, which takes some seconds at most.
+    """Find the least recompute time under a budget by statistics: see `autosac.plan`.
 
     Raises:
         InfeasibleBudgetError: No plan fits.

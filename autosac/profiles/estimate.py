@@ -169,11 +169,7 @@ def estimate(
         inputs: As in `profile`.
         options: As in `profile`.
     """
-    return estimate_of(profile_of(model, inputs, options))
-
-
-def estimate_of(profile: TracedStep) -> Estimate:
-    """The estimate of a traced step."""
+    profile = profile_of(model, inputs, options)
     place = peak_place(profile, {})
     return Estimate(
         peak_bytes=profile.baseline_peak_bytes,

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autosac.errors import ArgumentError
-from autosac.profiles.profile import (
-    Profile,
-    TracedStep,
-    calibrate,
-    profile,
-)
+from autosac.profiles.profile import Profile, TracedStep, calibrate, profile
 from autosac.statistics.by_module import Statistics
 
 

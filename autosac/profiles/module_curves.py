@@ -131,15 +131,7 @@ class ModuleCurve:
         Raises:
             ImportError: Matplotlib is not installed.
         """
-        pyplot = needed("matplotlib.pyplot", "`ModuleCurve.plot`")
-        from autosac.pictures.matplotlib_figure import draw_panel  # needs Matplotlib
-
-        axes = pyplot.subplots()[1] if axes is None else axes
-        panel = self.picture().panels[0]
-        assert isinstance(panel, Panel)
-        draw_panel(axes, panel)
-        axes.legend()
-        return axes
+        return self.picture().plot(axes)
 
 
 Curves = Mapping[str, tuple[Unit, UnitCurve | None]]

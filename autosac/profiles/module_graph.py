@@ -8,7 +8,7 @@ each byte is one that the simulation counts as well.
 from __future__ import annotations
 
 import io
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from autosac.devices.specs import DeviceSpec
+from autosac.optional import needed
 from autosac.profiles import profile
 from autosac.profiles.node_figures import FIGURES, Figures, Staged
 from autosac.profiles.node_modules import as_module
@@ -142,12 +143,7 @@ class GraphInfo:
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                "`GraphInfo.to_dataframe` needs pandas: pip install 'autosac[explore]'."
-            ) from error
+        pandas = needed("pandas", "`GraphInfo.to_dataframe`")
         columns = [name for name in ModuleInfo.__slots__ if name not in FIGURES]
         return pandas.DataFrame.from_records(
             [asdict(info) for info in self.modules], columns=[*columns, *FIGURES]
@@ -204,9 +200,10 @@ def graph_info(
         ValueError: As in `autosac.profile`.
         UnsupportedError: As in `autosac.profile`.
     """
+    is_function = not isinstance(module, (torch.nn.Module, fx.Graph))
     traced = profile.profile(
         _Alone(as_module(module)),
-        _differentiable(inputs) if _is_function(module) else inputs,
+        _differentiable(inputs) if is_function else inputs,
         loss_fn=loss_fn or _loss_of_dense_gradients,
         device=device,
         autocast=autocast,
@@ -214,10 +211,6 @@ def graph_info(
     if calibrate:
         traced = profile.calibrate(traced)
     return _info(traced.tape)
-
-
-def _is_function(target: Any) -> bool:
-    return not isinstance(target, (torch.nn.Module, fx.Graph))
 
 
 def _differentiable(inputs: Any) -> Any:
@@ -258,13 +251,10 @@ def _loss_of_dense_gradients(output: Any) -> torch.Tensor:
 
 def _info(tape: Tape) -> GraphInfo:
     calls = [call for call in tape.calls if call.phase == "forward"]
-    num_calls: dict[int, int] = defaultdict(int)
-    for call in calls:
-        num_calls[call.module] += 1
+    num_calls = Counter(call.module for call in calls)
     open_calls = OpenCalls(calls)
     figures = {
-        "fwd_flop": _forward_flop(tape, open_calls),
-        "bwd_flop": _backward_flop(tape),
+        **_flops(tape, open_calls),
         **_saved_bytes(tape, open_calls),
         **_backward_bytes(tape),
     }
@@ -291,21 +281,18 @@ def _own_name(tape: Tape, module: int) -> str:
     return tape.modules[module].fqn.partition(".")[2]
 
 
-def _forward_flop(tape: Tape, open_calls: OpenCalls) -> dict[int, int]:
-    flop: dict[int, int] = defaultdict(int)
+def _flops(tape: Tape, open_calls: OpenCalls) -> dict[str, dict[int, int]]:
+    """Floating point operations of forward and backward, per module."""
+    forward: dict[int, int] = defaultdict(int)
+    backward: dict[int, int] = defaultdict(int)
     for op in tape.ops:
         if op.phase == "forward" and op.flops:
             for call in open_calls.at(op.start):
-                flop[call.module] += op.flops
-    return flop
-
-
-def _backward_flop(tape: Tape) -> dict[int, int]:
-    flop: dict[int, int] = defaultdict(int)
+                forward[call.module] += op.flops
     for op in _backward_ops(tape):
         for module in _chain(tape, op.module):
-            flop[module] += op.flops
-    return flop
+            backward[module] += op.flops
+    return {"fwd_flop": forward, "bwd_flop": backward}
 
 
 def _backward_ops(tape: Tape) -> Iterator[Op]:

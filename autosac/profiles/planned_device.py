@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
 
-from autosac.devices.specs import (
-    DeviceSpec,
-    device_of_product,
-    device_spec,
-)
+from autosac.devices.free_memory import physical_bytes
+from autosac.devices.specs import DeviceSpec, device_of_product, device_spec
 from autosac.errors import ArgumentError, UnsupportedError
 
 
@@ -42,8 +38,7 @@ def planned_device(
         device = _present_gpu()
     spec = device if isinstance(device, DeviceSpec) else device_spec(device)
     if device == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        spec = replace(spec, memory_bytes=pages)
+        spec = replace(spec, memory_bytes=physical_bytes())
     traced = own or "cpu"
     if spec.type == "cpu" and traced != "cpu":
         raise UnsupportedError(

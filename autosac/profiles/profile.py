@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from autosac.costs import roofline
-from autosac.costs.sources import Calibration, Source, calibration, modelled
+from autosac.costs.sources import Calibration, OpCosts, calibration, modelled_costs
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.profiles.fingerprints import Fingerprint, fingerprint
@@ -21,12 +20,7 @@ from autosac.profiles.mistakes import (
     warn_of_other_formulas,
     warn_of_summed_outputs,
 )
-from autosac.profiles.module_curves import (
-    Curves,
-    ModuleCurve,
-    curve_of,
-    with_curves,
-)
+from autosac.profiles.module_curves import Curves, ModuleCurve, curve_of, with_curves
 from autosac.profiles.planned_device import planned_device
 from autosac.profiles.real_memory import as_measured, can_be_measured
 from autosac.simulation.simulator import Simulator
@@ -39,22 +33,17 @@ from autosac.solving.rules_of_thumb import Rules
 from autosac.solving.solve_options import read_segments
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step import arguments
-from autosac.step.batch_signatures import (
-    BatchSignature,
-    positional_names,
-    signature_of,
-)
+from autosac.step.batch_signatures import BatchSignature, positional_names, signature_of
+from autosac.step.marks import Marks, marked, marks_of
 from autosac.step.tape import Tape
 from autosac.step.training_step import LossFn, normalize_inputs
 from autosac.tracing.collecting import no_collections
+from autosac.tracing.probing import module_tree
 from autosac.tracing.real_steps import corrected
 from autosac.tracing.step import Step
 from autosac.tracing.trace import trace
 from autosac.units import curves
-from autosac.units.candidates import (
-    Units,
-    find_units,
-)
+from autosac.units.candidates import Units, find_units
 from autosac.units.chains import Chain, find_chains
 from autosac.units.curves import UnitCurve
 from autosac.units.given_units import ALL_UNITS, GivenUnits
@@ -75,46 +64,48 @@ class TracedStep:
 
     Attributes:
         tape: What it did.
-        op_ms: Time of every op of the tape.
+        costs: What every op of the tape costs.
         device: The device that the step is planned for.
         exclude: FQNs of modules that must not be AC units.
         training: Whether the model was traced in training mode.
         model: Fingerprint of the model.
         sequences: FQNs of the modules that call their children one after the other.
         signature: Of its batch.
-        calibrated: Times and workspaces were measured, not modelled.
-        op_sources: Where time and workspace of every op come from; empty if all are
-            modelled.
-        failures: Name of an op that could not be measured -> why.
-        unsteady_ms: Time of measured ops whose runs disagreed.
         redrawn: The step as it is with other random numbers, or after some training,
             if these decide sizes.
         given: Which modules may be AC units, if the user says so.
     """
 
     tape: Tape
-    op_ms: tuple[float, ...]
+    costs: OpCosts
     device: DeviceSpec
     exclude: tuple[str, ...]
     training: bool
     model: Fingerprint
     sequences: frozenset[str]
     signature: BatchSignature
-    calibrated: bool
-    op_sources: tuple[Source, ...] = ()
-    failures: Mapping[str, str] = field(default_factory=dict)
-    unsteady_ms: float = 0.0
     redrawn: tuple[TracedStep, ...] = ()
     given: GivenUnits = ALL_UNITS
 
     @cached_property
     def calibration(self) -> Calibration:
         """How far times and workspaces are measured."""
-        ops = self.tape.ops
-        sources = self.op_sources or tuple(map(modelled, ops))
-        return calibration(
-            ops, self.op_ms, sources, self.failures, unsteady_ms=self.unsteady_ms
-        )
+        return calibration(self.tape.ops, self.costs)
+
+    @property
+    def op_ms(self) -> tuple[float, ...]:
+        """Time of every op of the tape."""
+        return self.costs.op_ms
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether times and workspaces were measured, not modelled."""
+        return self.costs.calibrated
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        """Name of an op that could not be measured -> why."""
+        return self.costs.failures
 
     @cached_property
     def simulator(self) -> Simulator:
@@ -206,7 +197,7 @@ class TracedStep:
 
     @cached_property
     def parallel(self) -> dict[Hashable, Any]:
-        """Cache of plans for many GPUs, by the types that they gather."""
+        """Cache of choosers for many GPUs, by their `Setting`."""
         return {}
 
     @cached_property
@@ -359,7 +350,7 @@ def profile(
         clip_grad_norm=clip_grad_norm,
         gradients_in_forward=gradients_in_forward,
         lens=lens,
-        opaque=arguments.read_opaque(opaque, model),
+        opaque=_opaque(opaque, model),
     )
     tape = trace(step)
     if loss_fn is None:
@@ -367,23 +358,31 @@ def profile(
     new_profile = Profile(
         step=step,
         tape=tape,
-        op_ms=roofline.tape_ms(tape, spec),
+        costs=modelled_costs(tape, spec),
         device=spec,
         exclude=tuple(exclude),
         training=model.training,
         model=fingerprint(model),
         sequences=plain_sequences(model),
         signature=signature_of(args, kwargs, positional_names(model)),
-        calibrated=False,
     )
     return replace(new_profile, redrawn=_redrawn(new_profile))
 
 
+def _opaque(marks: Marks, model: torch.nn.Module) -> frozenset[str]:
+    """FQNs of the modules that must not be run again."""
+    if not (marks := marks_of(marks)):
+        return frozenset()
+    tree = module_tree(model)
+    indices = marked(marks, tree, name="opaque", inside=True)
+    return frozenset(tree[i].fqn for i in indices)
+
+
 def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:
     """The other variants of the step, without the user's objects."""
-    template = replace(profile, op_sources=(), redrawn=()).traced()
+    template = replace(profile, redrawn=()).traced()
     return tuple(
-        replace(template, tape=tape, op_ms=roofline.tape_ms(tape, profile.device))
+        replace(template, tape=tape, costs=modelled_costs(tape, profile.device))
         for tape in profile.step.learned.redrawn
     )
 
@@ -399,16 +398,8 @@ def in_compute_dtype(profile: Profile, dtype: torch.dtype | None) -> Profile:
     """
     step = replace(profile.step, compute_dtype=dtype)
     tape = trace(step)
-    return replace(
-        profile,
-        step=step,
-        tape=tape,
-        op_ms=roofline.tape_ms(tape, profile.device),
-        calibrated=False,
-        op_sources=(),
-        failures={},
-        unsteady_ms=0.0,
-    )
+    costs = modelled_costs(tape, profile.device)
+    return replace(profile, step=step, tape=tape, costs=costs)
 
 
 def calibrate(
@@ -446,9 +437,7 @@ def calibrate(
         TraceError: The real step fails; names op and module.
         ValueError: The profile is for a device that is not present.
     """
-    # These run kernels: only when asked for.
-    from autosac.costs.calibrating import calibrated
-    from autosac.costs.timing import PROFILED
+    from autosac.costs.calibrating import calibrated  # runs kernels: only when asked
 
     if profile.step.lens is not None and torch.cuda.is_available():
         raise ValueError(
@@ -466,10 +455,10 @@ def calibrate(
     if real_step and fits:
         step, tape = corrected(profile.step, profile.tape)
         if tape is not profile.tape:
-            op_ms = roofline.tape_ms(tape, profile.device)
-            profile = replace(profile, step=step, tape=tape, op_ms=op_ms)
+            costs = modelled_costs(tape, profile.device)
+            profile = replace(profile, step=step, tape=tape, costs=costs)
             profile = replace(profile, redrawn=_redrawn(profile))
-    measured = calibrated(
+    tape, costs = calibrated(
         profile.tape,
         profile.op_ms,
         device=device,
@@ -477,17 +466,8 @@ def calibrate(
         refresh=refresh,
         progress=progress,
     )
-    tape = replace(profile.tape, ops=measured.ops, library_bytes=measured.library_bytes)
     if real_step and fits and can_be_measured(profile.step, tape):
         tape = as_measured(profile.step, tape)
     else:
         warn_of_other_formulas(tape)
-    return replace(
-        profile,
-        tape=tape,
-        op_ms=measured.op_ms,
-        calibrated=PROFILED not in measured.failures.values(),
-        op_sources=measured.sources,
-        failures=measured.failures,
-        unsteady_ms=measured.unsteady_ms,
-    )
+    return replace(profile, tape=tape, costs=costs)

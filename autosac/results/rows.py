@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from autosac.optional import needed
-from autosac.pictures.pictures import Panel
 from autosac.quantities import format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -79,6 +78,13 @@ class Row:
 def reason_of(error: BaseException) -> str:
     """Why there is no plan, in one line: the exception's type and its sentence."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def figures_of(plan: Any) -> dict[str, Any]:
+    """The figures of a row that every kind of plan has."""
+    names = ("budget_bytes", "peak_bytes", "recompute_ms", "step_ms", "optimality_gap")
+    figures = {name: getattr(plan, name) for name in names}
+    return {"status": "planned", **figures, "num_units": len(plan.policy)}
 
 
 FIGURES = tuple(f.name for f in fields(Row) if f.name not in ("cell", "plan"))
@@ -250,28 +256,7 @@ class Sweep(Sequence[Row]):
             ImportError: Matplotlib is not installed.
             ValueError: As `picture`; or one pair of axes is given for several panels.
         """
-        pyplot = needed("matplotlib.pyplot", "`Sweep.plot`")
-        from autosac.pictures.matplotlib_figure import draw_panel  # needs Matplotlib
-
-        panels = [
-            panel
-            for panel in self.picture(rivals=rivals).panels
-            if isinstance(panel, Panel)
-        ]
-        if axes is not None and len(panels) > 1:
-            raise ValueError(
-                f"`axes` is one pair, the sweep has {len(panels)} panels: leave it out."
-            )
-        if axes is None:
-            size = (6.4 * len(panels), 4.8)
-            _, grid = pyplot.subplots(1, len(panels), figsize=size, squeeze=False)
-            drawn = list(grid.flat)
-        else:
-            drawn = [axes]
-        for place, panel in zip(drawn, panels, strict=True):
-            draw_panel(place, panel)
-            place.legend()
-        return drawn if len(drawn) > 1 else drawn[0]
+        return self.picture(rivals=rivals).plot(axes)
 
     def _columns(self) -> dict[str, tuple[list[Any], str]]:
         """Name -> values and type of each column."""

@@ -142,7 +142,7 @@ def formulate(
     base = np.maximum.reduceat(live, edges)
     stops = np.append(edges, len(live))
     step = _Step(simulator, holders, live, edges, stops, base)
-    twins: dict[_Sight, sac.Unit] = {}
+    twins: dict[_ShiftKey, sac.Unit] = {}
     num_alike = Counter(unit.key for unit in units)
     records = []
     parents = _parents(units)
@@ -242,34 +242,34 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sight:
-    """A key, equal for units of which one can be formulated by moving the other.
+class _ShiftKey:
+    """Equal for units of which one can be formulated by shifting the other in time.
 
     They behave alike, memory rises and falls alike around them, and so does what the
     first and the last point of their curves change.
 
     Attributes:
-        key: The unit's.
+        unit: The unit's own key.
         early: Positions after its forward at which these still change anything,
         late: and those before its rerun.
-        seen: What is to be seen there.
+        memory: What the plain step and the unit's own changes do to memory there.
     """
 
-    key: Hashable
+    unit: Hashable
     early: int
     late: int
-    seen: tuple[bytes, ...]
+    memory: tuple[bytes, ...]
 
 
-def _sight(step: _Step, unit: Unit, ends: Changes) -> _Sight:
+def _shift_key(step: _Step, unit: Unit, ends: Changes) -> _ShiftKey:
     first, freed_from, freed_until, last = step.places(unit)
     span = step.simulator.span
     settled, unsettled = freed_from, freed_until
-    seen: list[bytes] = []
+    memory: list[bytes] = []
     for keys, deltas in ends.by_policy():
         late = keys >= (unit.trigger - 1) * span
         moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
-        seen += [moved.tobytes(), deltas.tobytes()]
+        memory += [moved.tobytes(), deltas.tobytes()]
         in_order = int(late.argmax()) if late.any() else len(keys)
         if in_order:
             tick = -(-int(keys[in_order - 1]) // span)
@@ -286,9 +286,11 @@ def _sight(step: _Step, unit: Unit, ends: Changes) -> _Sight:
         (unsettled, last, unit.trigger),
     ):
         around = step.live[stops[low] : stops[high]]
-        seen.append((stops[low : high + 1] - origin).tobytes())
-        seen.append((around - (around[0] if len(around) else 0)).tobytes())
-    return _Sight(unit.key, settled - freed_from, freed_until - unsettled, tuple(seen))
+        memory.append((stops[low : high + 1] - origin).tobytes())
+        memory.append((around - (around[0] if len(around) else 0)).tobytes())
+    return _ShiftKey(
+        unit.key, settled - freed_from, freed_until - unsettled, tuple(memory)
+    )
 
 
 def _moved_or_new(
@@ -296,27 +298,27 @@ def _moved_or_new(
     unit: Unit,
     curve: UnitCurve,
     ends: Changes,
-    twins: dict[_Sight, sac.Unit],
+    twins: dict[_ShiftKey, sac.Unit],
 ) -> sac.Unit:
     """The record of a unit, by moving that of one like it if it is known."""
-    sight = _sight(step, unit, ends)
-    twin = twins.get(sight)
-    record = twin and _moved(step, unit, twin, sight)
+    key = _shift_key(step, unit, ends)
+    twin = twins.get(key)
+    record = twin and _moved(step, unit, twin, key)
     if record is None:
-        record = twins[sight] = _solver_unit(step, unit, curve)
+        record = twins[key] = _solver_unit(step, unit, curve)
     return record
 
 
-def _moved(step: _Step, unit: Unit, twin: sac.Unit, sight: _Sight) -> sac.Unit | None:
+def _moved(step: _Step, unit: Unit, twin: sac.Unit, key: _ShiftKey) -> sac.Unit | None:
     """The record of a unit that looks like its twin; None if it is not only moved."""
     first, freed_from, freed_until, last = step.places(unit)
-    if freed_until - freed_from <= sight.early + sight.late:
-        return None  # what it frees in between is not to be seen
+    if freed_until - freed_from <= key.early + key.late:
+        return None  # the key does not tell what it frees in between
     working = []
     for position, extras in twin.working:
-        if position < twin.freed_from + sight.early:
+        if position < twin.freed_from + key.early:
             moved = position - twin.freed_from + freed_from
-        elif position >= twin.freed_until - sight.late:
+        elif position >= twin.freed_until - key.late:
             moved = position - twin.freed_until + freed_until
         else:
             return None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -265,43 +264,6 @@ def _check_trained(optimizer: AnyOptimizer, model: torch.nn.Module) -> None:
         " it anew for this model, as in `torch.optim.AdamW(model.parameters())`, or"
         " plan one module that holds all that it trains."
     )
-
-
-# --- modules ------------------------------------------------------------------------
-
-
-def marks_of(marks: str | type | Iterable[str | type]) -> tuple[str | type, ...]:
-    """Marks of modules; one of them may stand by itself."""
-    return (marks,) if isinstance(marks, (str, type)) else tuple(marks)
-
-
-def read_opaque(marks: Iterable[str | type], model: torch.nn.Module) -> frozenset[str]:
-    """FQNs of the modules that names, patterns of names or classes stand for.
-
-    Raises:
-        ArgumentError: One of them stands for none.
-    """
-    fqns: set[str] = set()
-    for mark in marks_of(marks):
-        matches = {
-            fqn
-            for fqn, module in model.named_modules()
-            if fqn
-            and (
-                isinstance(module, mark)
-                if isinstance(mark, type)
-                else fnmatch.fnmatchcase(fqn, mark)
-            )
-        }
-        if not matches:
-            name = mark.__name__ if isinstance(mark, type) else mark
-            raise ArgumentError(
-                f"`opaque` has {name!r}, which stands for no module inside the model:"
-                " use names from `model.named_modules()`, patterns such as '*.gate', or"
-                " classes."
-            )
-        fqns |= matches
-    return frozenset(fqns)
 
 
 # --- types ------------------------------------------------------------------------

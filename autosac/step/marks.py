@@ -11,7 +11,14 @@ from autosac.step.modules import ModuleTree
 Marks = str | type | Iterable[str | type]
 
 
-def marked(marks: Marks, tree: ModuleTree, *, name: str) -> frozenset[int]:
+def marks_of(marks: Marks) -> tuple[str | type, ...]:
+    """Marks of modules; one of them may stand by itself."""
+    return (marks,) if isinstance(marks, (str, type)) else tuple(marks)
+
+
+def marked(
+    marks: Marks, tree: ModuleTree, *, name: str, inside: bool = False
+) -> frozenset[int]:
     """Indices of the modules that names, patterns of names or classes stand for.
 
     A class stands for its modules and those of its subclasses, by the name of the
@@ -23,12 +30,13 @@ def marked(marks: Marks, tree: ModuleTree, *, name: str) -> frozenset[int]:
             itself is ``""``.
         tree: The modules.
         name: The argument's name, for error messages.
+        inside: The model itself cannot be meant.
 
     Raises:
         ArgumentError: One of them stands for no module, or is neither.
     """
     meant: set[int] = set()
-    for mark in (marks,) if isinstance(marks, (str, type)) else marks:
+    for mark in marks_of(marks):
         if isinstance(mark, type):
             names = _class_names(mark)
             own = {i for i, node in enumerate(tree.nodes) if node.class_name in names}
@@ -38,12 +46,14 @@ def marked(marks: Marks, tree: ModuleTree, *, name: str) -> frozenset[int]:
             raise ArgumentError(
                 f"`{name}` has {mark!r}, which is no name, pattern or class of modules."
             )
+        if inside:
+            own.discard(0)
         if not own:
             shown = mark.__name__ if isinstance(mark, type) else mark
             raise ArgumentError(
-                f"`{name}` has {shown!r}, which stands for no module of the model: use"
-                " names from `model.named_modules()`, patterns such as 'blocks.*', or"
-                " classes."
+                f"`{name}` has {shown!r}, which stands for no module"
+                f" {'inside' if inside else 'of'} the model: use names from"
+                " `model.named_modules()`, patterns such as 'blocks.*', or classes."
             )
         meant |= own
     return frozenset(meant)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autosac.profiles.fingerprints import digest
+from autosac.whole_files import write_whole
 
 _FORMAT_VERSION = 1
 _MOST_CHARACTERS = 80  # of the readable part of a name
@@ -58,20 +57,7 @@ class CellFile:
         """Write the rows to the file, in one step."""
         record = {"format": _FORMAT_VERSION, "facts": dict(self.facts), "rows": rows}
         text = json.dumps(record, indent=1, allow_nan=False)
-        with tempfile.NamedTemporaryFile(
-            "w",
-            dir=self.path.parent,
-            prefix=self.path.stem[:16],
-            suffix=".tmp",
-            delete=False,
-            encoding="utf-8",
-        ) as file:
-            file.write(text + "\n")
-        try:
-            os.replace(file.name, self.path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+        write_whole(self.path, text + "\n")
 
     def write_if_reachable(self, rows: list[dict[str, Any]]) -> None:
         """As `write` in a worker: one of another machine may not see the directory.

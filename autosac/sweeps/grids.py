@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,18 +11,13 @@ from typing import Any
 import torch
 
 from autosac.costs import caching
+from autosac.devices.free_memory import physical_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.quantities import parse_bytes
 from autosac.results.rows import FIGURES, Label, Row, Sweep
-from autosac.step.arguments import marks_of
-from autosac.step.marks import Marks
+from autosac.step.marks import Marks, marks_of
 from autosac.sweeps import cell_facts, files, running
-from autosac.sweeps.cells import (
-    Cell,
-    MakeStep,
-    Record,
-    Surroundings,
-)
+from autosac.sweeps.cells import Cell, MakeStep, Record, Surroundings
 
 Grid = Mapping[str, Sequence[Any] | Mapping[str, Any]]
 
@@ -229,8 +223,7 @@ def _facts(shared: Mapping[str, Any], version: str) -> dict[str, str]:
     if not shared["calibrate"]:  # modelled figures are those of no machine
         del states["cpu"]["device"]
     if any("%" in str(budget) for budget in shared["budgets"] or ()):
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        states["cpu"]["memory"] = str(pages)
+        states["cpu"]["memory"] = str(physical_bytes())
     names = (
         "budgets", "n", "ac_units", "fsdp_units", "plan_options", "calibrate",
         "surroundings", "make_step",

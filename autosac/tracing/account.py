@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autosac import _compat
 from autosac._compat_distributed import local
 from autosac.quantities import rounded_up
 
@@ -79,6 +80,11 @@ class Account:
             storage = local(tensor).untyped_storage()
             self.exempted[storage._cdata] = storage
 
+    def are_exempt(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether there are tensors, and none of them counts."""
+        exempted = (t.untyped_storage()._cdata in self.exempted for t in tensors)
+        return bool(tensors) and all(exempted)
+
     def rename(self, tensor: torch.Tensor | None, category: str) -> None:
         """Change the category of a tensor's storage."""
         if tensor is not None and self._counts(tensor):
@@ -102,6 +108,15 @@ class Account:
             for index, tick in zip(sorted(group), ticks, strict=True):
                 died[index] = tick
         return died
+
+    def original_parameter(self, tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
+        """Shape of the first of the user's own parameters among tensors, if any."""
+        for tensor in tensors:
+            if not _compat.is_fake(tensor) and self._counts(tensor):
+                index = self.originals.get(tensor.untyped_storage()._cdata)
+                if index is not None and self.categories[index] == "parameter":
+                    return tuple(tensor.shape)
+        return None
 
     def left_alive(self) -> set[int]:
         """Addresses of the storages that forward made and somebody still holds."""

@@ -6,10 +6,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from autosac import _compat
-from autosac.quantities import format_bytes
+from autosac.errors import TraceError
 from autosac.step import source_lines
 
 _MOST_CHARACTERS = 500  # of a message that is quoted; some of PyTorch's are pages long
@@ -17,7 +15,6 @@ _VALUES = (
     " What the step does there depends on values: pass a real model and a real batch,"
     " on the device that is planned for, and autosac traces a step that really runs."
 )
-WHY_REAL = "This step depends on values, so that it really runs once to be traced."
 # What `torch.func.grad` and its like say where saved tensors are taken from autograd.
 _REFUSES_HOOKS = "don't yet support saved tensor hooks"
 _TRANSFORMED = (
@@ -69,20 +66,20 @@ def differentiates(place: str, line: str) -> str:
     return f"The step cannot be traced: {place}{where} differentiates.{_TRANSFORMED}"
 
 
-def bypasses(func: Any, phase: str, parameter: torch.Tensor) -> str:
+def bypasses(func: Any, phase: str, shape: tuple[int, ...]) -> str:
     """Say that an op reads a parameter of the user's model, not of the traced copy."""
     return (
-        f"{func} in {phase} reads a parameter of shape {tuple(parameter.shape)} of the"
+        f"{func} in {phase} reads a parameter of shape {shape} of the"
         " model itself, not through the model that is called: gradients would go past"
         " the trace. Compute what needs parameters inside the model's `forward`."
     )
 
 
-def takes_too_much(most_bytes: int) -> str:
-    """Say that a real step takes more memory than there is."""
-    return (
-        f"{WHY_REAL} It takes more than the {format_bytes(most_bytes)} of memory that"
-        " are free: plan with a smaller batch, or for the model on the CPU."
+def too_large(more: str) -> TraceError:
+    """The error of a step that really runs and takes more memory than there is."""
+    return TraceError(
+        "This step depends on values, so that it really runs once to be traced. It"
+        f" takes more {more}: plan with a smaller batch, or for the model on the CPU."
     )
 
 

@@ -22,18 +22,14 @@ from autosac.fake_tensors.op_facts import VIEW, Costs, Facts, costs
 from autosac.fake_tensors.repeated_calls import RepeatedCalls
 from autosac.fake_tensors.values import refuse_sparse, run_op
 from autosac.pytrees import tensors_in
+from autosac.quantities import format_bytes
 from autosac.step import source_lines
 from autosac.step.tape import Op, Storage, Tape
 from autosac.tracing import untold
 from autosac.tracing.account import Account
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.attribution import Attribution
-from autosac.tracing.failures import (
-    bypasses,
-    differentiates,
-    place_of,
-    takes_too_much,
-)
+from autosac.tracing.failures import bypasses, differentiates, place_of, too_large
 from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
@@ -89,6 +85,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         )
         self.only_storages = only_storages
         self.target = target
+        self._costs = partial(costs, device_type=device_type, target=target)
         self.blas_phases: set[str] = set()
         self.tree = module_tree(model)
         self.muted = False
@@ -110,7 +107,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
         """Record what runs inside."""
         hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if not self.only_storages:
-            self._probe_modules()
+            for index, module in enumerate(self.model.modules()):
+                if not isinstance(module, torch.jit.ScriptModule):
+                    module.forward = Probe(self, index, module.forward)
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         try:
             with hooks, untold.noting(self.note_state, self.note_dirty), self:
@@ -149,7 +148,10 @@ class Recorder(_compat.PlainDispatchMode, Account):
     def tape(self) -> Tape:
         """What was recorded, as plain data."""
         end = self.clock
-        self._leave_out_unread()
+        if self.met:  # what modules handed on and no op read is not of the step
+            read = {i for op in self.ops for i in (*op.reads, *op.writes)}
+            for index in self.met - read:
+                self.nbytes[index] = 0
         storages = tuple(
             Storage(nbytes=nbytes, category=category, born=born, died=died)
             for nbytes, category, born, died in zip(
@@ -166,14 +168,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
             num_ticks=end,
             device_type=self.target.type if self.target else self.device_type,
         )
-
-    def _leave_out_unread(self) -> None:
-        """Do not count what modules handed on and no op read: it is not of the step."""
-        read = (
-            {i for op in self.ops for i in (*op.reads, *op.writes)} if self.met else ()
-        )
-        for index in self.met.difference(read):
-            self.nbytes[index] = 0
 
     def _blas_storages(self, end: int) -> tuple[Storage, ...]:
         """What the threads that run matrix products hold all the time."""
@@ -212,16 +206,13 @@ class Recorder(_compat.PlainDispatchMode, Account):
         strided = key is not None
         if self._is_overwritten(func, inputs):
             key = _OVERWRITTEN
-        self._refuse_own_parameters(func, inputs)
+        self._refuse_original(func, inputs)
         reads: tuple[int, ...] = ()
         if func is not _LITERAL:  # its memory is born here, with the output
             reads = self._indices(inputs, 0, "input", strided=strided)
         call, out = self._run(key, func, args, kwargs, inputs)
         if self.target is not None:
-            if self.phase == "optimizer":
-                self._exempt_results(func, inputs, out)
-            if cuda_workspaces.runs_blas(func):
-                self.blas_phases.add(self.phase)
+            self._note_gpu(func, inputs, out)
         born = self.tick()
         outputs = [out] if isinstance(out, torch.Tensor) else list(tensors_in(out))
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
@@ -306,21 +297,19 @@ class Recorder(_compat.PlainDispatchMode, Account):
             )
         )
 
-    def _refuse_own_parameters(self, func: Any, inputs: list[torch.Tensor]) -> None:
+    def _refuse_original(self, func: Any, inputs: list[torch.Tensor]) -> None:
         """Refuse what bypasses the copy, such as a loss that closes over the model."""
-        for tensor in inputs:
-            if _compat.is_fake(tensor) or not self._counts(tensor):
-                continue
-            index = self.originals.get(tensor.untyped_storage()._cdata)
-            if index is not None and self.categories[index] == "parameter":
-                raise TraceError(bypasses(func, self.phase, tensor))
+        shape = self.original_parameter(inputs)
+        if shape is not None:
+            raise TraceError(bypasses(func, self.phase, shape))
 
-    def _exempt_results(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
-        """Exempt what is computed from CPU scalars alone: it stays on the CPU."""
-        if func is _LITERAL or (
-            inputs and all(t.untyped_storage()._cdata in self.exempted for t in inputs)
-        ):
+    def _note_gpu(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
+        """Note what an op does otherwise on the GPU that the tensors stand for."""
+        # What is computed from CPU scalars alone stays on the CPU.
+        if self.phase == "optimizer" and (func is _LITERAL or self.are_exempt(inputs)):
             self.exempt(tensors_in((out,)))
+        if cuda_workspaces.runs_blas(func):
+            self.blas_phases.add(self.phase)
 
     def _unrecorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op that a real step does not."""
@@ -374,7 +363,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
         """Stop a step that would take more memory than there is."""
         taken_bytes = self.live_bytes + self.copies.nbytes
         if self.most_bytes is not None and taken_bytes > self.most_bytes:
-            raise TraceError(takes_too_much(self.most_bytes))
+            free = format_bytes(self.most_bytes)
+            raise too_large(f"than the {free} of memory that are free")
 
     def _is_overwritten(self, func: Any, inputs: list[torch.Tensor]) -> bool:
         """Whether the values of a result must not be known: see `Learned`.
@@ -480,11 +470,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.saved[index].used_until = self.tick()
 
     # --- modules ----------------------------------------------------------
-
-    def _probe_modules(self) -> None:
-        for index, module in enumerate(self.model.modules()):
-            if not isinstance(module, torch.jit.ScriptModule):
-                module.forward = Probe(self, index, module.forward)
 
     def enter(self, module: int, args: Any, kwargs: Any) -> Call:
         """A module's ``forward`` begins."""

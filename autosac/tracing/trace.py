@@ -38,7 +38,7 @@ from autosac.tracing import draws, memoized
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.conversions import idle_conversions
 from autosac.tracing.copying import copied
-from autosac.tracing.failures import WHY_REAL, explanation
+from autosac.tracing.failures import explanation, too_large
 from autosac.tracing.learned import Retrace
 from autosac.tracing.one_hot import real_one_hot
 from autosac.tracing.parameters import find_parameters
@@ -228,10 +228,7 @@ def _run(
         except Retrace:
             pass
         except torch.OutOfMemoryError as error:
-            raise TraceError(
-                f"{WHY_REAL} It takes more memory than is free: plan with a smaller"
-                " batch, or for the model on the CPU."
-            ) from error
+            raise too_large("memory than is free") from error
         finally:
             if left is None or left:
                 memoized.forget_fakes()

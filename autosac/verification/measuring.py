@@ -164,7 +164,9 @@ def capture_state(
         states = enumerate(torch.cuda.get_rng_state_all())
         entries += [(f"random state of cuda:{index}", state) for index, state in states]
     return {
-        name if index == 0 else f"{name} (part {index})": _copy_to_cpu(part)
+        name if index == 0 else f"{name} (part {index})": part.detach().to(
+            "cpu", copy=True
+        )
         for name, tensor in entries
         for index, part in enumerate(_dense_parts(tensor))
     }
@@ -196,10 +198,6 @@ def _optimizer_entries(
         if isinstance(leaf, torch.Tensor):
             entries.append((f"optimizer state {path} of {owner}", leaf))
     return entries
-
-
-def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def differences(

@@ -17,11 +17,7 @@ from torch.utils._pytree import tree_leaves
 from autosac.errors import AutosacError, TraceError
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms
-from autosac.step.arguments import (
-    check_loss_fn,
-    optimizer_for,
-    read_dtype,
-)
+from autosac.step.arguments import check_loss_fn, optimizer_for, read_dtype
 from autosac.step.training_step import (
     AnyOptimizer,
     LossFn,

@@ -128,7 +128,7 @@ def run(name: str, num_budgets: int, rounds: int) -> Record:
     subject = subjects()[name]
     torch.manual_seed(0)
     model, inputs = subject.make_model(), subject.make_inputs()
-    made = autosac.calibrate(
+    traced = autosac.calibrate(
         autosac.profile(
             model, inputs, loss_fn=subject.loss_fn, accumulate=subject.accumulate
         ),
@@ -136,16 +136,16 @@ def run(name: str, num_budgets: int, rounds: int) -> Record:
         progress=False,
     )
     held = _held_bytes(model, inputs, subject.accumulate)
-    low, high = autosac.floor(made), made.baseline_peak_bytes
+    low, high = autosac.floor(traced), traced.baseline_peak_bytes
     scale = _scale(high - held, subject.eager_bytes)
     targets = [
         held + int(point.peak_bytes * scale)
         for point in subject.points
         if point.time_ratio is not None
     ]
-    budgets = {budget_at(made, k / num_budgets) for k in range(num_budgets)}
+    budgets = {budget_at(traced, k / num_budgets) for k in range(num_budgets)}
     budgets |= {target for target in targets if low <= target < high}
-    plans = [autosac.plan(made, memory_budget=budget) for budget in sorted(budgets)]
+    plans = [autosac.plan(traced, memory_budget=budget) for budget in sorted(budgets)]
     recipe = Recipe(
         make_model=subject.make_model,
         make_inputs=subject.make_inputs,
@@ -153,15 +153,15 @@ def run(name: str, num_budgets: int, rounds: int) -> Record:
         steps=1,
         accumulate=subject.accumulate,
     )
-    found = measure(plans, recipe, rounds)
-    step_ms = made.baseline_ms
+    measured = measure(plans, recipe, rounds)
+    step_ms = traced.baseline_ms
     return {
         "model": name,
         "title": subject.name,
         "eager_bytes": high - held,
         "their_eager_bytes": subject.eager_bytes,
         "floor_bytes": low - held,
-        "every_block_bytes": made.peak_bytes(every_block(made)) - held,
+        "every_block_bytes": traced.peak_bytes(every_block(traced)) - held,
         "ours": [
             {
                 "budget_bytes": plan.budget_bytes - held,
@@ -171,7 +171,7 @@ def run(name: str, num_budgets: int, rounds: int) -> Record:
                 "time_ratio": ratio,
                 "identical": seen.identical,
             }
-            for plan, (seen, ratio) in zip(plans, found, strict=True)
+            for plan, (seen, ratio) in zip(plans, measured, strict=True)
         ],
         "published": [
             {

@@ -73,14 +73,14 @@ def _scale(record: Record) -> Any:
     for (system, style), marker in zip(
         (("autosac", "-"), ("sac_milp", "--")), _MARKERS, strict=False
     ):
-        found = [
+        of_system = [
             job
             for job in record["jobs"]
             if job["system"] == system and job["case"] == "gpt" and "error" not in job
         ]
-        sizes = [job["size"] for job in found]
-        cold = [job["statistics"]["cpu_s"] + job["plan"]["cpu_s"] for job in found]
-        memory = [job["rss_bytes"] / MIB for job in found]
+        sizes = [job["size"] for job in of_system]
+        cold = [job["statistics"]["cpu_s"] + job["plan"]["cpu_s"] for job in of_system]
+        memory = [job["rss_bytes"] / MIB for job in of_system]
         line = {"color": "0.1", "marker": marker, "linestyle": style, "label": system}
         time_axis.plot(sizes, cold, **line)
         memory_axis.plot(sizes, memory, **line)

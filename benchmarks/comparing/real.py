@@ -31,14 +31,14 @@ def run(name: str, rounds: int) -> Record:
     A rival that does not fit the budget runs at its least peak.
     """
     work = workloads()[name]
-    made = calibrated_profile(work)
-    budget_bytes = budget_at(made, _SHARE)
+    traced = calibrated_profile(work)
+    budget_bytes = budget_at(traced, _SHARE)
     systems = (
-        *rivals(made),
-        rival_of_step(made, work.make_model(), work.make_inputs(), work.loss_fn),
+        *rivals(traced),
+        rival_of_step(traced, work.make_model(), work.make_inputs(), work.loss_fn),
     )
-    pairs = [*_of_rivals(made, systems, budget_bytes)]
-    pairs += [*_of_autosac(made, pairs, budget_bytes)]
+    pairs = [*_of_rivals(traced, systems, budget_bytes)]
+    pairs += [*_of_autosac(traced, pairs, budget_bytes)]
     recipe = Recipe(
         make_model=work.make_model,
         make_inputs=work.make_inputs,
@@ -46,11 +46,11 @@ def run(name: str, rounds: int) -> Record:
         loss_fn=work.loss_fn,
         extra_bytes=work.loss_bytes,
     )
-    found = measure([plan for _, plan in pairs], recipe, rounds)
+    measured = measure([plan for _, plan in pairs], recipe, rounds)
     return {
         "model": name,
         "budget_bytes": budget_bytes,
-        "step_ms": made.baseline_ms,
+        "step_ms": traced.baseline_ms,
         "rows": [
             {
                 **row,
@@ -59,7 +59,7 @@ def run(name: str, rounds: int) -> Record:
                 "identical": seen.identical,
                 "time_ratio": ratio,
             }
-            for (row, plan), (seen, ratio) in zip(pairs, found, strict=True)
+            for (row, plan), (seen, ratio) in zip(pairs, measured, strict=True)
         ],
         "missing": [f"{r.name}: {r.note}" for r in systems if not r.settings],
     }

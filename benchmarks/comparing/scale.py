@@ -71,8 +71,8 @@ def autosac_gpt(num_layers: int) -> Record:
     model, tokens = _gpt(num_layers)
     loss = demo.next_token_loss(tokens)
     clock = _Clock()
-    made = autosac.profile(model, tokens, loss_fn=loss)
-    return _planned(made, clock, [_SHARE, _NEXT_SHARE])
+    traced = autosac.profile(model, tokens, loss_fn=loss)
+    return _planned(traced, clock, [_SHARE, _NEXT_SHARE])
 
 
 def chain_gpt(num_layers: int) -> Record:
@@ -83,13 +83,13 @@ def chain_gpt(num_layers: int) -> Record:
     model, tokens = _gpt(num_layers)
     clock = _Clock()
     chain = chain_of_step(model, tokens, demo.next_token_loss(tokens))
-    found: Record = {"statistics": clock.lap()}
+    record: Record = {"statistics": clock.lap()}
     for name, share in (("plan", _SHARE), ("next", _NEXT_SHARE)):
         plan = chain.ratios(int(share * chain.baseline_bytes))
         for fqn, ratio in (plan[0] if plan else {}).items():
             chain.saved_ops(fqn, ratio)
-        found[name] = {**clock.lap(), "feasible": plan is not None}
-    return found
+        record[name] = {**clock.lap(), "feasible": plan is not None}
+    return record
 
 
 def gpt2_small(_: int) -> Record:
@@ -101,13 +101,13 @@ def gpt2_small(_: int) -> Record:
         model = transformers.GPT2LMHeadModel(config).train()
     tokens = torch.zeros(4, 1024, dtype=torch.int64)
     clock = _Clock()
-    made = autosac.profile(
+    traced = autosac.profile(
         model, {"input_ids": tokens, "labels": tokens}, optimizer=torch.optim.AdamW
     )
-    found = _planned(made, clock, [_GPT2_SHARE])
+    planned = _planned(traced, clock, [_GPT2_SHARE])
     clock.lap()
-    autosac.sweep(made, n=64)
-    return {**found, "64 budgets": clock.lap()}
+    autosac.sweep(traced, n=64)
+    return {**planned, "64 budgets": clock.lap()}
 
 
 def llama_405b(kind: int) -> Record:
@@ -139,13 +139,13 @@ def llama_405b(kind: int) -> Record:
         model.model.embed_tokens.requires_grad_(True)
     tokens = torch.zeros(1, 8192, dtype=torch.int64)
     clock = _Clock()
-    made = autosac.profile(
+    traced = autosac.profile(
         model,
         {"input_ids": tokens, "labels": tokens},
         optimizer=make_optimizer,
         device=device,
     )
-    return _planned(made, clock, [None, None])
+    return _planned(traced, clock, [None, None])
 
 
 def _in_backward(parameters: Any) -> autosac.OptimizerInBackward:
@@ -164,7 +164,7 @@ def _planned(
     profile: autosac.Profile, clock: _Clock, shares: list[float | None]
 ) -> Record:
     """Plans at shares of the baseline; None for half way up from the floor."""
-    found: Record = {"statistics": clock.lap()}
+    record: Record = {"statistics": clock.lap()}
     baseline = profile.baseline_peak_bytes
     for name, share in zip(("plan", "next"), shares, strict=False):
         if share is None:
@@ -174,9 +174,9 @@ def _planned(
         try:
             plan = autosac.plan(profile, memory_budget=budget_bytes)
         except autosac.InfeasibleBudgetError:
-            found[name] = {**clock.lap(), "feasible": False}
+            record[name] = {**clock.lap(), "feasible": False}
             continue
-        found[name] = {
+        record[name] = {
             **clock.lap(),
             "feasible": True,
             "gap": plan.optimality_gap,
@@ -184,7 +184,7 @@ def _planned(
             "budget_bytes": budget_bytes,
         }
     return {
-        **found,
+        **record,
         "floor_bytes": autosac.floor(profile),
         "baseline_bytes": baseline,
         "num_ops": len(profile.tape.ops),
@@ -201,9 +201,9 @@ _JOBS: dict[tuple[str, str], Callable[[int], Record]] = {
 
 def _job(system: str, case: str, size: int) -> Record:
     torch.set_num_threads(1)
-    found = _JOBS[system, case](size)
+    record = _JOBS[system, case](size)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {**found, "rss_bytes": most}
+    return {**record, "rss_bytes": most}
 
 
 # --- all of them --------------------------------------------------------------
@@ -212,13 +212,13 @@ def _job(system: str, case: str, size: int) -> Record:
 def jobs(full: bool) -> list[tuple[str, str, int, str]]:
     """System, case, size and title of every job."""
     layers = (*LAYERS, *FULL_LAYERS) if full else LAYERS
-    found = [
+    every = [
         (system, "gpt", size, f"GPT of width {_WIDTH}, {size} layers")
         for size in layers
         for system in ("autosac", "sac_milp")
     ]
-    found.append(("autosac", "gpt2-small", 0, "GPT-2 small, AdamW"))
-    return found + [
+    every.append(("autosac", "gpt2-small", 0, "GPT-2 small, AdamW"))
+    return every + [
         ("autosac", "llama-405b", kind, f"Llama 3 405B, {title}, {device}")
         for kind, (title, _, _, device) in enumerate(_LLAMA_KINDS)
     ]
@@ -231,17 +231,17 @@ def key(job: Record) -> tuple[str, str, int]:
 
 def place(job: Record) -> int:
     """Its place in the table."""
-    return [found[:3] for found in jobs(full=True)].index(key(job))
+    return [other[:3] for other in jobs(full=True)].index(key(job))
 
 
 def run(system: str, case: str, size: int, title: str) -> Record:
     """A job: of several runs of a quick one, that of the median time."""
-    found = [_run_once(system, case, size, title)]
-    while len(found) < _RUNS and _is_quick(found[-1]):
-        found.append(_run_once(system, case, size, title))
-    if "error" in found[-1]:
-        return found[-1]
-    return sorted(found, key=lambda job: _total(job, "s"))[len(found) // 2]
+    records = [_run_once(system, case, size, title)]
+    while len(records) < _RUNS and _is_quick(records[-1]):
+        records.append(_run_once(system, case, size, title))
+    if "error" in records[-1]:
+        return records[-1]
+    return sorted(records, key=lambda job: _total(job, "s"))[len(records) // 2]
 
 
 def _is_quick(job: Record) -> bool:
@@ -332,9 +332,9 @@ def _feasible(lap: Record) -> str:
     return "" if lap.get("feasible", True) else ", infeasible"
 
 
-def _ratios(found: list[Record]) -> Iterator[str]:
+def _ratios(records: list[Record]) -> Iterator[str]:
     """PyTorch's chain over ours, size by size."""
-    pairs = {(j["size"], j["system"]): j for j in found if j["case"] == "gpt"}
+    pairs = {(j["size"], j["system"]): j for j in records if j["case"] == "gpt"}
     for size in sorted({size for size, _ in pairs}):
         ours, chain = pairs.get((size, "autosac")), pairs.get((size, "sac_milp"))
         if ours and chain and "error" not in ours and "error" not in chain:

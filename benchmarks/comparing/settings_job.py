@@ -114,24 +114,24 @@ def run(
         work = workload(name)
         record["title"] = work.name
         setting = SETTINGS[setting_name]
-        made, record["profile_s"] = _timed(
+        traced, record["profile_s"] = _timed(
             lambda: profiled(work, setting, calibrate=calibrate)
         )
-        floor_bytes, record["floor_s"] = _timed(lambda: autosac.floor(made))
-        on_meta = any(p.is_meta for p in made.step.model.parameters())
+        floor_bytes, record["floor_s"] = _timed(lambda: autosac.floor(traced))
+        on_meta = any(p.is_meta for p in traced.step.model.parameters())
         record |= {
             "where": "meta" if on_meta else "cpu",
-            "num_ops": len(made.tape.ops),
-            "num_candidates": len(made.candidates),
-            "baseline_bytes": made.baseline_peak_bytes,
-            "baseline_ms": made.baseline_ms,
+            "num_ops": len(traced.tape.ops),
+            "num_candidates": len(traced.candidates),
+            "baseline_bytes": traced.baseline_peak_bytes,
+            "baseline_ms": traced.baseline_ms,
             "floor_bytes": floor_bytes,
         }
         yield record
-        systems, record["rivals_s"] = _timed(lambda: rivals(made))
+        systems, record["rivals_s"] = _timed(lambda: rivals(traced))
         fractions = [k / (num_budgets - 1) for k in range(num_budgets)]
         for fraction in reversed(fractions):  # no plan may lean on a smaller budget's
-            record["cells"].insert(0, _cell(made, floor_bytes, fraction, systems))
+            record["cells"].insert(0, _cell(traced, floor_bytes, fraction, systems))
             yield record
         record["status"] = "done"
     yield record
@@ -186,9 +186,9 @@ def _cell(
         "fraction": fraction,
         "budget_bytes": budget_bytes,
         "rivals": {
-            name: {"setting": found.label, "recompute_ms": found.recompute_ms}
-            for name, found in fitting.items()
-            if found is not None
+            name: {"setting": setting.label, "recompute_ms": setting.recompute_ms}
+            for name, setting in fitting.items()
+            if setting is not None
         },
     }
     try:

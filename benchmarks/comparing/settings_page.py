@@ -33,12 +33,12 @@ def gaps(record: Record) -> list[float]:
 
 def dearer_ones(record: Record) -> list[tuple[Cell, float]]:
     """Cells that recompute longer than a smaller budget's, with that one's time."""
-    found, least_ms = [], float("inf")
+    dearer, least_ms = [], float("inf")
     for cell in cells(record):
         if cell["recompute_ms"] > least_ms * (1 + _ROUNDING):
-            found.append((cell, least_ms))
+            dearer.append((cell, least_ms))
         least_ms = min(least_ms, cell["recompute_ms"])
-    return found
+    return dearer
 
 
 def beaten_ones(record: Record) -> list[Cell]:
@@ -134,8 +134,8 @@ def page(record: Record) -> Iterator[str]:
     yield f"    {record['command']}\n"
     yield "| asked for | found | |"
     yield "| --- | --- | --- |"
-    for wanted, found, kept in summary(records):
-        yield f"| {wanted} | {found} | {'PASS' if kept else '**FAIL**'} |"
+    for wanted, figure, kept in summary(records):
+        yield f"| {wanted} | {figure} | {'PASS' if kept else '**FAIL**'} |"
     yield from _by_setting(records)
     yield from _rows(records)
     yield from _violations(records)
@@ -153,8 +153,8 @@ def short_page(record: Record) -> Iterator[str]:
     yield "[Models, settings and all that is violated](settings.md).\n"
     yield "| asked for | found | |"
     yield "| --- | --- | --- |"
-    for wanted, found, kept in record["summary"]:
-        yield f"| {wanted} | {found} | {'PASS' if kept else '**FAIL**'} |"
+    for wanted, figure, kept in record["summary"]:
+        yield f"| {wanted} | {figure} | {'PASS' if kept else '**FAIL**'} |"
 
 
 def _by_setting(records: list[Record]) -> Iterator[str]:

@@ -30,9 +30,9 @@ def measure(
         recipe: How to train; without an optimizer or with one.
         rounds: Timed steps of each plan and of the plain model, taken in turn.
     """
-    found = verify_each(plans, replace(recipe, timing_rounds=1))
+    verifications = verify_each(plans, replace(recipe, timing_rounds=1))
     gc.collect()
-    return list(zip(found, cpu_ratios(plans, recipe, rounds), strict=True))
+    return list(zip(verifications, cpu_ratios(plans, recipe, rounds), strict=True))
 
 
 def cpu_ratios(

@@ -34,19 +34,19 @@ def run(name: str, num_budgets: int) -> Record:
     """Everything about one model."""
     warnings.filterwarnings("ignore", message=".*functorch.*")
     work = zoo()[name]
-    made = calibrated_profile(work)
+    traced = calibrated_profile(work)
     systems = (
-        *rivals(made),
-        rival_of_step(made, work.make_model(), work.make_inputs(), work.loss_fn),
+        *rivals(traced),
+        rival_of_step(traced, work.make_model(), work.make_inputs(), work.loss_fn),
     )
-    budgets = [budget_at(made, k / (num_budgets - 1)) for k in range(num_budgets)]
-    plans = _Plans(made)
+    budgets = [budget_at(traced, k / (num_budgets - 1)) for k in range(num_budgets)]
+    plans = _Plans(traced)
     return {
         "model": name,
-        "floor_bytes": autosac.floor(made),
-        "baseline_bytes": made.baseline_peak_bytes,
-        "baseline_ms": made.baseline_ms,
-        "num_blocks": len(find_blocks(made)),
+        "floor_bytes": autosac.floor(traced),
+        "baseline_bytes": traced.baseline_peak_bytes,
+        "baseline_ms": traced.baseline_ms,
+        "num_blocks": len(find_blocks(traced)),
         "least_bytes": {rival.name: rival.least_bytes for rival in systems},
         "notes": {rival.name: rival.note for rival in systems if rival.note},
         "cells": [_cell(plans, systems, budget) for budget in budgets],
@@ -58,13 +58,13 @@ class _Plans:
     """Plans of one profile, each budget once."""
 
     def __init__(self, profile: Profile) -> None:
-        self.made = profile
+        self.profile = profile
         self.known: dict[int, Plan] = {}
 
     def at(self, budget_bytes: int) -> Plan:
         if budget_bytes not in self.known:
             plan = autosac.plan(
-                self.made, memory_budget=budget_bytes, relative_gap=RELATIVE_GAP
+                self.profile, memory_budget=budget_bytes, relative_gap=RELATIVE_GAP
             )
             self.known[budget_bytes] = plan
         return self.known[budget_bytes]
@@ -103,14 +103,14 @@ def _at_equal_peaks(
         for setting in best.values():
             if not setting.choice:  # nothing is recomputed: neither do we
                 continue
-            found: Record = {"rival": rival.name, **(_shown(setting) or {})}
+            record: Record = {"rival": rival.name, **(_shown(setting) or {})}
             try:
                 plan = plans.at(setting.peak_bytes)
             except autosac.InfeasibleBudgetError:  # below what we call our floor
-                yield {**found, "ours_ms": None, "gap": None}
+                yield {**record, "ours_ms": None, "gap": None}
             else:
                 ours = {"ours_ms": plan.recompute_ms, "gap": plan.optimality_gap}
-                yield {**found, **ours}
+                yield {**record, **ours}
 
 
 # --- what it says -------------------------------------------------------------
@@ -150,11 +150,11 @@ def gaps_at_rivals_peaks(model: Record) -> list[float]:
 
 def losses(model: Record) -> list[str]:
     """Cells in which a rival is faster, in words."""
-    found = []
+    lost = []
     for cell in model["cells"]:
         for name, rival in cell["rivals"].items():
             if rival and is_slower(cell["recompute_ms"], rival["recompute_ms"]):
-                found.append(
+                lost.append(
                     f"{model['model']}, budget {cell['budget_bytes']}: {name}"
                     f" ({rival['setting']}) {rival['recompute_ms']:.4f} ms, autosac"
                     f" {cell['recompute_ms']:.4f} ms"
@@ -162,12 +162,12 @@ def losses(model: Record) -> list[str]:
     for cell in model["equal"]:
         if is_slower(cell["ours_ms"], cell["recompute_ms"]):
             ours = cell["ours_ms"]
-            found.append(
+            lost.append(
                 f"{model['model']}, peak {cell['peak_bytes']} of {cell['rival']}"
                 f" ({cell['setting']}): {cell['recompute_ms']:.4f} ms, autosac"
                 f" {'does not fit' if ours is None else f'{ours:.4f} ms'}"
             )
-    return found
+    return lost
 
 
 def ties(model: Record) -> Counter[str]:
@@ -246,8 +246,8 @@ def page(record: Record) -> Iterator[str]:
     )
     yield "| asked for | found | |"
     yield "| --- | --- | --- |"
-    for wanted, found, kept in summary(models):
-        yield f"| {wanted} | {found} | {'PASS' if kept else '**FAIL**'} |"
+    for wanted, figure, kept in summary(models):
+        yield f"| {wanted} | {figure} | {'PASS' if kept else '**FAIL**'} |"
     others = [gap for model in models for gap in gaps_at_rivals_peaks(model)]
     if others:
         yield (
@@ -297,12 +297,12 @@ def _by_rival(models: list[Record]) -> Iterator[str]:
     yield "| --- | ---: | ---: | ---: |"
     cells = [cell for model in models for cell in model["cells"]]
     for name in models[0]["least_bytes"] if models else ():
-        found = [cell["rivals"][name] for cell in cells]
+        own = [cell["rivals"][name] for cell in cells]
         saved = savings(
             {**cell, "rivals": {name: rival}}
-            for cell, rival in zip(cells, found, strict=True)
+            for cell, rival in zip(cells, own, strict=True)
         )
-        met = sum(rival is not None for rival in found)
+        met = sum(rival is not None for rival in own)
         least = f"{min(saved):.1%}" if saved else "-"
         median = f"{statistics.median(saved):.1%}" if saved else "-"
         yield f"| {name} | {met}/{len(cells)} | {median} | {least} |"

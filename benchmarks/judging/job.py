@@ -242,11 +242,11 @@ def _seeded(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     return model
 
 
-def _cell(found: Verification) -> Record:
+def _cell(verification: Verification) -> Record:
     return {
-        "budget_bytes": found.budget_bytes,
-        "predicted_bytes": found.predicted_peak_bytes,
-        "measured_bytes": found.measured_peak_bytes,
-        "plain_bytes": found.baseline_peak_bytes,
-        "differences": list(found.differences),
+        "budget_bytes": verification.budget_bytes,
+        "predicted_bytes": verification.predicted_peak_bytes,
+        "measured_bytes": verification.measured_peak_bytes,
+        "plain_bytes": verification.baseline_peak_bytes,
+        "differences": list(verification.differences),
     }

@@ -97,14 +97,16 @@ def _around(unit: Unit, core: Collection[int]) -> set[int]:
 def _attention_core(tape: Tape, unit: Unit) -> set[int]:
     """Groups of a unit that are the core of attention."""
     names = [_names(tape, unit, g) for g in range(len(unit.groups))]
-    core = {g for g, found in enumerate(names) if any(map(_is_attention, found))}
+    core = {
+        g for g, own_names in enumerate(names) if any(map(_is_attention, own_names))
+    }
     readers: list[list[int]] = [[] for _ in names]
     for g, group in enumerate(unit.groups):
         for h in group.inputs:
             readers[h].append(g)
     before = [group.inputs for group in unit.groups]
-    for g, found in enumerate(names):
-        if found & _SOFTMAX:
+    for g, own_names in enumerate(names):
+        if own_names & _SOFTMAX:
             above = _until_product(g, before, names)
             below = _until_product(g, readers, names)
             if above is not None and below is not None:
@@ -133,11 +135,11 @@ def _until_product(
 
     if not reach(start):
         return None
-    found, pending = {start}, [start]
+    reached, pending = {start}, [start]
     while pending:
         g = pending.pop()
         if not names[g] & _PRODUCTS:
-            onward = {h for h in edges[g] if reach(h)} - found
-            found |= onward
+            onward = {h for h in edges[g] if reach(h)} - reached
+            reached |= onward
             pending += onward
-    return found
+    return reached

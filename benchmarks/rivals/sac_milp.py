@@ -84,14 +84,14 @@ class Chain:
         """
         with _old_names():
             try:
-                found, _, predicted = sac_milp(self.graph, budget_bytes / 2**30)
+                observed, _, predicted = sac_milp(self.graph, budget_bytes / 2**30)
             except TypeError:
                 return None
         if predicted < 0:
             return None
         root = self.graph.nodes[0]["fqn"]
         named = {
-            fqn.removeprefix(root).removeprefix("."): r for fqn, r in found.items()
+            fqn.removeprefix(root).removeprefix("."): r for fqn, r in observed.items()
         }
         return named, int(predicted)
 
@@ -264,14 +264,14 @@ def milp_choice(profile: Profile, chain: Chain, budget_bytes: int) -> Choice | N
     Its budget does not count the optimizer. A unit that is refused here is left
     alone; a module called several times runs each call under the same policy.
     """
-    found = chain.ratios(budget_bytes)
-    if found is None:
+    shares = chain.ratios(budget_bytes)
+    if shares is None:
         return None
     chosen = {}
     for unit in profile.units.candidates:
         fqn = f"model.{unit.fqn}"
-        if fqn in found[0]:
-            names, flags = chain.saved_ops(fqn, found[0][fqn])
+        if fqn in shares[0]:
+            names, flags = chain.saved_ops(fqn, shares[0][fqn])
             saved = _groups_saved(profile, unit, names, flags)
             chosen[unit] = policy_saving(unit, saved)
     return chosen

@@ -25,11 +25,7 @@ from itertools import compress, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ..milp.solution import Solution, Termination
-from .front import (
-    lower_hull,
-    save_front,
-)
+from .front import lower_hull, save_front
 from .hull import save_hull
 
 _MOST_LABELS = 131_072  # alive at once in the dynamic program,
@@ -90,23 +86,6 @@ class SaveProblem:
         return len(self.saved_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveSolution(Solution):
-    """What to save, and what is rerun as a consequence.
-
-    Attributes:
-        saved: Whether each group's results are saved; None without an incumbent.
-        rerun: Whether each group is rerun: no more than `saved` makes necessary.
-        recompute_ms: Time of the groups that are rerun.
-        saved_bytes: Activation memory of the groups that are saved.
-    """
-
-    saved: tuple[bool, ...] | None = None
-    rerun: tuple[bool, ...] | None = None
-    recompute_ms: float | None = None
-    saved_bytes: int | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Front:
     """Pareto points of recompute time against saved bytes, the most bytes first.
@@ -137,16 +116,6 @@ class Front:
     def is_complete(self) -> bool:
         """Whether no Pareto point is missing."""
         return math.isinf(self.complete_below_ms)
-
-    def solution(self, i: int) -> SaveSolution:
-        """Record of a point."""
-        saved, rerun = tuple(self.saved[i].tolist()), tuple(self.rerun[i].tolist())
-        return _solution(self.problem, saved, rerun, self.complete_below_ms)
-
-    @property
-    def solutions(self) -> tuple[SaveSolution, ...]:
-        """Records of all points."""
-        return tuple(map(self.solution, range(len(self))))
 
     def within(self, most_bytes: int) -> Front:
         """The points that save no more than so many bytes."""
@@ -261,34 +230,6 @@ def _sums(
     return np.dot(saved, nbytes), np.dot(rerun, runtime_ms), rerun
 
 
-def trade_off(
-    problem: SaveProblem, *, num_points: int = 16
-) -> tuple[SaveSolution, ...]:
-    """A selection of Pareto points: see `Front.select`."""
-    pareto = front(problem)
-    return tuple(map(pareto.solution, pareto.select(num_points)))
-
-
-def _solution(
-    problem: SaveProblem,
-    saved: tuple[bool, ...],
-    rerun: tuple[bool, ...],
-    complete_below_ms: float,
-) -> SaveSolution:
-    """Record of a point; no other one takes as few bytes in less time, if proven."""
-    cost_ms = recompute_ms(problem, rerun)
-    is_proven = cost_ms < complete_below_ms
-    return SaveSolution(
-        termination=Termination.OPTIMAL if is_proven else Termination.FEASIBLE,
-        objective_ms=cost_ms,
-        bound_ms=cost_ms if is_proven else None,
-        saved=saved,
-        rerun=rerun,
-        recompute_ms=cost_ms,
-        saved_bytes=saved_bytes(problem, saved),
-    )
-
-
 def rerun_closure(problem: SaveProblem, saved: Sequence[bool]) -> tuple[bool, ...]:
     """Groups that backward must rerun if exactly these groups are saved.
 
@@ -316,8 +257,3 @@ def _rerun(problem: SaveProblem, saved: _Flags) -> _Flags:
 def recompute_ms(problem: SaveProblem, rerun: Sequence[bool]) -> float:
     """Time of the groups that are rerun."""
     return math.fsum(compress(problem.runtime_ms, rerun))
-
-
-def saved_bytes(problem: SaveProblem, saved: Sequence[bool]) -> int:
-    """Activation memory of the groups that are saved."""
-    return sum(compress(problem.saved_bytes, saved))

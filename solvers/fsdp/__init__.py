@@ -1,5 +1,6 @@
 """Which modules are FSDP units, which of them reshard, what is recomputed: a MILP."""
 
+from .greedy import plain
 from .problem import (
     FsdpChoice,
     FsdpModule,
@@ -7,7 +8,6 @@ from .problem import (
     broken_rules,
     live,
     owner_of_shared,
-    predicted,
     schedule,
 )
 from .search import FsdpSolution, candidates, estimate
@@ -26,7 +26,7 @@ __all__ = [
     "lower_bound",
     "lowest_peak",
     "owner_of_shared",
-    "predicted",
+    "plain",
     "schedule",
     "solve",
 ]

@@ -13,12 +13,7 @@ import numpy as np
 from ..sac.greedy import round_and_repair
 from ..sac.holds import Ints
 from ..sac.table import Choice, Table
-from .problem import (
-    FsdpChoice,
-    FsdpProblem,
-    broken_rules,
-    sharded_live,
-)
+from .problem import FsdpChoice, FsdpProblem, broken_rules, sharded_live
 
 _SOME = 1e-6  # of a unit: what reshards in shares reshards
 

@@ -13,7 +13,7 @@ subject to  sum_m n_tm = 1,  n_tt = x_t             nearest unit                
             K_m = G_m (1 - s_m), s_m <= x_m         parameters that stay           (7)
             L >= c R_m                              copies that threads hold       (8)
             live memory + L <= P at the rows' positions                            (9)
-            e, T by (3) and (4) of `step_time`                                     (10)
+            e, T by (3) and (4) of `step_time`, see `time_rows`                    (10)
 
 What depends on the *next* or the *last* unit is carried from candidate to candidate:
 V_i >= own value of i, V_i >= V_i-1 - M x_i. Bytes are in MiB, times in ms. The rows of
@@ -31,7 +31,6 @@ from ..sac.holds import Held
 from ..sac.table import Table
 from .problem import FsdpChoice, FsdpProblem
 from .sites import Sites
-from .time_rows import TimeRows
 
 _MIB = 2**20
 Terms = list[tuple[pulp.LpVariable, float]]
@@ -46,7 +45,8 @@ class FsdpModel:
         sites: The candidates.
         forced: Whether all candidates are units.
         integral: Whether resharding and AC points are whole; otherwise shares.
-        peak: Minimise the peak instead of time; the budget is ignored.
+        peak: Minimise the peak; the budget is ignored. Otherwise there is no objective:
+            `time_rows.TimedModel` has one.
 
     Attributes:
         model: The PuLP model.
@@ -65,10 +65,10 @@ class FsdpModel:
     ) -> None:
         self.model = pulp_runner.Model("fsdp")
         self._problem, self._table, self._sites = problem, table, sites
-        self._integral = integral
+        self._forced, self._integral = forced, integral
         self._rows: dict[int, tuple[pulp.LpConstraint, float]] = {}
         self._held: dict[tuple[int, int, int], pulp.LpVariable] = {}
-        self._add_units(forced)
+        self._add_units()
         self._add_points()
         self._add_bytes()
         self._late = self._late_copies()
@@ -79,25 +79,10 @@ class FsdpModel:
         if peak:
             self._peak = self.model.add_variable("peak")
             self.model.setObjective(pulp_runner.row([(self._peak, 1.0)]))
-        else:
-            times = TimeRows(
-                self.model,
-                sites,
-                forced=forced,
-                units=self._x,
-                nearest=self._nearest,
-                gathered=self._gathered,
-                reduced=self._reduced,
-                stays=self._stays,
-                reshards=self._reshards,
-                reruns=self._reruns(),
-            )
-            self.constant_ms = times.constant_ms
-            self.model.setObjective(pulp_runner.row(times.objective))
 
     # --- variables and rows (1) to (8) ---
 
-    def _add_units(self, forced: bool) -> None:
+    def _add_units(self) -> None:
         """Rows (1) to (4)."""
         sites, modules = self._sites, self._problem.modules
         add = self.model.add_variable
@@ -108,7 +93,7 @@ class FsdpModel:
             if kind is not None and kind in shared:
                 self._x.append(shared[kind])
                 continue
-            low = 1 if forced or site == 0 else 0
+            low = 1 if self._forced or site == 0 else 0
             x = add(f"x_{site:05d}", low, 1, pulp.LpInteger)
             self._x.append(x)
             if kind is not None:
@@ -116,7 +101,7 @@ class FsdpModel:
         self._nearest: list[dict[int, pulp.LpVariable]] = []
         for site in range(len(sites.modules)):
             own = {site: self._x[site]}
-            if site and not forced:
+            if site and not self._forced:
                 outer = self._nearest[sites.around[site]]
                 for unit, around in outer.items():
                     n = add(f"n_{site:05d}_{unit:05d}", 0, 1)
@@ -295,20 +280,6 @@ class FsdpModel:
                 break  # some unit has its parameters, and has begun
             begun = [some, self._x[site]]
         return buffers
-
-    def _reruns(self) -> list[tuple[int, Terms]]:
-        """Position and time of the rerun of each AC unit."""
-        table = self._table
-        return [
-            (
-                position,
-                [
-                    (self._z[column], float(table.times[column]))
-                    for column in range(*table.first[u : u + 2])
-                ],
-            )
-            for u, position in enumerate(self._problem.rerun_at)
-        ]
 
     def fix_units(self, chosen: Collection[int] | None) -> None:
         """Fix which modules are units, or free that again."""

@@ -38,14 +38,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..sac.problem import SacProblem, live_bytes
-from . import step_time
 from .collectives import FREE, AffineCost
-from .step_time import (
-    BackwardEvent,
-    Schedule,
-    StepTime,
-    UnitTimes,
-)
+from .step_time import BackwardEvent, Schedule, UnitTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,11 +366,6 @@ def schedule(problem: FsdpProblem, choice: FsdpChoice) -> Schedule:
         ),
         rest_ms=until[root.forward[0]] + until[-1] - until[root.backward[1]],
     )
-
-
-def predicted(problem: FsdpProblem, choice: FsdpChoice) -> StepTime:
-    """Time of a step as the MILP sees it."""
-    return step_time.linear(schedule(problem, choice))
 
 
 def _check_lengths(problem: FsdpProblem) -> None:

@@ -16,24 +16,12 @@ from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
 from ..sac.table import Table
 from . import step_time
-from .greedy import (
-    by_hand,
-    least_live,
-    plain,
-    rounded,
-    simple_units,
-)
+from .greedy import by_hand, least_live, plain, rounded, simple_units
 from .model import FsdpModel
-from .problem import (
-    FsdpChoice,
-    FsdpProblem,
-    broken_rules,
-    live,
-    schedule,
-    sharded_live,
-)
+from .problem import FsdpChoice, FsdpProblem, broken_rules, live, schedule, sharded_live
 from .sites import Sites
 from .step_time import StepTime
+from .time_rows import TimedModel
 
 _MIB = 2**20
 _NOISE = 1e-6  # of an objective: solvers keep rows within such a tolerance
@@ -355,13 +343,11 @@ class Search:
         self, open_ones: Sequence[int], *, forced: bool, integral: bool
     ) -> FsdpModel:
         sites = Sites(self._problem, open_ones, forced=forced)
-        model = FsdpModel(
-            self._problem,
-            self._table,
-            sites,
-            forced=forced,
-            integral=integral,
-            peak=self._peak,
+        parts = (self._problem, self._table, sites)
+        model = (
+            FsdpModel(*parts, forced=forced, integral=integral, peak=True)
+            if self._peak
+            else TimedModel(*parts, forced=forced, integral=integral)
         )
         self._rows |= self._first_rows(open_ones)
         for position in sorted(self._rows):

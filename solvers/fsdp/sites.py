@@ -73,14 +73,6 @@ class Sites:
         self.end_order = sorted(sites, key=self.ends.__getitem__)
         self._until = [0.0, *accumulate(map(float, problem.compute_ms))]
 
-    def path(self, site: int) -> list[int]:
-        """A candidate and those around it, innermost first."""
-        path = []
-        while site >= 0:
-            path.append(site)
-            site = self.around[site]
-        return path
-
     def compute_between(self, start: int, stop: int) -> float:
         """Compute without recomputation at ``start <= q < stop``."""
         return self._until[stop] - self._until[start]

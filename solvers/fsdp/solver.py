@@ -17,15 +17,8 @@ from collections.abc import Collection, Iterator
 from ..milp.solution import Backend
 from .greedy import by_hand as choices_by_hand
 from .greedy import simple_units
-from .problem import (
-    FsdpChoice,
-    FsdpProblem,
-)
-from .search import (
-    FsdpSolution,
-    Search,
-    candidates,
-)
+from .problem import FsdpChoice, FsdpProblem
+from .search import FsdpSolution, Search, candidates
 
 
 def solve(

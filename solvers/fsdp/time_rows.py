@@ -24,71 +24,33 @@ from itertools import accumulate
 import pulp
 
 from ..milp import pulp_runner
+from ..sac.table import Table
+from .model import FsdpModel, Terms
+from .problem import FsdpProblem
 from .sites import Sites
 
 _MIB = 2**20
-Terms = list[tuple[pulp.LpVariable, float]]
 
 
-class TimeRows:
-    """Adds the rows for exposed communication to a model.
-
-    Attributes:
-        objective: Terms of the time of a step.
-        constant_ms: Its constant: compute.
-    """
+class TimedModel(FsdpModel):
+    """The model that minimises the time of a step; its arguments are `FsdpModel`'s."""
 
     def __init__(
         self,
-        model: pulp.LpProblem,
+        problem: FsdpProblem,
+        table: Table,
         sites: Sites,
         *,
         forced: bool,
-        units: Sequence[pulp.LpVariable],
-        nearest: Sequence[dict[int, pulp.LpVariable]],
-        gathered: Sequence[pulp.LpVariable],
-        reduced: Sequence[pulp.LpVariable],
-        stays: Sequence[pulp.LpVariable],
-        reshards: Sequence[pulp.LpVariable],
-        reruns: Sequence[tuple[int, Terms]],
+        integral: bool,
     ) -> None:
-        self._model, self._sites, self._x, self._forced = model, sites, units, forced
-        self._nearest = nearest
-        problem = sites.problem
+        super().__init__(
+            problem, table, sites, forced=forced, integral=integral, peak=False
+        )
         self.constant_ms = sites.compute_between(0, len(problem.compute_ms))
-        self.objective: Terms = [term for _, terms in reruns for term in terms]
-        has_gather = self._owns("og", sites.gather)
-        has_reduce = self._owns("or", sites.reduce)
-        gather, reduce, total = problem.gather, problem.reduce, problem.all_reduce
-        count = range(len(sites.modules))
-        per_mib = gather.ms_per_byte * _MIB
-        self._gathers = [
-            [(has_gather[m], gather.latency_ms), (gathered[m], per_mib)] for m in count
-        ]
-        self._regathers = [
-            [
-                (reshards[m], gather.latency_ms),
-                (gathered[m], per_mib),
-                (stays[m], -per_mib),
-            ]
-            for m in count
-        ]
-        self._regathers[0] = []  # the root stays
-        self._reduces = [
-            [
-                (has_reduce[m], reduce.latency_ms),
-                (reduced[m], reduce.ms_per_byte * _MIB),
-            ]
-            for m in count
-        ]
-        self._totals = [
-            [(has_reduce[m], total.latency_ms), (reduced[m], total.ms_per_byte * _MIB)]
-            for m in count
-        ]
-        self._most_gather = [gather.ms(nbytes) for nbytes in sites.most_gather]
-        self._most_reduce = [reduce.ms(nbytes) for nbytes in sites.most_reduce]
-        self._most_total = [total.ms(nbytes) for nbytes in sites.most_reduce]
-        self._reruns = reruns
+        self._reruns = self._rerun_terms()
+        self._objective: Terms = [term for _, terms in self._reruns for term in terms]
+        self._add_collectives()
         self._forward_waits: list[pulp.LpVariable] = []
         self._waits: dict[int, pulp.LpVariable] = {}  # e of backward, by candidate
         self._add_forward()
@@ -96,6 +58,56 @@ class TimeRows:
         self._add_tail()
         if not forced:
             self._add_cuts()
+        self.model.setObjective(pulp_runner.row(self._objective))
+
+    def _rerun_terms(self) -> list[tuple[int, Terms]]:
+        """Position and time of the rerun of each AC unit."""
+        table = self._table
+        return [
+            (
+                position,
+                [
+                    (self._z[column], float(table.times[column]))
+                    for column in range(*table.first[u : u + 2])
+                ],
+            )
+            for u, position in enumerate(self._problem.rerun_at)
+        ]
+
+    def _add_collectives(self) -> None:
+        """Times of the collectives of each candidate, 0 if it is no unit."""
+        sites, problem = self._sites, self._problem
+        has_gather = self._owns("og", sites.gather)
+        has_reduce = self._owns("or", sites.reduce)
+        gather, reduce, total = problem.gather, problem.reduce, problem.all_reduce
+        count = range(len(sites.modules))
+        per_mib = gather.ms_per_byte * _MIB
+        self._gathers = [
+            [(has_gather[m], gather.latency_ms), (self._gathered[m], per_mib)]
+            for m in count
+        ]
+        self._regathers = [
+            [
+                (self._reshards[m], gather.latency_ms),
+                (self._gathered[m], per_mib),
+                (self._stays[m], -per_mib),
+            ]
+            for m in count
+        ]
+        self._regathers[0] = []  # the root stays
+        self._reduces, self._totals = (
+            [
+                [
+                    (has_reduce[m], cost.latency_ms),
+                    (self._reduced[m], cost.ms_per_byte * _MIB),
+                ]
+                for m in count
+            ]
+            for cost in (reduce, total)
+        )
+        self._most_gather = [gather.ms(nbytes) for nbytes in sites.most_gather]
+        self._most_reduce = [reduce.ms(nbytes) for nbytes in sites.most_reduce]
+        self._most_total = [total.ms(nbytes) for nbytes in sites.most_reduce]
 
     def _owns(self, name: str, values: Sequence[int]) -> list[pulp.LpVariable]:
         """By candidate, whether it owns parameters with a value."""
@@ -108,11 +120,11 @@ class TimeRows:
             ):
                 flags.append(x)  # a unit owns something
                 continue
-            owns = self._model.add_variable(f"{name}_{unit:05d}", 0, 1)
+            owns = self.model.add_variable(f"{name}_{unit:05d}", 0, 1)
             for t, nearest in enumerate(self._nearest):
                 if unit in nearest and values[t]:
                     terms = [(owns, 1.0), (nearest[unit], -1.0)]
-                    self._model += pulp_runner.row(terms) >= 0
+                    self.model += pulp_runner.row(terms) >= 0
             flags.append(owns)
         return flags
 
@@ -120,7 +132,7 @@ class TimeRows:
         sites, order = self._sites, self._sites.forward_order
         end = sites.begins[0]
         segments = sites.segments([sites.starts[m] for m in order], end)
-        self.objective += self._gathers[order[0]]
+        self._objective += self._gathers[order[0]]
         left: pulp.LpVariable | None = None  # D of the candidate after
         most_left = 0.0
         for k in reversed(range(len(order) - 1)):
@@ -131,18 +143,18 @@ class TimeRows:
             if most == 0.0:
                 left, most_left = None, 0.0
                 continue
-            here = self._model.add_variable(f"df_{unit:05d}", 0)
+            here = self.model.add_variable(f"df_{unit:05d}", 0)
             gather = [(v, -c) for v, c in self._gathers[after]]
-            self._model += pulp_runner.row([(here, 1.0), *gather]) >= -compute
+            self.model += pulp_runner.row([(here, 1.0), *gather]) >= -compute
             if left is not None and not self._forced:
                 terms = [(here, 1.0), (left, -1.0), (self._x[after], most_left)]
-                self._model += pulp_runner.row(terms) >= -compute
-            wait = self._model.add_variable(f"ef_{unit:05d}", 0)
+                self.model += pulp_runner.row(terms) >= -compute
+            wait = self.model.add_variable(f"ef_{unit:05d}", 0)
             terms = [(wait, 1.0), (here, -1.0), (self._x[unit], -most)]
-            self._model += pulp_runner.row(terms) >= -most
+            self.model += pulp_runner.row(terms) >= -most
             self._forward_waits.append(wait)
             left, most_left = here, most
-        self.objective += [(wait, 1.0) for wait in self._forward_waits]
+        self._objective += [(wait, 1.0) for wait in self._forward_waits]
 
     def _add_backward(self) -> None:
         sites, order = self._sites, self._sites.backward_order
@@ -159,21 +171,21 @@ class TimeRows:
             after = order[k + 1] if k + 1 < len(order) else None
             most_after = 0.0 if after is None else self._most_gather[after]
             most = most_after - compute
-            here = self._model.add_variable(f"db_{unit:05d}", -floors[k])
+            here = self.model.add_variable(f"db_{unit:05d}", -floors[k])
             terms = [(here, 1.0), *rerun]
             if after is None:
-                self._model += pulp_runner.row(terms) >= -compute
+                self.model += pulp_runner.row(terms) >= -compute
             else:
                 gather = [(v, -c) for v, c in self._regathers[after]]
                 floor = 0.0 if self._forced else floors[k + 1]
                 row = [*terms, *gather, (self._x[after], -floor)]
-                self._model += pulp_runner.row(row) >= -compute - floor
+                self.model += pulp_runner.row(row) >= -compute - floor
                 if not self._forced:
                     assert left is not None
                     most = max(most, most_left - compute)
                     over = max(0.0, most_left)
                     row = [*terms, (left, -1.0), (self._x[after], over)]
-                    self._model += pulp_runner.row(row) >= -compute
+                    self.model += pulp_runner.row(row) >= -compute
             load = most_loads[k - 1] if k else 0.0
             if load + most > 0.0:
                 self._add_wait(unit, here, loads[k - 1] if k else None, load + most)
@@ -186,12 +198,12 @@ class TimeRows:
         load: pulp.LpVariable | None,
         most: float,
     ) -> None:
-        wait = self._model.add_variable(f"eb_{unit:05d}", 0)
+        wait = self.model.add_variable(f"eb_{unit:05d}", 0)
         terms = [(wait, 1.0), (left, -1.0), (self._x[unit], -most)]
         if load is not None:
             terms.append((load, -1.0))
-        self._model += pulp_runner.row(terms) >= -most
-        self.objective.append((wait, 1.0))
+        self.model += pulp_runner.row(terms) >= -most
+        self._objective.append((wait, 1.0))
         self._waits[unit] = wait
 
     def _loads(
@@ -210,12 +222,12 @@ class TimeRows:
                 reduces += self._reduces[ending]
                 most_here += self._most_reduce[ending]
                 ending = next(ends, None)
-            load = self._model.add_variable(f"u_{unit:05d}", 0)
+            load = self.model.add_variable(f"u_{unit:05d}", 0)
             terms = [(load, 1.0), *((v, -c) for v, c in reduces)]
-            self._model += pulp_runner.row(terms) >= 0
+            self.model += pulp_runner.row(terms) >= 0
             if loads and not self._forced:
                 row = [*terms, (loads[-1], -1.0), (self._x[unit], most[-1])]
-                self._model += pulp_runner.row(row) >= 0
+                self.model += pulp_runner.row(row) >= 0
                 most_here += most[-1]
             loads.append(load)
             most.append(most_here)
@@ -248,8 +260,8 @@ class TimeRows:
                 if most <= hidden:
                     continue
                 if tail is None:
-                    tail = self._model.add_variable("tail", 0)
-                    self.objective.append((tail, 1.0))
+                    tail = self.model.add_variable("tail", 0)
+                    self._objective.append((tail, 1.0))
                 row = [(tail, 1.0), *((v, -c) for v, c in terms)]
                 row += self._rerun_within(sites.ends[unit], stop)
                 row += [
@@ -257,7 +269,7 @@ class TimeRows:
                     for begun, wait in self._waits.items()
                     if sites.begins[begun] >= sites.ends[unit]
                 ]
-                self._model += pulp_runner.row(row) >= -hidden
+                self.model += pulp_runner.row(row) >= -hidden
 
     def _add_cuts(self) -> None:
         """Forward and backward as a whole take no less than their collectives.
@@ -281,19 +293,19 @@ class TimeRows:
         compute = sites.compute_between(sites.starts[0], sites.begins[0])
         terms = [(wait, 1.0) for wait in self._forward_waits]
         terms += [(v, -c) for v, c in forward]
-        self._model += pulp_runner.row(terms) >= -compute
+        self.model += pulp_runner.row(terms) >= -compute
         compute = sites.compute_between(sites.begins[0], sites.ends[0])
         terms = [(wait, 1.0) for wait in self._waits.values()]
         terms += [(v, -c) for v, c in backward]
         terms += self._rerun_within(sites.begins[0], sites.ends[0])
-        self._model += pulp_runner.row(terms) >= -compute
+        self.model += pulp_runner.row(terms) >= -compute
 
     def _summed(self, name: str, later: Terms, unit: int, kind: str) -> Terms:
         """A variable for a sum that goes on from unit to unit."""
         own = self._reduces[unit] if kind == "reduce" else self._totals[unit]
-        total = self._model.add_variable(name, 0)
+        total = self.model.add_variable(name, 0)
         terms = [(v, -c) for v, c in [*later, *own]]
-        self._model += pulp_runner.row([(total, 1.0), *terms]) == 0
+        self.model += pulp_runner.row([(total, 1.0), *terms]) == 0
         return [(total, 1.0)]
 
     def _rerun_within(self, start: int, stop: int) -> Terms:

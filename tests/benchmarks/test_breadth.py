@@ -34,7 +34,7 @@ def record(*cells, plain=(), **more):
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("observed", "expected"),
     [
         (record(cell(), cell(9)), verdicts.EXACT),
         (record(cell(), cell(11)), verdicts.OVER),
@@ -47,12 +47,12 @@ def record(*cells, plain=(), **more):
         (record(status="not built", reason="No."), verdicts.NOT_JUDGED),
     ],
 )
-def test_every_way_to_fail_has_a_verdict(found, expected):
-    assert verdicts.verdict(found) == expected
+def test_every_way_to_fail_has_a_verdict(observed, expected):
+    assert verdicts.verdict(observed) == expected
 
 
 @pytest.mark.parametrize(
-    ("found", "asked"),
+    ("observed", "asked"),
     [
         (record(cell(11), cell(), cell()), "over budget: 0"),
         (record(cell(differences=["loss"])), "other bits: 0"),
@@ -61,10 +61,10 @@ def test_every_way_to_fail_has_a_verdict(found, expected):
         (record(status="refused", reason="No."), "refused: at most 3%"),
     ],
 )
-def test_one_failure_among_few_models_fails_what_is_asked_for(found, asked):
-    records = [*[record(cell())] * verdicts.LEAST_JUDGED, found]
+def test_one_failure_among_few_models_fails_what_is_asked_for(observed, asked):
+    records = [*[record(cell())] * verdicts.LEAST_JUDGED, observed]
     most = verdicts.LEAST_JUDGED * verdicts.MOST_REFUSED
-    records += [found] * int(most) if asked.startswith("refused") else []
+    records += [observed] * int(most) if asked.startswith("refused") else []
 
     failed = [text for text, _, kept in verdicts.summary(records) if not kept]
     whole = {"records": records, "num_names": 900, "where": {}, "command": ""}
@@ -97,14 +97,14 @@ def test_a_model_is_planned_and_trained_at_three_budgets(
 ):
     monkeypatch.setattr(job, "build_small", lambda name: toy())
 
-    found = judged(tmp_path)
+    judgement = judged(tmp_path)
 
-    assert verdicts.verdict(found) == verdicts.EXACT
-    assert [c["measured_bytes"] for c in found["cells"]] == [
-        c["predicted_bytes"] for c in found["cells"]
+    assert verdicts.verdict(judgement) == verdicts.EXACT
+    assert [c["measured_bytes"] for c in judgement["cells"]] == [
+        c["predicted_bytes"] for c in judgement["cells"]
     ]
-    assert found["floor_bytes"] < found["cells"][0]["budget_bytes"]
-    assert set(found["cpu_s"]) == {job.BUILD, *job.PLANNING, job.STEPS}
+    assert judgement["floor_bytes"] < judgement["cells"][0]["budget_bytes"]
+    assert set(judgement["cpu_s"]) == {job.BUILD, *job.PLANNING, job.STEPS}
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_what_is_raised_while_planning_is_a_verdict(
     monkeypatch.setattr(job, "build_small", lambda name: toy())
     monkeypatch.setattr(job.autosac, "floor", fail)
 
-    found = judged(tmp_path)
+    judgement = judged(tmp_path)
 
-    assert verdicts.verdict(found) == verdict
-    assert found["reason"].endswith(str(error)) and found["phase"] == job.FLOOR
+    assert verdicts.verdict(judgement) == verdict
+    assert judgement["reason"].endswith(str(error)) and judgement["phase"] == job.FLOOR
 
 
 def test_a_batch_of_equal_layers_is_cut_to_two():

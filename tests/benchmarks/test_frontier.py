@@ -33,9 +33,9 @@ def test_the_frontier_is_judged_by_the_fastest_plan_that_fits(ratio, said):
 
 
 def test_a_floor_above_a_published_peak_is_told():
-    found = frontier.verdict(model(ours=[cell(150, 1.4)], floor=150), point(140))
+    verdict = frontier.verdict(model(ours=[cell(150, 1.4)], floor=150), point(140))
 
-    assert found == "**above**: our floor is 150.0 MiB"
+    assert verdict == "**above**: our floor is 150.0 MiB"
 
 
 def test_a_model_lighter_than_theirs_has_to_be_as_much_below_their_peaks():

@@ -111,14 +111,14 @@ def test_copies_that_threads_of_ranks_free_unseen_count_twice_at_most():
     freed = (9, 2, -20)
     events = [(10 * k + at, *rest) for k in (0, 1) for at, *rest in [*of_step, freed]]
 
-    found = account(
+    counted = account(
         events, [(10, 18)], [(10, "forward"), (12, "backward")], {1: 100}, [{1}, {1}]
     )
 
-    assert found == [
+    assert counted == [
         StepPeaks(
             phases={"forward": 100 + 20 + 7, "backward": 100 + 20 + 9},
             highest_bytes=100 + 20 + 9 + (7 + 7),  # one of each of two steps
         )
     ]
-    assert found[0].peak_bytes == 129
+    assert counted[0].peak_bytes == 129

@@ -35,23 +35,23 @@ def make_tokens():
 
 
 @pytest.fixture(scope="module")
-def made():
+def step_profile():
     return autosac.profile(
         make_model(), make_tokens(), loss_fn=next_token_loss(make_tokens())
     )
 
 
 @pytest.fixture(scope="module")
-def every_rival(made):
-    return {rival.name: rival for rival in rivals.rivals(made)}
+def every_rival(step_profile):
+    return {rival.name: rival for rival in rivals.rivals(step_profile)}
 
 
 def total_ms(choice):
     return sum(recompute_ms(unit, policy) for unit, policy in choice.items())
 
 
-def test_blocks_are_found_without_being_named(made):
-    fqns = [unit.fqn for unit in find_blocks(made)]
+def test_blocks_are_found_without_being_named(step_profile):
+    fqns = [unit.fqn for unit in find_blocks(step_profile)]
 
     assert fqns == [f"blocks.{i}" for i in range(NUM_LAYERS)]
 
@@ -76,13 +76,15 @@ def test_stages_of_blocks_are_no_blocks():
         "uniform ratio",
     ],
 )
-def test_the_simulated_peak_of_a_rival_is_that_of_its_dry_run(made, every_rival, name):
+def test_the_simulated_peak_of_a_rival_is_that_of_its_dry_run(
+    step_profile, every_rival, name
+):
     settings = every_rival[name].settings
     lowest = min(settings, key=lambda setting: setting.peak_bytes)
 
     for setting in {settings[-1], lowest}:
         # Raises if they differ by a byte.
-        assert not make_plan._difference(made, setting.choice)
+        assert not make_plan._difference(step_profile, setting.choice)
 
 
 def test_every_rival_has_settings_for_a_transformer(every_rival):
@@ -92,30 +94,33 @@ def test_every_rival_has_settings_for_a_transformer(every_rival):
 def test_without_attention_megatron_does_not_apply():
     traced = autosac.profile(ConvNet(), torch.randn(2, 3, 12, 12))
 
-    found = {rival.name: rival for rival in rivals.rivals(traced)}
+    observed = {rival.name: rival for rival in rivals.rivals(traced)}
 
-    assert found["Megatron selective"].at(2**60) is None
-    assert "does not apply" in found["Megatron selective"].note
+    assert observed["Megatron selective"].at(2**60) is None
+    assert "does not apply" in observed["Megatron selective"].note
 
 
-def test_every_kth_block_recomputes_less_and_needs_more_as_k_grows(made):
-    choices = [rivals.every_kth_block(made, k) for k in (1, 2, 3, 5)]
+def test_every_kth_block_recomputes_less_and_needs_more_as_k_grows(step_profile):
+    choices = [rivals.every_kth_block(step_profile, k) for k in (1, 2, 3, 5)]
 
     assert [len(choice) for choice in choices] == [5, 3, 2, 1]
     times = [total_ms(choice) for choice in choices]
-    peaks = [made.peak_bytes(choice) for choice in choices]
+    peaks = [step_profile.peak_bytes(choice) for choice in choices]
     assert times == sorted(times, reverse=True) and times[0] > times[-1] > 0
-    assert peaks == sorted(peaks) and peaks[0] < peaks[-1] < made.baseline_peak_bytes
+    assert (
+        peaks == sorted(peaks)
+        and peaks[0] < peaks[-1] < step_profile.baseline_peak_bytes
+    )
 
 
-def test_every_block_keeps_nothing_of_its_own(made):
-    for policy in rivals.every_block(made).values():
+def test_every_block_keeps_nothing_of_its_own(step_profile):
+    for policy in rivals.every_block(step_profile).values():
         assert SAVE not in policy.choices and RERUN in policy.choices
 
 
-def rerun_names(made, choice):
+def rerun_names(step_profile, choice):
     return {
-        made.tape.ops[unit.ops[position]].name.split(".")[1]
+        step_profile.tape.ops[unit.ops[position]].name.split(".")[1]
         for unit, policy in choice.items()
         for group, made_again in zip(unit.groups, policy.choices, strict=True)
         if made_again == RERUN
@@ -123,13 +128,13 @@ def rerun_names(made, choice):
     }
 
 
-def test_megatron_reruns_attention_and_nothing_else(made):
-    choice = rivals.megatron_selective(made)
+def test_megatron_reruns_attention_and_nothing_else(step_profile):
+    choice = rivals.megatron_selective(step_profile)
 
     assert [unit.fqn for unit in choice] == [
         f"blocks.{i}.attention" for i in range(NUM_LAYERS)
     ]
-    (name,) = rerun_names(made, choice)
+    (name,) = rerun_names(step_profile, choice)
     assert name.startswith("_scaled_dot_product_")
 
 
@@ -170,51 +175,54 @@ def test_megatron_finds_attention_that_is_spelled_out():
         assert policy.choices[position] == SAVE
 
 
-def test_saving_matmuls_reruns_none_of_them(made):
-    every = rivals.save_matmuls(made)
-    half = rivals.save_matmuls(made, every_second=True)
+def test_saving_matmuls_reruns_none_of_them(step_profile):
+    every = rivals.save_matmuls(step_profile)
+    half = rivals.save_matmuls(step_profile, every_second=True)
 
-    assert not rerun_names(made, every) & {"addmm", "mm"}
-    assert "addmm" in rerun_names(made, half)
+    assert not rerun_names(step_profile, every) & {"addmm", "mm"}
+    assert "addmm" in rerun_names(step_profile, half)
     assert total_ms(half) > total_ms(every) > 0
-    assert made.peak_bytes(half) < made.peak_bytes(every)
+    assert step_profile.peak_bytes(half) < step_profile.peak_bytes(every)
 
 
-def test_greedy_fits_its_budget_or_says_that_it_does_not(made, every_rival):
+def test_greedy_fits_its_budget_or_says_that_it_does_not(step_profile, every_rival):
     least = every_rival["greedy"].least_bytes
     for share in (0.0, 0.5, 0.9):
-        budget_bytes = int(least + share * (made.baseline_peak_bytes - least))
-        assert made.peak_bytes(rivals.greedy(made, budget_bytes)) <= budget_bytes
-    assert rivals.greedy(made, least - 1) is None
+        budget_bytes = int(least + share * (step_profile.baseline_peak_bytes - least))
+        assert (
+            step_profile.peak_bytes(rivals.greedy(step_profile, budget_bytes))
+            <= budget_bytes
+        )
+    assert rivals.greedy(step_profile, least - 1) is None
 
 
-def test_greedy_takes_the_most_bytes_per_millisecond_first(made):
-    path = iter(greedy_path(made))
+def test_greedy_takes_the_most_bytes_per_millisecond_first(step_profile):
+    path = iter(greedy_path(step_profile))
     assert next(path) == {}
     (first,) = next(path).items()
 
     rates = [
         freed / max(ms, 1e-9)
-        for curve in unit_curves(made).values()
+        for curve in unit_curves(step_profile).values()
         for freed, ms in zip(
             curve.points.freed_bytes, curve.points.recompute_ms, strict=True
         )
     ]
     unit, policy = first
-    curve = unit_curves(made)[unit]
+    curve = unit_curves(step_profile)[unit]
     point = curve.policies.index(policy)
     rate = curve.points.freed_bytes[point] / max(curve.points.recompute_ms[point], 1e-9)
     assert rate == max(rates)
 
 
-def test_a_uniform_ratio_is_reached_by_every_block(made):
+def test_a_uniform_ratio_is_reached_by_every_block(step_profile):
     for ratio in (0.1, 0.5, 1.0):
-        choice = rivals.uniform_ratio(made, ratio)
+        choice = rivals.uniform_ratio(step_profile, ratio)
         assert len(choice) == NUM_LAYERS
         for unit, policy in choice.items():
-            curve = unit_curves(made)[unit]
-            found = curve.ratios[curve.policies.index(policy)]
-            assert found >= min(ratio, curve.ratios[-1])
+            curve = unit_curves(step_profile)[unit]
+            observed = curve.ratios[curve.policies.index(policy)]
+            assert observed >= min(ratio, curve.ratios[-1])
 
 
 def test_of_a_rival_with_settings_the_cheapest_that_fits_counts(every_rival):
@@ -227,12 +235,12 @@ def test_of_a_rival_with_settings_the_cheapest_that_fits_counts(every_rival):
         assert rival.at(setting.peak_bytes).recompute_ms == min(fitting)
 
 
-def test_our_plan_at_a_rivals_peak_is_never_dearer(made, every_rival):
+def test_our_plan_at_a_rivals_peak_is_never_dearer(step_profile, every_rival):
     compared = 0
     for rival in every_rival.values():
         lowest = min(rival.settings, key=lambda setting: setting.peak_bytes)
         for setting in {lowest, rival.settings[len(rival.settings) // 2]}:
-            plan = autosac.plan(made, memory_budget=setting.peak_bytes)
+            plan = autosac.plan(step_profile, memory_budget=setting.peak_bytes)
             assert not zoo.is_slower(plan.recompute_ms, setting.recompute_ms), rival
             compared += 1
     assert compared >= 10
@@ -240,17 +248,17 @@ def test_our_plan_at_a_rivals_peak_is_never_dearer(made, every_rival):
 
 @pytest.mark.slow
 @needs_datasheets
-def test_pytorchs_chain_becomes_a_policy_that_does_what_it_chose(made):
+def test_pytorchs_chain_becomes_a_policy_that_does_what_it_chose(step_profile):
     chain = sac_milp.chain_of_step(
         make_model(), make_tokens(), next_token_loss(make_tokens())
     )
-    plain = sac_milp.milp_choice(made, chain, 2 * chain.baseline_bytes)
-    tight = sac_milp.milp_choice(made, chain, int(0.7 * chain.baseline_bytes))
+    plain = sac_milp.milp_choice(step_profile, chain, 2 * chain.baseline_bytes)
+    tight = sac_milp.milp_choice(step_profile, chain, int(0.7 * chain.baseline_bytes))
 
     assert plain == {}
     assert tight
-    assert sac_milp.milp_choice(made, chain, 1) is None
-    assert not make_plan._difference(made, tight)
+    assert sac_milp.milp_choice(step_profile, chain, 1) is None
+    assert not make_plan._difference(step_profile, tight)
     ratios, _ = chain.ratios(int(0.7 * chain.baseline_bytes))
     assert {f"model.{unit.fqn}" for unit in tight} == set(ratios)
     # What the chain saves is saved, op by op.
@@ -259,7 +267,9 @@ def test_pytorchs_chain_becomes_a_policy_that_does_what_it_chose(made):
         names, flags = chain.saved_ops(fqn, ratios[fqn])
         kept = {n for n, flag in zip(names, flags, strict=True) if flag}
         for group, choice in zip(unit.groups, policy.choices, strict=True):
-            its = {made.tape.ops[unit.ops[i]].name.split(".")[1] for i in group.ops}
+            its = {
+                step_profile.tape.ops[unit.ops[i]].name.split(".")[1] for i in group.ops
+            }
             assert choice != SAVE or its & kept or group.unsavable
 
 
@@ -279,10 +289,10 @@ def test_pytorchs_chain_does_not_fail_on_modules_without_backward_and_second_cal
 
     x = torch.randn(2, 32, 32)
 
-    found = sac_milp.rival_of_step(autosac.profile(Net(), x), Net(), x, torch.sum)
+    rival = sac_milp.rival_of_step(autosac.profile(Net(), x), Net(), x, torch.sum)
 
-    assert found.note == ""
-    assert found.settings
+    assert rival.note == ""
+    assert rival.settings
 
 
 def test_a_chain_that_fails_is_a_rival_that_says_so():
@@ -293,17 +303,19 @@ def test_a_chain_that_fails_is_a_rival_that_says_so():
 
     x = torch.randn(2, 4)
 
-    found = sac_milp.rival_of_step(
+    rival = sac_milp.rival_of_step(
         autosac.profile(Net(4, 4), x), Net(4, 4), x, torch.sum
     )
 
-    assert found.settings == ()
-    assert found.note.startswith("fails: ")
+    assert rival.settings == ()
+    assert rival.note.startswith("fails: ")
 
 
-def test_rivals_train_as_simulated_and_bit_identically(made, every_rival, one_thread):
+def test_rivals_train_as_simulated_and_bit_identically(
+    step_profile, every_rival, one_thread
+):
     chosen = [every_rival[n].settings[0] for n in ("every block", "Megatron selective")]
-    plans = [as_plan(made, setting, setting.peak_bytes) for setting in chosen]
+    plans = [as_plan(step_profile, setting, setting.peak_bytes) for setting in chosen]
     recipe = Recipe(
         make_model=make_model,
         make_inputs=make_tokens,
@@ -311,14 +323,14 @@ def test_rivals_train_as_simulated_and_bit_identically(made, every_rival, one_th
         timing_rounds=1,
     )
 
-    for found in verify_each(plans, recipe):
-        assert found.identical
-        assert found.measured_peak_bytes < found.baseline_peak_bytes
-        assert abs(found.prediction_error) < 0.02  # uncalibrated: no workspaces
+    for observed in verify_each(plans, recipe):
+        assert observed.identical
+        assert observed.measured_peak_bytes < observed.baseline_peak_bytes
+        assert abs(observed.prediction_error) < 0.02  # uncalibrated: no workspaces
 
 
-def test_a_loss_in_the_comparison_is_told_in_words(made):
-    setting = priced(made, "all", rivals.every_block(made))
+def test_a_loss_in_the_comparison_is_told_in_words(step_profile):
+    setting = priced(step_profile, "all", rivals.every_block(step_profile))
     shown = {
         "setting": "all",
         "peak_bytes": setting.peak_bytes,

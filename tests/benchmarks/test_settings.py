@@ -83,9 +83,11 @@ def test_failures_of_cells_and_jobs_are_violations():
 def test_a_quantile_is_a_value_that_enough_do_not_exceed():
     values = [4.0, 1.0, 3.0, 2.0]
 
-    found = [settings_page._quantile(values, share) for share in (0.25, 0.5, 0.95, 1.0)]
+    observed = [
+        settings_page._quantile(values, share) for share in (0.25, 0.5, 0.95, 1.0)
+    ]
 
-    assert found == [1.0, 2.0, 4.0, 4.0]
+    assert observed == [1.0, 2.0, 4.0, 4.0]
 
 
 def last(records):
@@ -93,17 +95,17 @@ def last(records):
 
 
 def test_a_job_plans_every_budget_and_prices_every_rival(one_thread):
-    found = last(settings_job.run("zoo/dit", "h100 bf16", 3, calibrate=False))
+    last_call = last(settings_job.run("zoo/dit", "h100 bf16", 3, calibrate=False))
 
-    assert found["status"] == "done" and found["where"] == "meta"
-    assert [cell["fraction"] for cell in found["cells"]] == [0.0, 0.5, 1.0]
-    floor, middle, plain = found["cells"]
-    assert floor["budget_bytes"] == found["floor_bytes"]
-    assert plain["budget_bytes"] == found["baseline_bytes"]
+    assert last_call["status"] == "done" and last_call["where"] == "meta"
+    assert [cell["fraction"] for cell in last_call["cells"]] == [0.0, 0.5, 1.0]
+    floor, middle, plain = last_call["cells"]
+    assert floor["budget_bytes"] == last_call["floor_bytes"]
+    assert plain["budget_bytes"] == last_call["baseline_bytes"]
     assert plain["recompute_ms"] == 0 < middle["recompute_ms"] <= floor["recompute_ms"]
     assert middle["peak_bytes"] <= middle["budget_bytes"]
     assert plain["rivals"]["no checkpointing"]["recompute_ms"] == 0
-    row = settings.compact(found)["cells"][1]
+    row = settings.compact(last_call)["cells"][1]
     best = min(r["recompute_ms"] for r in middle["rivals"].values())
     assert row[settings.COLUMNS.index("best_rival_ms")] == pytest.approx(best)
 
@@ -123,9 +125,9 @@ def test_what_a_model_raises_becomes_its_job_s_status(monkeypatch, error, status
 
     monkeypatch.setattr(settings_job, "workload", fail)
 
-    found = last(settings_job.run("zoo/dit", "cpu fp32", 3, calibrate=False))
+    last_call = last(settings_job.run("zoo/dit", "cpu fp32", 3, calibrate=False))
 
-    assert found["status"] == status and str(error) in found["reason"]
+    assert last_call["status"] == status and str(error) in last_call["reason"]
 
 
 def test_a_reason_does_not_tell_where_packages_lie(monkeypatch):
@@ -134,9 +136,9 @@ def test_a_reason_does_not_tell_where_packages_lie(monkeypatch):
 
     monkeypatch.setattr(settings_job, "workload", fail)
 
-    found = last(settings_job.run("zoo/dit", "cpu fp32", 3, calibrate=False))
+    last_call = last(settings_job.run("zoo/dit", "cpu fp32", 3, calibrate=False))
 
-    assert found["reason"] == "It fails at timm/layers.py:3."
+    assert last_call["reason"] == "It fails at timm/layers.py:3."
 
 
 def jobs(folder, **more):
@@ -170,18 +172,18 @@ def test_a_job_that_dies_is_told_with_what_it_had_done(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, -9, "", "line\nno memory\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    (found,) = some.of_model("zoo/dit")
+    (observed,) = some.of_model("zoo/dit")
 
-    assert (found["status"], found["floor_bytes"]) == ("raw error", 7)
-    assert found["reason"] == "exit code -9: no memory"
+    assert (observed["status"], observed["floor_bytes"]) == ("raw error", 7)
+    assert observed["reason"] == "exit code -9: no memory"
 
 
 def test_a_job_that_runs_late_is_ended(tmp_path):
     late = replace(jobs(tmp_path, settings=("cpu fp32",)), timeout_s=0.01)
 
-    found = late.of_model("zoo/dit")
+    settings_of_model = late.of_model("zoo/dit")
 
-    assert [record["status"] for record in found] == ["timeout"]
+    assert [record["status"] for record in settings_of_model] == ["timeout"]
 
 
 def test_the_next_drawn_model_takes_the_place_of_one_that_is_refused(

@@ -10,7 +10,7 @@ import autosac
 from autosac.cli import commands as cli
 from autosac.cli import demo
 from autosac.cli.demo import next_token_loss
-from autosac.cli.models import target
+from autosac.cli.models import asked
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.verification.verifying import Verification
 from tests import factories
@@ -30,16 +30,16 @@ def run(*arguments, **environment):
 
 
 def run_json(*arguments, code=0):
-    found = run(*arguments, "--json")
-    assert found.exit_code == code, found.output
-    return json.loads(found.stdout)
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
 
 
 @pytest.fixture(scope="module")
 def figures():
     """Floor and plain peak of the model of these tests."""
-    found = run_json("estimate", GPT, "--optimizer", "adamw")
-    return found["floor_bytes"], found["peak_bytes"]
+    record = run_json("estimate", GPT, "--optimizer", "adamw")
+    return record["floor_bytes"], record["peak_bytes"]
 
 
 @pytest.fixture(scope="module")
@@ -85,37 +85,36 @@ def test_the_demo_has_one_thread_unless_told_and_changes_no_settings(
 
 
 def test_help_names_every_command_and_the_exit_codes():
-    found = run("--help")
+    result = run("--help")
 
-    assert found.exit_code == 0
-    assert all(command in found.stdout for command in COMMANDS)
-    assert "Exit codes" in found.stdout and "autosac demo" in found.stdout
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in COMMANDS)
+    assert "Exit codes" in result.stdout and "autosac demo" in result.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command):
-    found = run(command, "--help")
+    result = run(command, "--help")
 
-    assert found.exit_code == 0
-    assert "Exit codes" in found.stdout
+    assert result.exit_code == 0
+    assert "Exit codes" in result.stdout
 
 
 def test_the_shell_completes_commands():
     asked = {"COMP_WORDS": "autosac pl", "COMP_CWORD": "1"}
 
-    found = run(env={"_AUTOSAC_COMPLETE": "complete_bash", **asked})
+    result = run(env={"_AUTOSAC_COMPLETE": "complete_bash", **asked})
     script = run(env={"_AUTOSAC_COMPLETE": "source_bash"})
 
-    assert found.stdout.split() == ["plan"]
+    assert result.stdout.split() == ["plan"]
     assert "complete" in script.stdout and "autosac" in script.stdout
 
 
 # --- models -----------------------------------------------------------------------
 
 
-def _target(name, settings=(), **options):
-    given = {"optimizer": "", "batch": 2, "length": 8, "options": {}, **options}
-    return target(name, settings=settings, **given)
+def _target(name, settings=()):
+    return asked(name, settings=settings, batch=2, length=8)
 
 
 def test_settings_are_arguments_of_the_factory():
@@ -127,10 +126,10 @@ def test_settings_are_arguments_of_the_factory():
 
 
 def test_a_model_is_built_alike_each_time_and_random_numbers_are_left_alone():
-    found = _target(GPT)
+    target = _target(GPT)
     before = torch.get_rng_state()
 
-    one, other = found.parts(), found.parts()
+    one, other = target.parts(), target.parts()
 
     assert torch.equal(one["inputs"], other["inputs"])
     assert torch.equal(before, torch.get_rng_state())
@@ -147,11 +146,11 @@ def test_a_config_makes_a_model_and_a_batch_without_a_download(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
 
-    found = _target(f"hf:{path}", ["num_hidden_layers=3"]).parts()
+    parts = _target(f"hf:{path}", ["num_hidden_layers=3"]).parts()
 
-    assert len(found["model"].model.layers) == 3
-    assert found["inputs"]["input_ids"].shape == (2, 8)
-    assert found["model"](**found["inputs"]).loss.isfinite()
+    assert len(parts["model"].model.layers) == 3
+    assert parts["inputs"]["input_ids"].shape == (2, 8)
+    assert parts["model"](**parts["inputs"]).loss.isfinite()
 
 
 @pytest.mark.parametrize(
@@ -178,13 +177,13 @@ def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, "hidden_size": 512, "vocab_size": 4096}))
 
-    found = run_json(
+    record = run_json(
         "estimate", f"hf:{path}", "--on", "meta", "--device", "h100", "--fits", "h200",
         "--autocast", "bfloat16", "--batch", "4", "--length", "16",
     )  # fmt: skip
 
-    assert found["device"] == "h100" and found["fits"] is True
-    assert not found["calibrated"]
+    assert record["device"] == "h100" and record["fits"] is True
+    assert not record["calibrated"]
 
 
 @pytest.mark.parametrize(
@@ -213,10 +212,10 @@ def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
     ],
 )
 def test_what_cannot_be_meant_is_a_matter_of_usage(arguments, match):
-    found = run(*arguments)
+    result = run(*arguments)
 
-    assert found.exit_code == cli.EXIT_USAGE, found.output
-    assert match in " ".join(found.stderr.replace("│", " ").split())
+    assert result.exit_code == cli.EXIT_USAGE, result.output
+    assert match in " ".join(result.stderr.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -235,17 +234,17 @@ def test_what_a_config_cannot_mean_is_a_matter_of_usage(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA) if text is None else text)
 
-    found = run("plan", f"hf:{path}", "--budget", "1GiB", "--on", "meta", *arguments)
+    result = run("plan", f"hf:{path}", "--budget", "1GiB", "--on", "meta", *arguments)
 
-    assert found.exit_code == cli.EXIT_USAGE, found.output
-    assert match in found.stderr
+    assert result.exit_code == cli.EXIT_USAGE, result.output
+    assert match in result.stderr
 
 
 def test_an_opaque_module_is_no_unit():
-    found = run_json("plan", GPT, "--budget", "1GiB")
+    record = run_json("plan", GPT, "--budget", "1GiB")
     marked = run("plan", GPT, "--budget", "1B", "--opaque", "blocks.*")
 
-    assert found["policy"] == {}
+    assert record["policy"] == {}
     assert marked.exit_code == cli.EXIT_INFEASIBLE
     assert "it is opaque" in marked.stderr
     unknown = run("plan", GPT, "--budget", "1GiB", "--opaque", "gate")
@@ -254,10 +253,10 @@ def test_an_opaque_module_is_no_unit():
 
 
 def test_targets_of_a_loss_on_the_meta_device_are_a_mistake_with_a_fix():
-    found = run("plan", GPT, "--budget", "1GiB", "--on", "meta", "--device", "h100")
+    result = run("plan", GPT, "--budget", "1GiB", "--on", "meta", "--device", "h100")
 
-    assert found.exit_code == cli.EXIT_ERROR
-    assert 'with `device="cpu"`' in found.stderr
+    assert result.exit_code == cli.EXIT_ERROR
+    assert 'with `device="cpu"`' in result.stderr
 
 
 # --- commands ---------------------------------------------------------------------
@@ -287,22 +286,22 @@ def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):
     html = tmp_path / "plan.html"
     options = ("--optimizer", "adamw", "--budget", budget, "--html", str(html))
 
-    found = run_json("plan", GPT, *options)
+    record = run_json("plan", GPT, *options)
 
     assert loaded.peak_bytes <= loaded.budget_bytes == sum(figures) // 2
-    assert found["policy"] == loaded.policy
-    assert found["recompute_ms"] == loaded.recompute_ms
+    assert record["policy"] == loaded.policy
+    assert record["recompute_ms"] == loaded.recompute_ms
     assert html.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_an_infeasible_budget_has_its_own_exit_code(figures):
     options = ("--optimizer", "adamw", "--budget", "1KiB")
 
-    found = run_json("plan", GPT, *options, code=3)
+    record = run_json("plan", GPT, *options, code=3)
     text = run("plan", GPT, *options)
 
-    assert found["error"] == "infeasible"
-    assert found["lowest_peak_bytes"] == figures[0]
+    assert record["error"] == "infeasible"
+    assert record["lowest_peak_bytes"] == figures[0]
     assert text.exit_code == 3
     assert text.stdout == "" and "No plan fits" in text.stderr
 
@@ -311,10 +310,10 @@ def test_a_sweep_is_a_table_a_picture_and_json(figures, tmp_path):
     options = ("--optimizer", "adamw", "--budget", "1KiB", "--budget", f"{figures[1]}B")
     csv, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
 
-    found = run_json("sweep", GPT, *options, "--csv", str(csv), "-o", str(picture))
+    record = run_json("sweep", GPT, *options, "--csv", str(csv), "-o", str(picture))
 
-    assert [row["status"] for row in found["rows"]] == ["infeasible", "planned"]
-    assert [row["floor_bytes"] for row in found["rows"]] == [figures[0]] * 2
+    assert [row["status"] for row in record["rows"]] == ["infeasible", "planned"]
+    assert [row["floor_bytes"] for row in record["rows"]] == [figures[0]] * 2
     assert len(csv.read_text().splitlines()) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert run("sweep", GPT, "--budget", "1KiB").exit_code == 3
@@ -323,7 +322,7 @@ def test_a_sweep_is_a_table_a_picture_and_json(figures, tmp_path):
 def test_the_largest_batch_is_that_of_the_python_function(figures):
     budget = sum(figures) // 2
     given = ("--argument", "rows", "--set", "layers=2", "--optimizer", "adamw")
-    found = run_json("batch-size", GPT, "-b", f"{budget}B", *given)
+    record = run_json("batch-size", GPT, "-b", f"{budget}B", *given)
     tokens = {rows: factories.gpt(rows=rows)[1] for rows in range(1, 65)}
     expected = autosac.max_batch_size(
         factories.gpt(layers=2)[0],
@@ -333,8 +332,8 @@ def test_the_largest_batch_is_that_of_the_python_function(figures):
         optimizer="adamw",
         most=64,
     )
-    assert found["batch_size"] == expected.batch_size
-    assert found["peak_bytes"] <= budget
+    assert record["batch_size"] == expected.batch_size
+    assert record["peak_bytes"] <= budget
     assert run("batch-size", GPT, "-b", "1GiB").exit_code == cli.EXIT_USAGE
 
 
@@ -344,9 +343,9 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
     assert least.exit_code == cli.EXIT_INFEASIBLE
     fits = f"{json.loads(least.stdout)['lowest_peak_bytes']}B"
     path = tmp_path / "plan.json"
-    found = run_json("parallel", *given, "--gpus", "2", "-b", fits, "-o", str(path))
-    assert found["mesh_shape"] == list(autosac.ParallelPlan.load(path).mesh_shape)
-    assert found["peak_bytes"] <= found["budget_bytes"]
+    record = run_json("parallel", *given, "--gpus", "2", "-b", fits, "-o", str(path))
+    assert record["mesh_shape"] == list(autosac.ParallelPlan.load(path).mesh_shape)
+    assert record["peak_bytes"] <= record["budget_bytes"]
     assert run_json("min-gpus", *given, "-b", fits)["min_gpus"] <= 2
     nothing = run_json("min-gpus", *given, "-b", "1KiB", code=cli.EXIT_INFEASIBLE)
     assert nothing["min_gpus"] is None
@@ -359,10 +358,10 @@ def test_the_version_is_that_of_the_package():
 
 
 def test_a_plan_is_verified_by_real_steps(plan_file):
-    found = run_json("verify", str(plan_file), GPT, "--optimizer", "adamw")
+    record = run_json("verify", str(plan_file), GPT, "--optimizer", "adamw")
 
-    assert found["identical"] and found["within_budget"]
-    assert found["measured_peak_bytes"] <= found["budget_bytes"]
+    assert record["identical"] and record["within_budget"]
+    assert record["measured_peak_bytes"] <= record["budget_bytes"]
 
 
 def test_a_plan_that_does_not_hold_is_an_error(plan_file, monkeypatch):
@@ -377,16 +376,16 @@ def test_a_plan_that_does_not_hold_is_an_error(plan_file, monkeypatch):
     )
     monkeypatch.setattr(autosac, "verify", lambda *_, **__: broken)
 
-    found = run_json("verify", str(plan_file), GPT, "--optimizer", "adamw", code=1)
+    record = run_json("verify", str(plan_file), GPT, "--optimizer", "adamw", code=1)
 
-    assert not found["identical"] and not found["within_budget"]
+    assert not record["identical"] and not record["within_budget"]
 
 
 def test_another_model_does_not_take_the_plan(plan_file):
-    found = run("verify", str(plan_file), "tests.factories:named")
+    result = run("verify", str(plan_file), "tests.factories:named")
 
-    assert found.exit_code == cli.EXIT_ERROR
-    assert "made for another model" in found.stderr
+    assert result.exit_code == cli.EXIT_ERROR
+    assert "made for another model" in result.stderr
 
 
 def test_a_report_needs_only_the_file_and_takes_the_model(plan_file, tmp_path):
@@ -404,24 +403,24 @@ def test_a_report_needs_only_the_file_and_takes_the_model(plan_file, tmp_path):
 def test_a_broken_plan_file_is_an_error(tmp_path):
     (tmp_path / "plan.json").write_text("{}")
 
-    found = run("report", str(tmp_path / "plan.json"))
+    result = run("report", str(tmp_path / "plan.json"))
 
-    assert found.exit_code == cli.EXIT_ERROR
-    assert "is not a plan saved by autosac" in found.stderr
+    assert result.exit_code == cli.EXIT_ERROR
+    assert "is not a plan saved by autosac" in result.stderr
 
 
 def test_all_devices_are_listed():
-    found = run_json("devices")
+    printed = run_json("devices")
 
-    assert [record["name"] for record in found] == list(KNOWN_DEVICES)
-    assert found[1]["memory_bytes"] == KNOWN_DEVICES["h100"].memory_bytes
+    assert [record["name"] for record in printed] == list(KNOWN_DEVICES)
+    assert printed[1]["memory_bytes"] == KNOWN_DEVICES["h100"].memory_bytes
     assert "h100" in run("devices").stdout
 
 
 def test_calibration_says_what_was_measured():
-    found = run_json("calibrate", "tests.factories:named")
+    record = run_json("calibrate", "tests.factories:named")
 
-    assert found["measured"]["num_ops"] + found["cached"]["num_ops"] > 0
+    assert record["measured"]["num_ops"] + record["cached"]["num_ops"] > 0
     assert "distinct ops" in run("calibrate", "tests.factories:named").stdout
 
 
@@ -434,17 +433,17 @@ def test_a_grid_is_a_table_files_and_json(tmp_path):
     csv, parquet, picture = (tmp_path / f"x.{end}" for end in ("csv", "parquet", "png"))
     files = ("--csv", str(csv), "--parquet", str(parquet), "-o", str(picture))
 
-    found = run_json(*GRID, *files, "--directory", str(tmp_path / "cells"))
+    record = run_json(*GRID, *files, "--directory", str(tmp_path / "cells"))
     text = run(*GRID, "--directory", str(tmp_path / "cells"))
 
-    assert found["axes"] == ["layers", "device"]
+    assert record["axes"] == ["layers", "device"]
     cells = [
-        (row["layers"], row["device"], row["planned_for"]) for row in found["rows"]
+        (row["layers"], row["device"], row["planned_for"]) for row in record["rows"]
     ]
     assert cells == [
         (n, device, device) for n in (2, 3) for device in ("cpu", "h100") for _ in "ab"
     ]
-    assert all(row["status"] == "planned" for row in found["rows"])
+    assert all(row["status"] == "planned" for row in record["rows"])
     assert len(csv.read_text().splitlines()) == 9
     assert parquet.read_bytes().startswith(b"PAR1")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -497,10 +496,10 @@ def test_a_grid_without_any_plan_has_an_exit_code():
     ],
 )
 def test_what_no_grid_can_mean_is_a_matter_of_usage(arguments, match):
-    found = run("sweep", GPT, *arguments)
+    result = run("sweep", GPT, *arguments)
 
-    assert found.exit_code == cli.EXIT_USAGE, found.output
-    assert match in " ".join(found.stderr.split())
+    assert result.exit_code == cli.EXIT_USAGE, result.output
+    assert match in " ".join(result.stderr.split())
 
 
 def test_values_of_a_grid_are_read_as_settings_are():
@@ -513,10 +512,10 @@ def test_values_of_a_grid_are_read_as_settings_are():
 
 def test_a_factory_of_several_batches_is_planned_for_all(tmp_path):
     path = tmp_path / "plan.json"
-    found = run("plan", "tests.factories:rows", "-b", "1GiB", "-o", str(path))
+    result = run("plan", "tests.factories:rows", "-b", "1GiB", "-o", str(path))
 
-    assert found.exit_code == 0
-    assert found.stdout.count("\nbatches ") == 2
+    assert result.exit_code == 0
+    assert result.stdout.count("\nbatches ") == 2
     loaded = autosac.Plan.load(path)
     assert [one.num_batches for one in loaded.variants] == [2, 1]
 

@@ -36,12 +36,12 @@ def gpt():
     return CASES["gpt"].profile(torch.optim.AdamW)
 
 
-def figures(made):
-    return made.op_ms, [op.workspace_bytes for op in made.tape.ops]
+def figures(traced):
+    return traced.op_ms, [op.workspace_bytes for op in traced.tape.ops]
 
 
-def num_distinct(made):
-    return len({op.signature for op in made.tape.ops if not op.is_view})
+def num_distinct(traced):
+    return len({op.signature for op in traced.tape.ops if not op.is_view})
 
 
 # --- the table on disk ----------------------------------------------------------------
@@ -87,11 +87,11 @@ def test_refresh_measures_again_and_replaces(gpt, cache):
     file.write_text(json.dumps(record))
     assert min(ms for ms in autosac.calibrate(gpt).op_ms if ms) == 1e9
 
-    made = autosac.calibrate(gpt, refresh=True)
+    traced = autosac.calibrate(gpt, refresh=True)
 
-    assert made.calibration.measured.num_ops == num_distinct(gpt)
-    assert max(made.op_ms) < 1e9
-    assert figures(autosac.calibrate(gpt)) == figures(made)
+    assert traced.calibration.measured.num_ops == num_distinct(gpt)
+    assert max(traced.op_ms) < 1e9
+    assert figures(autosac.calibrate(gpt)) == figures(traced)
 
 
 def test_what_runs_disagreed_on_is_measured_again(gpt, cache, monkeypatch):
@@ -103,11 +103,11 @@ def test_what_runs_disagreed_on_is_measured_again(gpt, cache, monkeypatch):
     record["ops"][name] = [1e9, 7, 1e9]  # a slow run, and one yet slower
     file.write_text(json.dumps(record))
 
-    made = autosac.calibrate(gpt)
+    traced = autosac.calibrate(gpt)
 
-    assert made.calibration.measured.num_ops == 1
-    assert made.calibration.cached.num_ops == len(others)
-    assert max(made.op_ms) < 1e9
+    assert traced.calibration.measured.num_ops == 1
+    assert traced.calibration.cached.num_ops == len(others)
+    assert max(traced.op_ms) < 1e9
     assert autosac.calibrate(gpt).calibration.measured.num_ops == 0
 
 
@@ -141,35 +141,35 @@ def test_two_measurements_that_agree_are_believed():
     ],
 )
 def test_a_damaged_table_is_replaced_with_one_warning(text, cache):
-    made = autosac.profile(nn.Linear(4, 4), torch.randn(2, 4))
+    traced = autosac.profile(nn.Linear(4, 4), torch.randn(2, 4))
     cache.mkdir()
     file = caching.path_of(caching.environment(CPU))
     file.write_text(text)
 
     with pytest.warns(UserWarning, match="damaged") as caught:
-        measured = autosac.calibrate(made)
+        measured = autosac.calibrate(traced)
 
     assert len(caught) == 1
-    assert measured.calibration.measured.num_ops == num_distinct(made)
-    assert autosac.calibrate(made).calibration.cached.num_ops == num_distinct(made)
+    assert measured.calibration.measured.num_ops == num_distinct(traced)
+    assert autosac.calibrate(traced).calibration.cached.num_ops == num_distinct(traced)
 
 
 def test_a_table_of_another_format_is_replaced(cache):
-    made = autosac.profile(nn.Linear(4, 4), torch.randn(2, 4))
+    traced = autosac.profile(nn.Linear(4, 4), torch.randn(2, 4))
     cache.mkdir()
     caching.path_of(caching.environment(CPU)).write_text('{"format": 0, "ops": {}}')
 
-    autosac.calibrate(made)
+    autosac.calibrate(traced)
 
-    assert autosac.calibrate(made).calibration.cached.num_ops == num_distinct(made)
+    assert autosac.calibrate(traced).calibration.cached.num_ops == num_distinct(traced)
 
 
 def test_a_table_that_cannot_be_written_costs_one_warning(cache):
-    made = autosac.profile(nn.Linear(4, 4), torch.randn(2, 4))
+    traced = autosac.profile(nn.Linear(4, 4), torch.randn(2, 4))
     cache.write_text("a file where the directory should be")
 
     with pytest.warns(UserWarning, match="cannot be written") as caught:
-        measured = autosac.calibrate(made)
+        measured = autosac.calibrate(traced)
 
     assert len(caught) == 1
     assert measured.calibration.measured_fraction == 1.0
@@ -309,10 +309,10 @@ def test_texts_are_the_same_in_every_process(gpt):
     assert len(set(texts)) == len(ops)
 
     for seed in "12":
-        found = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", _TEXTS],
             capture_output=True,
             text=True,
             env={**os.environ, "PYTHONHASHSEED": seed},
         )
-        assert found.stdout.splitlines() == texts, found.stderr
+        assert result.stdout.splitlines() == texts, result.stderr

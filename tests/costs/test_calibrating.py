@@ -25,36 +25,36 @@ def _sizes(made_bytes):
     return OpSizes(moved_bytes=2 * made_bytes, made_bytes=made_bytes)
 
 
-def num_distinct(made):
-    return len({op.signature for op in made.tape.ops if not op.is_view})
+def num_distinct(traced):
+    return len({op.signature for op in traced.tape.ops if not op.is_view})
 
 
 # --- what is measured -----------------------------------------------------------------
 
 
 def test_a_profile_knows_what_is_modelled(gpt):
-    found = gpt.calibration
+    calibration = gpt.calibration
 
     assert not gpt.calibrated
-    assert found.modelled.num_ops == num_distinct(gpt)
-    assert found.modelled.ms == pytest.approx(gpt.baseline_ms)
-    assert found.measured.num_ops == found.cached.num_ops == 0
-    assert found.measured_fraction == 0.0
-    assert {reason for _, reason in found.modelled_ops} == {"not calibrated"}
+    assert calibration.modelled.num_ops == num_distinct(gpt)
+    assert calibration.modelled.ms == pytest.approx(gpt.baseline_ms)
+    assert calibration.measured.num_ops == calibration.cached.num_ops == 0
+    assert calibration.measured_fraction == 0.0
+    assert {reason for _, reason in calibration.modelled_ops} == {"not calibrated"}
 
 
 def test_a_calibrated_profile_knows_what_was_measured(gpt):
-    made = autosac.calibrate(gpt, cache=False)
-    found = made.calibration
+    traced = autosac.calibrate(gpt, cache=False)
+    calibration = traced.calibration
 
-    assert made.calibrated
-    assert found.measured.num_ops == num_distinct(gpt)
-    assert found.measured.ms == pytest.approx(made.baseline_ms)
-    assert found.measured.workspace_bytes > 0
-    assert found.modelled.num_ops == found.cached.num_ops == 0
-    assert found.modelled_ops == ()
-    assert found.measured_fraction == 1.0
-    assert "measured" in str(found)
+    assert traced.calibrated
+    assert calibration.measured.num_ops == num_distinct(gpt)
+    assert calibration.measured.ms == pytest.approx(traced.baseline_ms)
+    assert calibration.measured.workspace_bytes > 0
+    assert calibration.modelled.num_ops == calibration.cached.num_ops == 0
+    assert calibration.modelled_ops == ()
+    assert calibration.measured_fraction == 1.0
+    assert "measured" in str(calibration)
 
 
 class Doubled(nn.Module):
@@ -81,17 +81,17 @@ picky.register_autograd(lambda ctx, grad: grad)
 
 def test_an_op_that_does_not_run_keeps_its_model_and_is_named():
     traced = autosac.profile(Doubled(), torch.randn(3, 4))
-    made = autosac.calibrate(traced)
-    found = made.calibration
+    calibrated = autosac.calibrate(traced)
+    calibration = calibrated.calibration
 
-    ((name, reason),) = found.modelled_ops
+    ((name, reason),) = calibration.modelled_ops
     assert name == "autosac_tests.picky.default"
     assert reason == "it fails on made-up data: ValueError: this data was made up"
-    assert name in str(found) and reason in str(found)
-    assert found.modelled.num_ops == 1
-    assert 0.0 < found.measured_fraction < 1.0
-    index = [op.name for op in made.tape.ops].index(name)
-    assert made.op_ms[index] == traced.op_ms[index]
+    assert name in str(calibration) and reason in str(calibration)
+    assert calibration.modelled.num_ops == 1
+    assert 0.0 < calibration.measured_fraction < 1.0
+    index = [op.name for op in calibrated.tape.ops].index(name)
+    assert calibrated.op_ms[index] == traced.op_ms[index]
 
 
 def test_the_report_of_a_plan_says_how_much_was_measured(gpt):
@@ -126,9 +126,9 @@ def test_an_op_runs_until_two_times_agree(times, least_ms, spread, runs, monkeyp
     left = iter(times[1:])
     monkeypatch.setattr(timing, "_run_ms", lambda *_: next(left))
 
-    found = timing._timing(lambda: None, torch.device("cpu"), times[0])
+    observed = timing._timing(lambda: None, torch.device("cpu"), times[0])
 
-    assert found == (least_ms, pytest.approx(spread))
+    assert observed == (least_ms, pytest.approx(spread))
     assert len(list(left)) == len(times) - runs
 
 
@@ -145,10 +145,10 @@ def test_an_op_larger_than_memory_is_not_run(monkeypatch):
     monkeypatch.setattr(timing, "available_bytes", lambda device: 1000)
     small, large = (signature(aten.neg.default, [torch.ones(n)], {}) for n in (9, 999))
 
-    found = measure_ops({small: _sizes(36), large: _sizes(3996)}, device=CPU)
+    measurements = measure_ops({small: _sizes(36), large: _sizes(3996)}, device=CPU)
 
-    assert list(found.costs) == [small]
-    assert found.failures == {large: "it needs 7.8 KiB, 1000 B are free"}
+    assert list(measurements.costs) == [small]
+    assert measurements.failures == {large: "it needs 7.8 KiB, 1000 B are free"}
 
 
 def test_memory_that_is_free_is_known_here():
@@ -168,12 +168,12 @@ def test_a_workspace_is_what_a_kernel_allocates_and_frees():
     neg = signature(aten.neg.default, [x], {})
     wide = signature(torch.ops.autosac_tests.roomy.default, [x], {})
 
-    found = measure_ops({neg: _sizes(400), wide: _sizes(400)}, device=CPU).costs
+    costs = measure_ops({neg: _sizes(400), wide: _sizes(400)}, device=CPU).costs
 
     # 4000 bytes are gone before 400 are returned.
-    assert found[neg].workspace_bytes == 0
-    assert found[wide].workspace_bytes == 4000 - 400
-    assert found[neg].runtime_ms > 0.0
+    assert costs[neg].workspace_bytes == 0
+    assert costs[wide].workspace_bytes == 4000 - 400
+    assert costs[neg].runtime_ms > 0.0
 
 
 @torch.library.custom_op("autosac_tests::generous", mutates_args=())
@@ -185,9 +185,9 @@ def test_what_a_kernel_returns_beyond_its_fake_one_is_workspace():
     x = torch.ones(100)
     call = signature(torch.ops.autosac_tests.generous.default, [x], {})
 
-    found = measure_ops({call: _sizes(400)}, device=CPU).costs
+    costs = measure_ops({call: _sizes(400)}, device=CPU).costs
 
-    assert found[call].workspace_bytes == 400
+    assert costs[call].workspace_bytes == 400
 
 
 # --- made-up data ---------------------------------------------------------------------
@@ -281,9 +281,11 @@ def test_ops_with_arguments_that_must_fit_each_other_run(name):
     model = make_model()
     model(*(inputs if isinstance(inputs, tuple) else (inputs,)))  # lazy modules
 
-    found = autosac.calibrate(autosac.profile(model, inputs), cache=False).calibration
+    calibration = autosac.calibrate(
+        autosac.profile(model, inputs), cache=False
+    ).calibration
 
-    assert found.modelled_ops == ()
+    assert calibration.modelled_ops == ()
 
 
 def test_indices_are_spread_and_valid():
@@ -302,9 +304,9 @@ def test_bytes_of_a_forward_kernel_are_not_made_up():
     nothing = Layout((0,), (1,), torch.uint8)
     call = Signature(aten.neg.default, (nothing,), ())
 
-    found = measure_ops({call: _sizes(0)}, device=CPU)
+    measurements = measure_ops({call: _sizes(0)}, device=CPU)
 
-    assert "forward kernel" in found.failures[call]
+    assert "forward kernel" in measurements.failures[call]
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_521, 200_000])

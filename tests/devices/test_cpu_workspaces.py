@@ -76,14 +76,14 @@ def _calls(name, dtype, last):
     yield _call(aten.convolution.default, forward, [result])
     for gradient, mask in itertools.product([result, result.contiguous()], MASKS):
         backward = (gradient, images, weight, [result.shape[1]], *options, mask)
-        made = [images, weight, torch.empty(result.shape[1], dtype=dtype)]
-        kept = [tensor for tensor, asked in zip(made, mask, strict=True) if asked]
+        observed = [images, weight, torch.empty(result.shape[1], dtype=dtype)]
+        kept = [tensor for tensor, asked in zip(observed, mask, strict=True) if asked]
         yield _call(aten.convolution_backward.default, backward, kept)
 
 
-def _call(op, args, made):
+def _call(op, args, traced):
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    made_bytes = sum(t.nbytes for t in made)
+    made_bytes = sum(t.nbytes for t in traced)
     moved_bytes = made_bytes + sum(t.nbytes for t in tensors)
     sizes = OpSizes(moved_bytes=moved_bytes, made_bytes=made_bytes)
     return signature(op, args, {}), sizes, cpu_workspaces.op_bytes(op, args)
@@ -97,13 +97,13 @@ def test_workspaces_of_convolutions_are_those_of_the_allocator(dtype, last):
         for call, sizes, modelled in _calls(name, dtype, last):
             calls[call] = (name, sizes, modelled)
 
-    found = measure_ops(
+    measurements = measure_ops(
         {call: sizes for call, (_, sizes, _) in calls.items()}, device=CPU
     )
 
     wrong = {}
     for call, (name, sizes, modelled) in calls.items():
-        measured = found.costs[call].workspace_bytes
+        measured = measurements.costs[call].workspace_bytes
         if abs(modelled - measured) > 0.1 * (sizes.moved_bytes + measured):
             wrong[name, call.args[-1]] = (modelled, measured)
     assert len(calls) > 50 and wrong == {}
@@ -124,11 +124,15 @@ def test_workspaces_of_products_are_those_of_the_allocator(dtype, transposed):
     for size, inner, width in PRODUCTS:
         left = torch.randn((inner, size) if transposed else (size, inner)).to(dtype)
         args = (left.T if transposed else left, torch.randn(inner, width).to(dtype))
-        made = [torch.empty(size, width, dtype=dtype)]
-        call, sizes, modelled = _call(aten.mm.default, args, made)
+        observed = [torch.empty(size, width, dtype=dtype)]
+        call, sizes, modelled = _call(aten.mm.default, args, observed)
         calls[call] = (sizes, modelled)
 
-    found = measure_ops({call: sizes for call, (sizes, _) in calls.items()}, device=CPU)
+    measurements = measure_ops(
+        {call: sizes for call, (sizes, _) in calls.items()}, device=CPU
+    )
 
     for call, (_, modelled) in calls.items():
-        assert modelled == pytest.approx(found.costs[call].workspace_bytes, rel=0.1)
+        assert modelled == pytest.approx(
+            measurements.costs[call].workspace_bytes, rel=0.1
+        )

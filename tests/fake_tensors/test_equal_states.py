@@ -53,11 +53,11 @@ def test_the_tape_is_that_of_states_made_one_by_one(
     make_optimizer, device, in_backward, monkeypatch
 ):
     how = {"device": device, "in_backward": in_backward}
-    found = trace(make_optimizer, **how)
+    tape = trace(make_optimizer, **how)
 
     monkeypatch.setattr(EqualStates, "like", lambda *_: None)
 
-    assert found == trace(make_optimizer, **how)
+    assert tape == trace(make_optimizer, **how)
 
 
 def test_a_gradient_of_another_layout_is_another_kind():
@@ -82,49 +82,51 @@ def test_groups_with_other_options_have_states_of_their_own(monkeypatch):
         ]
         return optim.AdamW(groups, lr=1e-3)
 
-    found = trace(by_group, in_backward=False)
+    tape = trace(by_group, in_backward=False)
     monkeypatch.setattr(EqualStates, "like", lambda *_: None)
 
-    assert found == trace(by_group, in_backward=False)
-    state_bytes = [s.nbytes for s in found.storages if s.category == "optimizer"]
+    assert tape == trace(by_group, in_backward=False)
+    state_bytes = [s.nbytes for s in tape.storages if s.category == "optimizer"]
     # step and two moments of everything, and the largest second one of the first four
     assert len(state_bytes) == 3 * 8 + 4
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_a_state_is_made_by_a_step_once_for_each_kind(in_backward, monkeypatch):
-    learn, made = EqualStates.learn, []
+    learn, built = EqualStates.learn, []
 
     def noted(self, kind, state):
-        made.append(kind)
+        built.append(kind)
         learn(self, kind, state)
 
     monkeypatch.setattr(EqualStates, "learn", noted)
     trace(optim.AdamW, in_backward=in_backward)
 
-    assert len(made) == len(set(made)) == 2  # weights, biases
+    assert len(built) == len(set(built)) == 2  # weights, biases
 
 
 @pytest.mark.parametrize("make_optimizer", [Counting, hooked])
 def test_what_may_keep_more_than_its_state_makes_each_by_a_step(
     make_optimizer, monkeypatch
 ):
-    made = []
+    tape = []
     monkeypatch.setattr(
-        EqualStates, "learn", lambda _, kind, state: made.append((kind, len(state)))
+        EqualStates, "learn", lambda _, kind, state: tape.append((kind, len(state)))
     )
     trace(make_optimizer)
 
-    assert made == [(None, 3)] * 8  # step and two moments of every parameter
+    assert tape == [(None, 3)] * 8  # step and two moments of every parameter
 
 
 def test_hooks_on_all_optimizers_make_each_state_by_a_step(monkeypatch):
-    made = []
-    monkeypatch.setattr(EqualStates, "learn", lambda _, kind, state: made.append(kind))
+    observed = []
+    monkeypatch.setattr(
+        EqualStates, "learn", lambda _, kind, state: observed.append(kind)
+    )
     hook = register_optimizer_step_post_hook(lambda *_: None)
     try:
         trace(optim.AdamW)
     finally:
         hook.remove()
 
-    assert made == [None] * 8
+    assert observed == [None] * 8

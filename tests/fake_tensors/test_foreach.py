@@ -44,11 +44,11 @@ def test_results_are_those_of_the_whole_call_each_with_its_own_memory(func, rest
         with mode:
             return func(*args)
 
-    found = run_distinct(mode, func, (items, *rest), {}, run)
+    results = run_distinct(mode, func, (items, *rest), {}, run)
 
     assert lengths[0] < len(items)
-    assert layouts(found) == layouts(expected)
-    assert len({r.untyped_storage()._cdata for r in found}) == len(items)
+    assert layouts(results) == layouts(expected)
+    assert len({r.untyped_storage()._cdata for r in results}) == len(items)
 
 
 def test_items_that_go_together_are_told_apart_by_every_list():
@@ -62,9 +62,9 @@ def test_items_that_go_together_are_told_apart_by_every_list():
         with mode:
             return aten._foreach_add.List(*args)
 
-    found = run_distinct(mode, aten._foreach_add.List, (left, right), {}, run)
+    results = run_distinct(mode, aten._foreach_add.List, (left, right), {}, run)
 
-    assert [r.dtype for r in found] == [torch.float32, torch.float32, torch.float64]
+    assert [r.dtype for r in results] == [torch.float32, torch.float32, torch.float64]
 
 
 def test_other_ops_on_lists_run_as_they_are():

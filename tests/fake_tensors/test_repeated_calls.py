@@ -71,14 +71,16 @@ def test_a_repeated_call_gives_what_the_fake_kernel_gives(func, rest, mode):
     tensor = fake(mode, 4, 8)
 
     call, tensors = ask(calls, func, tensor, *rest)
-    found = calls.repeat(call, func, (tensor, *rest), {}, tensors)
+    repeated = calls.repeat(call, func, (tensor, *rest), {}, tensors)
     with mode:
         expected = func(tensor, *rest)
 
-    several = isinstance(found, (list, tuple))
-    assert type(found) is type(expected)
+    several = isinstance(repeated, (list, tuple))
+    assert type(repeated) is type(expected)
     for a, b in zip(
-        found if several else [found], expected if several else [expected], strict=True
+        repeated if several else [repeated],
+        expected if several else [expected],
+        strict=True,
     ):
         assert layout(a) == layout(b)
         assert (a is tensor) == (b is tensor)
@@ -109,11 +111,11 @@ def test_a_repeated_call_on_real_tensors_too_gives_what_the_fake_kernel_gives(
     assert ask(calls, func, *args())[0] is None
     given = args()
     call, tensors = ask(calls, func, *given)
-    found = calls.repeat(call, func, given, {}, tensors)
+    repeated = calls.repeat(call, func, given, {}, tensors)
     with mode:
         expected = func(*given)
 
-    for a, b in zip(tensors_in((found,)), tensors_in((expected,)), strict=True):
+    for a, b in zip(tensors_in((repeated,)), tensors_in((expected,)), strict=True):
         assert layout(a) == layout(b)
 
 
@@ -138,29 +140,29 @@ def test_a_meta_kernel_gives_what_the_fake_kernel_gives(
     func, sizes, rest, transposed, mode
 ):
     def args():
-        found = [fake(mode, *size) for size in sizes]
+        result = [fake(mode, *size) for size in sizes]
         if func is aten.where.self:
-            found[0] = fake(mode, *sizes[0], dtype=torch.bool)
+            result[0] = fake(mode, *sizes[0], dtype=torch.bool)
         if transposed:
             with mode:
-                found = [
+                result = [
                     torch.empty(t.shape[::-1], dtype=t.dtype).permute(
                         tuple(reversed(range(t.dim())))
                     )
-                    for t in found
+                    for t in result
                 ]
-        return (*found, *rest)
+        return (*result, *rest)
 
     given = args()
-    found = run_op(func, given, {}, [a for a in given if isinstance(a, torch.Tensor)])
+    result = run_op(func, given, {}, [a for a in given if isinstance(a, torch.Tensor)])
     same = args()
     with mode:
         expected = func(*same)
 
-    pairs = zip(tensors_in((found,)), tensors_in((expected,)), strict=True)
+    pairs = zip(tensors_in((result,)), tensors_in((expected,)), strict=True)
     for a, b in pairs:
         assert layout(a) == layout(b)
-    assert (found is given[0]) == (expected is same[0])
+    assert (result is given[0]) == (expected is same[0])
 
 
 LABELS = torch.arange(4)  # a real tensor
@@ -229,22 +231,24 @@ def test_layouts_of_meta_kernels_are_those_of_fake_kernels(
             return value
         with mode:
             size = value[0][::-1] if transposed else value[0]
-            found = torch.empty(size, dtype=dtype)
-            order = tuple(reversed(range(found.dim())))
-            return found.permute(order) if transposed else found
+            result = torch.empty(size, dtype=dtype)
+            order = tuple(reversed(range(result.dim())))
+            return result.permute(order) if transposed else result
 
     func, *rest = call
     kwargs = rest.pop() if isinstance(rest[-1], dict) else {}
     args = tuple(map(argument, rest))
-    found = run_op(func, args, kwargs, [a for a in args if isinstance(a, torch.Tensor)])
+    result = run_op(
+        func, args, kwargs, [a for a in args if isinstance(a, torch.Tensor)]
+    )
     with mode:
         expected = real_layouts.on_cpu(func, args, func(*args, **kwargs))
 
-    found, expected = (
-        [x] if isinstance(x, torch.Tensor) else x for x in (found, expected)
+    result, expected = (
+        [x] if isinstance(x, torch.Tensor) else x for x in (result, expected)
     )
-    assert [t is None for t in found] == [t is None for t in expected]
-    pairs = zip(tensors_in(found), tensors_in(expected), strict=True)
+    assert [t is None for t in result] == [t is None for t in expected]
+    pairs = zip(tensors_in(result), tensors_in(expected), strict=True)
     for a, b in pairs:
         assert layout(a) == layout(b)
 
@@ -270,8 +274,8 @@ def test_a_repeated_call_on_real_tensors_alone_is_run_for_real(mode):
     call = calls.find(key, func, (second, 0), {}, tensors)
 
     with mode:
-        found = calls.repeat(call, func, (second, 0), {}, tensors)
-    assert found.tolist() == [0, 1, 3, 6]
+        repeated = calls.repeat(call, func, (second, 0), {}, tensors)
+    assert repeated.tolist() == [0, 1, 3, 6]
 
 
 ELEMENTWISE = [
@@ -303,14 +307,14 @@ def test_an_elementwise_call_is_known_for_all_sizes(
     given = tensors(*size)
 
     call, inputs = ask(calls, func, *given, *rest, **kwargs)
-    found = calls.repeat(call, func, (*given, *rest), kwargs, inputs)
+    repeated = calls.repeat(call, func, (*given, *rest), kwargs, inputs)
     with mode:
         expected = func(*tensors(*size), *rest, **kwargs)
 
-    assert layout(found) == layout(expected)
+    assert layout(repeated) == layout(expected)
     storages = [tensor.untyped_storage()._cdata for tensor in given]
     is_in_place = func._schema.name.endswith("_")
-    assert (found.untyped_storage()._cdata in storages) == is_in_place
+    assert (repeated.untyped_storage()._cdata in storages) == is_in_place
 
 
 @pytest.mark.parametrize(
@@ -425,9 +429,9 @@ def test_a_result_that_may_be_either_of_two_arguments_is_not_repeated(mode):
 def test_a_tape_without_repeated_calls_is_the_same(case, monkeypatch):
     known = case.profile(torch.optim.AdamW).tape
     monkeypatch.setattr(RepeatedCalls, "find", lambda self, *call: None)
-    made = case.profile(torch.optim.AdamW).tape
+    tape = case.profile(torch.optim.AdamW).tape
 
-    assert known.ops == made.ops
-    assert known.storages == made.storages
-    assert known.saved == made.saved
-    assert known.calls == made.calls
+    assert known.ops == tape.ops
+    assert known.storages == tape.storages
+    assert known.saved == tape.saved
+    assert known.calls == tape.calls

@@ -130,8 +130,8 @@ def test_training_under_a_budget_is_the_same_and_keeps_it(
     assert budget.plan.policy
     assert len(planned.losses) == len(plain.losses) >= 3
     assert all(map(torch.equal, planned.losses, plain.losses))
-    found, expected = planned.model.state_dict(), plain.model.state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    observed, expected = planned.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(observed[name], expected[name]) for name in expected)
     assert max(planned.peaks) <= budget.memory_budget < max(plain.peaks)
     # Beside what is planned: the batches that are fetched ahead, and some scalars.
     num_ahead = options.get("gradient_accumulation_steps", 1)

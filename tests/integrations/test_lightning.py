@@ -158,8 +158,8 @@ def test_training_under_a_budget_is_the_same_and_keeps_it(module, options):
     assert budget.plan.policy
     assert len(planned.losses) == len(plain.losses) >= 3
     assert all(map(torch.equal, planned.losses, plain.losses))
-    found, expected = planned.state_dict(), plain.state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    observed, expected = planned.state_dict(), plain.state_dict()
+    assert all(torch.equal(observed[name], expected[name]) for name in expected)
     assert max(peaks) <= budget.memory_budget < max(plain_peaks)
     assert abs(max(unplanned_peaks) - ample.plan.peak_bytes) < 1024  # scalars
 

@@ -33,10 +33,10 @@ def old_cudnn(monkeypatch):
     monkeypatch.setattr(attention_choice, "cudnn_version", lambda: 91002)
 
 
-def names(made, *phases):
+def names(traced, *phases):
     """Names of the ops of a profile that do some work."""
     chosen = phases or ("forward",)
-    return [op.name for op in made.tape.ops if op.phase in chosen and not op.is_view]
+    return [op.name for op in traced.tape.ops if op.phase in chosen and not op.is_view]
 
 
 # --- optimizers -------------------------------------------------------------------
@@ -47,8 +47,8 @@ def small(**options):
     return model, torch.optim.AdamW(model.parameters(), **options)
 
 
-def optimizer_bytes(made):
-    storages = made.tape.storages
+def optimizer_bytes(traced):
+    storages = traced.tape.storages
     return sum(s.nbytes for s in storages if s.category == "optimizer")
 
 
@@ -60,12 +60,12 @@ def test_optimizers_step_with_foreach_kernels(warm):
         optimizer.step()
     before = [dict(group) for group in optimizer.param_groups]
 
-    made = profile(model, torch.zeros(2, 64), optimizer=optimizer, device=A100)
+    traced = profile(model, torch.zeros(2, 64), optimizer=optimizer, device=A100)
 
-    assert "aten._foreach_addcdiv_.ScalarList" in names(made, "optimizer")
+    assert "aten._foreach_addcdiv_.ScalarList" in names(traced, "optimizer")
     assert [dict(group) for group in optimizer.param_groups] == before
     # Two moments of 64 x 64 and 64 float32 numbers; the steps lie on the CPU.
-    assert optimizer_bytes(made) == 2 * 2 * 4 * (64 * 64 + 128)
+    assert optimizer_bytes(traced) == 2 * 2 * 4 * (64 * 64 + 128)
 
 
 def test_options_of_an_optimizer_are_honoured():
@@ -83,9 +83,9 @@ def test_options_of_an_optimizer_are_honoured():
 def test_gradients_are_clipped_with_foreach_kernels():
     model, _ = small()
 
-    made = profile(model, torch.zeros(2, 64), clip_grad_norm=1.0, device=A100)
+    traced = profile(model, torch.zeros(2, 64), clip_grad_norm=1.0, device=A100)
 
-    norms = [op for op in made.tape.ops if op.name == "aten._foreach_norm.Scalar"]
+    norms = [op for op in traced.tape.ops if op.name == "aten._foreach_norm.Scalar"]
     # One float32 number for each chunk of each of four gradients, in one block.
     assert [op.workspace_bytes for op in norms] == [512]
 
@@ -95,31 +95,31 @@ def test_other_optimizers_step_too(kind):
     make = getattr(torch.optim, kind)
     model = CASES["mlp"].model()
 
-    made = profile(model, CASES["mlp"].inputs(), optimizer=make, device=A100)
-    chosen = random_choice(made, 0)
+    traced = profile(model, CASES["mlp"].inputs(), optimizer=make, device=A100)
+    chosen = random_choice(traced, 0)
 
-    assert any("_foreach" in name for name in names(made, "optimizer"))
-    assert not _difference(made, chosen)
+    assert any("_foreach" in name for name in names(traced, "optimizer"))
+    assert not _difference(traced, chosen)
 
 
 def test_optimizers_in_backward_keep_their_steps_on_the_cpu():
     model, _ = small()
     optimizer = autosac.OptimizerInBackward(model.parameters(), torch.optim.AdamW)
 
-    made = profile(model, torch.zeros(2, 64), optimizer=optimizer, device=A100)
+    traced = profile(model, torch.zeros(2, 64), optimizer=optimizer, device=A100)
 
-    assert optimizer_bytes(made) == 2 * 2 * 4 * (64 * 64 + 128)
+    assert optimizer_bytes(traced) == 2 * 2 * 4 * (64 * 64 + 128)
 
 
 # --- the account ------------------------------------------------------------------
 
 
 def test_blocks_are_multiples_of_512_bytes():
-    made = CASES["gpt"].profile()
+    traced = CASES["gpt"].profile()
     on_gpu = profile(CASES["gpt"].model(), CASES["gpt"].inputs(), device=A100)
 
     assert all(s.nbytes % 512 == 0 for s in on_gpu.tape.storages)
-    assert any(s.nbytes % 512 for s in made.tape.storages)
+    assert any(s.nbytes % 512 for s in traced.tape.storages)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_forward_and_backward_hold_a_workspace_for_matrix_products(device, nbyte
 
 def test_counts_what_backward_kernels_allocate():
     model = nn.Sequential(nn.Embedding(1000, 64), Attention(64, 4)).bfloat16()
-    made = profile(model, torch.zeros(2, 2048, dtype=torch.long), device=A100)
-    work = {op.name: op.workspace_bytes for op in made.tape.ops if op.workspace_bytes}
+    traced = profile(model, torch.zeros(2, 2048, dtype=torch.long), device=A100)
+    work = {op.name: op.workspace_bytes for op in traced.tape.ops if op.workspace_bytes}
 
     # Flash attention, 2 x 4 heads of 2048 rows and 16 columns that become 32: their
     # gradient and the sums of their rows, in float32; the gradient of a sum is expanded
@@ -161,13 +161,13 @@ def test_group_norm_copies_images_that_are_channels_last_where_the_gpu_does():
     images = torch.zeros(2, 8, 16, 16).to(memory_format=torch.channels_last)
     model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8))
     model.to(memory_format=torch.channels_last)
-    made = profile(model, images, loss_fn=torch.sum, device=A100)
+    traced = profile(model, images, loss_fn=torch.sum, device=A100)
     first = _compat_gpu.GROUP_NORM_COPIES_FIRST
     takes_any = _compat_gpu.GROUP_NORM_TAKES_CHANNELS_LAST
-    storages = made.tape.storages
+    storages = traced.tape.storages
 
     copied = {"forward": 0, "backward": 0}
-    for op in made.tape.ops:
+    for op in traced.tape.ops:
         if op.name == "aten.clone.default":
             copied[op.phase] += sum(storages[s].nbytes for s in op.creates)
         if "group_norm" in op.name:
@@ -185,9 +185,9 @@ def test_group_norm_copies_images_that_are_channels_last_where_the_gpu_does():
 def test_backward_reaches_every_parameter():
     model = CASES["gpt"].model()
 
-    made = profile(model, CASES["gpt"].inputs(), device=A100, autocast=BFLOAT16)
+    traced = profile(model, CASES["gpt"].inputs(), device=A100, autocast=BFLOAT16)
 
-    gradients = [s for s in made.tape.storages if s.category == "gradient"]
+    gradients = [s for s in traced.tape.storages if s.category == "gradient"]
     assert len(gradients) == len(list(model.parameters()))
 
 
@@ -202,7 +202,7 @@ each_model = pytest.mark.parametrize("name", ["gpt", "convolutions", "llama"])
 @pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)
 def test_a_dry_run_confirms_random_plans(name, device, autocast):
     case = CASES[name]
-    made = profile(
+    traced = profile(
         case.model(),
         case.inputs(),
         loss_fn=case.loss_fn,
@@ -212,8 +212,8 @@ def test_a_dry_run_confirms_random_plans(name, device, autocast):
     )
 
     for seed in range(3):
-        chosen = random_choice(made, seed)
-        assert not _difference(made, chosen)
+        chosen = random_choice(traced, seed)
+        assert not _difference(traced, chosen)
 
 
 def meta_gpt():
@@ -227,27 +227,27 @@ def test_plans_for_a_gpu_that_is_not_present():
     options = {"optimizer": torch.optim.AdamW, "loss_fn": next_token_loss(tokens)}
 
     ample = autosac.plan(model, tokens, memory_budget="80%", device="h100", **options)
-    made = profile(model, tokens, device="h100", **options)
-    tight = make_plan(made, (floor(made) + made.baseline_peak_bytes) // 2)
+    traced = profile(model, tokens, device="h100", **options)
+    tight = make_plan(traced, (floor(traced) + traced.baseline_peak_bytes) // 2)
 
     assert (ample.budget_bytes, ample.device) == (64 * 10**9, "h100")
     assert not ample.policy
     assert not ample.calibrated
-    assert floor(made) <= tight.peak_bytes <= tight.budget_bytes
+    assert floor(traced) <= tight.peak_bytes <= tight.budget_bytes
     assert any("native_dropout" in name for p in tight.op_policies for name in p.names)
     with pytest.raises(InfeasibleBudgetError):
-        make_plan(made, floor(made) - 1)
+        make_plan(traced, floor(traced) - 1)
 
 
 def test_budgets_hold_for_the_blocks_that_the_allocator_hands_out():
     tokens = torch.zeros(96, 128, dtype=torch.long)
-    made = profile(meta_gpt(), tokens, device="h100", optimizer=torch.optim.AdamW)
-    lowest, baseline = floor(made), made.baseline_peak_bytes
+    traced = profile(meta_gpt(), tokens, device="h100", optimizer=torch.optim.AdamW)
+    lowest, baseline = floor(traced), traced.baseline_peak_bytes
     # Blocks of 9.5 MiB stay whole: more is handed out than is asked for.
-    assert baseline > made.simulator.baseline.peak_bytes
+    assert baseline > traced.simulator.baseline.peak_bytes
 
     for budget in range(lowest, baseline, (baseline - lowest) // 3):
-        plan = make_plan(made, budget)
+        plan = make_plan(traced, budget)
 
         assert plan.peak_bytes <= budget
         assert sum(plan.composition.values()) == plan.peak_bytes
@@ -256,14 +256,14 @@ def test_budgets_hold_for_the_blocks_that_the_allocator_hands_out():
 
 def test_does_not_calibrate_what_is_not_present():
     model = nn.Linear(8, 8)
-    made = profile(model, torch.zeros(2, 8), device="a100")
+    traced = profile(model, torch.zeros(2, 8), device="a100")
 
-    assert not autosac.plan(made, memory_budget="1GiB").calibrated
+    assert not autosac.plan(traced, memory_budget="1GiB").calibrated
     assert not autosac.plan(
         model, torch.zeros(2, 8), memory_budget="1GiB", device="a100"
     ).calibrated
     with pytest.raises(ValueError, match="The profile is for a100"):
-        autosac.calibrate(made)
+        autosac.calibrate(traced)
 
 
 # --- nothing is changed, some things are refused ----------------------------------

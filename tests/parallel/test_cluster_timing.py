@@ -32,12 +32,12 @@ def _rank(rank, nodes, per_node, folder):
     asked = replace(
         cluster_spec("pcie-l40s", num_gpus=8), gpus_per_node=per_node, num_nodes=nodes
     )
-    found = autosac.calibrate_cluster(
+    measured = autosac.calibrate_cluster(
         asked, sizes_bytes=(4096, 2**18, 2**21), num_runs=3
     )
     with pytest.raises(ValueError) as refused:
         autosac.calibrate_cluster(replace(asked, num_nodes=7))
-    answer = [asdict(found.fabric), str(refused.value)]
+    answer = [asdict(measured.fabric), str(refused.value)]
     (folder / f"{rank}.json").write_text(json.dumps(answer))
     dist.destroy_process_group()
 
@@ -63,12 +63,12 @@ def test_ranks_measure_their_links_and_agree(tmp_path):
     asked = cluster_spec("pcie-l40s").fabric
 
     assert answers[0] == answers[1]
-    found = Fabric(**answers[0][0])
-    assert 1e6 < found.intra_bandwidth_bytes_per_s < 1e12
-    assert found.intra_bandwidth_bytes_per_s != asked.intra_bandwidth_bytes_per_s
-    assert 0.0 <= found.base_latency_ms + found.intra_latency_ms < 1e3
+    fabric = Fabric(**answers[0][0])
+    assert 1e6 < fabric.intra_bandwidth_bytes_per_s < 1e12
+    assert fabric.intra_bandwidth_bytes_per_s != asked.intra_bandwidth_bytes_per_s
+    assert 0.0 <= fabric.base_latency_ms + fabric.intra_latency_ms < 1e3
     # One node measures nothing between nodes.
-    assert found.inter_bandwidth_bytes_per_s == asked.inter_bandwidth_bytes_per_s
+    assert fabric.inter_bandwidth_bytes_per_s == asked.inter_bandwidth_bytes_per_s
     assert "`cluster` has 14 GPUs, and the process group 2 ranks" in answers[0][1]
 
 
@@ -78,9 +78,9 @@ def test_each_level_of_the_mesh_is_measured(tmp_path):
     asked = cluster_spec("pcie-l40s").fabric
 
     assert all(answer == answers[0] for answer in answers)
-    found = Fabric(**answers[0][0])
-    assert found.intra_bandwidth_bytes_per_s != asked.intra_bandwidth_bytes_per_s
-    assert found.inter_bandwidth_bytes_per_s != asked.inter_bandwidth_bytes_per_s
+    fabric = Fabric(**answers[0][0])
+    assert fabric.intra_bandwidth_bytes_per_s != asked.intra_bandwidth_bytes_per_s
+    assert fabric.inter_bandwidth_bytes_per_s != asked.inter_bandwidth_bytes_per_s
 
 
 @given(

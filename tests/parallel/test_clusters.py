@@ -39,8 +39,10 @@ def test_bandwidths_stay_below_the_data_sheets():
     peaks = {"hgx-h100": 450, "hgx-h200": 450, "hgx-b200": 900, "dgx-a100": 300}
 
     for name, peak in peaks.items():
-        found = cluster_spec(name).fabric.intra_bandwidth_bytes_per_s
-        assert 0.75 * peak <= found / 1e9 < peak
+        intra_bandwidth_bytes_per_s = cluster_spec(
+            name
+        ).fabric.intra_bandwidth_bytes_per_s
+        assert 0.75 * peak <= intra_bandwidth_bytes_per_s / 1e9 < peak
 
 
 def test_groups_of_hybrid_sharding():
@@ -84,10 +86,10 @@ def test_sharding_inside_a_node_never_gathers_slower(num_gpus, nbytes):
 
 def test_a_gather_of_one_gigabyte_on_eight_h100():
     spec = cluster_spec("hgx-h100")
-    found = spec.cost("all_gather", spec.shard_group(8), 10**9).ms(10**9)
+    time_ms = spec.cost("all_gather", spec.shard_group(8), 10**9).ms(10**9)
 
     # 7/8 GB at 370.8 GB/s, 8.4 us and seven steps of 3.4 us.
-    assert found == pytest.approx(875 / 370.8 + 0.0084 + 7 * 0.0034)
+    assert time_ms == pytest.approx(875 / 370.8 + 0.0084 + 7 * 0.0034)
 
 
 def test_replicas_reduce_only_their_shards():

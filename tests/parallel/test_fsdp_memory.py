@@ -11,8 +11,9 @@ from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.sharding import FsdpUnit, Sharding, fsdp_units
 from autosac.planning.spelling import spell_out
 from autosac.profiles.profile import calibrate, in_compute_dtype, profile
+from autosac.solvers.curves import knapsack
 from autosac.step.training_step import OptimizerInBackward
-from autosac.units.curves import save_problem, spell
+from autosac.units.curves import policy_of, save_problem
 from autosac.units.policies import Policy
 from benchmarks.ranks import Recipe, reference, run_fake_rank, run_gloo_ranks
 from tests.models import CASES, SMALL_GPT, gpt, random_choice, tokens
@@ -46,14 +47,14 @@ RECIPE = Recipe(make_model=wide_gpt, make_inputs=wide_tokens, loss_fn=squares)
 
 
 @pytest.fixture(scope="module")
-def made():
+def traced():
     """The step, with what kernels allocate inside themselves."""
     return calibrate(RECIPE.profile())
 
 
 @pytest.fixture(scope="module")
-def made_in_bf16(made):
-    return calibrate(in_compute_dtype(made, torch.bfloat16))
+def made_in_bf16(traced):
+    return calibrate(in_compute_dtype(traced, torch.bfloat16))
 
 
 def phase_peaks(ranks, timeline):
@@ -64,20 +65,16 @@ def phase_peaks(ranks, timeline):
     tape = ranks.tape
     ticks = timeline.keys // (PLACES * ranks.simulator.span)
     starts = [tape.phases[name] for name in PHASES] + [tape.num_ticks + 1]
-    found = {}
+    peaks = {}
     for name, start, end in zip(PHASES, starts, starts[1:], strict=False):
         inside = (ticks >= start) & (ticks < end)
         if inside.any():
-            found[name] = int(timeline.live_bytes[inside].max())
-    return found
+            peaks[name] = int(timeline.live_bytes[inside].max())
+    return peaks
 
 
 def rerun_all(unit):
-    problem = save_problem(unit)
-    from autosac.solvers.curves import knapsack
-
-    cheapest = knapsack.front(problem).solutions[-1]
-    return Policy(spell(cheapest.saved, cheapest.rerun))
+    return policy_of(knapsack.front(save_problem(unit)), -1)
 
 
 UNITS = {
@@ -117,35 +114,35 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("units, degrees", PAIRS)
-def test_every_phase_peaks_at_the_very_byte_of_the_allocator(made, units, degrees):
+def test_every_phase_peaks_at_the_very_byte_of_the_allocator(traced, units, degrees):
     shard_degree, replicate_degree, rank = degrees
     sharding = Sharding(
         units=units, shard_degree=shard_degree, replicate_degree=replicate_degree
     )
-    ranks = RankSimulator(made, copies=False)
+    ranks = RankSimulator(traced, copies=False)
 
     real = run_fake_rank(RECIPE, sharding, rank=rank)
 
-    found = ranks.timeline(sharding, rank=rank)
-    assert phase_peaks(ranks, found) == real.phase_peaks
-    assert found.peak_bytes == real.peak_bytes
-    assert sum(found.composition.values()) == found.peak_bytes
+    timeline = ranks.timeline(sharding, rank=rank)
+    assert phase_peaks(ranks, timeline) == real.phase_peaks
+    assert timeline.peak_bytes == real.peak_bytes
+    assert sum(timeline.composition.values()) == timeline.peak_bytes
 
 
 @pytest.mark.parametrize("ac_first", [True, False])
-def test_ac_units_and_fsdp_units_compose(made, ac_first):
+def test_ac_units_and_fsdp_units_compose(traced, ac_first):
     sharding = Sharding(units=fsdp_units(BLOCKS), shard_degree=4)
-    ranks = RankSimulator(made, copies=False)
+    ranks = RankSimulator(traced, copies=False)
     chosen = {}
-    for unit in made.units.candidates:
+    for unit in traced.units.candidates:
         if unit.fqn in ("blocks.0", "blocks.1.mlp", "blocks.2"):
             chosen[unit] = rerun_all(unit)
 
-    real = run_fake_rank(RECIPE, sharding, spell_out(made, chosen), ac_first=ac_first)
+    real = run_fake_rank(RECIPE, sharding, spell_out(traced, chosen), ac_first=ac_first)
 
-    found = ranks.timeline(sharding, chosen)
-    assert phase_peaks(ranks, found) == real.phase_peaks
-    assert found.peak_bytes < ranks.peak_bytes(sharding)
+    timeline = ranks.timeline(sharding, chosen)
+    assert phase_peaks(ranks, timeline) == real.phase_peaks
+    assert timeline.peak_bytes < ranks.peak_bytes(sharding)
 
 
 MIXED = [
@@ -171,9 +168,9 @@ def test_mixed_precision_peaks_at_the_very_byte(
 
     real = run_fake_rank(RECIPE, sharding)
 
-    found = phase_peaks(ranks, ranks.timeline(sharding))
-    spare = found.pop("optimizer") - real.phase_peaks.pop("optimizer")
-    assert found == real.phase_peaks
+    peaks = phase_peaks(ranks, ranks.timeline(sharding))
+    spare = peaks.pop("optimizer") - real.phase_peaks.pop("optimizer")
+    assert peaks == real.phase_peaks
     assert 0 <= spare <= 64  # numbers that its kernels cast, in the wider type
 
 
@@ -227,10 +224,10 @@ def test_random_units_of_both_kinds_are_never_understated(name, seed):
 
     real = run_fake_rank(recipe, sharding, spell_out(of_case, chosen), rank=2)
 
-    found = ranks.timeline(sharding, chosen, rank=2)
-    phases = phase_peaks(ranks, found)
+    timeline = ranks.timeline(sharding, chosen, rank=2)
+    phases = phase_peaks(ranks, timeline)
     assert all(phases[name] >= peak for name, peak in real.phase_peaks.items())
-    spare = found.peak_bytes - real.peak_bytes
+    spare = timeline.peak_bytes - real.peak_bytes
     # Numbers that autograd may keep are an upper bound; so are late sums (gradients of
     # arguments that a unit shares with other modules).
     assert 0 <= spare <= ranks.simulator.number_bytes + 0.01 * real.peak_bytes
@@ -245,12 +242,12 @@ def test_shards_kept_for_a_backward_that_never_comes_stay_until_the_next_forward
 
     real = run_fake_rank(recipe, sharding)
 
-    found = ranks.timeline(sharding)
-    assert phase_peaks(ranks, found) == real.phase_peaks
-    assert found.composition["resharded parameter"] > 0
+    timeline = ranks.timeline(sharding)
+    assert phase_peaks(ranks, timeline) == real.phase_peaks
+    assert timeline.composition["resharded parameter"] > 0
 
 
-def test_clipping_and_momentum_are_sharded(made):
+def test_clipping_and_momentum_are_sharded(traced):
     recipe = Recipe(
         make_model=wide_gpt,
         make_inputs=wide_tokens,
@@ -263,16 +260,16 @@ def test_clipping_and_momentum_are_sharded(made):
 
     real = run_fake_rank(recipe, sharding)
 
-    found = ranks.timeline(sharding)
-    assert found.peak_bytes == real.peak_bytes
+    timeline = ranks.timeline(sharding)
+    assert timeline.peak_bytes == real.peak_bytes
 
 
 def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def test_the_first_rank_peaks_highest(made):
-    ranks = RankSimulator(made)
+def test_the_first_rank_peaks_highest(traced):
+    ranks = RankSimulator(traced)
     sharding = Sharding(units=fsdp_units(BLOCKS), shard_degree=8)
 
     peaks = [ranks.timeline(sharding, rank=rank).peak_bytes for rank in range(8)]
@@ -282,19 +279,19 @@ def test_the_first_rank_peaks_highest(made):
 
 
 def test_a_gpu_copies_nothing_and_rounds_up():
-    made = profile(gpt(), tokens(), optimizer=torch.optim.AdamW, device="h100")
-    ranks = RankSimulator(made)
+    step_profile = profile(gpt(), tokens(), optimizer=torch.optim.AdamW, device="h100")
+    ranks = RankSimulator(step_profile)
     sharding = Sharding(units=fsdp_units(["blocks.0", "blocks.1"]), shard_degree=16)
 
-    found = ranks.timeline(sharding)
+    timeline = ranks.timeline(sharding)
 
-    assert not any("copy" in category for category in found.composition)
-    assert not np.any(found.live_bytes % 512)
+    assert not any("copy" in category for category in timeline.composition)
+    assert not np.any(timeline.live_bytes % 512)
     assert ranks.late_bytes(sharding) == 0
 
 
-def test_slow_threads_hold_what_the_largest_unit_reduces(made, made_in_bf16):
-    ranks = RankSimulator(made)
+def test_slow_threads_hold_what_the_largest_unit_reduces(traced, made_in_bf16):
+    ranks = RankSimulator(traced)
     in_blocks = Sharding(units=fsdp_units(BLOCKS), shard_degree=2)
     whole = replace(in_blocks, units=fsdp_units([]))
     # Two copies of 4 bytes an element, rows padded to an even number.
@@ -321,18 +318,18 @@ def test_slow_threads_hold_what_the_largest_unit_reduces(made, made_in_bf16):
 # --- refusals -------------------------------------------------------------------
 
 
-def test_an_ac_unit_around_an_fsdp_unit_is_refused(made):
-    ranks = RankSimulator(made)
+def test_an_ac_unit_around_an_fsdp_unit_is_refused(traced):
+    ranks = RankSimulator(traced)
     sharding = Sharding(units=fsdp_units(["blocks.0.mlp"]), shard_degree=2)
-    around = next(u for u in made.units.candidates if u.fqn == "blocks.0")
+    around = next(u for u in traced.units.candidates if u.fqn == "blocks.0")
 
     with pytest.raises(ValueError, match=r"around FSDP unit `blocks\.0\.mlp`"):
         ranks.timeline(sharding, {around: rerun_all(around)})
 
 
-def test_a_chain_over_fsdp_units_is_refused(made):
-    ranks = RankSimulator(made)
-    chain = next(u for u in made.chains if not u.around)
+def test_a_chain_over_fsdp_units_is_refused(traced):
+    ranks = RankSimulator(traced)
+    chain = next(u for u in traced.chains if not u.around)
     policy = Policy("".join(rerun_all(b.unit).choices for b in chain.blocks))
     blocks = Sharding(units=fsdp_units(BLOCKS), shard_degree=2)
 
@@ -367,12 +364,12 @@ def test_a_unit_that_gets_one_tensor_several_times_is_refused():
     ranks.timeline(Sharding(units=fsdp_units(["before"]), shard_degree=2))
 
 
-def test_types_of_trace_and_policy_must_agree(made, made_in_bf16):
+def test_types_of_trace_and_policy_must_agree(traced, made_in_bf16):
     plain = Sharding(units=fsdp_units(BLOCKS), shard_degree=2)
     mixed = Sharding(units=fsdp_units(BLOCKS), shard_degree=2, **BF16)
 
     with pytest.raises(ValueError, match="in_compute_dtype"):
-        RankSimulator(made).timeline(mixed)
+        RankSimulator(traced).timeline(mixed)
     with pytest.raises(ValueError, match="in_compute_dtype"):
         RankSimulator(made_in_bf16).timeline(plain)
 
@@ -419,25 +416,25 @@ def test_steps_that_are_not_modelled_are_refused():
 
 
 def test_factored_optimizer_state_is_refused():
-    made = CASES["mlp"].profile(torch.optim.Adafactor)
+    step_profile = CASES["mlp"].profile(torch.optim.Adafactor)
 
     with pytest.raises(NotImplementedError, match="keeps a tensor of shape"):
-        RankSimulator(made)
+        RankSimulator(step_profile)
 
 
 # --- real ranks -----------------------------------------------------------------
 
 
-def check_ranks(num_ranks, made, jobs):
+def check_ranks(num_ranks, traced, jobs):
     """Peaks, losses and gradients of really running ranks."""
-    ranks = RankSimulator(made)
+    ranks = RankSimulator(traced)
     options = {"want_gradients": True, "num_measured": 3}
-    found = run_gloo_ranks(
+    observed = run_gloo_ranks(
         num_ranks,
-        [(RECIPE, s, spell_out(made, chosen), options) for s, chosen in jobs],
+        [(RECIPE, s, spell_out(traced, chosen), options) for s, chosen in jobs],
     )
     losses, gradients = reference(RECIPE, num_ranks)
-    for (sharding, chosen), results in zip(jobs, found, strict=True):
+    for (sharding, chosen), results in zip(jobs, observed, strict=True):
         for rank, result in enumerate(results):
             place = rank % sharding.shard_degree
             timeline = ranks.timeline(sharding, chosen, rank=place)
@@ -455,11 +452,11 @@ def check_ranks(num_ranks, made, jobs):
 
 
 @pytest.mark.slow
-def test_two_gloo_ranks_peak_as_predicted_and_train_alike(made):
-    blocks = [u for u in made.units.candidates if u.fqn in BLOCKS]
+def test_two_gloo_ranks_peak_as_predicted_and_train_alike(traced):
+    blocks = [u for u in traced.units.candidates if u.fqn in BLOCKS]
     check_ranks(
         2,
-        made,
+        traced,
         [
             (Sharding(units=UNITS["nested"], shard_degree=2), {}),
             (
@@ -471,11 +468,11 @@ def test_two_gloo_ranks_peak_as_predicted_and_train_alike(made):
 
 
 @pytest.mark.slow
-def test_four_gloo_ranks_peak_as_predicted_and_train_alike(made):
-    blocks = [u for u in made.units.candidates if u.fqn in BLOCKS]
+def test_four_gloo_ranks_peak_as_predicted_and_train_alike(traced):
+    blocks = [u for u in traced.units.candidates if u.fqn in BLOCKS]
     check_ranks(
         4,
-        made,
+        traced,
         [
             (
                 Sharding(units=UNITS["kept on two ranks"], shard_degree=4),

@@ -102,14 +102,18 @@ def _expected(model, chosen):
         points=(),
     )
     units = [name for name in names if not name or name in chosen]
-    found = schedule(problem, choice)
-    owns = {u for u, times in enumerate(found.units) if times.gather_ms}
-    events = [("gather", units[u]) for u, _ in found.forward if u in owns]
-    begins = [event.unit for event in found.backward if event.begins]
+    its_schedule = schedule(problem, choice)
+    owns = {u for u, times in enumerate(its_schedule.units) if times.gather_ms}
+    events = [("gather", units[u]) for u, _ in its_schedule.forward if u in owns]
+    begins = [event.unit for event in its_schedule.backward if event.begins]
     following = dict(itertools.pairwise(begins))
-    for event in found.backward:
+    for event in its_schedule.backward:
         target = following.get(event.unit)
-        if event.begins and target is not None and found.units[target].regather_ms:
+        if (
+            event.begins
+            and target is not None
+            and its_schedule.units[target].regather_ms
+        ):
             events.append(("gather", units[target]))  # issued one unit ahead
         if not event.begins and event.unit in owns:
             events.append(("reduce", units[event.unit]))

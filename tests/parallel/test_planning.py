@@ -12,7 +12,7 @@ import autosac
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.fewest import fewest_gpus
-from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.planning import (
     chooser_of,
     make_parallel_plan,
@@ -23,9 +23,9 @@ from autosac.parallel.solving import ParallelChooser
 from autosac.solvers import fsdp
 from autosac.solvers.curves import knapsack
 from autosac.solvers.fsdp import FsdpChoice
+from autosac.solvers.fsdp.step_time import linear
 from autosac.solving.solve_options import SolveOptions
-from autosac.units.curves import save_problem, spell
-from autosac.units.policies import Policy
+from autosac.units.curves import policy_of, save_problem
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
 from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
@@ -40,17 +40,17 @@ def on_cpu(num_gpus, name="pcie-l40s"):
 
 
 @pytest.fixture(scope="module")
-def made():
+def traced():
     return autosac.calibrate(GPT.profile())
 
 
 def chooser_for(profile):
-    return ParallelChooser(ParallelFormulation(profile, Types()))
+    return ParallelChooser(ParallelFormulation(profile, Setting()))
 
 
 @pytest.fixture(scope="module")
-def chooser(made):
-    return chooser_for(made)
+def chooser(traced):
+    return chooser_for(traced)
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,11 @@ def budgets(chooser, lowest_bytes):
 
 @pytest.mark.slow
 def test_planned_ranks_keep_the_cap_and_train_as_one_process(
-    made, chooser, lowest_bytes
+    traced, chooser, lowest_bytes
 ):
     caps = budgets(chooser, lowest_bytes)
     plans = [
-        autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+        autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)
         for cap in caps
     ]
 
@@ -113,8 +113,7 @@ def test_a_giant_embedding_leaves_room_to_recompute_its_blocks():
     by_hand = Sharding(units=fsdp_units(recipe.blocks), shard_degree=2)
     all_rerun = {}
     for unit in form.units:
-        cheapest = knapsack.front(save_problem(unit)).solutions[-1]
-        all_rerun[unit] = Policy(spell(cheapest.saved, cheapest.rerun))
+        all_rerun[unit] = policy_of(knapsack.front(save_problem(unit)), -1)
 
     least = chooser.at(on_cpu(2), 2).lowest(SolveOptions())
 
@@ -126,8 +125,8 @@ def test_a_giant_embedding_leaves_room_to_recompute_its_blocks():
 
 @pytest.mark.parametrize("num_gpus", [2, 4])
 def test_slow_threads_of_gloo_have_room_in_the_cap(num_gpus):
-    made = RECIPES["giant embedding"].profile()
-    chooser, spec = chooser_for(made), on_cpu(num_gpus)
+    step_profile = RECIPES["giant embedding"].profile()
+    chooser, spec = chooser_for(step_profile), on_cpu(num_gpus)
     with pytest.raises(autosac.InfeasibleBudgetError) as caught:
         make_parallel_plan(chooser, spec, 2**20)
     floor = caught.value.lowest_peak_bytes
@@ -163,43 +162,43 @@ def test_two_replicas_of_a_giant_embedding_need_less_than_two_shards():
 
 
 def test_an_impossible_cap_says_the_least_peak_and_how_many_gpus_are_enough(
-    made, lowest_bytes
+    traced, lowest_bytes
 ):
     with pytest.raises(autosac.InfeasibleBudgetError) as caught:
-        autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=lowest_bytes - 1)
+        autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=lowest_bytes - 1)
 
     error = caught.value
     assert error.lowest_peak_bytes == lowest_bytes
     assert sum(error.composition.values()) == lowest_bytes
-    enough = autosac.min_gpus(made, cluster=on_cpu(2), memory_budget=lowest_bytes - 1)
+    enough = autosac.min_gpus(traced, cluster=on_cpu(2), memory_budget=lowest_bytes - 1)
     assert f"{enough} GPUs" in str(error)
     with pytest.raises(autosac.InfeasibleBudgetError, match="more GPUs would not"):
-        autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget="1MiB")
+        autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget="1MiB")
 
 
-def test_the_fewest_gpus_have_a_plan_and_one_step_fewer_have_none(made, lowest_bytes):
+def test_the_fewest_gpus_have_a_plan_and_one_step_fewer_have_none(traced, lowest_bytes):
     budget = int(0.9 * lowest_bytes)
 
-    fewest = autosac.min_gpus(made, cluster=on_cpu(8), memory_budget=budget)
+    fewest = autosac.min_gpus(traced, cluster=on_cpu(8), memory_budget=budget)
 
     plan = autosac.plan_parallel(
-        made, cluster=on_cpu(8), num_gpus=fewest, memory_budget=budget
+        traced, cluster=on_cpu(8), num_gpus=fewest, memory_budget=budget
     )
     assert plan.highest_peak_bytes <= budget
     assert plan.num_gpus == fewest
     with pytest.raises(autosac.InfeasibleBudgetError):
         autosac.plan_parallel(
-            made, cluster=on_cpu(8), num_gpus=fewest - 1, memory_budget=budget
+            traced, cluster=on_cpu(8), num_gpus=fewest - 1, memory_budget=budget
         )
 
 
-def test_a_saved_plan_comes_back_and_is_made_again(made, lowest_bytes, tmp_path):
+def test_a_saved_plan_comes_back_and_is_made_again(traced, lowest_bytes, tmp_path):
     cap = int(1.2 * lowest_bytes)
-    plan = autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+    plan = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)
     plan.save(tmp_path / "plan.json")
 
     assert autosac.ParallelPlan.load(tmp_path / "plan.json") == plan
-    again = autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+    again = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)
     assert again == plan
     (tmp_path / "other.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="format 99"):
@@ -209,9 +208,9 @@ def test_a_saved_plan_comes_back_and_is_made_again(made, lowest_bytes, tmp_path)
         autosac.ParallelPlan.load(tmp_path / "damaged.json")
 
 
-def test_a_plan_is_for_its_model_its_mesh_and_once(made, lowest_bytes):
+def test_a_plan_is_for_its_model_its_mesh_and_once(traced, lowest_bytes):
     cap = int(1.2 * lowest_bytes)
-    plan = autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+    plan = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)
     with fake_group(2):
         mesh = plan.make_mesh("cpu")
         with pytest.raises(autosac.PlanMismatchError):
@@ -267,8 +266,9 @@ def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
 @pytest.mark.parametrize("degrees", [[4], [2]], ids=["all", "replicas"])
 def test_mixed_precision_and_replicas_keep_the_cap_too(degrees):
     spec = on_cpu(4)
-    made = autosac.calibrate(SMALL.profile())
-    chooser = chooser_of(made, None, spec, "bfloat16", "float32", {})
+    calibrated = autosac.calibrate(SMALL.profile())
+    setting = Setting(param_dtype="bfloat16", reduce_dtype="float32")
+    chooser = chooser_of(calibrated, setting)
     free = make_parallel_plan(chooser, spec, 2**30, degrees=degrees)
     cap = int(0.9 * free.highest_peak_bytes)
 
@@ -283,13 +283,13 @@ def test_mixed_precision_and_replicas_keep_the_cap_too(degrees):
 
 def test_degrees_are_parts_of_a_node_or_whole_nodes():
     assert shard_degrees(cluster_spec("hgx-h100", num_gpus=4)) == [4, 2, 1]
-    found = shard_degrees(cluster_spec("hgx-h100", num_gpus=48))
-    assert found == [48, 24, 16, 8, 4, 2, 1]
+    degrees = shard_degrees(cluster_spec("hgx-h100", num_gpus=48))
+    assert degrees == [48, 24, 16, 8, 4, 2, 1]
 
 
-def test_every_degree_is_the_plan_or_has_a_reason(made):
+def test_every_degree_is_the_plan_or_has_a_reason(traced):
     spec = on_cpu(4)
-    plan = autosac.plan_parallel(made, cluster=spec, memory_budget="24MiB")
+    plan = autosac.plan_parallel(traced, cluster=spec, memory_budget="24MiB")
 
     seen = [plan.sharding.shard_degree, *(a.shard_degree for a in plan.alternatives)]
     assert sorted(seen) == [1, 2, 4]
@@ -299,11 +299,11 @@ def test_every_degree_is_the_plan_or_has_a_reason(made):
         assert other.step_ms is None or other.step_ms >= plan.step_ms
 
 
-def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(made, lowest_bytes):
+def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(traced, lowest_bytes):
     caps = [lowest_bytes - 1, 2 * lowest_bytes]
 
     rows = autosac.sweep_parallel(
-        made, cluster=on_cpu(4), num_gpus=[2, 4], memory_budgets=caps
+        traced, cluster=on_cpu(4), num_gpus=[2, 4], memory_budgets=caps
     )
 
     assert [(row.cell["num_gpus"], row.budget_bytes) for row in rows] == [
@@ -312,7 +312,7 @@ def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(made, lowest_bytes):
     assert rows[0].plan is None and "lowest peak" in rows[0].reason
     for row in rows[1:]:
         alone = autosac.plan_parallel(
-            made,
+            traced,
             cluster=on_cpu(4),
             num_gpus=row.cell["num_gpus"],
             memory_budget=row.budget_bytes,
@@ -400,7 +400,7 @@ def test_a_small_tree_gets_what_the_best_of_all_choices_has_by_simulation():
         late = form.ranks.late_bytes(sharding)
         in_time = fsdp.live(replace(problem, late_copies=0), choice)
         assert set((fsdp.live(problem, choice) - in_time).tolist()) == {late}
-        known.append((peak + late, fsdp.predicted(problem, choice).total_ms))
+        known.append((peak + late, linear(fsdp.schedule(problem, choice)).total_ms))
     options = SolveOptions(relative_gap=1e-6)
     peaks = sorted({peak for peak, _ in known})
     assert len(peaks) > 20
@@ -409,17 +409,17 @@ def test_a_small_tree_gets_what_the_best_of_all_choices_has_by_simulation():
 
     assert least.highest_peak_bytes == peaks[0]
     for budget in peaks[:: len(peaks) // 6]:
-        found = at.search(budget, options).best
+        best = at.search(budget, options).best
         best_ms = min(ms for peak, ms in known if peak <= budget)
-        assert found.highest_peak_bytes <= budget
-        assert found.milp_ms == pytest.approx(best_ms, rel=1e-5)
+        assert best.highest_peak_bytes <= budget
+        assert best.milp_ms == pytest.approx(best_ms, rel=1e-5)
 
 
 def test_a_plan_with_replicas_makes_a_mesh_that_it_can_be_applied_on(
-    made, lowest_bytes
+    traced, lowest_bytes
 ):
     cap = int(1.2 * lowest_bytes)
-    plan = autosac.plan_parallel(made, cluster=on_cpu(2), memory_budget=cap)
+    plan = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)
     sharding = replace(plan.sharding, replicate_degree=2)
     hybrid = replace(plan, sharding=sharding)
     with pytest.raises(ValueError, match="4 GPUs, and there are 1 ranks"):

@@ -83,7 +83,7 @@ def test_a_parameter_belongs_to_the_innermost_unit_around_it():
 
     owned = owned_parameters(tape, sharding)
 
-    names = {fqn: [p.fqns[0] for p in found] for fqn, found in owned.items()}
+    names = {fqn: [p.fqns[0] for p in observed] for fqn, observed in owned.items()}
     assert names == {
         "0": ["0.0.weight", "0.0.bias"],
         "0.3": ["0.3.weight", "0.3.bias"],

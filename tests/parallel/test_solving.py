@@ -8,7 +8,7 @@ import torch
 import autosac
 from autosac.cli.demo import GPT
 from autosac.parallel.clusters import cluster_spec
-from autosac.parallel.formulating import ParallelFormulation, Types
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.solving import Degree, ParallelChooser
 from autosac.solvers import fsdp
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
@@ -45,7 +45,7 @@ def _budgets(profile):
 
 
 def _degree(profile, degree):
-    form = ParallelFormulation(profile, Types())
+    form = ParallelFormulation(profile, Setting())
     return Degree(form, cluster_spec("hgx-h100", num_gpus=NUM_GPUS), degree)
 
 
@@ -128,11 +128,11 @@ def test_rows_that_are_off_give_the_plan_of_those_that_are_not(swept, off_share)
         off = int(off_share * budget)
         doctored.problem = doctored.problem.raised([off] * len(base))
 
-        found = doctored.search(budget, options)
+        search = doctored.search(budget, options)
 
-        assert found.best.highest_peak_bytes <= budget
+        assert search.best.highest_peak_bytes <= budget
         # Each is within the gap of the best.
-        assert found.best.milp_ms <= exact.best.milp_ms / (1 - 2 * RELATIVE_GAP)
+        assert search.best.milp_ms <= exact.best.milp_ms / (1 - 2 * RELATIVE_GAP)
 
 
 def test_no_step_takes_less_than_the_bound_that_a_degree_is_given_up_by(swept):
@@ -142,12 +142,12 @@ def test_no_step_takes_less_than_the_bound_that_a_degree_is_given_up_by(swept):
         before = _degree(profile, 4).search(budget, options)
         at = _degree(profile, 2)
         bound_ms = at.lower_bound(budget, options, before)
-        found = at.search(budget, options)
+        search = at.search(budget, options)
 
         if bound_ms is None:
-            assert found.best is None
-        elif found.best is not None:
-            assert 0 < bound_ms <= found.best.milp_ms
+            assert search.best is None
+        elif search.best is not None:
+            assert 0 < bound_ms <= search.best.milp_ms
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_degree_that_is_given_up_has_no_better_plan(swept):
 def test_plans_of_a_profile_are_kept_with_it(swept):
     profile, _, _ = swept
 
-    kept = profile.parallel[Types(), None, None]
+    kept = profile.parallel[Setting()]
 
     assert isinstance(kept, ParallelChooser)
     assert kept.form.profile is profile

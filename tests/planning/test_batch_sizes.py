@@ -38,14 +38,14 @@ def test_the_largest_batch_fits_and_the_next_one_does_not(model):
     budget = floor_at(model, 21)  # so that the answer is known: at least 21
     make = Counted()
 
-    found = autosac.max_batch_size(model, make, memory_budget=budget, device="h100")
+    largest = autosac.max_batch_size(model, make, memory_budget=budget, device="h100")
 
-    assert found.batch_size >= 21
-    assert floor_at(model, found.batch_size) <= budget
-    assert floor_at(model, found.batch_size + 1) > budget
-    assert found.plan.peak_bytes <= found.plan.budget_bytes == budget
-    assert found.samples_per_s == pytest.approx(
-        1000 * found.batch_size / found.plan.step_ms
+    assert largest.batch_size >= 21
+    assert floor_at(model, largest.batch_size) <= budget
+    assert floor_at(model, largest.batch_size + 1) > budget
+    assert largest.plan.peak_bytes <= largest.plan.budget_bytes == budget
+    assert largest.samples_per_s == pytest.approx(
+        1000 * largest.batch_size / largest.plan.step_ms
     )
     assert len(set(make.sizes)) <= 12  # not one by one
 
@@ -56,17 +56,17 @@ def test_measured_workspaces_count_where_the_model_is():
         model, tokens(4), memory_budget="1GiB", loss_fn=lambda x: x.square().mean()
     ).baseline_peak_bytes
 
-    found = autosac.max_batch_size(
+    largest = autosac.max_batch_size(
         model,
         tokens,
         memory_budget=lowest,
         make_loss_fn=next_token_loss,
     )
 
-    assert found.batch_size >= 4
-    assert found.plan.calibrated
-    sizes = {trial.cell["batch_size"]: trial.floor_bytes for trial in found.trials}
-    assert sizes[found.batch_size] <= lowest < sizes[found.batch_size + 1]
+    assert largest.batch_size >= 4
+    assert largest.plan.calibrated
+    sizes = {trial.cell["batch_size"]: trial.floor_bytes for trial in largest.trials}
+    assert sizes[largest.batch_size] <= lowest < sizes[largest.batch_size + 1]
 
 
 def test_one_sample_that_does_not_fit_is_infeasible(model):
@@ -91,15 +91,15 @@ def test_a_share_is_of_the_devices_memory():
 def test_the_best_batch_beats_every_other_one_that_was_tried(model):
     budget = floor_at(model, 6)
 
-    found = autosac.best_batch_size(model, tokens, memory_budget=budget, device="h100")
+    best = autosac.best_batch_size(model, tokens, memory_budget=budget, device="h100")
 
-    rates = {t.cell["batch_size"]: t.samples_per_s for t in found.trials if t.step_ms}
-    assert rates[found.batch_size] == max(rates.values())
+    rates = {t.cell["batch_size"]: t.samples_per_s for t in best.trials if t.step_ms}
+    assert rates[best.batch_size] == max(rates.values())
     assert {1, 2, 4} <= rates.keys()
-    assert found.plan.peak_bytes <= budget
+    assert best.plan.peak_bytes <= budget
     # The sizes next to the best one were looked at, unless it is the largest.
-    near = {found.batch_size - 1, found.batch_size + 1} - {0}
-    assert near <= {t.cell["batch_size"] for t in found.trials}
+    near = {best.batch_size - 1, best.batch_size + 1} - {0}
+    assert near <= {t.cell["batch_size"] for t in best.trials}
 
 
 def test_recomputation_counts_in_the_throughput(model):
@@ -127,16 +127,16 @@ def test_accumulation_spreads_the_optimizer_step_over_more_samples(model):
 
 
 def test_sizes_that_do_not_fit_are_passed_over(model):
-    found = autosac.best_batch_size(
+    best = autosac.best_batch_size(
         model, tokens, memory_budget=floor_at(model, 6), sizes=[64, 4, 2],
         device="h100",
     )  # fmt: skip
 
-    assert found.batch_size in (2, 4)
-    assert [t.cell["batch_size"] for t in found.trials] == [2, 4, 64]
-    assert found.trials[-1].samples_per_s is None
-    assert [row.status for row in found.trials] == ["planned"] * 2 + ["infeasible"]
-    (panel,) = found.trials.picture().panels
+    assert best.batch_size in (2, 4)
+    assert [t.cell["batch_size"] for t in best.trials] == [2, 4, 64]
+    assert best.trials[-1].samples_per_s is None
+    assert [row.status for row in best.trials] == ["planned"] * 2 + ["infeasible"]
+    (panel,) = best.trials.picture().panels
     assert panel.y_label == "samples/s" and panel.lines[0].x == (2.0, 4.0)
 
 

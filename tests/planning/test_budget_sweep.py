@@ -16,26 +16,26 @@ NAMES = ["gpt", "convolutions", "list inputs"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def made(request):
+def traced(request):
     return CASES[request.param].profile(torch.optim.SGD)
 
 
 @pytest.fixture(scope="module")
-def swept(made):
-    return autosac.sweep(made, n=9)
+def swept(traced):
+    return autosac.sweep(traced, n=9)
 
 
-def test_budgets_are_evenly_spaced_from_the_floor_to_the_baseline(made, swept):
+def test_budgets_are_evenly_spaced_from_the_floor_to_the_baseline(traced, swept):
     budgets = [row.budget_bytes for row in swept.rows]
     steps = {b - a for a, b in itertools.pairwise(budgets)}
 
-    assert budgets[0] == swept.floor_bytes == autosac.floor(made)
-    assert budgets[-1] == swept.baseline_peak_bytes == made.baseline_peak_bytes
+    assert budgets[0] == swept.floor_bytes == autosac.floor(traced)
+    assert budgets[-1] == swept.baseline_peak_bytes == traced.baseline_peak_bytes
     assert len(budgets) == 9
     assert max(steps) - min(steps) <= 1
 
 
-def test_more_budget_never_costs_more_and_the_baselines_is_free(made, swept):
+def test_more_budget_never_costs_more_and_the_baselines_is_free(traced, swept):
     times = [row.recompute_ms for row in swept.rows]
     bounds = [row.bound_ms for row in swept.rows]
 
@@ -48,34 +48,38 @@ def test_more_budget_never_costs_more_and_the_baselines_is_free(made, swept):
         assert row.plan.budget_bytes == row.budget_bytes
         assert 0.0 <= row.bound_ms <= row.recompute_ms
         assert row.optimality_gap == row.plan.optimality_gap
-        assert row.step_ms == pytest.approx(made.baseline_ms + row.recompute_ms)
+        assert row.step_ms == pytest.approx(traced.baseline_ms + row.recompute_ms)
 
 
-def test_a_sweep_is_nowhere_worse_than_single_plans(made, swept):
+def test_a_sweep_is_nowhere_worse_than_single_plans(traced, swept):
     for row in swept.rows[::3]:
-        assert row.recompute_ms <= make_plan(made, row.budget_bytes).recompute_ms
+        assert row.recompute_ms <= make_plan(traced, row.budget_bytes).recompute_ms
 
 
-def test_budgets_that_nothing_fits_are_rows_with_their_reason(made):
-    lowest = autosac.floor(made)
-    budgets = [made.baseline_peak_bytes, lowest - 1, "1B", lowest]
+def test_budgets_that_nothing_fits_are_rows_with_their_reason(traced):
+    lowest = autosac.floor(traced)
+    budgets = [traced.baseline_peak_bytes, lowest - 1, "1B", lowest]
 
-    found = autosac.sweep(made, memory_budgets=budgets)
+    swept = autosac.sweep(traced, memory_budgets=budgets)
 
-    assert [row.feasible for row in found.rows] == [True, False, False, True]
-    assert [row.budget_bytes for row in found.rows] == [
-        made.baseline_peak_bytes, lowest - 1, 1, lowest,
+    assert [row.feasible for row in swept.rows] == [True, False, False, True]
+    assert [row.budget_bytes for row in swept.rows] == [
+        traced.baseline_peak_bytes, lowest - 1, 1, lowest,
     ]  # fmt: skip
-    for row in found.rows[1:3]:
+    for row in swept.rows[1:3]:
         assert f"{lowest} bytes" in row.reason
         assert row.plan is row.peak_bytes is row.recompute_ms is row.bound_ms is None
 
 
 def test_a_plan_of_a_sweep_can_be_applied():
     case = CASES["gpt"]
-    made = case.profile(torch.optim.SGD)
+    step_profile = case.profile(torch.optim.SGD)
 
-    plan = autosac.sweep(made, memory_budgets=[autosac.floor(made)]).rows[0].plan
+    plan = (
+        autosac.sweep(step_profile, memory_budgets=[autosac.floor(step_profile)])
+        .rows[0]
+        .plan
+    )
 
     model = plan.apply(case.model())
     assert plan.policy

@@ -26,8 +26,8 @@ def profile_of(name):
     return case.profile(torch.optim.AdamW)
 
 
-def budgets(made):
-    lowest, baseline = autosac.floor(made), made.baseline_peak_bytes
+def budgets(traced):
+    lowest, baseline = autosac.floor(traced), traced.baseline_peak_bytes
     return [round(lowest + share * (baseline - lowest)) for share in SHARES]
 
 
@@ -48,28 +48,28 @@ def tight(mlp):
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", NAMES)
 def test_peaks_keep_budgets_and_more_budget_never_costs_more(name):
-    made = profile_of(name)
+    traced = profile_of(name)
     last_ms = float("inf")
-    for budget in budgets(made):
-        plan = autosac.plan(made, memory_budget=budget)
+    for budget in budgets(traced):
+        plan = autosac.plan(traced, memory_budget=budget)
 
         assert plan.peak_bytes <= budget == plan.budget_bytes
-        assert plan.baseline_peak_bytes == made.baseline_peak_bytes
+        assert plan.baseline_peak_bytes == traced.baseline_peak_bytes
         assert sum(plan.composition.values()) == plan.peak_bytes
         assert 0.0 <= plan.bound_ms <= plan.recompute_ms
         assert 0.0 <= plan.optimality_gap <= 1.0
         assert plan.recompute_ms <= last_ms
-        assert plan.step_ms == pytest.approx(made.baseline_ms + plan.recompute_ms)
+        assert plan.step_ms == pytest.approx(traced.baseline_ms + plan.recompute_ms)
         assert all(0.0 <= ratio <= 1.0 for ratio in plan.policy.values())
         last_ms = plan.recompute_ms
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_baselines_budget_recomputes_nothing(name):
-    made = profile_of(name)
-    baseline = made.baseline_peak_bytes
+    traced = profile_of(name)
+    baseline = traced.baseline_peak_bytes
     for budget in (baseline, baseline + 1, 2 * baseline):
-        plan = autosac.plan(made, memory_budget=budget)
+        plan = autosac.plan(traced, memory_budget=budget)
 
         assert plan.policy == {}
         assert plan.recompute_ms == plan.bound_ms == plan.optimality_gap == 0.0
@@ -78,13 +78,13 @@ def test_the_baselines_budget_recomputes_nothing(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_floor_is_the_least_feasible_budget(name):
-    made = profile_of(name)
-    lowest = autosac.floor(made)
-    assert lowest <= made.baseline_peak_bytes
+    traced = profile_of(name)
+    lowest = autosac.floor(traced)
+    assert lowest <= traced.baseline_peak_bytes
 
-    assert autosac.plan(made, memory_budget=lowest).peak_bytes <= lowest
+    assert autosac.plan(traced, memory_budget=lowest).peak_bytes <= lowest
     with pytest.raises(autosac.InfeasibleBudgetError) as caught:
-        autosac.plan(made, memory_budget=lowest - 1)
+        autosac.plan(traced, memory_budget=lowest - 1)
 
     error = caught.value
     assert error.budget_bytes == lowest - 1
@@ -97,10 +97,10 @@ def test_the_floor_is_the_least_feasible_budget(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_trains_bit_identically_within_its_budget(name):
     case = BIG_MLP if name == "mlp" else CASES[name]
-    made = autosac.calibrate(profile_of(name))
-    plan = autosac.plan(made, memory_budget=budgets(made)[2])
+    traced = autosac.calibrate(profile_of(name))
+    plan = autosac.plan(traced, memory_budget=budgets(traced)[2])
 
-    found = autosac.verify(
+    verification = autosac.verify(
         plan,
         case.model,
         case.inputs,
@@ -109,8 +109,8 @@ def test_a_plan_trains_bit_identically_within_its_budget(name):
         timing_rounds=1,
     )
 
-    assert found.differences == ()
-    assert found.within_budget
+    assert verification.differences == ()
+    assert verification.within_budget
 
 
 _BOTH = {"autocast": torch.bfloat16, "accumulate": 2}
@@ -129,7 +129,7 @@ _BOTH = {"autocast": torch.bfloat16, "accumulate": 2}
 )
 def test_plans_hold_under_autocast_and_accumulation(name, settings):
     case = CASES[name]
-    made = autosac.calibrate(
+    traced = autosac.calibrate(
         autosac.profile(
             case.model(),
             case.inputs(),
@@ -138,10 +138,10 @@ def test_plans_hold_under_autocast_and_accumulation(name, settings):
             **settings,
         )
     )
-    for budget in budgets(made)[1:4:2]:
-        plan = autosac.plan(made, memory_budget=budget)
+    for budget in budgets(traced)[1:4:2]:
+        plan = autosac.plan(traced, memory_budget=budget)
 
-        found = autosac.verify(
+        verification = autosac.verify(
             plan,
             case.model,
             case.inputs,
@@ -151,8 +151,8 @@ def test_plans_hold_under_autocast_and_accumulation(name, settings):
             **settings,
         )
 
-        assert found.differences == ()
-        assert found.within_budget
+        assert verification.differences == ()
+        assert verification.within_budget
 
 
 def test_gradients_of_earlier_micro_steps_count():
@@ -171,11 +171,11 @@ def test_gradients_of_earlier_micro_steps_count():
 @pytest.mark.slow_but_first
 @each_case
 def test_no_random_plan_peaks_below_the_floor(case):
-    made = case.profile()
-    lowest = autosac.floor(made)
+    traced = case.profile()
+    lowest = autosac.floor(traced)
     for seed in range(20):
-        chosen = random_choice(made, seed, save_share=0.0 if seed < 15 else None)
-        assert made.simulator.peak_bytes(chosen) >= lowest
+        chosen = random_choice(traced, seed, save_share=0.0 if seed < 15 else None)
+        assert traced.simulator.peak_bytes(chosen) >= lowest
 
 
 class Shifted(nn.Module):
@@ -207,33 +207,33 @@ class Shifting(nn.Module):
 
 
 def test_the_floor_counts_an_argument_that_units_share_once():
-    made = Case(lambda: Shifting(0), _batch).profile()
-    units = [u for u in made.units.candidates if u.fqn.count(".") == 1]
+    traced = Case(lambda: Shifting(0), _batch).profile()
+    units = [u for u in traced.units.candidates if u.fqn.count(".") == 1]
     policies = trade_off(units[0]).policies  # the units are alike
 
     alike = [dict.fromkeys(units, policy) for policy in policies]
 
-    lowest = min(made.simulator.peak_bytes(chosen) for chosen in alike)
-    assert lowest < made.baseline_peak_bytes
-    assert autosac.floor(made) <= lowest
+    lowest = min(traced.simulator.peak_bytes(chosen) for chosen in alike)
+    assert lowest < traced.baseline_peak_bytes
+    assert autosac.floor(traced) <= lowest
 
 
 def test_a_plan_for_a_shared_argument_trains():
     case = Case(lambda: Shifting(0), _batch)
-    made = autosac.calibrate(case.profile())
+    traced = autosac.calibrate(case.profile())
 
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
-    found = autosac.verify(plan, case.model, case.inputs, timing_rounds=1)
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
+    verification = autosac.verify(plan, case.model, case.inputs, timing_rounds=1)
 
     assert plan.policy
-    assert found.differences == ()
-    assert found.within_budget
+    assert verification.differences == ()
+    assert verification.within_budget
 
 
 def test_a_unit_whose_argument_changes_before_backward_is_refused():
-    made = Case(lambda: Shifting(1), _batch).profile()
+    traced = Case(lambda: Shifting(1), _batch).profile()
 
-    assert made.units.refused["parts.0"] == (
+    assert traced.units.refused["parts.0"] == (
         "one of its arguments is changed in place before backward"
     )
 
@@ -254,27 +254,27 @@ def test_budgets_are_read_as_text_too(mlp):
 @pytest.fixture
 def dry_runs(monkeypatch):
     """Counts the dry runs that planning makes."""
-    made = []
+    observed = []
 
     def counted(*args, **options):
-        made.append(args)
+        observed.append(args)
         return dry_run(*args, **options)
 
     monkeypatch.setattr(make_plan, "dry_run", counted)
-    return made
+    return observed
 
 
-def _plans(made, num_plans, **options):
-    lowest, highest = autosac.floor(made), made.baseline_peak_bytes
+def _plans(traced, num_plans, **options):
+    lowest, highest = autosac.floor(traced), traced.baseline_peak_bytes
     steps = range(num_plans)
     sizes = [lowest + step * (highest - lowest) // num_plans for step in steps]
-    return [autosac.plan(made, memory_budget=size, **options) for size in sizes]
+    return [autosac.plan(traced, memory_budget=size, **options) for size in sizes]
 
 
 def test_every_plan_of_a_small_step_is_dry_run_once(dry_runs):
-    made = profile_of("mlp")
+    traced = profile_of("mlp")
 
-    plans = _plans(made, 3) + _plans(made, 3)
+    plans = _plans(traced, 3) + _plans(traced, 3)
 
     assert all(plan.dry_run for plan in plans)
     assert len(dry_runs) == len({plan.op_policies for plan in plans}) > 1
@@ -282,10 +282,10 @@ def test_every_plan_of_a_small_step_is_dry_run_once(dry_runs):
 
 
 def test_one_plan_of_a_large_step_is_dry_run(dry_runs, monkeypatch):
-    made = profile_of("mlp")
-    monkeypatch.setattr(make_plan, "_MANY_OPS", len(made.tape.ops) - 1)
+    traced = profile_of("mlp")
+    monkeypatch.setattr(make_plan, "_MANY_OPS", len(traced.tape.ops) - 1)
 
-    plans = _plans(made, 3)
+    plans = _plans(traced, 3)
 
     assert [plan.dry_run for plan in plans] == [True, False, False]
     assert len(dry_runs) == 1
@@ -293,11 +293,11 @@ def test_one_plan_of_a_large_step_is_dry_run(dry_runs, monkeypatch):
 
 
 def test_the_plan_that_recomputes_nothing_confirms_no_other_one(dry_runs, monkeypatch):
-    made = profile_of("mlp")
-    monkeypatch.setattr(make_plan, "_MANY_OPS", len(made.tape.ops) - 1)
+    traced = profile_of("mlp")
+    monkeypatch.setattr(make_plan, "_MANY_OPS", len(traced.tape.ops) - 1)
 
-    autosac.plan(made, memory_budget=made.baseline_peak_bytes)
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    autosac.plan(traced, memory_budget=traced.baseline_peak_bytes)
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
 
     assert plan.dry_run
     assert len(dry_runs) == 2
@@ -305,17 +305,17 @@ def test_the_plan_that_recomputes_nothing_confirms_no_other_one(dry_runs, monkey
 
 @pytest.mark.parametrize(("wanted", "num_runs"), [(True, 6), (False, 0)])
 def test_dry_runs_are_made_as_asked_for(wanted, num_runs, dry_runs, monkeypatch):
-    made = profile_of("mlp")
-    monkeypatch.setattr(make_plan, "_MANY_OPS", len(made.tape.ops) - 1)
+    traced = profile_of("mlp")
+    monkeypatch.setattr(make_plan, "_MANY_OPS", len(traced.tape.ops) - 1)
 
-    plans = _plans(made, 3, dry_run=wanted) + _plans(made, 3, dry_run=wanted)
+    plans = _plans(traced, 3, dry_run=wanted) + _plans(traced, 3, dry_run=wanted)
 
     assert [plan.dry_run for plan in plans] == [wanted] * 6
     assert len(dry_runs) == num_runs
 
 
 def test_a_dry_run_of_memory_that_stays_for_the_optimizer_disagrees(monkeypatch):
-    made, kept, install = profile_of("mlp"), [], installing.install
+    built, kept, install = profile_of("mlp"), [], installing.install
 
     def leaking(model, policies):
         handle = install(model, policies)
@@ -325,24 +325,24 @@ def test_a_dry_run_of_memory_that_stays_for_the_optimizer_disagrees(monkeypatch)
     monkeypatch.setattr(installing, "install", leaking)
 
     with pytest.raises(autosac.SolverError, match="to the optimizer, its simulation"):
-        autosac.plan(made, memory_budget=made.baseline_peak_bytes - 1)
+        autosac.plan(built, memory_budget=built.baseline_peak_bytes - 1)
 
 
 def test_units_whose_dry_run_disagrees_are_left_out_and_nothing_is_confirmed(
     monkeypatch,
 ):
-    made = profile_of("mlp")
-    floor = autosac.floor(made)
-    unplanned = dry_run(made.step, lambda model: None)
+    traced = profile_of("mlp")
+    floor = autosac.floor(traced)
+    unplanned = dry_run(traced.step, lambda model: None)
     monkeypatch.setattr(make_plan, "dry_run", lambda *_, **__: unplanned)
 
     with (
         pytest.warns(UserWarning, match="It is left out"),
         pytest.raises(autosac.InfeasibleBudgetError),
     ):
-        autosac.plan(made, memory_budget=floor)
+        autosac.plan(traced, memory_budget=floor)
 
-    assert not made.dry_runs
+    assert not traced.dry_runs
 
 
 # --- the answer -------------------------------------------------------------------
@@ -361,9 +361,9 @@ def test_op_policies_name_an_action_for_every_op(tight):
 
 
 def test_units_do_not_nest():
-    made = profile_of("gpt")
-    for budget in budgets(made):
-        names = list(autosac.policy(made, memory_budget=budget))
+    traced = profile_of("gpt")
+    for budget in budgets(traced):
+        names = list(autosac.policy(traced, memory_budget=budget))
         assert not any(
             a != b and f"{b}.".startswith(f"{a}.") for a in names for b in names
         )

@@ -25,24 +25,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def made():
+def traced():
     return SMALL_GPT.profile(torch.optim.AdamW)
 
 
 @pytest.fixture(scope="module")
-def tight(made):
+def tight(traced):
     """A plan of units, of which some are parts of a chain or a nest."""
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     assert {bool(one.onward) for one in plan.op_policies} == {True, False}
     return plan
 
 
 @pytest.mark.filterwarnings("ignore:.* was planned with torch")
-def test_a_file_that_was_written_before_still_loads_and_means_the_same(made):
+def test_a_file_that_was_written_before_still_loads_and_means_the_same(traced):
     plan = autosac.Plan.load(Path(__file__).with_name("format_3.plan.json"))
 
     if plan.torch_version[:4] == torch.__version__[:4]:  # others run other views
-        assert autosac.check(plan, made) == plan.peak_bytes
+        assert autosac.check(plan, traced) == plan.peak_bytes
     assert {bool(one.chain) for one in plan.op_policies} == {True, False}
     assert any(one.around for one in plan.op_policies)
 
@@ -92,10 +92,10 @@ def test_a_file_begins_with_what_people_read_and_has_a_line_per_op(tight, saved)
     assert all(line.count("aten.") <= 1 for line in lines)
 
 
-def test_layers_that_are_treated_alike_share_their_ops(made, saved):
-    blocks = tuple(u for u in made.units.candidates if u.fqn.count(".") == 1)
-    budget = made.baseline_peak_bytes - 1
-    plan = autosac.plan(made, memory_budget=budget)
+def test_layers_that_are_treated_alike_share_their_ops(traced, saved):
+    blocks = tuple(u for u in traced.units.candidates if u.fqn.count(".") == 1)
+    budget = traced.baseline_peak_bytes - 1
+    plan = autosac.plan(traced, memory_budget=budget)
     plan = replace(
         plan,
         policy={unit.fqn: 0.5 for unit in blocks},
@@ -233,9 +233,9 @@ def test_another_build_of_the_same_pytorch_is_fine(saved):
 # --- does it hold? ----------------------------------------------------------------
 
 
-def test_a_plan_holds_for_its_own_step(tight, made, saved):
-    assert autosac.check(tight, made) == tight.peak_bytes
-    assert autosac.check(autosac.Plan.load(saved), made) == tight.peak_bytes
+def test_a_plan_holds_for_its_own_step(tight, traced, saved):
+    assert autosac.check(tight, traced) == tight.peak_bytes
+    assert autosac.check(autosac.Plan.load(saved), traced) == tight.peak_bytes
 
 
 def test_a_larger_batch_breaks_the_budget_and_a_smaller_one_does_not(tight):
@@ -272,8 +272,8 @@ def _activated(kind):
 
 
 def test_the_first_op_that_differs_is_named():
-    made = _activated("sin")
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    activated = _activated("sin")
+    plan = autosac.plan(activated, memory_budget=autosac.floor(activated))
     assert "0" in plan.policy
 
     with pytest.raises(autosac.PlanMismatchError, match=(
@@ -284,7 +284,7 @@ def test_the_first_op_that_differs_is_named():
         autosac.check(plan, _activated("none"))
 
 
-def test_another_mode_model_or_device_does_not_pass(tight, made):
+def test_another_mode_model_or_device_does_not_pass(tight, traced):
     with pytest.raises(autosac.PlanMismatchError, match="for another model"):
         autosac.check(tight, CASES["gpt"].profile())
     with pytest.raises(autosac.PlanMismatchError, match="for training mode"):
@@ -292,7 +292,7 @@ def test_another_mode_model_or_device_does_not_pass(tight, made):
             tight, autosac.profile(SMALL_GPT.model().eval(), SMALL_GPT.inputs())
         )
     with pytest.raises(autosac.PlanMismatchError, match="`device`='h100'"):
-        autosac.check(replace(tight, device="h100"), made)
+        autosac.check(replace(tight, device="h100"), traced)
 
 
 def test_the_first_module_that_differs_is_named():

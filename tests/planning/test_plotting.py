@@ -26,20 +26,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def made():
+def traced():
     return SMALL_GPT.profile(torch.optim.AdamW)
 
 
 @pytest.fixture(scope="module")
-def plan(made):
-    lowest = autosac.floor(made)
-    budget = (2 * lowest + made.baseline_peak_bytes) // 3
-    return autosac.plan(made, memory_budget=budget)
+def plan(traced):
+    lowest = autosac.floor(traced)
+    budget = (2 * lowest + traced.baseline_peak_bytes) // 3
+    return autosac.plan(traced, memory_budget=budget)
 
 
 @pytest.fixture(scope="module")
-def swept(made):
-    return autosac.sweep(made, n=4)
+def swept(traced):
+    return autosac.sweep(traced, n=4)
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def pictures(plan, swept):
 
 
 def panel_of(picture, index=0):
-    found = picture.panels[index]
-    assert isinstance(found, Panel)
-    return found
+    panels = picture.panels[index]
+    assert isinstance(panels, Panel)
+    return panels
 
 
 # --- every picture ----------------------------------------------------------------
@@ -164,26 +164,28 @@ def test_autosac_itself_needs_neither(monkeypatch):
     import subprocess
 
     code = "import autosac, sys; print({'matplotlib', 'plotly'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True
+    )
 
-    assert found.stdout == "set()\n", found.stderr
+    assert result.stdout == "set()\n", result.stderr
 
 
 # --- memory over the step ---------------------------------------------------------
 
 
-def test_the_areas_add_up_to_the_peak_where_it_is_marked(plan, made):
+def test_the_areas_add_up_to_the_peak_where_it_is_marked(plan, traced):
     picture = plotting.memory(plan)
 
-    for panel, picked in zip(picture.panels, ({}, chosen(plan, made)), strict=True):
-        found = history(made, picked)
+    for panel, picked in zip(picture.panels, ({}, chosen(plan, traced)), strict=True):
+        step_history = history(traced, picked)
         heights = [sum(ys) for ys in zip(*(row.y for row in panel.stack), strict=True)]
         (mark,) = (line for line in panel.lines if line.label == "peak")
         assert max(heights) == pytest.approx(mark.y[0])
         highest = heights.index(max(heights))
-        width = found.end_ms / plan_pictures._NUM_TIMES
+        width = step_history.end_ms / plan_pictures._NUM_TIMES
         assert abs(panel.stack_x[highest] - mark.x[0]) <= 2 * width
-        assert str(found.place) in panel.title
+        assert str(step_history.place) in panel.title
         assert max(heights) <= panel.y_max
     before, after = picture.panels
     assert before.y_max == after.y_max and before.x_max == after.x_max
@@ -232,15 +234,15 @@ def test_rivals_are_points_of_their_own(swept):
 
     panel = panel_of(plotting.budgets(swept, rivals=rivals))
 
-    found = {line.label: line for line in panel.lines}
-    assert list(found) == ["plan", "bound", "full", "greedy"]
-    assert found["full"].y == (3.0, 1.0) and found["full"].dash == "none"
-    assert found["full"].x[1] == 2 * found["full"].x[0]
-    assert found["plan"].y == tuple(row.recompute_ms for row in swept.rows)
+    observed = {line.label: line for line in panel.lines}
+    assert list(observed) == ["plan", "bound", "full", "greedy"]
+    assert observed["full"].y == (3.0, 1.0) and observed["full"].dash == "none"
+    assert observed["full"].x[1] == 2 * observed["full"].x[0]
+    assert observed["plan"].y == tuple(row.recompute_ms for row in swept.rows)
 
 
-def test_a_sweep_in_which_nothing_fits_is_refused(made):
-    nothing = autosac.sweep(made, memory_budgets=[1])
+def test_a_sweep_in_which_nothing_fits_is_refused(traced):
+    nothing = autosac.sweep(traced, memory_budgets=[1])
 
     with pytest.raises(ValueError, match="nothing to draw"):
         plotting.budgets(nothing)
@@ -269,8 +271,8 @@ def test_modules_without_a_number_have_a_column_of_their_own():
     for name in "abc":
         block = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
         model.add_module(name, block)
-    made = autosac.profile(model, torch.randn(512, 8))
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    step_profile = autosac.profile(model, torch.randn(512, 8))
+    plan = autosac.plan(step_profile, memory_budget=autosac.floor(step_profile))
 
     (grid,) = plotting.ratios(plan).panels
 
@@ -279,8 +281,8 @@ def test_modules_without_a_number_have_a_column_of_their_own():
     assert alone == [fqn for fqn in plan.policy if "." not in fqn] != []
 
 
-def test_a_plan_that_recomputes_nothing_has_no_ratios(made):
-    plan = autosac.plan(made, memory_budget=made.baseline_peak_bytes)
+def test_a_plan_that_recomputes_nothing_has_no_ratios(traced):
+    plan = autosac.plan(traced, memory_budget=traced.baseline_peak_bytes)
 
     with pytest.raises(ValueError, match="recomputes nothing"):
         plotting.ratios(plan)
@@ -289,13 +291,13 @@ def test_a_plan_that_recomputes_nothing_has_no_ratios(made):
 # --- plans from files -------------------------------------------------------------
 
 
-def test_a_plan_from_a_file_needs_the_profile(plan, made, tmp_path):
+def test_a_plan_from_a_file_needs_the_profile(plan, traced, tmp_path):
     plan.save(tmp_path / "plan.json")
     loaded = autosac.Plan.load(tmp_path / "plan.json")
 
     with pytest.raises(ValueError, match="pass `profile`"):
         plotting.memory(loaded)
-    assert plotting.memory(loaded, made) == plotting.memory(plan)
+    assert plotting.memory(loaded, traced) == plotting.memory(plan)
     assert plotting.ratios(loaded) == plotting.ratios(plan)
 
 

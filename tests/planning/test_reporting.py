@@ -19,15 +19,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def made():
+def traced():
     return SMALL_GPT.profile(torch.optim.AdamW)
 
 
 @pytest.fixture(scope="module")
-def plan(made):
-    lowest = autosac.floor(made)
-    budget = (2 * lowest + made.baseline_peak_bytes) // 3
-    return autosac.plan(made, memory_budget=budget)
+def plan(traced):
+    lowest = autosac.floor(traced)
+    budget = (2 * lowest + traced.baseline_peak_bytes) // 3
+    return autosac.plan(traced, memory_budget=budget)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,12 @@ def test_units_add_up_to_the_plan(plan, details):
         assert 0 <= row.freed_bytes <= row.activation_bytes
 
 
-def test_the_reason_is_the_peak_that_a_step_without_the_unit_has(plan, made, details):
-    picked = chosen(plan, made)
+def test_the_reason_is_the_peak_that_a_step_without_the_unit_has(plan, traced, details):
+    picked = chosen(plan, traced)
 
     for row, unit in zip(details.units, picked, strict=True):
         others = {u: p for u, p in picked.items() if u is not unit}
-        peak = made.peak_bytes(others)
+        peak = traced.peak_bytes(others)
         assert row.without_peak_bytes == peak
         if peak > plan.budget_bytes:
             assert format_bytes(peak - plan.budget_bytes) in row.why
@@ -67,8 +67,10 @@ def test_the_reason_is_the_peak_that_a_step_without_the_unit_has(plan, made, det
 
 
 def test_refused_modules_say_why():
-    made = autosac.profile(CASES["mlp"].model(), CASES["mlp"].inputs(), exclude=("1",))
-    plan = autosac.plan(made, memory_budget=made.baseline_peak_bytes)
+    step_profile = autosac.profile(
+        CASES["mlp"].model(), CASES["mlp"].inputs(), exclude=("1",)
+    )
+    plan = autosac.plan(step_profile, memory_budget=step_profile.baseline_peak_bytes)
 
     (row,) = (row for row in plan.report().details.refused if row[0] == "1")
 
@@ -79,30 +81,30 @@ def test_refused_modules_say_why():
 # --- what would more memory buy? --------------------------------------------------
 
 
-def test_offers_are_what_planning_anew_gives(plan, made, details):
+def test_offers_are_what_planning_anew_gives(plan, traced, details):
     assert any(offer.more_bytes == 2**30 for offer in details.offers)
     saved = [offer.saved_ms for offer in details.offers]
     assert saved == sorted(saved)
     for offer in details.offers:
         again = autosac.plan(
-            made, memory_budget=plan.budget_bytes + offer.more_bytes, dry_run=False
+            traced, memory_budget=plan.budget_bytes + offer.more_bytes, dry_run=False
         )
         assert offer.recompute_ms <= again.recompute_ms * 1.006  # two gaps of 0.5 %
         assert offer.recompute_ms >= again.bound_ms * (1 - 1e-9)
-    enough = made.baseline_peak_bytes - plan.budget_bytes
+    enough = traced.baseline_peak_bytes - plan.budget_bytes
     assert details.offers[-1].saved_ms == plan.recompute_ms
     assert any(offer.more_bytes == enough for offer in details.offers)
 
 
-def test_the_price_is_the_slope_of_the_bound(plan, made, details):
-    solver_bound = sac.Solver(made.formulation.problem(0))
+def test_the_price_is_the_slope_of_the_bound(plan, traced, details):
+    solver_bound = sac.Solver(traced.formulation.problem(0))
     step = 64
 
     def relaxed(budget_bytes):
         return solver_bound.solve(
             budget_bytes,
             relative_gap=10.0,
-            mixed_units=range(len(made.formulation.units)),
+            mixed_units=range(len(traced.formulation.units)),
         ).bound_ms
 
     slope = relaxed(plan.budget_bytes - step) - relaxed(plan.budget_bytes + step)
@@ -111,8 +113,8 @@ def test_the_price_is_the_slope_of_the_bound(plan, made, details):
     assert details.price == pytest.approx(slope / (2 * step), rel=1e-3)
 
 
-def test_a_budget_with_room_to_spare_buys_nothing_more(made):
-    plan = autosac.plan(made, memory_budget=2 * made.baseline_peak_bytes)
+def test_a_budget_with_room_to_spare_buys_nothing_more(traced):
+    plan = autosac.plan(traced, memory_budget=2 * traced.baseline_peak_bytes)
 
     details = plan.report().details
 
@@ -124,9 +126,11 @@ def test_a_budget_with_room_to_spare_buys_nothing_more(made):
 # --- what happens to every op? ----------------------------------------------------
 
 
-def test_every_op_of_forward_is_in_the_tables_once(plan, made, details):
+def test_every_op_of_forward_is_in_the_tables_once(plan, traced, details):
     forward = [
-        op for op in made.tape.ops if op.phase in ("forward", "loss") and not op.is_view
+        op
+        for op in traced.tape.ops
+        if op.phase in ("forward", "loss") and not op.is_view
     ]
     listed = 0
     for table in details.tables:
@@ -138,14 +142,14 @@ def test_every_op_of_forward_is_in_the_tables_once(plan, made, details):
 
 
 def test_recomputed_ops_take_the_plans_time(plan, details):
-    found = 0.0
+    observed = 0.0
     for table in details.tables:
         alike = re.search(r"and (\d+) alike", table.title)
         times = 1 + int(alike[1]) if alike else 1
-        found += times * sum(r.ms for r in table.rows if r.action == "recomputed")
+        observed += times * sum(r.ms for r in table.rows if r.action == "recomputed")
 
     assert not any(one.chain for one in plan.op_policies)  # their ops may run twice
-    assert found == pytest.approx(plan.recompute_ms)
+    assert observed == pytest.approx(plan.recompute_ms)
 
 
 def test_ops_name_the_line_that_runs_them(details):
@@ -161,9 +165,9 @@ def test_ops_name_the_line_that_runs_them(details):
 
 def test_ops_of_modules_that_are_pytorchs_alone_have_no_line():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
-    made = autosac.profile(model, torch.randn(3, 2), loss_fn=torch.sum)
+    step_profile = autosac.profile(model, torch.randn(3, 2), loss_fn=torch.sum)
 
-    assert {op.source for op in made.tape.ops} == {""}
+    assert {op.source for op in step_profile.tape.ops} == {""}
 
 
 # --- text and HTML ----------------------------------------------------------------
@@ -179,13 +183,13 @@ def test_the_text_answers_the_questions(plan):
     assert "aten.gelu.default" in text
 
 
-def test_a_plan_from_a_file_says_what_needs_the_profile(loaded, plan, made):
+def test_a_plan_from_a_file_says_what_needs_the_profile(loaded, plan, traced):
     report = loaded.report()
 
     assert report.details is None
     assert reporting.MISSING[:40] in str(report)
     assert all(fqn in str(report) for fqn in plan.policy)
-    assert str(loaded.report(made)) == str(plan.report())
+    assert str(loaded.report(traced)) == str(plan.report())
 
 
 def test_another_step_is_refused(plan):
@@ -228,10 +232,10 @@ def test_the_page_is_one_file_with_pictures_and_tables(plan, tmp_path):
 
     plan.to_html(path)
 
-    found = _checked(path)
-    assert found.seen.count("svg") == 4
-    assert "script" not in found.seen
-    assert all(link.startswith(("#", "data:")) for link in found.links)
+    checked = _checked(path)
+    assert checked.seen.count("svg") == 4
+    assert "script" not in checked.seen
+    assert all(link.startswith(("#", "data:")) for link in checked.links)
     text = path.read_text(encoding="utf-8")
     for question in ("Why is this module recomputed?", "What would more memory buy?"):
         assert question in text
@@ -253,9 +257,9 @@ def test_ids_of_pictures_do_not_clash(plan, tmp_path):
         assert used <= set(re.findall(r'id="(\w+)"', figure))
 
 
-def test_the_page_of_a_plan_from_a_file_has_what_is_known(loaded, made, tmp_path):
+def test_the_page_of_a_plan_from_a_file_has_what_is_known(loaded, traced, tmp_path):
     loaded.to_html(tmp_path / "bare.html")
-    loaded.to_html(tmp_path / "full.html", made)
+    loaded.to_html(tmp_path / "full.html", traced)
 
     assert _checked(tmp_path / "bare.html").seen.count("svg") == 1
     assert _checked(tmp_path / "full.html").seen.count("svg") == 4
@@ -269,8 +273,8 @@ def test_names_are_escaped(plan, tmp_path):
     assert "&lt;b&gt;&amp;" in (tmp_path / "plan.html").read_text()
 
 
-def test_a_report_of_a_plan_of_chains_adds_up(made):
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+def test_a_report_of_a_plan_of_chains_adds_up(traced):
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     assert any(one.chain for one in plan.op_policies)
 
     rows = plan.report().details.units
@@ -278,5 +282,5 @@ def test_a_report_of_a_plan_of_chains_adds_up(made):
     assert sum(row.recompute_ms for row in rows) == pytest.approx(plan.recompute_ms)
     assert all(
         row.recompute_ms == pytest.approx(curves.recompute_ms(unit, policy))
-        for row, (unit, policy) in zip(rows, chosen(plan, made).items(), strict=True)
+        for row, (unit, policy) in zip(rows, chosen(plan, traced).items(), strict=True)
     )

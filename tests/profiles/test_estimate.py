@@ -7,7 +7,6 @@ from torch import nn
 import autosac
 from autosac.planning.make_plan import lowest
 from autosac.profiles import memory_history
-from autosac.profiles.estimate import estimate_of
 from autosac.step.tape import CATEGORIES
 from autosac.units import curves
 from tests.models import CASES, SMALL_GPT, random_choice, random_policy
@@ -29,31 +28,35 @@ each_of_some = pytest.mark.parametrize("name", SOME)
 
 @each_of_some
 def test_the_history_peaks_where_the_simulation_does_and_counts_each_byte(name):
-    made = CASES[name].profile(torch.optim.SGD)
-    for chosen in ({}, random_choice(made, 0), random_choice(made, 1)):
-        found = memory_history.history(made, chosen)
+    traced = CASES[name].profile(torch.optim.SGD)
+    for chosen in ({}, random_choice(traced, 0), random_choice(traced, 1)):
+        step_history = memory_history.history(traced, chosen)
 
-        assert found.peak_bytes == made.simulator.peak_bytes(chosen)
-        assert found.live_bytes.min() >= 0
+        assert step_history.peak_bytes == traced.simulator.peak_bytes(chosen)
+        assert step_history.live_bytes.min() >= 0
         parts = dict(
-            zip(CATEGORIES, found.live_bytes[:, found.peak_index].tolist(), strict=True)
+            zip(
+                CATEGORIES,
+                step_history.live_bytes[:, step_history.peak_index].tolist(),
+                strict=True,
+            )
         )
-        assert parts == made.simulator.composition(chosen)
+        assert parts == traced.simulator.composition(chosen)
         recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
-        assert found.end_ms == pytest.approx(made.baseline_ms + recompute_ms)
-        assert (found.times_ms[1:] >= found.times_ms[:-1]).all()
+        assert step_history.end_ms == pytest.approx(traced.baseline_ms + recompute_ms)
+        assert (step_history.times_ms[1:] >= step_history.times_ms[:-1]).all()
 
 
 def test_chains_and_nests_take_their_time_in_the_history():
-    made = SMALL_GPT.profile(torch.optim.AdamW)
-    chosen = lowest(made)
+    traced = SMALL_GPT.profile(torch.optim.AdamW)
+    chosen = lowest(traced)
     assert any(len(unit.calls) > 1 for unit in chosen)
 
-    found = memory_history.history(made, chosen)
+    step_history = memory_history.history(traced, chosen)
 
     recompute_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
-    assert found.end_ms == pytest.approx(made.baseline_ms + recompute_ms)
-    assert found.peak_bytes == made.peak_bytes(chosen)
+    assert step_history.end_ms == pytest.approx(traced.baseline_ms + recompute_ms)
+    assert step_history.peak_bytes == traced.peak_bytes(chosen)
 
 
 class Spike(nn.Module):
@@ -70,10 +73,10 @@ class Spike(nn.Module):
 
 
 def test_the_place_of_the_peak_is_named():
-    made = autosac.estimate(Spike(), torch.randn(256, 4))
+    estimate = autosac.estimate(Spike(), torch.randn(256, 4))
 
-    assert (made.fqn, made.phase) == ("", "forward")
-    assert made.op == "aten.sum.dim_IntList"
+    assert (estimate.fqn, estimate.phase) == ("", "forward")
+    assert estimate.op == "aten.sum.dim_IntList"
 
 
 def test_an_optimizer_can_be_the_place_of_the_peak():
@@ -88,11 +91,11 @@ def test_an_optimizer_can_be_the_place_of_the_peak():
 def test_a_rerun_can_be_the_place_of_the_peak():
     # What is large for a moment in forward is so again in the rerun, when the
     # gradient of the loss is there too.
-    made = autosac.profile(nn.Sequential(Spike()), torch.randn(256, 4))
-    (unit,) = (unit for unit in made.units.candidates if unit.fqn == "0")
+    traced = autosac.profile(nn.Sequential(Spike()), torch.randn(256, 4))
+    (unit,) = (unit for unit in traced.units.candidates if unit.fqn == "0")
     policy = random_policy(unit, 0, save_share=0.0)
 
-    place = memory_history.peak_place(made, {unit: policy})
+    place = memory_history.peak_place(traced, {unit: policy})
 
     assert str(place) == "recomputation of `0`"
     assert place.op == "aten.sum.dim_IntList"
@@ -103,42 +106,42 @@ def test_a_rerun_can_be_the_place_of_the_peak():
 
 @each_of_some
 def test_categories_sum_to_the_peak_exactly(name):
-    made = CASES[name].profile(torch.optim.AdamW)
+    traced = CASES[name].profile(torch.optim.AdamW)
 
-    found = estimate_of(made)
+    estimate = autosac.estimate(traced)
 
-    assert found.peak_bytes == made.baseline_peak_bytes
-    assert sum(found.breakdown.values()) == found.peak_bytes
-    assert found.breakdown.keys() >= set(CATEGORIES)
+    assert estimate.peak_bytes == traced.baseline_peak_bytes
+    assert sum(estimate.breakdown.values()) == estimate.peak_bytes
+    assert estimate.breakdown.keys() >= set(CATEGORIES)
 
 
 def test_what_lives_from_step_to_step_is_what_pytorch_has():
     model, x = CASES["convolutions"].model(), CASES["convolutions"].inputs()
     optimizer = torch.optim.Adam(model.parameters())
 
-    found = autosac.estimate(model, x, optimizer=optimizer).breakdown
+    breakdown = autosac.estimate(model, x, optimizer=optimizer).breakdown
 
     model(x).sum().backward()
     optimizer.step()
     state = [t for s in optimizer.state.values() for t in s.values()]
-    assert found["parameter"] == sum(p.nbytes for p in model.parameters())
-    assert found["buffer"] == sum(b.nbytes for b in model.buffers())
-    assert found["optimizer"] == sum(t.nbytes for t in state)
-    assert found["input"] == x.nbytes
+    assert breakdown["parameter"] == sum(p.nbytes for p in model.parameters())
+    assert breakdown["buffer"] == sum(b.nbytes for b in model.buffers())
+    assert breakdown["optimizer"] == sum(t.nbytes for t in state)
+    assert breakdown["input"] == x.nbytes
 
 
 def test_blocks_of_libraries_and_kernels_are_workspaces(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     model, x = CASES["mlp"].model(), CASES["mlp"].inputs()
-    found = autosac.estimate(model, x, device="h100")
+    estimate = autosac.estimate(model, x, device="h100")
 
-    assert found.breakdown["workspace"] >= 2 * 32 * 2**20  # cuBLAS, for two threads
-    assert sum(found.breakdown.values()) == found.peak_bytes
+    assert estimate.breakdown["workspace"] >= 2 * 32 * 2**20  # cuBLAS, for two threads
+    assert sum(estimate.breakdown.values()) == estimate.peak_bytes
 
 
 def test_modules_have_what_is_made_inside_them(gpt):
-    found = estimate_of(gpt)
-    by_fqn = {row.fqn: row for row in found.modules}
+    estimate = autosac.estimate(gpt)
+    by_fqn = {row.fqn: row for row in estimate.modules}
 
     assert list(by_fqn) == [node.fqn for node in gpt.tape.modules.nodes]
     made_in_step = sum(
@@ -147,26 +150,28 @@ def test_modules_have_what_is_made_inside_them(gpt):
         if storage.born > 0 and storage.category != "input"
     )
     assert 0 < by_fqn[""].peak_bytes <= made_in_step
-    for row in found.modules[1:]:
+    for row in estimate.modules[1:]:
         parent = by_fqn[row.fqn.rpartition(".")[0]]
         assert row.peak_bytes <= parent.peak_bytes
 
 
 def test_fits_compares_with_devices_and_amounts(gpt):
-    found = estimate_of(gpt)
+    estimate = autosac.estimate(gpt)
 
-    assert found.fits()
-    assert found.fits(found.peak_bytes) and not found.fits(found.peak_bytes - 1)
-    assert found.fits("1GiB") and not found.fits("1KiB")
-    small = dataclasses.replace(found.device, memory_bytes=found.peak_bytes - 1)
-    assert not found.fits(small)
+    assert estimate.fits()
+    assert estimate.fits(estimate.peak_bytes) and not estimate.fits(
+        estimate.peak_bytes - 1
+    )
+    assert estimate.fits("1GiB") and not estimate.fits("1KiB")
+    small = dataclasses.replace(estimate.device, memory_bytes=estimate.peak_bytes - 1)
+    assert not estimate.fits(small)
 
 
 def test_a_device_of_other_kernels_is_refused(gpt):
     with pytest.raises(ValueError, match="estimate again with `device`='h100'"):
-        estimate_of(gpt).fits("h100")
+        autosac.estimate(gpt).fits("h100")
     with pytest.raises(ValueError, match="not a known device"):
-        estimate_of(gpt).fits("h1000")
+        autosac.estimate(gpt).fits("h1000")
 
     model, x = CASES["mlp"].model(), CASES["mlp"].inputs()
     on_h100 = autosac.estimate(model, x, device="h100")
@@ -177,10 +182,10 @@ def test_a_device_of_other_kernels_is_refused(gpt):
 
 def test_the_text_and_the_table_have_every_module_that_matters(gpt):
     pytest.importorskip("pandas")
-    found = estimate_of(gpt)
+    estimate = autosac.estimate(gpt)
 
-    table = found.to_dataframe()
+    table = estimate.to_dataframe()
 
-    assert table["fqn"].tolist() == [row.fqn for row in found.modules]
-    assert "blocks.0.attention (Attention)" in str(found)
-    assert "MiB" in str(found) or "KiB" in str(found)
+    assert table["fqn"].tolist() == [row.fqn for row in estimate.modules]
+    assert "blocks.0.attention (Attention)" in str(estimate)
+    assert "MiB" in str(estimate) or "KiB" in str(estimate)

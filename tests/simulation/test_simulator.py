@@ -19,16 +19,18 @@ NUM_PLANS = 5
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW], ids=["none", "adamw"])
 @each_case
 def test_a_simulated_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
-    made = case.profile(optimizer)
+    traced = case.profile(optimizer)
     shares = {0: 0.0, 1: 1.0}  # the extremes, then anything between
     for seed in range(NUM_PLANS):
-        chosen = random_choice(made, seed, save_share=shares.get(seed))
-        policies = spell_out(made, chosen)
+        chosen = random_choice(traced, seed, save_share=shares.get(seed))
+        policies = spell_out(traced, chosen)
 
-        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
+        dry = dry_run(
+            traced.step, lambda model, p=policies: installing.install(model, p)
+        )
 
         expected = Simulator(dry).baseline.peak_bytes
-        assert made.simulator.peak_bytes(chosen, workspaces=False) == expected, chosen
+        assert traced.simulator.peak_bytes(chosen, workspaces=False) == expected, chosen
 
 
 class LateNoise(torch.nn.Module):
@@ -61,36 +63,38 @@ def test_random_ops_that_no_rerun_reaches_keep_a_random_state_too():
     def make_inputs():
         return torch.randn(4, 8)
 
-    made = calibrate(profile(make_model(), make_inputs()))
-    chosen = {unit: Policy(SAVE * len(unit.groups)) for unit in made.candidates[:1]}
-    simulated = made.simulator.peak_bytes(chosen)
-    plan = Installed(spell_out(made, chosen), simulated)
+    traced = calibrate(profile(make_model(), make_inputs()))
+    chosen = {unit: Policy(SAVE * len(unit.groups)) for unit in traced.candidates[:1]}
+    simulated = traced.simulator.peak_bytes(chosen)
+    plan = Installed(spell_out(traced, chosen), simulated)
 
-    found = verify(plan, make_model, make_inputs, timing_rounds=1)
+    verification = verify(plan, make_model, make_inputs, timing_rounds=1)
 
-    assert found.measured_peak_bytes == simulated > made.simulator.peak_bytes({})
+    assert (
+        verification.measured_peak_bytes == simulated > traced.simulator.peak_bytes({})
+    )
 
 
 def test_what_libraries_keep_is_alive_all_the_time():
-    made = CASES["gpt"].profile()
-    tape = replace(made.tape, library_bytes=(1024, 512))
-    plain, chosen = made.simulator, random_choice(made, 0)
+    traced = CASES["gpt"].profile()
+    tape = replace(traced.tape, library_bytes=(1024, 512))
+    plain, chosen = traced.simulator, random_choice(traced, 0)
 
-    found = Simulator(tape)
+    simulator = Simulator(tape)
 
-    assert found.peak_bytes(chosen) == plain.peak_bytes(chosen) + 1536
-    assert found.peak_bytes(chosen, workspaces=False) == plain.peak_bytes(
+    assert simulator.peak_bytes(chosen) == plain.peak_bytes(chosen) + 1536
+    assert simulator.peak_bytes(chosen, workspaces=False) == plain.peak_bytes(
         chosen, workspaces=False
     )
-    assert sum(found.composition(chosen).values()) == found.peak_bytes(chosen)
+    assert sum(simulator.composition(chosen).values()) == simulator.peak_bytes(chosen)
     pairs = zip(
-        found.allocator_peaks(chosen), plain.allocator_peaks(chosen), strict=True
+        simulator.allocator_peaks(chosen), plain.allocator_peaks(chosen), strict=True
     )
     assert all(with_libraries >= without for with_libraries, without in pairs)
 
 
 @each_case
 def test_random_plans_hold_units(case):
-    made = case.profile()
+    traced = case.profile()
 
-    assert any(random_choice(made, seed) for seed in range(NUM_PLANS))
+    assert any(random_choice(traced, seed) for seed in range(NUM_PLANS))

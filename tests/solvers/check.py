@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import overload
 
 from autosac.solvers.curves import knapsack
-from autosac.solvers.curves.knapsack import SaveProblem, SaveSolution
+from autosac.solvers.curves.knapsack import SaveProblem
 from autosac.solvers.sac import SacProblem, SacSolution, Unit, live_bytes
+from tests.solvers.save_solutions import SaveSolution, saved_bytes
 
 # Continuous weights hold to 1e-6, and so do rows in MiB, some thousands of them
 # chained; whole points are checked exactly.
@@ -50,7 +51,7 @@ def _of_saving(problem: SaveProblem, solution: SaveSolution) -> Iterator[str]:
     saved, rerun = solution.saved, solution.rerun
     if saved is None or rerun is None:
         return
-    total = knapsack.saved_bytes(problem, saved)
+    total = saved_bytes(problem, saved)
     if total > problem.capacity_bytes:
         yield (
             f"The saved groups take {total} bytes, more than `capacity_bytes`="

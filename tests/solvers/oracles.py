@@ -20,7 +20,7 @@ Flags = tuple[bool, ...]
 def save_outcomes(problem: SaveProblem) -> list[tuple[float, int]]:
     """Time and bytes of every admissible pair of saved and rerun groups."""
     groups = range(len(problem.saved_bytes))
-    found = []
+    outcomes = []
     for saved in product((False, True), repeat=len(groups)):
         if any(saved[g] for g in problem.unsavable):
             continue
@@ -28,8 +28,8 @@ def save_outcomes(problem: SaveProblem) -> list[tuple[float, int]]:
         for rerun in product((False, True), repeat=len(groups)):
             if _is_admissible(problem, saved, rerun):
                 time = sum(problem.runtime_ms[g] for g in groups if rerun[g])
-                found.append((time, nbytes))
-    return found
+                outcomes.append((time, nbytes))
+    return outcomes
 
 
 def best_save(problem: SaveProblem) -> tuple[float, int] | None:
@@ -152,7 +152,7 @@ def replayed_timeline(
         stays = value in kept or value in problem.returned
         return (value, event[0].step >= 0 and not stays)
 
-    live, found = set(), []
+    live, observed = set(), []
     for index, event in enumerate(events):
         position, op = event
         if op is not None:
@@ -168,11 +168,11 @@ def replayed_timeline(
             )
         )
         total = beside + sum(problem.value_bytes[v] for v, _ in live)
-        found.append((position, total))
+        observed.append((position, total))
         later = {copy_read(v, e) for e in events[index + 1 :] for v in reads(e)}
         later |= {(v, False) for v in problem.returned}
         live &= later
-    return found
+    return observed
 
 
 def separate_recompute_ms(
@@ -195,11 +195,11 @@ def separate_recompute_ms(
 def every_kept_set(problem: GraphProblem) -> list[tuple[int, float]]:
     """Peak and recompute time of every set of kept values that can run."""
     values = [v for v in range(len(problem.value_bytes)) if v not in problem.returned]
-    found = []
+    kept_sets = []
     for flags in product((False, True), repeat=len(values)):
         kept = {v for v, flag in zip(values, flags, strict=True) if flag}
         try:
-            found.append((peak_bytes(problem, kept), recompute_ms(problem, kept)))
+            kept_sets.append((peak_bytes(problem, kept), recompute_ms(problem, kept)))
         except ValueError:  # it needs a pinned op again
             continue
-    return found
+    return kept_sets

@@ -16,13 +16,12 @@ import pulp
 
 from autosac.solvers.curves.knapsack import (
     SaveProblem,
-    SaveSolution,
     recompute_ms,
     rerun_closure,
-    saved_bytes,
 )
 from autosac.solvers.milp import pulp_runner
 from autosac.solvers.milp.solution import Backend, Termination
+from tests.solvers.save_solutions import SaveSolution, saved_bytes
 
 _MIB = 2**20  # bytes without a large common divisor stay within row tolerances in MiB
 _LARGEST_COEFFICIENT = 2**20  # of a row in units of the common divisor
@@ -84,21 +83,23 @@ class _Model:
     def least_time(self, capacity_bytes: int) -> SaveSolution:
         """Least time within a capacity; among those, the fewest bytes."""
         started = perf_counter()
-        outcome, found = self._run(self._time, capacity_bytes, math.inf)
-        if found is None:
+        outcome, observed = self._run(self._time, capacity_bytes, math.inf)
+        if observed is None:
             solve_s = perf_counter() - started
             return SaveSolution(termination=outcome.termination, solve_s=solve_s)
-        assert found.recompute_ms is not None and found.saved_bytes is not None
-        if found.saved_bytes:
-            _, smaller = self._run(self._bytes, found.saved_bytes, found.recompute_ms)
+        assert observed.recompute_ms is not None and observed.saved_bytes is not None
+        if observed.saved_bytes:
+            _, smaller = self._run(
+                self._bytes, observed.saved_bytes, observed.recompute_ms
+            )
             # Within the tolerance of its row the second solve may be slower.
-            if smaller is not None and _is_better(smaller, found):
-                found = smaller
-        assert found.recompute_ms is not None
+            if smaller is not None and _is_better(smaller, observed):
+                observed = smaller
+        assert observed.recompute_ms is not None
         bound_ms = None
         if outcome.bound is not None:
-            bound_ms = max(0.0, min(outcome.bound / self._scale, found.recompute_ms))
-        return replace(found, bound_ms=bound_ms, solve_s=perf_counter() - started)
+            bound_ms = max(0.0, min(outcome.bound / self._scale, observed.recompute_ms))
+        return replace(observed, bound_ms=bound_ms, solve_s=perf_counter() - started)
 
     def _unit_bytes(self) -> int:
         problem = self._problem
@@ -156,11 +157,11 @@ class _Model:
             first = first or outcome
             if not outcome.termination.has_incumbent:
                 return replace(first, termination=outcome.termination), None
-            found = self._record(outcome)
-            assert found.saved_bytes is not None
-            if found.saved_bytes <= capacity_bytes:
-                return first, found
-            target -= found.saved_bytes - capacity_bytes
+            record = self._record(outcome)
+            assert record.saved_bytes is not None
+            if record.saved_bytes <= capacity_bytes:
+                return first, record
+            target -= record.saved_bytes - capacity_bytes
         raise ArithmeticError(
             f"The optimum of {self._backend} exceeds `capacity_bytes`="
             f"{problem.capacity_bytes} however often it is lowered."

@@ -96,21 +96,21 @@ def sac_units(draw: st.DrawFn, index: int, num_positions: int) -> Unit:
 
 
 @st.composite
-def holds(draw: st.DrawFn, made: tuple[Unit, ...], num_positions: int) -> Hold:
+def holds(draw: st.DrawFn, traced: tuple[Unit, ...], num_positions: int) -> Hold:
     """Memory that a few units hold, each until a position of its own.
 
     A unit, and some of those around it, may count it as freed, or keep it themselves.
     """
     held_from = draw(st.integers(0, num_positions))
     ends = st.integers(held_from, num_positions)
-    units = st.integers(0, len(made) - 1)
+    units = st.integers(0, len(traced) - 1)
     u: int | None = draw(st.none() | units)
     by_point = []
     while u is not None:
         if draw(st.booleans()):
-            bounds = [draw(ends) for _ in made[u].points]
+            bounds = [draw(ends) for _ in traced[u].points]
             by_point.append((u, tuple(bounds)))
-        u = made[u].parent
+        u = traced[u].parent
     is_kept = draw(st.booleans())
     return Hold(
         nbytes=draw(st.integers(0, 6)) * MIB,
@@ -254,9 +254,9 @@ def graph_problems(draw: st.DrawFn, *, most: int = 7) -> GraphProblem:
     for _ in range(size):
         earlier = st.sets(st.integers(0, num_values - 1), max_size=2)
         reads.append(tuple(sorted(draw(earlier))) if num_values else ())
-        made = draw(st.sampled_from([1, 1, 1, 2]))
-        makes.append(tuple(range(num_values, num_values + made)))
-        num_values += made
+        drawn = draw(st.sampled_from([1, 1, 1, 2]))
+        makes.append(tuple(range(num_values, num_values + drawn)))
+        num_values += drawn
     values = st.sets(st.integers(0, num_values - 1), max_size=2)
     num_steps = draw(st.integers(1, most))
 

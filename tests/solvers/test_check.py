@@ -57,9 +57,9 @@ def test_solutions_of_the_solvers_break_nothing():
 def test_each_flaw_of_a_saving_is_named(changes, flaws, sentence):
     solution = replace(save_milp.solve(SAVING), **flaws)
 
-    found = violations(replace(SAVING, **changes), solution)
+    broken = violations(replace(SAVING, **changes), solution)
 
-    assert any(sentence in text for text in found), found
+    assert any(sentence in text for text in broken), broken
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_each_flaw_of_a_saving_is_named(changes, flaws, sentence):
 def test_each_flaw_of_a_choice_of_units_is_named(flaws, sentence):
     solution = sac.solve(UNITS, integral=True)
 
-    found = violations(UNITS, replace(solution, **flaws))
+    broken = violations(UNITS, replace(solution, **flaws))
 
-    assert any(sentence in text for text in found), found
+    assert any(sentence in text for text in broken), broken
 
 
 def test_one_byte_over_the_budget_is_a_violation_of_whole_points():

@@ -89,9 +89,9 @@ def test_large_buffers_run_at_the_bandwidth_of_the_narrowest_link(group):
     n, nodes = group.size, group.num_nodes
     rate = 1e9 if nodes == 1 else min(1e9, 0.25e9 * group.ranks_per_node)
 
-    found = fastest(FABRIC, group, "all_gather", size).ms(size)
+    time_ms = fastest(FABRIC, group, "all_gather", size).ms(size)
 
-    assert found == pytest.approx(1e3 * size * (n - 1) / n / rate, rel=1e-3)
+    assert time_ms == pytest.approx(1e3 * size * (n - 1) / n / rate, rel=1e-3)
 
 
 @given(group=groups)

@@ -70,8 +70,8 @@ def test_pareto_keeps_exactly_the_points_that_no_other_beats(points):
         for p in points
         if any(q != p and q[0] >= p[0] and q[1] <= p[1] for q in points)
     }
-    found = zip(kept.freed_bytes, kept.recompute_ms, strict=True)
-    assert {(freed, int(time)) for freed, time in found} == set(points) - beaten
+    observed = zip(kept.freed_bytes, kept.recompute_ms, strict=True)
+    assert {(freed, int(time)) for freed, time in observed} == set(points) - beaten
 
 
 @settings(max_examples=25)

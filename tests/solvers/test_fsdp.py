@@ -17,6 +17,7 @@ from autosac.solvers.fsdp import (
 )
 from autosac.solvers.fsdp import schedule as schedule_of
 from autosac.solvers.fsdp.collectives import AffineCost
+from autosac.solvers.fsdp.step_time import linear
 from autosac.solvers.milp.solution import Termination
 from autosac.solvers.sac import Breakpoint, SacProblem, Unit
 from tests.solvers.fsdp_cases import MIB, every_choice, fsdp_problems, layers
@@ -30,26 +31,29 @@ def solve(problem, **options):
 
 def _best(problem, allowed=lambda choice: True):
     """Least time within the budget, and least peak, of all choices."""
-    found = [
-        (fsdp.predicted(problem, choice).total_ms, fsdp.live(problem, choice).max())
+    outcomes = [
+        (
+            linear(fsdp.schedule(problem, choice)).total_ms,
+            fsdp.live(problem, choice).max(),
+        )
         for choice in every_choice(problem)
         if allowed(choice)
     ]
-    fitting = [time for time, peak in found if peak <= problem.sac.budget_bytes]
-    return min(fitting, default=None), min((peak for _, peak in found), default=None)
+    fitting = [time for time, peak in outcomes if peak <= problem.sac.budget_bytes]
+    return min(fitting, default=None), min((peak for _, peak in outcomes), default=None)
 
 
-def _check(problem, found, allowed=lambda choice: True):
+def _check(problem, solution, allowed=lambda choice: True):
     least_ms, _ = _best(problem, allowed)
     if least_ms is None:
-        assert found.termination is Termination.INFEASIBLE
+        assert solution.termination is Termination.INFEASIBLE
         return
-    assert found.termination is Termination.OPTIMAL
-    assert found.objective_ms == least_ms
-    assert found.bound_ms == pytest.approx(least_ms, abs=1e-6)
-    assert found.predicted_peak_bytes <= problem.sac.budget_bytes
-    assert allowed(found.choice)
-    assert not fsdp.broken_rules(problem, found.choice)
+    assert solution.termination is Termination.OPTIMAL
+    assert solution.objective_ms == least_ms
+    assert solution.bound_ms == pytest.approx(least_ms, abs=1e-6)
+    assert solution.predicted_peak_bytes <= problem.sac.budget_bytes
+    assert allowed(solution.choice)
+    assert not fsdp.broken_rules(problem, solution.choice)
 
 
 def _two_units(budget=100 * MIB):
@@ -137,22 +141,22 @@ def test_a_smaller_largest_unit_is_worth_its_latency_if_threads_are_slow():
     late = replace(problem, late_copies=2)
 
     assert solve(problem).choice.units == (True, False, False)
-    found = solve(late)
-    assert found.choice.units == (True, False, True)
-    assert found.predicted_peak_bytes == 26 * MIB
-    _check(late, found)
+    solution = solve(late)
+    assert solution.choice.units == (True, False, True)
+    assert solution.predicted_peak_bytes == 26 * MIB
+    _check(late, solution)
 
 
 def test_time_by_hand():
-    found = estimate(_two_units(), BOTH)
+    plain_estimate = estimate(_two_units(), BOTH)
 
     # Forward: gathers of 2, 3 and 4 ms beside 0, 2 and 2 ms of compute: 2 + 3 + 4 + 2.
     # Backward: 4 + max(2, 3) + max(2, 3) + 2 + 1, all of it collectives.
-    assert found.step.compute_ms == 8.0
-    assert found.step.exposed_forward_ms == 2 + 3 + 2
-    assert found.step.exposed_backward_ms == 4 + 1 + 1 + 2 + 1
-    assert found.objective_ms == 8.0 + 7.0 + 9.0
-    assert found.simulated.total_ms <= found.objective_ms
+    assert plain_estimate.step.compute_ms == 8.0
+    assert plain_estimate.step.exposed_forward_ms == 2 + 3 + 2
+    assert plain_estimate.step.exposed_backward_ms == 4 + 1 + 1 + 2 + 1
+    assert plain_estimate.objective_ms == 8.0 + 7.0 + 9.0
+    assert plain_estimate.simulated.total_ms <= plain_estimate.objective_ms
 
 
 def test_recomputation_hides_the_next_gather():
@@ -165,18 +169,18 @@ def test_recomputation_hides_the_next_gather():
 
 
 def test_ample_memory_leaves_nothing_to_reshard_or_to_recompute():
-    found = solve(_two_units())
+    solution = solve(_two_units())
 
-    assert not any(found.choice.reshard)
-    assert found.choice.points == (None,)
+    assert not any(solution.choice.reshard)
+    assert solution.choice.points == (None,)
 
 
 def test_a_budget_that_nothing_fits_is_an_outcome():
     problem = _two_units(budget=5 * MIB)
-    found, floor = solve(problem), lowest_peak(problem)
+    solution, floor = solve(problem), lowest_peak(problem)
 
-    assert found.termination is Termination.INFEASIBLE
-    assert found.choice is None and found.bound_ms is None
+    assert solution.termination is Termination.INFEASIBLE
+    assert solution.choice is None and solution.bound_ms is None
     assert floor.termination is Termination.OPTIMAL
     assert floor.predicted_peak_bytes == _best(problem)[1]
 
@@ -211,24 +215,24 @@ def test_matches_trying_every_choice_of_eight_modules(problem):
 def test_the_least_peak_is_that_of_every_choice(problem):
     least = _best(problem)[1]
     if least is not None:
-        found = lowest_peak(problem)
+        lowest = lowest_peak(problem)
 
-        assert found.predicted_peak_bytes == least
-        assert found.termination is Termination.OPTIMAL
+        assert lowest.predicted_peak_bytes == least
+        assert lowest.termination is Termination.OPTIMAL
 
 
 @few
 @given(problem=fsdp_problems(kinds=True))
 def test_equal_modules_are_alike_and_the_bound_holds_for_that(problem):
-    found, least_ms = solve(problem), _best(problem)[0]
+    observed, least_ms = solve(problem), _best(problem)[0]
 
     if least_ms is None:
-        assert found.termination is Termination.INFEASIBLE
+        assert observed.termination is Termination.INFEASIBLE
         return
-    assert found.bound_ms <= least_ms + 1e-6
-    assert found.objective_ms >= least_ms
-    assert not fsdp.broken_rules(problem, found.choice)
-    assert found.predicted_peak_bytes <= problem.sac.budget_bytes
+    assert observed.bound_ms <= least_ms + 1e-6
+    assert observed.objective_ms >= least_ms
+    assert not fsdp.broken_rules(problem, observed.choice)
+    assert observed.predicted_peak_bytes <= problem.sac.budget_bytes
 
 
 @few
@@ -256,8 +260,8 @@ def test_the_least_budget_that_fits_given_units_is_their_least_peak(problem, dat
     peaks = [int(fsdp.live(problem, c).max()) for c in choices if c.units == units]
     fixed = [m for m, unit in enumerate(units) if unit and m]
     for budget, fits in ((min(peaks), True), (min(peaks) - MIB, False)):
-        found = solve(problem.with_budget(budget), fixed_units=fixed)
-        assert (found.choice is not None) is fits
+        solution = solve(problem.with_budget(budget), fixed_units=fixed)
+        assert (solution.choice is not None) is fits
 
 
 @few
@@ -382,22 +386,22 @@ def test_problems_that_are_out_of_order_are_errors():
 def test_many_equal_layers_are_solved_with_few_rows(budget_gib):
     problem = layers(48, budget_bytes=budget_gib * 2**30)
 
-    found = fsdp.solve(problem, relative_gap=5e-3)
+    solution = fsdp.solve(problem, relative_gap=5e-3)
 
-    assert found.termination is Termination.OPTIMAL
-    assert found.gap <= 5e-3
-    assert found.predicted_peak_bytes <= problem.sac.budget_bytes
-    assert found.simulated.total_ms <= found.objective_ms * (1 + 1e-9)
+    assert solution.termination is Termination.OPTIMAL
+    assert solution.gap <= 5e-3
+    assert solution.predicted_peak_bytes <= problem.sac.budget_bytes
+    assert solution.simulated.total_ms <= solution.objective_ms * (1 + 1e-9)
     by_hand = [m for m, module in enumerate(problem.modules) if module.parent == 0]
     fixed = fsdp.solve(problem, fixed_units=by_hand, relative_gap=5e-3)
     if fixed.objective_ms is not None:
-        assert found.objective_ms <= fixed.objective_ms * (1 + 5e-3)
+        assert solution.objective_ms <= fixed.objective_ms * (1 + 5e-3)
 
 
 def test_a_schedule_has_the_compute_of_the_step():
     problem = _two_units()
-    found = schedule_of(problem, replace(BOTH, points=(0,)))
+    schedule = schedule_of(problem, replace(BOTH, points=(0,)))
 
-    forward = sum(ms for _, ms in found.forward)
-    backward = sum(event.compute_ms for event in found.backward)
-    assert (forward, backward, found.rest_ms) == (4.0, 9.0, 0.0)
+    forward = sum(ms for _, ms in schedule.forward)
+    backward = sum(event.compute_ms for event in schedule.backward)
+    assert (forward, backward, schedule.rest_ms) == (4.0, 9.0, 0.0)

@@ -14,13 +14,12 @@ from autosac.solvers.curves.knapsack import (
     front,
     recompute_ms,
     rerun_closure,
-    saved_bytes,
-    trade_off,
 )
 from autosac.solvers.milp.solution import Termination
 from tests.solvers.check import violations
 from tests.solvers.oracles import best_save, pareto_saves
 from tests.solvers.save_milp import solve
+from tests.solvers.save_solutions import saved_bytes, solutions, trade_off
 from tests.solvers.strategies import MIB, save_problems
 
 both = pytest.mark.parametrize("backend", ["highs", "cbc"])
@@ -155,20 +154,20 @@ def test_cbc_matches_trying_every_subset(problem):
 
     best = best_save(problem)
     assert violations(problem, solution) == ()
-    found = (solution.recompute_ms, solution.saved_bytes)
-    assert found == (best or (None, None))
+    observed = (solution.recompute_ms, solution.saved_bytes)
+    assert observed == (best or (None, None))
 
 
 @settings(max_examples=25)
 @given(problem=save_problems())
 def test_the_trade_off_is_the_whole_pareto_front_when_every_capacity_is_tried(problem):
     total = sum(problem.saved_bytes) // MIB
-    solutions = trade_off(problem, num_points=2 * total + 2)
+    points = trade_off(problem, num_points=2 * total + 2)
 
-    found = [(s.recompute_ms, s.saved_bytes) for s in solutions]
-    assert set(found) == pareto_saves(problem)
-    assert found == sorted(found)
-    for solution in solutions:
+    observed = [(s.recompute_ms, s.saved_bytes) for s in points]
+    assert set(observed) == pareto_saves(problem)
+    assert observed == sorted(observed)
+    for solution in points:
         assert violations(replace(problem, capacity_bytes=10**12), solution) == ()
 
 
@@ -247,26 +246,27 @@ def front_of_few_frontiers(problem):
     problem=save_problems(most=8), prices=st.lists(st.floats(1e-9, 1e-4), max_size=5)
 )
 def test_a_partial_front_has_the_vertices_of_the_hull(thin, problem, prices):
-    complete, thinned = front(problem), thin(problem)
+    fronts = front(problem), thin(problem)
+    complete, thinned = map(solutions, fronts)
 
-    ends = [complete.solutions[i] for i in (0, -1)] if complete.solutions else []
+    ends = [complete[i] for i in (0, -1)] if complete else []
     steepness = [
         (b.recompute_ms - a.recompute_ms) / (a.saved_bytes - b.saved_bytes)
-        for a in complete.solutions
-        for b in complete.solutions
+        for a in complete
+        for b in complete
         if a.saved_bytes > b.saved_bytes
     ]
-    assert complete.is_complete
-    assert [thinned.solutions[i].saved_bytes for i in (0, -1) if ends] == [
+    assert fronts[0].is_complete
+    assert [thinned[i].saved_bytes for i in (0, -1) if ends] == [
         end.saved_bytes for end in ends
     ]
     for price in steepness + prices:  # the least of time + price * bytes is the same
         least = [
             min(
-                (s.recompute_ms + price * s.saved_bytes for s in found.solutions),
+                (s.recompute_ms + price * s.saved_bytes for s in observed),
                 default=0.0,
             )
-            for found in (complete, thinned)
+            for observed in (complete, thinned)
         ]
         assert least[0] == pytest.approx(least[1], rel=1e-6)
 
@@ -284,9 +284,9 @@ def test_a_thinned_front_misses_no_point_that_is_faster_than_it_says(thin, probl
     complete, thinned = front(problem), thin(problem)
 
     limit_ms = thinned.complete_below_ms * (1 - 1e-9)  # sums in another order
-    fast = {s.saved_bytes for s in complete.solutions if s.recompute_ms < limit_ms}
-    assert fast <= {s.saved_bytes for s in thinned.solutions}
-    assert thinned.is_complete <= (complete.solutions == thinned.solutions)
+    fast = {s.saved_bytes for s in solutions(complete) if s.recompute_ms < limit_ms}
+    assert fast <= {s.saved_bytes for s in solutions(thinned)}
+    assert thinned.is_complete <= (solutions(complete) == solutions(thinned))
 
 
 @given(problem=save_problems())
@@ -322,4 +322,4 @@ def test_a_thinned_front_of_equal_layers_has_points_at_which_only_some_have_chan
     wanted = {MIB * (6 * layers - k) for k in range(layers + 1)}
     wanted |= {MIB * (5 * layers - 2 * k) for k in range(layers + 1)}
     assert not thinned.is_complete
-    assert wanted <= {solution.saved_bytes for solution in thinned.solutions}
+    assert wanted <= {solution.saved_bytes for solution in solutions(thinned)}

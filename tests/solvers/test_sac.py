@@ -25,6 +25,7 @@ from autosac.solvers.sac import (
 from autosac.solvers.sac.rows import _SMALL_GAP
 from tests.solvers.check import violations
 from tests.solvers.oracles import least_peak, least_time, peak_of, sac_choices
+from tests.solvers.save_solutions import solutions
 from tests.solvers.strategies import (
     MIB,
     deep_trees,
@@ -395,14 +396,15 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget, kn
     # Two equal units with all their Pareto points, and with a selection of these; of
     # the others, those that take less than a share of the longest time are known.
     front = knapsack.front(saving)
+    known_points = solutions(front)
     most = sum(saving.saved_bytes)
 
     def two(indices, **more):
         points = tuple(
             Breakpoint(
-                ratio=1.0 - front.solutions[i].saved_bytes / (most + 1),
-                freed_bytes=most - front.solutions[i].saved_bytes,
-                recompute_ms=front.solutions[i].recompute_ms,
+                ratio=1.0 - known_points[i].saved_bytes / (most + 1),
+                freed_bytes=most - known_points[i].saved_bytes,
+                recompute_ms=known_points[i].recompute_ms,
             )
             for i in indices
         )
@@ -424,11 +426,11 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget, kn
             budget_bytes=2 * most * budget // 100,
         )
 
-    if not front.solutions:
+    if not known_points:
         return
-    everything = two(range(len(front.solutions)))
+    everything = two(range(len(known_points)))
     selected = front.select(2)
-    times = [solution.recompute_ms for solution in front.solutions]
+    times = [solution.recompute_ms for solution in known_points]
     known_ms = times[-1] * known if known < 1.0 else math.inf
     selection = two(
         selected,
@@ -450,8 +452,8 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget, kn
 
 def _between(front, selected, known_ms):
     """Known points that are not selected, placed between those that are."""
-    sizes = [solution.saved_bytes for solution in front.solutions]
-    for i, solution in enumerate(front.solutions):
+    sizes = [solution.saved_bytes for solution in solutions(front)]
+    for i, solution in enumerate(solutions(front)):
         if i not in selected and solution.recompute_ms < known_ms:
             at = bisect.bisect_left(selected, i) - 1
             low, high = selected[at], selected[at + 1]

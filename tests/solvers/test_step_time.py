@@ -161,20 +161,20 @@ def test_the_linear_form_of_backward_overstates_gathers_after_units_that_stay(sc
     again = [schedule.units[u].regather_ms for u in order]
     early = sum(g for before, g in itertools.pairwise(again) if not before)
 
-    exact, found = simulate(schedule).total_ms, linear(schedule).total_ms
+    exact, observed = simulate(schedule).total_ms, linear(schedule).total_ms
 
-    assert exact <= found <= exact + early
+    assert exact <= observed <= exact + early
 
 
 @given(schedule=chains())
 def test_the_linear_form_overstates_forward_by_less_than_its_gathers(schedule):
-    exact, found = simulate(schedule), linear(schedule)
+    exact, observed = simulate(schedule), linear(schedule)
     gathers = sum(schedule.units[u].gather_ms for u, _ in schedule.forward)
     again = sum(unit.regather_ms for unit in schedule.units)
 
-    assert exact.exposed_forward_ms <= found.exposed_forward_ms
-    assert found.exposed_forward_ms <= exact.exposed_forward_ms + gathers
-    assert exact.total_ms <= found.total_ms <= exact.total_ms + gathers + again
+    assert exact.exposed_forward_ms <= observed.exposed_forward_ms
+    assert observed.exposed_forward_ms <= exact.exposed_forward_ms + gathers
+    assert exact.total_ms <= observed.total_ms <= exact.total_ms + gathers + again
 
 
 @given(gather=times, compute=times, num_units=st.integers(1, 9))
@@ -189,7 +189,7 @@ def test_the_linear_form_of_forward_is_exact_for_equal_units(
 
 @given(schedule=trees())
 def test_the_linear_form_of_nested_units_keeps_its_bounds(schedule):
-    exact, found = simulate(schedule), linear(schedule)
+    exact, observed = simulate(schedule), linear(schedule)
     held_up, after, since = 0.0, 0.0, []
     for event in (*schedule.backward, None):
         if event is None or event.begins:
@@ -201,27 +201,27 @@ def test_the_linear_form_of_nested_units_keeps_its_bounds(schedule):
             after += event.compute_ms
     every = sum(u.gather_ms + u.regather_ms + u.reduce_ms for u in schedule.units)
 
-    assert exact.total_ms <= found.total_ms + held_up + after
-    assert found.total_ms <= exact.total_ms + every
+    assert exact.total_ms <= observed.total_ms + held_up + after
+    assert observed.total_ms <= exact.total_ms + every
 
 
 @given(schedule=st.one_of(chains(replicas=True), trees()))
 def test_a_step_takes_no_less_than_its_compute_and_its_channel(schedule):
-    found = simulate(schedule)
+    played = simulate(schedule)
     load = sum(u.gather_ms + u.regather_ms + u.reduce_ms for u in schedule.units)
     alone = simulate(schedule, shared_channel=False)
 
-    assert found.total_ms >= found.compute_ms
-    assert found.total_ms >= load
-    assert found.total_ms <= found.compute_ms + load + sum(
+    assert played.total_ms >= played.compute_ms
+    assert played.total_ms >= load
+    assert played.total_ms <= played.compute_ms + load + sum(
         u.all_reduce_ms for u in schedule.units
     )
-    assert alone.total_ms <= found.total_ms
+    assert alone.total_ms <= played.total_ms
 
 
 @given(schedule=chains(replicas=True, forward=False, reshard=True))
 def test_the_linear_form_with_replicas_is_off_by_one_collective_at_most(schedule):
-    exact, found = simulate(schedule), linear(schedule)
+    exact, observed = simulate(schedule), linear(schedule)
     units = schedule.units
     order = [event.unit for event in schedule.backward if event.begins]
     # The last unit's reduce-scatter, for which the root's all-reduce waits too.
@@ -233,8 +233,8 @@ def test_the_linear_form_with_replicas_is_off_by_one_collective_at_most(schedule
         if units[unit].all_reduce_ms and not units[unit].reduce_ms
     ]
 
-    assert found.total_ms <= exact.total_ms + max(early, default=0.0)
-    assert exact.total_ms <= found.total_ms + left_out
+    assert observed.total_ms <= exact.total_ms + max(early, default=0.0)
+    assert exact.total_ms <= observed.total_ms + left_out
 
 
 def test_an_all_reduce_alone_does_not_wait_for_the_next_gather():

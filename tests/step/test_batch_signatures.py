@@ -71,5 +71,5 @@ def test_a_batch_covers_what_is_nowhere_larger():
 
 
 def test_it_reads_as_names_and_shapes():
-    found = signature(ROWS, mask=ROWS[0], flag=True)
-    assert str(found) == "flag=True, mask [8], tokens [4, 8]"
+    its_signature = signature(ROWS, mask=ROWS[0], flag=True)
+    assert str(its_signature) == "flag=True, mask [8], tokens [4, 8]"

@@ -81,10 +81,10 @@ def test_batches_after_planning_are_those_without_it(kind):
     seed_all()
     loader = loader_of(kind)
     autosac.profile(model, loader)
-    found = list(loader)
+    batches = list(loader)
 
-    assert len(found) == len(expected) > 1
-    assert all(map(torch.equal, found, expected))
+    assert len(batches) == len(expected) > 1
+    assert all(map(torch.equal, batches, expected))
 
 
 def test_an_iterator_that_is_in_use_goes_on_where_it_was():
@@ -93,11 +93,11 @@ def test_an_iterator_that_is_in_use_goes_on_where_it_was():
     expected = list(loader_of("generator"))
     seed_all()
     batches = iter(loader)
-    found = [next(batches)]
+    observed = [next(batches)]
     first_batch(loader)
-    found += list(batches)
+    observed += list(batches)
 
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, observed, expected))
 
 
 def test_of_a_loader_with_its_own_generator_it_is_the_first_batch():

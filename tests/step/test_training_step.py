@@ -72,14 +72,14 @@ def real_peak(make_optimizer, **settings):
 
 
 def assert_exact(make_optimizer, **settings):
-    made = profile(make_model(), make_inputs(), optimizer=make_optimizer, **settings)
-    simulated = made.simulator.peak_bytes({}, workspaces=False)
+    traced = profile(make_model(), make_inputs(), optimizer=make_optimizer, **settings)
+    simulated = traced.simulator.peak_bytes({}, workspaces=False)
 
-    dry = Simulator(dry_run(made.step, lambda model: None))
+    dry = Simulator(dry_run(traced.step, lambda model: None))
     assert simulated == dry.baseline.peak_bytes
     assert simulated == real_peak(make_optimizer, **settings)
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
-    assert plan.peak_bytes <= made.baseline_peak_bytes
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
+    assert plan.peak_bytes <= traced.baseline_peak_bytes
 
 
 @pytest.mark.slow_but_first
@@ -95,7 +95,7 @@ def test_the_peak_in_any_setting_is_that_of_a_real_step(name):
 
 @pytest.mark.parametrize("name", ["adamw in backward", "adafactor", "adamw, fused"])
 def test_a_plan_trains_identically_with_any_optimizer(name):
-    found = autosac.verify(
+    verification = autosac.verify(
         autosac.plan(
             autosac.calibrate(
                 profile(make_model(), make_inputs(), optimizer=OPTIMIZERS[name])
@@ -109,8 +109,8 @@ def test_a_plan_trains_identically_with_any_optimizer(name):
         timing_rounds=1,
     )
 
-    assert found.identical
-    assert found.within_budget
+    assert verification.identical
+    assert verification.within_budget
 
 
 # --- optimizers in backward -------------------------------------------------------
@@ -142,12 +142,12 @@ def test_gradients_dropped_in_backward_lower_the_peak():
 def test_an_instance_that_steps_in_backward_is_traced_and_left_alone():
     model = make_model()
     optimizer = OptimizerInBackward(model.parameters(), optim.AdamW)
-    made = profile(model, make_inputs(), optimizer=optimizer)
+    traced = profile(model, make_inputs(), optimizer=optimizer)
     other = profile(
         make_model(), make_inputs(), optimizer=OPTIMIZERS["adamw in backward"]
     )
 
-    assert made.baseline_peak_bytes == other.baseline_peak_bytes
+    assert traced.baseline_peak_bytes == other.baseline_peak_bytes
     assert list(optimizer.optimizers) == list(model.parameters())
     assert not any(o.state for o in optimizer.optimizers.values())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -201,10 +201,10 @@ def test_sparse_gradients_are_refused(kind):
 
 def test_backward_inside_autocast_reruns_the_casts_of_weights():
     case = CASES["gpt"]
-    made = profile(
+    traced = profile(
         case.model(), case.inputs(), loss_fn=case.loss_fn, autocast=torch.bfloat16
     )
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     grads = []
     for planned in (False, True):
         model = case.model()

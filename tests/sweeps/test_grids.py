@@ -28,7 +28,7 @@ BUDGETS = ["1KiB", "1GiB"]
 
 
 @pytest.fixture(scope="module")
-def found():
+def result():
     """Two widths that can be planned and one that fails."""
     return autosac.sweep_grid(make_step, GRID, n=3)
 
@@ -44,16 +44,16 @@ def _counted(path):
 # --- rows ---------------------------------------------------------------------
 
 
-def test_rows_are_those_of_single_sweeps_in_the_order_of_the_grid(found):
+def test_rows_are_those_of_single_sweeps_in_the_order_of_the_grid(result):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = make_step(16, 128)
-    made = autosac.profile(parts.pop("model"), parts.pop("inputs"), **parts)
+    traced = autosac.profile(parts.pop("model"), parts.pop("inputs"), **parts)
 
-    alone = autosac.sweep(made, n=3)
+    alone = autosac.sweep(traced, n=3)
 
-    own = [row for row in found.rows if row.cell == {"width": 16, "batch_size": 128}]
-    assert [tuple(row.cell.values()) for row in found.rows] == [
+    own = [row for row in result.rows if row.cell == {"width": 16, "batch_size": 128}]
+    assert [tuple(row.cell.values()) for row in result.rows] == [
         *[(8, 64)] * 3, *[(8, 128)] * 3, (13, 64), (13, 128), *[(16, 64)] * 3,
         *[(16, 128)] * 3,
     ]  # fmt: skip
@@ -68,10 +68,10 @@ def test_rows_are_those_of_single_sweeps_in_the_order_of_the_grid(found):
     assert own[0].recompute_ms > own[-1].recompute_ms == 0.0
 
 
-def test_a_cell_that_fails_is_one_row_with_type_and_sentence(found):
-    failed = [row for row in found.rows if row.cell["width"] == 13]
+def test_a_cell_that_fails_is_one_row_with_type_and_sentence(result):
+    failed = [row for row in result.rows if row.cell["width"] == 13]
 
-    assert found.failures == tuple(failed) and len(failed) == 2
+    assert result.failures == tuple(failed) and len(failed) == 2
     for row in failed:
         assert row.reason == "RuntimeError: thirteen is refused"
         assert row.budget_bytes is row.floor_bytes is row.peak_bytes is None
@@ -173,13 +173,13 @@ def test_wrong_arguments_are_refused_before_anything_is_built(
 # --- going on -----------------------------------------------------------------
 
 
-def test_finished_cells_are_not_done_again_and_failed_ones_are(tmp_path, found):
+def test_finished_cells_are_not_done_again_and_failed_ones_are(tmp_path, result):
     calls, folder = tmp_path / "calls", tmp_path / "cells"
 
     first = autosac.sweep_grid(_counted(calls), GRID, n=3, directory=folder)
     again = autosac.sweep_grid(_counted(calls), GRID, n=3, directory=folder)
 
-    assert first == again == found
+    assert first == again == result
     assert len(_calls(calls)) == 6 + 2
     assert _calls(calls)[6:] == ["13 64", "13 128"]
     assert len(list(folder.iterdir())) == 4
@@ -193,11 +193,11 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         autosac.sweep_grid(step, grid, n=2, directory=folder)
     kept = len(list(folder.iterdir()))
-    found = autosac.sweep_grid(step, grid, n=2, directory=folder)
+    swept = autosac.sweep_grid(step, grid, n=2, directory=folder)
 
     assert kept == 2
     assert _calls(calls) == ["8 64", "8 128", "16 64", "16 64", "16 128"]
-    assert found == autosac.sweep_grid(make_step, grid, n=2)
+    assert swept == autosac.sweep_grid(make_step, grid, n=2)
 
 
 def test_what_changes_the_result_makes_another_cell(tmp_path):
@@ -321,14 +321,14 @@ def test_texts_are_the_same_in_another_process():
 # --- tables and pictures ------------------------------------------------------
 
 
-def test_a_csv_comes_back_as_it_was(found, tmp_path):
-    found.to_csv(tmp_path / "x.csv")
+def test_a_csv_comes_back_as_it_was(result, tmp_path):
+    result.to_csv(tmp_path / "x.csv")
 
     with open(tmp_path / "x.csv", newline="") as file:
         rows = list(csv.DictReader(file))
 
-    assert list(rows[0]) == list(found.records()[0])
-    for row, record in zip(rows, found.records(), strict=True):
+    assert list(rows[0]) == list(result.records()[0])
+    for row, record in zip(rows, result.records(), strict=True):
         for name, value in record.items():
             if isinstance(value, float):
                 assert float(row[name]) == value
@@ -336,68 +336,68 @@ def test_a_csv_comes_back_as_it_was(found, tmp_path):
                 assert row[name] == ("" if value is None else str(value))
 
 
-def test_parquet_comes_back_as_it_was(found, tmp_path):
+def test_parquet_comes_back_as_it_was(result, tmp_path):
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
-    found.to_parquet(tmp_path / "x.parquet")
+    result.to_parquet(tmp_path / "x.parquet")
 
     back = pandas.read_parquet(tmp_path / "x.parquet", dtype_backend="numpy_nullable")
 
-    table = found.to_dataframe()
+    table = result.to_dataframe()
     assert table["budget_bytes"].dtype == "Int64"  # whole, though some are missing
     assert table["width"].dtype == "Int64"
     pandas.testing.assert_frame_equal(back, table)
 
 
 def test_axes_of_several_types_are_text_in_tables():
-    found = autosac.sweep_grid(lambda x: make_step(8, 64), {"x": [1, "a", None]}, n=2)
+    swept = autosac.sweep_grid(lambda x: make_step(8, 64), {"x": [1, "a", None]}, n=2)
 
-    column = pytest.importorskip("pandas") and found.to_dataframe()["x"]
+    column = pytest.importorskip("pandas") and swept.to_dataframe()["x"]
 
     assert column.dropna().tolist() == ["1", "1", "a", "a"]
     assert column.isna().sum() == 2
 
 
-def test_the_picture_has_a_panel_for_each_width_and_a_line_for_each_size(found):
-    picture = found.picture()
+def test_the_picture_has_a_panel_for_each_width_and_a_line_for_each_size(result):
+    picture = result.picture()
 
     assert [panel.title for panel in picture.panels] == ["width=8", "width=16"]
     labels = [[line.label for line in panel.lines] for panel in picture.panels]
     assert labels == [["batch_size=64", "batch_size=128"]] * 2
     drawn = picture.panels[1].lines[1].y
-    assert list(drawn) == [row.step_ms for row in found.rows[-3:]]
+    assert list(drawn) == [row.step_ms for row in result.rows[-3:]]
 
 
 def test_under_one_budget_the_picture_goes_along_the_last_axis():
-    found = autosac.sweep_grid(
+    swept = autosac.sweep_grid(
         make_step, {"width": [8, 16], "batch_size": [32, 64]}, memory_budgets=["1GiB"]
     )
 
-    (panel,) = found.picture().panels
+    (panel,) = swept.picture().panels
 
     assert panel.x_label == "batch_size" and panel.y_label == "step [ms]"
     assert [line.label for line in panel.lines] == ["width=8", "width=16"]
     assert [line.x for line in panel.lines] == [(32.0, 64.0)] * 2
-    assert panel.lines[1].y == tuple(row.step_ms for row in found[2:])
+    assert panel.lines[1].y == tuple(row.step_ms for row in swept[2:])
 
 
-def test_a_grid_is_plotted_with_axes_for_each_panel(found):
+def test_a_grid_is_plotted_with_axes_for_each_panel(result):
     pytest.importorskip("matplotlib").use("Agg")
 
-    axes = found.plot()
+    axes = result.plot()
 
     assert [a.get_title(loc="left") for a in axes] == ["width=8", "width=16"]
     with pytest.raises(ValueError, match="2 panels"):
-        found.plot(axes[0])
+        result.plot(axes[0])
     with pytest.raises(ValueError, match="of its own"):
-        _ = found.floor_bytes
+        _ = result.floor_bytes
 
 
 def test_nothing_feasible_cannot_be_drawn():
-    found = autosac.sweep_grid(make_step, {"width": [13], "batch_size": [1]}, n=2)
+    swept = autosac.sweep_grid(make_step, {"width": [13], "batch_size": [1]}, n=2)
 
     with pytest.raises(ValueError, match="nothing to draw"):
-        found.picture()
+        swept.picture()
 
 
 # --- side by side ---------------------------------------------------------------
@@ -415,18 +415,20 @@ def test_the_bar_counts_cells_on_a_terminal_and_is_silent_elsewhere(capsys):
     assert "2/4" in shown.err
 
 
-def test_threads_of_one_process_give_the_same(found):
+def test_threads_of_one_process_give_the_same(result):
     with joblib.parallel_config("threading"):
-        assert autosac.sweep_grid(make_step, GRID, n=3, n_jobs=3) == found
+        assert autosac.sweep_grid(make_step, GRID, n=3, n_jobs=3) == result
 
 
 @pytest.mark.slow
-def test_processes_give_the_same_rows_and_a_dead_worker_costs_one_cell(found, tmp_path):
+def test_processes_give_the_same_rows_and_a_dead_worker_costs_one_cell(
+    result, tmp_path
+):
     grid = {"width": [8, 13, 16, 666], "batch_size": [64]}  # one cell dies
 
     both = autosac.sweep_grid(make_step, grid, n=3, n_jobs=2, directory=tmp_path)
 
-    alike = [row for row in found.rows if row.cell["batch_size"] == 64]
+    alike = [row for row in result.rows if row.cell["batch_size"] == 64]
     assert both.rows[: len(alike)] == tuple(alike)
     (dead,) = both.rows[len(alike) :]
     assert dead.status == "failed" and "Terminated" in dead.reason
@@ -466,12 +468,12 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path, how):
     done = len(_calls(calls))
     grid = {"width": list(range(1, kept + 3)), "batch_size": [64]}
 
-    found = autosac.sweep_grid(_counted(calls), grid, n=2, directory=folder)
+    swept = autosac.sweep_grid(_counted(calls), grid, n=2, directory=folder)
 
     assert 4 <= kept < 59
     assert len(_calls(calls)) - done <= 4  # those that were under way, and two new ones
     whole = autosac.sweep_grid(make_step, grid, n=2)
-    assert found == whole
+    assert swept == whole
 
 
 def _on_cluster(folder):
@@ -480,14 +482,14 @@ def _on_cluster(folder):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
-def test_a_dask_cluster_gives_the_same_table(found, tmp_path):
+def test_a_dask_cluster_gives_the_same_table(result, tmp_path):
     distributed = pytest.importorskip("distributed")
 
     with (
         distributed.Client(n_workers=2, threads_per_worker=1, dashboard_address=None),
         joblib.parallel_config("dask"),
     ):
-        assert _on_cluster(tmp_path) == found
+        assert _on_cluster(tmp_path) == result
     assert len(list(tmp_path.iterdir())) == 4
 
 

@@ -82,9 +82,9 @@ def really_in_place(function):
 
 
 def traced_in_place(function, **options):
-    made = autosac.profile(Model(function), torch.ones(SIZE, SIZE), **options)
+    traced = autosac.profile(Model(function), torch.ones(SIZE, SIZE), **options)
     kinds = {"aten.add.Tensor": False, "aten.add_.Tensor": True}
-    backward = [op.name for op in made.tape.ops if op.phase == "backward"]
+    backward = [op.name for op in traced.tape.ops if op.phase == "backward"]
     return [kinds[name] for name in backward if name in kinds]
 
 

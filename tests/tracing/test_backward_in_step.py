@@ -130,11 +130,11 @@ def profile_of(name):
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @each_step
 def test_the_peak_of_all_backward_passes_is_predicted(name, share):
-    made = profile_of(name)
-    floor, highest = autosac.floor(made), made.baseline_peak_bytes
-    plan = autosac.plan(made, memory_budget=int(floor + share * (highest - floor)))
+    traced = profile_of(name)
+    floor, highest = autosac.floor(traced), traced.baseline_peak_bytes
+    plan = autosac.plan(traced, memory_budget=int(floor + share * (highest - floor)))
 
-    found = autosac.verify(
+    verification = autosac.verify(
         plan,
         functools.partial(make_model, name),
         make_inputs,
@@ -144,21 +144,23 @@ def test_the_peak_of_all_backward_passes_is_predicted(name, share):
     )
 
     assert (floor < highest) == STEPS[name].has_units
-    assert not found.differences
+    assert not verification.differences
     # Numbers such as that of `slope.norm(2, 1) - 1` may be kept or not: 8 bytes each.
     scalars_bytes = 2 * 8 if name == "a gradient penalty" else 0
-    assert 0 <= plan.peak_bytes - found.measured_peak_bytes <= scalars_bytes
+    assert 0 <= plan.peak_bytes - verification.measured_peak_bytes <= scalars_bytes
 
 
 @pytest.mark.parametrize("name", [name for name in STEPS if STEPS[name].has_units])
 def test_a_dry_run_of_any_policies_peaks_where_the_simulation_does(name):
-    made = profile_of(name)
+    traced = profile_of(name)
     for seed in range(4):
-        choice = random_choice(made, seed)
-        policies = spell_out(made, choice)
-        dry = dry_run(made.step, lambda model, p=policies: installing.install(model, p))
+        choice = random_choice(traced, seed)
+        policies = spell_out(traced, choice)
+        dry = dry_run(
+            traced.step, lambda model, p=policies: installing.install(model, p)
+        )
 
-        assert Simulator(dry).peak_bytes({}) == made.simulator.peak_bytes(
+        assert Simulator(dry).peak_bytes({}) == traced.simulator.peak_bytes(
             choice, workspaces=False
         )
 

@@ -186,7 +186,7 @@ FUNCTIONS = [
 each_function = pytest.mark.parametrize("function", FUNCTIONS)
 
 
-def made(function, **options):
+def profile_of_step(function, **options):
     torch.manual_seed(0)
     x = torch.randn(ROWS, STEPS, WIDTH)
     return profile(Around(function), x, loss_fn=mean_square, **options)
@@ -198,27 +198,27 @@ def mean_square(output):
 
 @each_function
 def test_the_trace_runs_the_ops_of_a_real_step(function):
-    found = made(function)
+    result = profile_of_step(function)
 
-    assert traced_ops(found.tape) == real_ops(found.step)
-    assert first_departure(found.step, found.tape) is None
+    assert traced_ops(result.tape) == real_ops(result.step)
+    assert first_departure(result.step, result.tape) is None
 
 
 @each_case
 def test_the_traces_of_the_test_models_run_the_ops_of_real_steps(case):
-    found = case.profile(None)
+    traced = case.profile(None)
 
-    assert traced_ops(found.tape) == real_ops(found.step)
-    assert first_departure(found.step, found.tape) is None
+    assert traced_ops(traced.tape) == real_ops(traced.step)
+    assert first_departure(traced.step, traced.tape) is None
 
 
 @pytest.mark.slow
 @each_function
 def test_these_steps_can_be_planned_for_a_gpu_that_is_not_present(function):
-    found = made(function, device="h100", autocast=torch.bfloat16)
+    result = profile_of_step(function, device="h100", autocast=torch.bfloat16)
 
     # All floats that layers read are cast, those whose values are known among them.
-    products = {op.dtype for op in found.tape.ops if op.name in PRODUCTS}
+    products = {op.dtype for op in result.tape.ops if op.name in PRODUCTS}
     assert products == {"bfloat16"}
 
 
@@ -227,20 +227,20 @@ PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 
 @pytest.mark.parametrize("function", [looks_up_codes, looks_up_known_codes])
 def test_a_gpu_does_not_look_whether_codes_are_in_range(function):
-    names = [op.name for op in made(function, device="h100").tape.ops]
+    names = [op.name for op in profile_of_step(function, device="h100").tape.ops]
 
     assert "aten.scatter_.value" in names
     assert "aten._local_scalar_dense.default" not in names
 
 
 def test_what_was_learned_in_one_trace_is_known_in_the_next():
-    found = made(fills_zeros)
-    assert found.step.learned.plain
-    assert len(found.step.learned.overwritten) == 1
+    result = profile_of_step(fills_zeros)
+    assert result.step.learned.plain
+    assert len(result.step.learned.overwritten) == 1
 
-    again = trace(found.step)
+    again = trace(result.step)
 
-    assert again.ops == found.tape.ops
+    assert again.ops == result.tape.ops
 
 
 def test_fakes_that_outlive_their_trace_can_be_used_as_any():
@@ -250,7 +250,7 @@ def test_fakes_that_outlive_their_trace_can_be_used_as_any():
         kept.append(y)
         return scan(y)
 
-    made(keeps)
+    profile_of_step(keeps)
     gc.collect()
 
     for fake in kept:  # without memory, so that a kernel that reads it would crash
@@ -304,16 +304,16 @@ def test_grouped_products_have_the_layout_of_the_real_kernel(factors, dtype):
 @pytest.mark.skipif(_compat.TORCH_VERSION < (2, 14), reason="the op takes bfloat16")
 def test_a_layer_of_experts_in_float32_is_planned():
     torch.manual_seed(0)
-    found = profile(Experts(), torch.randn(16, 16), loss_fn=mean_square)
+    traced = profile(Experts(), torch.randn(16, 16), loss_fn=mean_square)
 
-    assert traced_ops(found.tape) == real_ops(found.step)
+    assert traced_ops(traced.tape) == real_ops(traced.step)
     (forward,) = (
         op
-        for op in found.tape.ops
+        for op in traced.tape.ops
         if op.phase == "forward" and op.name == "aten._grouped_mm.default"
     )
     assert forward.flops == 2 * 16 * 16 * 16
-    assert not calibrate(found, cache=False).failures
+    assert not calibrate(traced, cache=False).failures
 
 
 @pytest.mark.parametrize("as_tuples", [False, True])
@@ -327,9 +327,9 @@ def test_a_mean_reduced_ctc_loss_is_planned(as_tuples):
         logits = output.transpose(0, 1).log_softmax(2)
         return functional.ctc_loss(logits, targets, *lengths)
 
-    found = profile(nn.Linear(WIDTH, 8), torch.randn(ROWS, STEPS, WIDTH), loss_fn=loss)
+    traced = profile(nn.Linear(WIDTH, 8), torch.randn(ROWS, STEPS, WIDTH), loss_fn=loss)
 
-    assert traced_ops(found.tape) == real_ops(found.step)
+    assert traced_ops(traced.tape) == real_ops(traced.step)
 
 
 # --- the check of a trace ---------------------------------------------------------
@@ -349,9 +349,9 @@ class Sighted(nn.Module):
 
 def test_the_first_op_that_differs_is_named_with_its_module():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Sighted()))
-    found = profile(model, torch.randn(2, WIDTH))
+    traced = profile(model, torch.randn(2, WIDTH))
 
-    departure = first_departure(found.step, found.tape)
+    departure = first_departure(traced.step, traced.tape)
 
     assert departure.module == "1.0"
     assert departure.ran == "aten.tanh.default"
@@ -361,10 +361,10 @@ def test_the_first_op_that_differs_is_named_with_its_module():
 
 def test_a_step_that_does_something_else_is_traced_for_real():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Sighted()))
-    found = profile(model, torch.randn(2, WIDTH), loss_fn=mean_square)
-    assert not found.step.learned.real
+    traced = profile(model, torch.randn(2, WIDTH), loss_fn=mean_square)
+    assert not traced.step.learned.real
 
-    corrected = calibrate(found, cache=False)
+    corrected = calibrate(traced, cache=False)
 
     assert corrected.step.learned.real
     assert traced_ops(corrected.tape) == real_ops(corrected.step)
@@ -384,8 +384,8 @@ def test_a_step_that_ends_early_or_late_departs():
 
     x = torch.randn(2, WIDTH)
     for kind in (Longer, Shorter):
-        found = profile(kind(WIDTH, WIDTH), x, loss_fn=lambda output: output[0, 0])
-        assert first_departure(found.step, found.tape) is not None
+        traced = profile(kind(WIDTH, WIDTH), x, loss_fn=lambda output: output[0, 0])
+        assert first_departure(traced.step, traced.tape) is not None
 
 
 class Counting(nn.Module):
@@ -407,11 +407,11 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("writes", [False, True])
 def test_the_check_changes_nothing(writes):
     model, x = Counting(writes), torch.randn(ROWS, WIDTH)
-    found = profile(model, x)
+    traced = profile(model, x)
     before = capture_state(model, None, torch.zeros(()))
     versions = [p._version for p in model.parameters()]
 
-    assert first_departure(found.step, found.tape) is None
+    assert first_departure(traced.step, traced.tape) is None
 
     assert differences(before, capture_state(model, None, torch.zeros(()))) == ()
     assert [p._version for p in model.parameters()] == versions
@@ -420,12 +420,12 @@ def test_the_check_changes_nothing(writes):
 
 def test_the_check_keeps_nothing_for_backward():
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    found = profile(model, torch.randn(2, WIDTH))
+    traced = profile(model, torch.randn(2, WIDTH))
     saved = []
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None)
 
     with hooks:
-        assert first_departure(found.step, found.tape) is None
+        assert first_departure(traced.step, traced.tape) is None
 
     assert saved == []
 
@@ -438,10 +438,10 @@ def test_a_real_step_that_fails_where_its_trace_does_not_says_where():
             return super().forward(x)
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Reading(WIDTH, WIDTH))
-    found = profile(model, torch.randn(2, WIDTH))
+    traced = profile(model, torch.randn(2, WIDTH))
 
     with pytest.raises(TraceError, match=r"module `1` at .*ValueError says no such"):
-        first_departure(found.step, found.tape)
+        first_departure(traced.step, traced.tape)
 
 
 def test_plans_of_such_steps_hold():
@@ -449,10 +449,10 @@ def test_plans_of_such_steps_hold():
     model = nn.Sequential(*(Around(scan) for _ in range(4)))
     x = torch.randn(ROWS, STEPS, WIDTH)
     twin = copy.deepcopy(model)
-    found = calibrate(profile(model, x, loss_fn=mean_square), cache=False)
-    least = floor(found)
-    budget = least + (found.baseline_peak_bytes - least) // 20
-    plan(found, memory_budget=budget).apply(model)
+    traced = calibrate(profile(model, x, loss_fn=mean_square), cache=False)
+    least = floor(traced)
+    budget = least + (traced.baseline_peak_bytes - least) // 20
+    plan(traced, memory_budget=budget).apply(model)
 
     for one in (model, twin):
         mean_square(one(x)).backward()

@@ -36,9 +36,9 @@ def test_a_step_under_autocast_has_one_trace_wherever_its_tensors_lie(name):
 def test_it_has_one_plan():
     plans = []
     for in_the_way in (0, 100):
-        made = traced("gpt", in_the_way)
-        floor, highest = autosac.floor(made), made.baseline_peak_bytes
-        plans.append(autosac.plan(made, memory_budget=(floor + highest) // 2))
+        step_profile = traced("gpt", in_the_way)
+        floor, highest = autosac.floor(step_profile), step_profile.baseline_peak_bytes
+        plans.append(autosac.plan(step_profile, memory_budget=(floor + highest) // 2))
 
     assert plans[0] == plans[1]
 
@@ -46,11 +46,11 @@ def test_it_has_one_plan():
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_its_predicted_peak_is_the_real_one(share):
-    case, made = CASES["gpt"], autosac.calibrate(traced("gpt"))
-    floor, highest = autosac.floor(made), made.baseline_peak_bytes
-    plan = autosac.plan(made, memory_budget=int(floor + share * (highest - floor)))
+    case, built = CASES["gpt"], autosac.calibrate(traced("gpt"))
+    floor, highest = autosac.floor(built), built.baseline_peak_bytes
+    plan = autosac.plan(built, memory_budget=int(floor + share * (highest - floor)))
 
-    found = autosac.verify(
+    verification = autosac.verify(
         plan,
         case.model,
         case.inputs,
@@ -59,7 +59,7 @@ def test_its_predicted_peak_is_the_real_one(share):
         autocast="bf16",
     )
 
-    assert found.measured_peak_bytes == plan.peak_bytes
+    assert verification.measured_peak_bytes == plan.peak_bytes
 
 
 def deaths(events):

@@ -48,12 +48,12 @@ def _hooks(module):
 
 
 def _addresses(model):
-    found = {}
+    observed = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found[name] = tensor.data_ptr()
+        observed[name] = tensor.data_ptr()
         if tensor.grad is not None:
-            found[f"gradient of {name}"] = tensor.grad.data_ptr()
-    return found
+            observed[f"gradient of {name}"] = tensor.grad.data_ptr()
+    return observed
 
 
 @each_case
@@ -149,12 +149,12 @@ def test_the_baseline_peak_is_that_of_the_storages_of_a_real_step(case, optimize
     expected = case.profile(optimizer).simulator.peak_bytes({}, workspaces=False)
     model = case.model()
     args, kwargs = normalize_inputs(case.inputs())
-    made = None if optimizer is None else optimizer(model.parameters())
-    options = {"loss_fn": case.loss_fn, "optimizer": made}
+    built = None if optimizer is None else optimizer(model.parameters())
+    options = {"loss_fn": case.loss_fn, "optimizer": built}
     training_step(model, args, kwargs, **options)  # the optimizer state is there now
     model.zero_grad()
 
-    counter = LiveBytes(_persistent(model, args, kwargs, made))
+    counter = LiveBytes(_persistent(model, args, kwargs, built))
     with counter:
         training_step(model, args, kwargs, **options)
 
@@ -165,12 +165,12 @@ def test_the_baseline_peak_is_that_of_the_storages_of_a_real_step(case, optimize
 @each_optimizer
 @each_case
 def test_the_baseline_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
-    made = case.profile(optimizer)
+    traced = case.profile(optimizer)
 
-    dry = dry_run(made.step, lambda model: None)
+    dry = dry_run(traced.step, lambda model: None)
 
     expected = Simulator(dry).baseline.peak_bytes
-    assert made.simulator.peak_bytes({}, workspaces=False) == expected
+    assert traced.simulator.peak_bytes({}, workspaces=False) == expected
 
 
 def _gpt():
@@ -217,11 +217,11 @@ REAL = {
 def test_the_calibrated_peak_is_the_allocators(name, optimizer):
     make_model, make_inputs = REAL[name]
     model, inputs = make_model(), make_inputs()
-    made = None if optimizer is None else optimizer(model.parameters())
-    predicted = calibrate(profile(model, inputs, optimizer=made)).baseline_peak_bytes
+    built = None if optimizer is None else optimizer(model.parameters())
+    predicted = calibrate(profile(model, inputs, optimizer=built)).baseline_peak_bytes
 
     def step():
-        training_step(model, (inputs,), {}, loss_fn=None, optimizer=made)
+        training_step(model, (inputs,), {}, loss_fn=None, optimizer=built)
 
     def warm_up():
         step()
@@ -231,7 +231,9 @@ def test_the_calibrated_peak_is_the_allocators(name, optimizer):
         step,
         device="cpu",
         warm_up=warm_up,
-        persistent_bytes=lambda: storage_bytes(_persistent(model, (inputs,), {}, made)),
+        persistent_bytes=lambda: storage_bytes(
+            _persistent(model, (inputs,), {}, built)
+        ),
     )
 
     assert predicted == pytest.approx(measured, rel=1e-3)
@@ -288,12 +290,12 @@ def test_a_branch_on_integers_is_traced_as_it_runs():
         ops = profile(model, (x, mask)).tape.ops
         return {op.name: op.shapes for op in ops if op.phase == "forward"}
 
-    found = forward_ops(full)
-    assert "aten.sigmoid.default" not in found
-    assert found["aten.tanh.default"] == ((2, 5, WIDTH),)
-    found = forward_ops(part)
-    assert "aten.tanh.default" not in found
-    assert found["aten.sigmoid.default"] == ((2, 3, WIDTH),)
+    observed = forward_ops(full)
+    assert "aten.sigmoid.default" not in observed
+    assert observed["aten.tanh.default"] == ((2, 5, WIDTH),)
+    observed = forward_ops(part)
+    assert "aten.tanh.default" not in observed
+    assert observed["aten.sigmoid.default"] == ((2, 3, WIDTH),)
 
 
 class BranchesOnCausalMask(nn.Module):
@@ -337,12 +339,14 @@ def test_a_reduced_loss_keeps_the_memory_of_what_it_reduced(loss, reduction):
         function = getattr(torch.nn.functional, loss)
         return function(output, targets, reduction=reduction).sum()
 
-    made = profile(model, inputs, loss_fn=loss_fn)
+    traced = profile(model, inputs, loss_fn=loss_fn)
     real = getattr(torch.nn.functional, loss)(inputs, targets, reduction=reduction)
 
-    (op,) = (op for op in made.tape.ops if op.name == f"aten.{loss}.default")
+    (op,) = (op for op in traced.tape.ops if op.name == f"aten.{loss}.default")
     (storage,) = op.creates
-    assert made.tape.storages[storage].nbytes == real.untyped_storage().nbytes() == 2048
+    assert (
+        traced.tape.storages[storage].nbytes == real.untyped_storage().nbytes() == 2048
+    )
 
 
 # --- the user's own tensors -------------------------------------------------------

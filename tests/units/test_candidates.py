@@ -16,17 +16,17 @@ def find(model, inputs=None, **options):
     return profile(model, inputs, **options)
 
 
-def by_name(made):
-    return {unit.fqn: unit for unit in made.units.candidates}
+def by_name(traced):
+    return {unit.fqn: unit for unit in traced.units.candidates}
 
 
 # --- refusals ---------------------------------------------------------------------
 
 
 def test_every_call_of_a_module_is_a_unit_of_its_own():
-    made = CASES["called twice"].profile()
+    traced = CASES["called twice"].profile()
 
-    calls = [unit for unit in made.units.candidates if unit.fqn == "shared"]
+    calls = [unit for unit in traced.units.candidates if unit.fqn == "shared"]
     assert [(unit.call_index, unit.num_calls) for unit in calls] == [(0, 2), (1, 2)]
     assert calls[0].call.exit < calls[1].call.enter
     assert calls[0].trigger > calls[1].trigger
@@ -42,19 +42,19 @@ class OwnCheckpointing(nn.Module):
 
 
 def test_a_module_under_checkpointing_of_its_own_is_refused():
-    made = find(nn.Sequential(OwnCheckpointing()), torch.ones(2, WIDTH))
+    units = find(nn.Sequential(OwnCheckpointing()), torch.ones(2, WIDTH))
 
-    refused = made.units.refused["0.inner"]
+    refused = units.units.refused["0.inner"]
     assert "it has its own checkpointing (switch that off" in refused
 
 
 def test_an_excluded_module_is_refused_and_what_is_inside_it_is_not():
     case = CASES["mlp"]
 
-    made = find(case.model(), case.inputs(), exclude=("0",))
+    units = find(case.model(), case.inputs(), exclude=("0",))
 
-    assert made.units.refused == {"0": "it was excluded"}
-    assert {"0.2", "1", "2"} <= by_name(made).keys()
+    assert units.units.refused == {"0": "it was excluded"}
+    assert {"0.2", "1", "2"} <= by_name(units).keys()
 
 
 class Cache:
@@ -82,10 +82,10 @@ class PassesAnObject(nn.Module):
 
 
 def test_a_module_that_is_given_an_object_is_refused():
-    made = find(nn.Sequential(PassesAnObject(), nn.Tanh()))
+    units = find(nn.Sequential(PassesAnObject(), nn.Tanh()))
 
-    assert "its input holds a Cache" in made.units.refused["0.inner"]
-    assert "0" in by_name(made)  # makes the object anew each time
+    assert "its input holds a Cache" in units.units.refused["0.inner"]
+    assert "0" in by_name(units)  # makes the object anew each time
 
 
 class Appending(nn.Module):
@@ -110,9 +110,9 @@ class PassesAList(nn.Module):
 
 
 def test_a_module_that_changes_the_list_it_was_given_is_refused():
-    made = find(nn.Sequential(PassesAList(), nn.Tanh()))
+    units = find(nn.Sequential(PassesAList(), nn.Tanh()))
 
-    assert "it changes a container that it is given" in made.units.refused["0.inner"]
+    assert "it changes a container that it is given" in units.units.refused["0.inner"]
 
 
 class AddsInPlace(nn.Module):
@@ -128,10 +128,10 @@ class AddsInPlace(nn.Module):
 
 
 def test_a_change_of_nothing_but_a_tensor_from_outside_is_left_out_of_the_groups():
-    made = find(nn.Sequential(AddsInPlace(), nn.Tanh()))
-    inner = by_name(made)["0"]
+    units = find(nn.Sequential(AddsInPlace(), nn.Tanh()))
+    inner = by_name(units)["0"]
 
-    grouped = {name for g in inner.groups for name in _names(made.tape, inner, g)}
+    grouped = {name for g in inner.groups for name in _names(units.tape, inner, g)}
 
     assert "aten.sigmoid.default" in grouped
     assert "aten.add_.Tensor" not in grouped  # never runs a second time
@@ -159,9 +159,9 @@ class Accumulates(nn.Module):
 
 
 def test_a_module_that_changes_its_argument_is_refused():
-    made = find(nn.Sequential(Accumulates(), nn.Tanh()))
+    units = find(nn.Sequential(Accumulates(), nn.Tanh()))
 
-    refusal = made.units.refused["0.inner"]
+    refusal = units.units.refused["0.inner"]
     assert refusal == "one of its arguments is changed in place before backward"
 
 
@@ -178,9 +178,9 @@ class AddsToBoth(nn.Module):
 
 
 def test_an_op_that_changes_own_and_outside_tensors_makes_a_module_refused():
-    made = find(nn.Sequential(AddsToBoth(), nn.Tanh()))
+    units = find(nn.Sequential(AddsToBoth(), nn.Tanh()))
 
-    refusal = made.units.refused["0"]
+    refusal = units.units.refused["0"]
     assert "_foreach_add_" in refusal
     assert "changes a tensor from outside the module" in refusal
 
@@ -210,9 +210,9 @@ class Lending(nn.Module):
 
 
 def test_a_module_that_reads_what_is_gone_in_backward_is_refused():
-    made = find(nn.Sequential(Lending(), nn.Tanh()))
+    units = find(nn.Sequential(Lending(), nn.Tanh()))
 
-    assert "neither an argument nor kept" in made.units.refused["0.inner"]
+    assert "neither an argument nor kept" in units.units.refused["0.inner"]
 
 
 # --- keys -------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def test_different_blocks_have_different_keys():
 
 
 def test_units_with_equal_keys_have_equal_groups_and_sizes():
-    made = CASES["bert"].profile()
-    for one, other in itertools.combinations(made.units.candidates, 2):
+    traced = CASES["bert"].profile()
+    for one, other in itertools.combinations(traced.units.candidates, 2):
         if one.key == other.key:
             assert one.activation_bytes == other.activation_bytes
             for a, b in zip(one.groups, other.groups, strict=True):
@@ -262,25 +262,27 @@ def _names(tape: Tape, unit, group):
 
 def test_an_in_place_chain_is_one_group():
     case = CASES["convolutions"]
-    made = case.profile()
-    unit = by_name(made)["blocks.1"]
+    traced = case.profile()
+    unit = by_name(traced)["blocks.1"]
 
     (group,) = (
-        g for g in unit.groups if "aten.add_.Tensor" in _names(made.tape, unit, g)
+        g for g in unit.groups if "aten.add_.Tensor" in _names(traced.tape, unit, g)
     )
-    names = _names(made.tape, unit, group)
+    names = _names(traced.tape, unit, group)
 
     # `out += identity` and the ReLU change what the second batch norm made.
     assert names[-2:] == ["aten.add_.Tensor", "aten.relu_.default"]
     assert "batch_norm" in names[0]
-    relus = sum("aten.relu_.default" in _names(made.tape, unit, g) for g in unit.groups)
+    relus = sum(
+        "aten.relu_.default" in _names(traced.tape, unit, g) for g in unit.groups
+    )
     assert relus == 2
 
 
 @each_case
 def test_every_op_is_in_one_group_at_most_and_groups_read_earlier_ones(case):
-    made = case.profile()
-    for unit in made.units.candidates:
+    traced = case.profile()
+    for unit in traced.units.candidates:
         positions = [i for group in unit.groups for i in group.ops]
         assert len(positions) == len(set(positions))
         storages = [s for group in unit.groups for s in group.storages]
@@ -292,14 +294,14 @@ def test_every_op_is_in_one_group_at_most_and_groups_read_earlier_ones(case):
 
 @each_case
 def test_a_group_lists_every_group_whose_storages_it_reads(case):
-    made = case.profile()
-    for unit in made.units.candidates:
+    traced = case.profile()
+    for unit in traced.units.candidates:
         maker = {s: g for g, group in enumerate(unit.groups) for s in group.storages}
         for g, group in enumerate(unit.groups):
             read = {
                 maker[s]
                 for i in group.ops
-                for s in made.tape.ops[unit.ops[i]].reads
+                for s in traced.tape.ops[unit.ops[i]].reads
                 if s in maker
             }
             assert read - {g} == set(group.inputs)
@@ -317,17 +319,17 @@ def test_a_value_read_before_it_is_overwritten_moves_with_the_writer():
             hidden.mul_(2)
             return torch.tanh(hidden + level)
 
-    made = find(nn.Sequential(Stale(), nn.Tanh()))
-    unit = by_name(made)["0"]
-    groups = [_names(made.tape, unit, g) for g in unit.groups]
+    units = find(nn.Sequential(Stale(), nn.Tanh()))
+    unit = by_name(units)["0"]
+    groups = [_names(units.tape, unit, g) for g in unit.groups]
 
     (group,) = (names for names in groups if "aten.mul_.Tensor" in names)
     assert "aten.floor.default" in group
 
 
 def test_what_nobody_can_save_is_marked():
-    made = find(ConvNet(), torch.randn(2, 3, 10, 10))
-    unit = by_name(made)["blocks.1.norm2"]
+    units = find(ConvNet(), torch.randn(2, 3, 10, 10))
+    unit = by_name(units)["blocks.1.norm2"]
 
     # `out += identity` changes its result after it is done.
     assert unit.groups[-1].unsavable
@@ -335,15 +337,15 @@ def test_what_nobody_can_save_is_marked():
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "convolutions"])
 def test_activation_bytes_are_what_forward_saves_less_in_and_output(name):
-    made = CASES[name].profile()
-    for unit in made.units.candidates:
+    traced = CASES[name].profile()
+    for unit in traced.units.candidates:
         boundary = {*unit.call.inputs, *unit.call.outputs}
         kept = {
-            made.tape.saved[i].storage
+            traced.tape.saved[i].storage
             for i in unit.saved
             if unit.call.enter
-            < made.tape.storages[made.tape.saved[i].storage].born
+            < traced.tape.storages[traced.tape.saved[i].storage].born
             < unit.call.exit
         }
-        sizes = [made.tape.storages[s].nbytes for s in kept - boundary]
+        sizes = [traced.tape.storages[s].nbytes for s in kept - boundary]
         assert unit.activation_bytes == sum(sizes)

@@ -57,11 +57,11 @@ MODELS = {"perceptron": (perceptron, rows), "vgg": (Vgg, images)}
 @pytest.fixture(scope="module", params=["perceptron", "vgg"])
 def case(request):
     make_model, make_inputs = MODELS[request.param]
-    made = autosac.profile(make_model(), make_inputs())
-    low, high = autosac.floor(made), made.baseline_peak_bytes
+    traced = autosac.profile(make_model(), make_inputs())
+    low, high = autosac.floor(traced), traced.baseline_peak_bytes
     # Each is dry-run: it peaks where the simulation says.
-    plans = [autosac.plan(made, memory_budget=b) for b in (low, (low + high) // 2)]
-    return made, plans, make_model, make_inputs
+    plans = [autosac.plan(traced, memory_budget=b) for b in (low, (low + high) // 2)]
+    return traced, plans, make_model, make_inputs
 
 
 def slices_of(plan):
@@ -73,13 +73,13 @@ def test_slices_train_bit_identically(case, one_thread):
 
     assert any(map(slices_of, plans))
     for plan in plans:
-        found = autosac.verify(plan, make_model, make_inputs, timing_rounds=1)
-        assert found.identical
-        assert abs(found.prediction_error) < 0.01  # uncalibrated: no workspaces
+        verification = autosac.verify(plan, make_model, make_inputs, timing_rounds=1)
+        assert verification.identical
+        assert abs(verification.prediction_error) < 0.01  # uncalibrated: no workspaces
 
 
 def test_a_plan_with_slices_can_be_saved_told_and_taken_back(case, tmp_path):
-    made, plans, make_model, _ = case
+    built, plans, make_model, _ = case
     plan = next(plan for plan in plans if slices_of(plan))
     plan.save(tmp_path / "plan.json")
 
@@ -88,7 +88,7 @@ def test_a_plan_with_slices_can_be_saved_told_and_taken_back(case, tmp_path):
 
     assert loaded == plan
     assert {
-        u.label for u in chosen_by(made.tape, made.candidates, plan.op_policies)
+        u.label for u in chosen_by(built.tape, built.candidates, plan.op_policies)
     } == {one.label for one in plan.op_policies}
     assert f"{slices_of(plan)[0].label} " in str(plan)
     with pytest.raises(ValueError, match="has a plan already"):
@@ -98,8 +98,8 @@ def test_a_plan_with_slices_can_be_saved_told_and_taken_back(case, tmp_path):
 
 
 def test_a_copy_of_a_sliced_model_is_sliced_and_has_its_own_layers(one_thread):
-    made = autosac.profile(perceptron(), rows())
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    traced = autosac.profile(perceptron(), rows())
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     model = plan.apply(perceptron())
 
     copied = copy.deepcopy(model)
@@ -113,8 +113,10 @@ def test_a_copy_of_a_sliced_model_is_sliced_and_has_its_own_layers(one_thread):
 
 
 def test_in_another_mode_a_sliced_model_runs_plainly():
-    made = autosac.profile(perceptron(), rows())
-    model = autosac.plan(made, memory_budget=autosac.floor(made)).apply(perceptron())
+    traced = autosac.profile(perceptron(), rows())
+    model = autosac.plan(traced, memory_budget=autosac.floor(traced)).apply(
+        perceptron()
+    )
     events = []
 
     model.eval()
@@ -136,8 +138,8 @@ def real_peak(model, run):
 
 
 def test_the_floor_is_not_above_that_of_checkpointed_segments(one_thread):
-    made = autosac.profile(perceptron(), rows())
-    plan = autosac.plan(made, memory_budget=autosac.floor(made))
+    traced = autosac.profile(perceptron(), rows())
+    plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
 
     ours = real_peak(plan.apply(perceptron()), lambda model, x: model(x))
 
@@ -156,11 +158,11 @@ def labels(model, x, **options):
 
 
 def test_slices_nest_and_leave_out_the_whole_sequence():
-    made = autosac.profile(perceptron(), rows())
-    calls = [unit.call for unit in made.slices]
+    traced = autosac.profile(perceptron(), rows())
+    calls = [unit.call for unit in traced.slices]
 
-    assert {"0-7", "0-3", "8-15"} <= {unit.label for unit in made.slices}
-    assert "0-15" not in {unit.label for unit in made.slices}
+    assert {"0-7", "0-3", "8-15"} <= {unit.label for unit in traced.slices}
+    assert "0-15" not in {unit.label for unit in traced.slices}
     for one, other in itertools.combinations(calls, 2):
         apart = one.exit < other.enter or other.exit < one.enter
         assert apart or lies_in(one, other) or lies_in(other, one)

@@ -199,9 +199,9 @@ def test_sparse_gradients_are_compared():
         model(torch.tensor([index])).sum().backward()
         return capture_state(model, None, torch.zeros(()))
 
-    found = differences(gradient(1), gradient(2), limit=99)
+    differing = differences(gradient(1), gradient(2), limit=99)
 
-    assert "gradient of weight: 1 of 1 elements differ" in found
+    assert "gradient of weight: 1 of 1 elements differ" in differing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
@@ -210,9 +210,9 @@ def test_a_single_flipped_bit_is_found(dtype):
     actual = expected.clone()
     actual.view(torch.uint8)[1, 8] ^= 1
 
-    (found,) = differences({"x": expected}, {"x": actual})
+    (observed,) = differences({"x": expected}, {"x": actual})
 
-    assert found.startswith("x: 1 of 15 elements differ")
+    assert observed.startswith("x: 1 of 15 elements differ")
 
 
 def test_equality_is_of_bits():
@@ -242,9 +242,9 @@ def test_only_the_first_differences_are_named():
     zeros = {str(i): torch.zeros(1) for i in range(9)}
     ones = {str(i): torch.ones(1) for i in range(9)}
 
-    found = differences(zeros, ones, limit=3)
+    differing = differences(zeros, ones, limit=3)
 
-    assert [line[0] for line in found] == ["0", "1", "2"]
+    assert [line[0] for line in differing] == ["0", "1", "2"]
 
 
 def test_one_element_of_any_stride_is_compared():

@@ -49,19 +49,19 @@ def drawn(library: str, seed: int = SEED) -> list[str]:
         from benchmarks.models.drawn import of_transformers  # as above
 
         names = [name for name in of_transformers.names() if name not in _OF_ZOO]
-        found = generator.sample(names, len(names))
+        sampled = generator.sample(names, len(names))
     elif library == "timm":
         families = [f for f in of_vision.families_of_timm() if f not in _OF_ZOO]
         order = generator.sample(families, len(families))
-        found = [generator.choice(of_vision.variants_of_timm(f)) for f in order]
+        sampled = [generator.choice(of_vision.variants_of_timm(f)) for f in order]
     else:
         names = [
             name
             for name in of_vision.names_of_torchvision()
             if of_vision.family_of_torchvision(name) not in _OF_ZOO
         ]
-        found = generator.sample(names, len(names))
-    return [f"{library}/{name}" for name in found]
+        sampled = generator.sample(names, len(names))
+    return [f"{library}/{name}" for name in sampled]
 
 
 def build(name: str, *, num_images: int = 8) -> Workload:

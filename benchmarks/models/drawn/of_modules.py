@@ -54,14 +54,14 @@ def _infos() -> dict[str, Any]:
 def _samples(info: Any) -> list[Any]:
     torch.manual_seed(0)
     random.seed(0)
-    found = info.module_inputs_func(
+    samples = info.module_inputs_func(
         info,
         device=torch.device("cpu"),
         dtype=torch.float32,
         requires_grad=False,
         training=True,
     )
-    return [sample for sample in found if sample.forward_input is not None]
+    return [sample for sample in samples if sample.forward_input is not None]
 
 
 def _workload(name: str, info: Any, sample: Any) -> Workload:

@@ -46,14 +46,14 @@ def names() -> list[str]:
 
 def _heads(name: str) -> list[tuple[str, str]]:
     """Task -> class name of a model, preferred ones first."""
-    found = []
+    heads = []
     for task in _TASKS:
         table = f"MODEL_{f'FOR_{task}_' if task else ''}MAPPING_NAMES"
         of_task = getattr(modeling_auto, table).get(name)
         if of_task is not None:
             first = of_task if isinstance(of_task, str) else of_task[0]
-            found.append((task, first))
-    return found
+            heads.append((task, first))
+    return heads
 
 
 def build(name: str) -> Workload:
