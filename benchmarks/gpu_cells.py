@@ -13,7 +13,7 @@ import torch
 from autosac import Plan, Profile, calibrate, floor, profile
 from autosac.devices.specs import device_of_product
 from autosac.planning.make_plan import make_plan
-from autosac.simulation.caching_allocator import replay
+from autosac.simulation.allocator_steps import replay
 from autosac.units.matching import chosen_by
 from autosac.units.policies import (
     Policy,
