@@ -237,6 +237,20 @@ _SPECS = (
             float8=2614.9,
         ),
     ),
+    # AMD Instinct MI325X data sheet: MI300X with more and faster memory.
+    _gpu(
+        "mi325x",
+        capability=None,
+        memory_gb=256,
+        gb_per_s=6000,
+        tflops=_tflops(
+            float64=163.4,
+            float32=163.4,
+            tfloat32=653.7,
+            half=1307.4,
+            float8=2614.9,
+        ),
+    ),
 )
 
 KNOWN_DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
