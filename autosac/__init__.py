@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         is_recomputing,
         pipeline_checkpoint,
     )
+    from autosac.devices.allocator_settings import AllocatorSettings
     from autosac.devices.specs import DeviceSpec
     from autosac.errors import (
         ArgumentError,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from autosac.verification.verifying import Verification, verify
 
 __all__ = [
+    "AllocatorSettings",
     "ArgumentError",
     "AutosacError",
     "BatchSize",
@@ -119,6 +121,7 @@ _NAMES_OF = {
         "is_recomputing",
         "pipeline_checkpoint",
     ),
+    "autosac.devices.allocator_settings": ("AllocatorSettings",),
     "autosac.devices.specs": ("DeviceSpec",),
     "autosac.errors": (
         "ArgumentError",

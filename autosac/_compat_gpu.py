@@ -38,15 +38,38 @@ def sdp_priority_order() -> tuple[int, ...]:
     return tuple(torch._C._get_sdp_priority_order())
 
 
-def autocast_ops() -> frozenset[str]:
-    """Ops, without namespace, that have a kernel for autocast on a GPU."""
+def autocast_ops(key: str = "AutocastCUDA") -> frozenset[str]:
+    """Ops, without namespace, that have a kernel for autocast on a GPU or the CPU."""
     return frozenset(
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::")
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
         and not re.search(r"[Dd]im_?[Dd]?name|names_|DimnameList", name)
     )
+
+
+@contextlib.contextmanager
+def without_cpu_autocast() -> Iterator[None]:
+    """Let autocast leave ops alone for the sake of an argument on the CPU.
+
+    Numbers whose values are known stay real tensors in a trace, so that the
+    dispatcher finds the keys of both devices in one call.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name in autocast_ops("AutocastCPU"):
+                library.impl(
+                    name,
+                    torch.library.fallthrough_kernel,
+                    "AutocastCPU",
+                    allow_override=True,
+                )
+        yield
+    finally:
+        library._destroy()
 
 
 def below_autocast() -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,6 @@ import torch
 from autosac import Plan, Profile, calibrate, floor, profile
 from autosac.devices.specs import device_of_product
 from autosac.planning.make_plan import make_plan
-from autosac.simulation.caching_allocator import replay
 from autosac.units.matching import chosen_by
 from autosac.units.policies import (
     Policy,
@@ -205,8 +204,7 @@ def _predicted(
     chosen, _ = same_choice(profile, plan)
     replayed = None
     if profile.device.type == "cuda":
-        allocations = profile.simulator.ledger(chosen)
-        replayed = replay(allocations).peak_allocated_bytes
+        replayed = profile.simulator.replay(chosen).peak_allocated_bytes
     found = {
         "share": share,
         "budget_bytes": plan.budget_bytes,

@@ -1,9 +1,9 @@
 """Memory that CUDA kernels allocate for themselves, where none can be measured.
 
 Sources are files of PyTorch below aten/src/ATen/native, as of torch 2.10 and of main in
-2026. Not modelled: workspaces of cuDNN convolutions (chosen by heuristics at run time),
-split-key buffers of attention for few heads, scan and radix-sort buffers of CUB, and
-partial sums of reductions and norms (all but the first small).
+2026; for convolutions see `cuda_convolutions`. Not modelled: split-key buffers of
+attention for few heads, scan and radix-sort buffers of CUB, and partial sums of
+reductions and norms (all small).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autosac import _compat, _compat_gpu
+from autosac.devices import cuda_convolutions
 from autosac.devices.specs import DeviceSpec
 
 _BLAS = frozenset(
@@ -61,6 +62,8 @@ def op_bytes(
 ) -> int:
     """Bytes that a call allocates and frees inside its kernel; 0 if none is known."""
     formula = _FORMULAS.get(str(func))
+    if device.vendor == "nvidia":
+        formula = formula or cuda_convolutions.FORMULAS.get(str(func))
     if formula is None:
         return 0
     names = [argument.name for argument in func._schema.arguments]
@@ -153,6 +156,21 @@ def _group_norm(given: dict[str, Any]) -> list[int]:
     return [t.nbytes for t in read if not t.is_contiguous(memory_format=wished)]
 
 
+def _copies(*names: str) -> Callable[[dict[str, Any]], list[int]]:
+    """Arguments that a kernel copies unless they are contiguous.
+
+    `layer_norm_cuda` and `layer_norm_backward_cuda` in cuda/layer_norm_kernel.cu
+    (`expect_contiguous`); `host_softmax` and `host_softmax_backward` in
+    cuda/SoftMax.cu.
+    """
+
+    def copies(given: dict[str, Any]) -> list[int]:
+        tensors = [given[name] for name in names]
+        return [t.nbytes for t in tensors if not t.is_contiguous()]
+
+    return copies
+
+
 def _foreach_norm(given: dict[str, Any]) -> list[int]:
     """`foreach_tensor_norm_cuda` in cuda/ForeachReduceOp.cu: chunks of 65536."""
     tensors = given["self"]
@@ -171,4 +189,10 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm,
     "aten._foreach_norm.Scalar": _foreach_norm,
+    "aten.native_layer_norm.default": _copies("input"),
+    "aten.native_layer_norm_backward.default": _copies("grad_out", "input"),
+    "aten._softmax.default": _copies("self"),
+    "aten._softmax_backward_data.default": _copies("grad_output", "output"),
+    "aten._log_softmax.default": _copies("self"),
+    "aten._log_softmax_backward_data.default": _copies("grad_output", "output"),
 }

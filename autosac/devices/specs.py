@@ -158,6 +158,9 @@ _SPECS = (
     # AMD Instinct MI300X data sheet.
     _gpu("mi300x", None, 192, 5300,
          float64=163.4, float32=163.4, tfloat32=653.7, half=1307.4, float8=2614.9),
+    # AMD Instinct MI325X data sheet: MI300X with more and faster memory.
+    _gpu("mi325x", None, 256, 6000,
+         float64=163.4, float32=163.4, tfloat32=653.7, half=1307.4, float8=2614.9),
 )  # fmt: skip
 
 KNOWN_DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(

@@ -215,6 +215,7 @@ def gpu_autocast() -> Iterator[None]:
         result = originals[1](self)
         if self._enabled and not ready:
             ready = True
+            installed.enter_context(_compat_gpu.without_cpu_autocast())
             for name, kernel in casts.kernels().items():
                 installed.enter_context(
                     _compat_gpu.gpu_kernel(name, "AutocastCUDA", kernel)

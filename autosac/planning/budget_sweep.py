@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import InfeasibleBudgetError
 from autosac.planning.make_plan import floor, make_plan
 from autosac.planning.plans import Plan
@@ -30,6 +31,7 @@ def sweep(
     n: int | None = None,
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
+    cap: Cap = "allocated",
     plan_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Sweep:
@@ -44,6 +46,7 @@ def sweep(
             one to the peak of the plain step.
         ac_units: The only modules that may be AC units, as in `plan`.
         fsdp_units: FSDP units, around which no module may be one, as in `plan`.
+        cap: What the budgets cap on a GPU, as in `plan`.
         plan_options: What `plan` takes besides its budget: ``backend``,
             ``relative_gap``, ``time_limit_s``, ``segments``, ``dry_run``. Unless they
             are given, one plan is dry-run and the others are simulated
@@ -64,7 +67,8 @@ def sweep(
         raise ValueError(f"`n` must be at least 2 (both ends), got {n}.")
     if memory_budgets is not None and not memory_budgets:
         raise ValueError("`memory_budgets` is empty: name at least one budget.")
-    traced = restricted(profile_of(model, inputs, options), ac_units, fsdp_units)
+    check_cap(cap)
+    traced = restricted(profile_of(model, inputs, options), ac_units, fsdp_units, cap)
     lowest, baseline = floor(traced), traced.baseline_peak_bytes
     if memory_budgets is None:
         assert n is not None

@@ -8,6 +8,7 @@ from autosac.errors import PlanMismatchError
 from autosac.planning.plans import Plan
 from autosac.profiles.fingerprints import first_difference
 from autosac.profiles.profile import TracedStep
+from autosac.profiles.restricting import restricted
 from autosac.quantities import format_bytes
 from autosac.units.matching import chosen_by
 from autosac.units.policies import OpPolicy, Policy
@@ -38,7 +39,8 @@ def check(plan: Plan, profile: TracedStep) -> int:
 
 
 def _checked(plan: Plan, profile: TracedStep) -> int:
-    peak_bytes = profile.peak_bytes(chosen(plan, profile))
+    capped = restricted(profile, cap=plan.cap)
+    peak_bytes = capped.peak_bytes(chosen(plan, capped))
     if peak_bytes > plan.budget_bytes:
         raise PlanMismatchError(
             f"The plan does not fit its budget here: this step peaks at {peak_bytes}"

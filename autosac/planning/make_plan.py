@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from autosac.checkpointing import installing
+from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.planning import redrawn_steps
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
 from autosac.profiles.mistakes import warn_of_other_formulas
 from autosac.profiles.profile import Profile, TracedStep
+from autosac.profiles.restricting import restricted
 from autosac.quantities import format_bytes, format_parts
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
@@ -43,8 +45,20 @@ def price_ms_per_byte(profile: TracedStep, budget_bytes: int) -> float | None:
 
 
 @no_collections()
-def floor(profile: TracedStep) -> int:
-    """Least feasible budget of a profile in bytes."""
+def floor(profile: TracedStep, *, cap: Cap | None = None) -> int:
+    """Least feasible budget of a profile in bytes.
+
+    Args:
+        profile: The profile.
+        cap: What the budget caps on a GPU, as in `plan`; None for what the budgets of
+            the profile cap.
+
+    Raises:
+        ArgumentError: Nothing of that name can be capped.
+    """
+    if cap is not None:
+        check_cap(cap)
+        profile = restricted(profile, cap=cap)
     return profile.peak_bytes(lowest(profile))
 
 
@@ -279,6 +293,7 @@ def _as_plan(
         reserved_bytes=_reserved_bytes(profile, chosen),
         dry_run=frozenset(chosen.items()) in profile.dry_runs,
         signatures=(profile.signature,),
+        cap=profile.cap,
         traced=profile.traced(),
     )
 

@@ -14,6 +14,7 @@ from typing import Any, overload
 import torch
 
 from autosac import _compat_dispatch
+from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.planning.batch_kinds import Bucket, are_several, buckets
 from autosac.planning.make_plan import floor, lowest_plan, make_plan
@@ -55,6 +56,7 @@ def plan(
     memory_budget: int | str,
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
+    cap: Cap = "allocated",
     world_size: int | None = None,
     on_mismatch: OnMismatch = "recompute",
     make_loss_fn: MakeLoss | None = None,
@@ -82,6 +84,10 @@ def plan(
             ``"blocks.*"``, or classes. None for all that can be; ``[]`` for none.
         fsdp_units: Modules that will be FSDP units, likewise: no module around one may
             be an AC unit. Which modules are best is what `plan_parallel` decides.
+        cap: What the budget caps on a GPU: "allocated" for what PyTorch's allocator
+            hands out, "reserved" for all that it takes from the device, which is more:
+            it keeps segments, and what is left in them may fit nothing. On the CPU both
+            are the same.
         world_size: Of statistics, how many ranks share parameters and gradients; None
             for one.
         on_mismatch: What a model under the plan does with a batch of a signature that
@@ -119,6 +125,7 @@ def plan(
         SolverError: The dry run does not confirm the plan.
     """
     check_on_mismatch(on_mismatch)
+    check_cap(cap)
     units: dict[str, Any] = {
         name: None if marks is None else marks_of(marks)
         for name, marks in (("ac_units", ac_units), ("fsdp_units", fsdp_units))
@@ -130,6 +137,7 @@ def plan(
     }
     if isinstance(model, Statistics):
         other = {"inputs": inputs, "make_loss_fn": make_loss_fn, "dry_run": dry_run}
+        other["cap"] = None if cap == "allocated" else cap
         _refuse_with_statistics({**other, **options})
         solving["relative_gap"] = relative_gap or 0.0
         ranks = 1 if world_size is None else world_size
@@ -137,6 +145,7 @@ def plan(
             model, memory_budget, world_size=ranks, **units, **solving
         )
     _refuse_without_statistics(world_size, make_loss_fn, options)
+    units["cap"] = cap
     solving["relative_gap"] = RELATIVE_GAP if relative_gap is None else relative_gap
     solving["dry_run"] = dry_run
     if isinstance(model, torch.nn.Module) and are_several(inputs):
@@ -369,6 +378,8 @@ def _replan(
         "accumulate": step.accumulate,
         "clip_grad_norm": step.clip_grad_norm,
         "gradients_in_forward": step.gradients_in_forward,
+        "keeps_gradients": step.keeps_gradients,
+        "allocator": profiled.allocator,
         "exclude": profiled.exclude,
         "opaque": tuple(sorted(step.opaque)),
     }

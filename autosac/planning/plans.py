@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autosac.checkpointing import batch_variants, installing
+from autosac.devices.allocator_settings import Cap
 from autosac.errors import PlanMismatchError
 from autosac.planning import plan_files
 from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
@@ -39,7 +40,8 @@ class Plan:
             its first and last layer, as ``features.0-features.4``.
         op_policies: What happens to every op of each unit.
         budget_bytes: The cap that was asked for.
-        peak_bytes: Predicted peak of a step with the plan, simulated on the tape.
+        peak_bytes: Predicted peak of what the budget caps, of a step with the plan,
+            simulated on the tape.
         baseline_peak_bytes: Predicted peak of a step without it.
         recompute_ms: Predicted time a step spends on recomputation.
         step_ms: Predicted time of a step, recomputation included.
@@ -58,6 +60,8 @@ class Plan:
         dry_run: A dry run of the applied model, up to the optimizer, confirmed the
             memory of this very plan, not only its simulation.
         signatures: Of the batches that it is for, that of the traced one first.
+        cap: What the budget caps on a GPU: "allocated" is what PyTorch's allocator
+            hands out, "reserved" all that it takes.
         num_batches: How many of them were looked at.
         opening: Names of the first ops of forward, up to the one that tells these
             batches from others of their signature; empty if there are none.
@@ -87,6 +91,7 @@ class Plan:
     reserved_bytes: int | None
     dry_run: bool
     signatures: tuple[BatchSignature, ...]
+    cap: Cap = "allocated"
     num_batches: int = 1
     opening: tuple[str, ...] = ()
     on_mismatch: OnMismatch = "recompute"
@@ -238,7 +243,8 @@ class Plan:
     def __str__(self) -> str:
         gap = f"{100 * self.optimality_gap:.1f} %"
         lines = [
-            f"budget    {format_bytes(self.budget_bytes)}",
+            f"budget    {format_bytes(self.budget_bytes)}"
+            f"{' of what PyTorch reserves' if self.cap == 'reserved' else ''}",
             f"peak      {format_bytes(self.peak_bytes)} predicted,"
             f" {format_bytes(self.baseline_peak_bytes)} without the plan",
             f"time      {format_ms(self.step_ms)} a step on {self.device},"
@@ -270,6 +276,7 @@ class Plan:
                     " of the traced batch, others may need a little more or less"
                 )
             lines += [f"hint      {line}" for line in hints(self.traced.units.refused)]
+            lines += [f"hint      {line}" for line in self._allocator_advice()]
         width = max(map(len, self.policy), default=0)
         notes = self.notes()
         lines += [
@@ -277,6 +284,11 @@ class Plan:
             for fqn, ratio in self.policy.items()
         ]
         return "\n".join(lines)
+
+    def _allocator_advice(self) -> list[str]:
+        from autosac.planning.allocator_advice import lines  # like `report`
+
+        return lines(self)
 
     def _of_batches(self) -> str:
         return (

@@ -17,6 +17,7 @@ from autosac.planning.make_plan import price_ms_per_byte
 from autosac.planning.plans import Plan
 from autosac.profiles.memory_history import Place, peak_place
 from autosac.profiles.profile import TracedStep
+from autosac.profiles.restricting import restricted
 from autosac.quantities import format_bytes, format_ms
 
 _WIDTH = 120  # of plain text
@@ -104,7 +105,7 @@ class Report:
 
 def report(plan: Plan, profile: TracedStep | None = None) -> Report:
     """Explain a plan: see `Plan.report`."""
-    traced = profile if profile is not None else plan.traced
+    traced = plan.traced if profile is None else restricted(profile, cap=plan.cap)
     return Report(plan=plan, details=None if traced is None else _details(plan, traced))
 
 

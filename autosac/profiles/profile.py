@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from autosac.costs.sources import Calibration, OpCosts, calibration, modelled_costs
+from autosac.devices.allocator_settings import AllocatorSettings, Cap
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.profiles.fingerprints import Fingerprint, fingerprint
@@ -55,6 +56,7 @@ from autosac.units.unit import Unit
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
     *("chooser", "dry_runs", "statistics", "_curves", "with_given_units"),
+    "with_other_caps",
 )
 
 
@@ -74,6 +76,8 @@ class TracedStep:
         redrawn: The step as it is with other random numbers, or after some training,
             if these decide sizes.
         given: Which modules may be AC units, if the user says so.
+        allocator: How the program uses PyTorch's allocator on a GPU.
+        cap: What a budget caps there.
     """
 
     tape: Tape
@@ -86,6 +90,8 @@ class TracedStep:
     signature: BatchSignature
     redrawn: tuple[TracedStep, ...] = ()
     given: GivenUnits = ALL_UNITS
+    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
+    cap: Cap = "allocated"
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -110,7 +116,7 @@ class TracedStep:
     @cached_property
     def simulator(self) -> Simulator:
         """The simulator, which replays the tape under plans."""
-        return Simulator(self.tape)
+        return Simulator(self.tape, self.allocator, self.cap)
 
     @cached_property
     def left_out(self) -> dict[str, str]:
@@ -193,6 +199,11 @@ class TracedStep:
     @cached_property
     def with_given_units(self) -> dict[GivenUnits, TracedStep]:
         """Cache of this step with units that the user has given."""
+        return {}
+
+    @cached_property
+    def with_other_caps(self) -> dict[Cap, TracedStep]:
+        """Cache of this step for budgets that cap something else."""
         return {}
 
     @cached_property
@@ -288,6 +299,8 @@ def profile(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     gradients_in_forward: bool = False,
+    keeps_gradients: bool = False,
+    allocator: AllocatorSettings | None = None,
     exclude: tuple[str, ...] = (),
     opaque: Iterable[str | type] = (),
 ) -> Profile:
@@ -314,6 +327,10 @@ def profile(
             (``torch.nn.utils.clip_grad_norm_`` before the optimizer steps), or None.
         gradients_in_forward: Whether ``zero_grad`` is called between forward and
             backward, so that the gradients of the step before are alive in forward.
+        keeps_gradients: Whether gradients are there all the time, set to zero in place
+            (``zero_grad(set_to_none=False)``) or never.
+        allocator: How the program uses PyTorch's allocator on a GPU, if that is not at
+            its defaults.
         exclude: FQNs of modules that must not be AC units.
         opaque: Modules that are never run again, nor cut inside, such as routers: FQNs,
             patterns of them (``"*.gate"``), or classes.
@@ -349,6 +366,7 @@ def profile(
         accumulate=accumulate,
         clip_grad_norm=clip_grad_norm,
         gradients_in_forward=gradients_in_forward,
+        keeps_gradients=keeps_gradients,
         lens=lens,
         opaque=_opaque(opaque, model),
     )
@@ -365,6 +383,7 @@ def profile(
         model=fingerprint(model),
         sequences=plain_sequences(model),
         signature=signature_of(args, kwargs, positional_names(model)),
+        allocator=allocator or AllocatorSettings(),
     )
     return replace(new_profile, redrawn=_redrawn(new_profile))
 

@@ -6,18 +6,26 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from autosac.devices.allocator_settings import Cap
 from autosac.errors import ArgumentError
 from autosac.profiles.profile import TracedStep
 from autosac.step.marks import Marks, marked
 from autosac.units.given_units import GivenUnits
 
 _Step = TypeVar("_Step", bound=TracedStep)
-# What is worked out of a step whatever its units are.
-_SHARED = ("left_out", "calibration", "simulator", "figures", "baseline_ms", "dry_runs")
+# What is worked out of a step whatever its units are,
+_OF_ANY_UNITS = ("left_out", "calibration", "figures", "baseline_ms", "dry_runs")
+_OF_ANY_CAP = (  # and whatever budgets cap.
+    *_OF_ANY_UNITS,
+    *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
+)
 
 
 def restricted(
-    step: _Step, ac_units: Marks | None, fsdp_units: Marks | None = None
+    step: _Step,
+    ac_units: Marks | None = None,
+    fsdp_units: Marks | None = None,
+    cap: Cap = "allocated",
 ) -> _Step:
     """The step with given units, the same one each time; itself if none are given.
 
@@ -25,11 +33,14 @@ def restricted(
         step: The traced step.
         ac_units: The only modules that may be AC units: names, patterns or classes.
         fsdp_units: FSDP units, around which no module may be an AC unit.
+        cap: What budgets cap.
 
     Raises:
         ArgumentError: One of them stands for no module; or none of `ac_units` can be
             an AC unit.
     """
+    if cap != step.cap and step.device.type == "cuda":
+        step = _capped(step, cap)
     if ac_units is None and fsdp_units is None:
         return step
     tree = step.tape.modules
@@ -52,10 +63,28 @@ def restricted(
             fronts=step.fronts,  # of more units than are left
         )
         _ = step.left_out  # shared: what one leaves out, the other does
-        vars(new).update((k, v) for k, v in vars(step).items() if k in _SHARED)
+        _share(step, new, _OF_ANY_UNITS)
+        vars(new)["simulator"] = step.simulator
         _check_some_left(step, new)
         known[given] = new
     return known[given]  # type: ignore[return-value]
+
+
+def _capped(step: _Step, cap: Cap) -> _Step:
+    """The step for budgets that cap something else, the same one each time."""
+    known = step.with_other_caps
+    if cap not in known:
+        new = replace(step, cap=cap)
+        _ = step.candidates, step.formulation, step.rules
+        _share(step, new, _OF_ANY_CAP)
+        vars(new)["simulator"] = step.simulator.capped(cap)
+        known[cap] = new
+    return known[cap]  # type: ignore[return-value]
+
+
+def _share(step: TracedStep, new: TracedStep, names: tuple[str, ...]) -> None:
+    known = vars(step)
+    vars(new).update({name: known[name] for name in names if name in known})
 
 
 def _check_some_left(step: TracedStep, new: TracedStep) -> None:

@@ -1,8 +1,7 @@
 """PyTorch's caching allocator for CUDA, as far as it decides what is reserved.
 
 The rules, read off c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h
-of torch 2.15, at default settings (no expandable segments, no rounding to powers of
-two, blocks of any size may be split) and on one stream:
+of torch 2.15, on one stream and without rounding to powers of two:
     - a request is rounded up to 512 bytes; up to 1 MiB it is small, else large, and
       either kind has segments and free blocks of its own;
     - the least free block that is large enough is taken, at equal size the one of
@@ -13,6 +12,16 @@ two, blocks of any size may be split) and on one stream:
       (small) or more than 1 MiB (large), else it stays with the block;
     - a freed block merges with free neighbours in its segment, which stays reserved;
     - a segment that does not fit any more makes all wholly free ones go first.
+What `AllocatorSettings` change about them:
+    - `expandable_segments`: either kind has one segment without end, whose pages (2 MiB
+      small, 20 MiB large) are reserved as they are needed, next to free blocks where
+      these end at pages that are not; what is left of a block is always split off; a
+      block beside such pages counts as large as it can become;
+    - `max_split_size_mb`: blocks of that size and more are not split, serve no smaller
+      request, and a larger one only if they are less than 20 MiB too large;
+    - `garbage_collection_threshold`: before a segment is reserved, wholly free large
+      ones go that were free for longer than their mean, until what is above the
+      threshold is gone.
 
 New segments are taken to lie above older ones, which the driver does not promise; it
 matters only among free blocks of equal size.
@@ -21,15 +30,11 @@ matters only among free blocks of equal size.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.errors import AutosacError
 from autosac.quantities import rounded_up
-from autosac.step.ledger import Ledger
-from autosac.step.tape import IntArray
 
 _MIN_BLOCK_BYTES = 512  # kMinBlockSize
 _SMALL_BYTES = 2**20  # kSmallSize
@@ -37,8 +42,26 @@ _SMALL_SEGMENT_BYTES = 2 * 2**20  # kSmallBuffer
 _LARGE_SEGMENT_BYTES = 20 * 2**20  # kLargeBuffer
 _MIN_LARGE_BYTES = 10 * 2**20  # kMinLargeAlloc
 _LARGE_ROUND_BYTES = 2 * 2**20  # kRoundLarge
+_WITHOUT_END = _LARGE_SEGMENT_BYTES * 2**32  # addresses of an expandable segment
 
-_FreeBlocks = list[tuple[int, int]]  # size and address of each, ascending
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """Blocks of a kind, small or large.
+
+    Attributes:
+        is_small: Which kind.
+        page_bytes: Size of the pages of its expandable segment.
+        free: Size and address of every free block, ascending.
+        unmapped: Addresses of what an expandable segment has not reserved, ascending.
+        requests: How often a free block was looked for: the clock of ages.
+    """
+
+    is_small: bool
+    page_bytes: int
+    free: list[tuple[int, int]] = field(default_factory=list)
+    unmapped: list[int] = field(default_factory=list)
+    requests: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +70,16 @@ class _Block:
 
     address: int
     size: int
-    free_blocks: _FreeBlocks  # of its kind, small or large
+    pool: _Pool
     is_free: bool = False
+    is_mapped: bool = True  # reserved; only parts of expandable segments are not
     before: _Block | None = None  # neighbours in the segment
     after: _Block | None = None
+    freed_at: int = 0
+
+    @property
+    def is_segment(self) -> bool:
+        return self.before is None and self.after is None
 
 
 class OutOfMemory(AutosacError):
@@ -63,6 +92,7 @@ class CachingAllocator:
 
     Attributes:
         capacity_bytes: Most that can be reserved; None for no limit.
+        settings: What is not at its default.
         allocated_bytes: Size of the blocks in use, which may be larger than what was
             asked for by what was not worth splitting off, as in
             ``torch.cuda.memory_allocated``.
@@ -72,14 +102,22 @@ class CachingAllocator:
     """
 
     capacity_bytes: int | None = None
+    settings: AllocatorSettings = field(default_factory=AllocatorSettings)
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
-    _small: _FreeBlocks = field(default_factory=list)
-    _large: _FreeBlocks = field(default_factory=list)
+    _small: _Pool = field(default_factory=lambda: _Pool(True, _SMALL_SEGMENT_BYTES))
+    _large: _Pool = field(default_factory=lambda: _Pool(False, _LARGE_SEGMENT_BYTES))
     _blocks: dict[int, _Block] = field(default_factory=dict)
     _next_address: int = 0
+    _expands: bool = False
+    _most_split_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self._expands = self.settings.expandable_segments
+        if self.settings.max_split_size_mb is not None:
+            self._most_split_bytes = self.settings.max_split_size_mb * 2**20
 
     def allocate(self, num_bytes: int) -> int:
         """Hand out a block of at least so many bytes.
@@ -94,13 +132,16 @@ class CachingAllocator:
             OutOfMemory: A new segment would exceed the capacity.
         """
         size = rounded_up(num_bytes, _MIN_BLOCK_BYTES)
-        free_blocks = self._small if size <= _SMALL_BYTES else self._large
-        place = bisect_left(free_blocks, (size, 0))
-        if place < len(free_blocks):
-            _, address = free_blocks.pop(place)
+        pool = self._small if size <= _SMALL_BYTES else self._large
+        pool.requests += 1
+        place = bisect_left(pool.free, (size, 0))
+        if place < len(pool.free) and (self._expands or self._most_split_bytes):
+            place = self._place_by_settings(pool, size, place)
+        if place < len(pool.free):
+            _, address = pool.free.pop(place)
             block = self._blocks[address]
         else:
-            block = self._reserve(segment_bytes(size), free_blocks)
+            block = self._grow(pool, size)
         block.is_free = False
         self._split(block, size)
         self.allocated_bytes += block.size
@@ -114,9 +155,56 @@ class CachingAllocator:
             ValueError: No block in use has this address.
         """
         block = self._blocks.get(address)
-        if block is None or block.is_free:
+        if block is None or block.is_free or not block.is_mapped:
             raise ValueError(f"No block in use has the address {address}.")
         self.allocated_bytes -= block.size
+        self._insert(block)
+
+    def release(self) -> None:
+        """Give back all that is wholly free, as ``empty_cache`` does."""
+        for pool in (self._large, self._small):
+            for _, address in tuple(pool.free):
+                block = self._blocks[address]
+                if self._expands:
+                    self._unmap(block)
+                elif block.is_segment:
+                    self._give_back(block)
+
+    def block_size(self, address: int) -> int:
+        """Size of the block at an address."""
+        return self._blocks[address].size
+
+    def blocks_in_use(self) -> list[tuple[int, int]]:
+        """Address and size of every block in use, ascending."""
+        used = [b for b in self._blocks.values() if b.is_mapped and not b.is_free]
+        return sorted((b.address, b.size) for b in used)
+
+    # --- free blocks ------------------------------------------------------------------
+
+    def _place_by_settings(self, pool: _Pool, size: int, place: int) -> int:
+        """Which free block to take; as many as there are for none."""
+        if self._expands:
+            while place + 1 < len(pool.free) and self._expanded(
+                pool.free[place + 1][1]
+            ) < self._expanded(pool.free[place][1]):
+                place += 1
+        most, free_size = self._most_split_bytes, pool.free[place][0]
+        if most is not None:
+            if size < most <= free_size:
+                return len(pool.free)
+            if size >= most and free_size >= size + _LARGE_SEGMENT_BYTES:
+                return len(pool.free)
+        return place
+
+    def _expanded(self, address: int) -> int:
+        """Size of a free block with the pages after it that are not reserved yet."""
+        block = self._blocks[address]
+        after = block.after
+        grows = after is not None and not after.is_mapped
+        return block.size + (after.size if grows and after is not None else 0)
+
+    def _insert(self, block: _Block) -> None:
+        """Make a block free, as one with its free neighbours."""
         before, after = block.before, block.after
         if before is not None and before.is_free:
             self._forget(before)
@@ -126,66 +214,41 @@ class CachingAllocator:
             self._forget(after)
             self._absorb(block, after)
         block.is_free = True
-        insort(block.free_blocks, (block.size, block.address))
-
-    def release(self) -> None:
-        """Give back every segment that is wholly free, as ``empty_cache`` does."""
-        for free_blocks in (self._small, self._large):
-            kept = []
-            for size, address in free_blocks:
-                block = self._blocks[address]
-                if block.before is None and block.after is None:
-                    del self._blocks[address]
-                    self.reserved_bytes -= size
-                else:
-                    kept.append((size, address))
-            free_blocks[:] = kept
-
-    def block_size(self, address: int) -> int:
-        """Size of the block at an address."""
-        return self._blocks[address].size
-
-    def blocks_in_use(self) -> list[tuple[int, int]]:
-        """Address and size of every block in use, ascending."""
-        blocks = self._blocks.values()
-        return sorted((b.address, b.size) for b in blocks if not b.is_free)
-
-    def _reserve(self, size: int, free_blocks: _FreeBlocks) -> _Block:
-        limit = self.capacity_bytes
-        if limit is not None and self.reserved_bytes + size > limit:
-            self.release()
-            if self.reserved_bytes + size > limit:
-                raise OutOfMemory(
-                    f"A segment of {size} bytes does not fit: {self.reserved_bytes} of"
-                    f" {limit} bytes are reserved."
-                )
-        block = _Block(self._next_address, size, free_blocks)
-        self._blocks[block.address] = block
-        self._next_address += size
-        self.reserved_bytes += size
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return block
+        block.freed_at = block.pool.requests
+        insort(block.pool.free, (block.size, block.address))
 
     def _split(self, block: _Block, size: int) -> None:
         """Keep so many bytes of a block and free the rest, if that is worth it."""
         rest = block.size - size
-        is_small = block.free_blocks is self._small
-        if rest < _MIN_BLOCK_BYTES if is_small else rest <= _SMALL_BYTES:
+        if block.pool.is_small or self._expands:
+            if rest < _MIN_BLOCK_BYTES:
+                return
+        elif rest <= _SMALL_BYTES or (
+            self._most_split_bytes is not None and size >= self._most_split_bytes
+        ):
             return
+        other = self._cut(block, size)
+        other.is_free = True
+        other.freed_at = block.pool.requests
+        insort(block.pool.free, (rest, other.address))
+
+    def _cut(self, block: _Block, size: int) -> _Block:
+        """Cut a block in two; returns what is behind so many bytes."""
         address = block.address + size
         other = _Block(
-            address, rest, block.free_blocks, True, before=block, after=block.after
+            address, block.size - size, block.pool, before=block, after=block.after
         )
+        other.is_mapped = block.is_mapped
         if block.after is not None:
             block.after.before = other
         block.after, block.size = other, size
         self._blocks[address] = other
-        insort(block.free_blocks, (rest, address))
+        return other
 
     def _forget(self, block: _Block) -> None:
         """Take a block off the free ones."""
-        place = bisect_left(block.free_blocks, (block.size, block.address))
-        del block.free_blocks[place]
+        free = block.pool.free
+        del free[bisect_left(free, (block.size, block.address))]
 
     def _absorb(self, block: _Block, after: _Block) -> None:
         """Make one block of two neighbours."""
@@ -195,6 +258,157 @@ class CachingAllocator:
             after.after.before = block
         del self._blocks[after.address]
 
+    # --- segments ---------------------------------------------------------------------
+
+    def _grow(self, pool: _Pool, size: int) -> _Block:
+        """A block of a new segment, or of new pages."""
+        self._collect_garbage()
+        segment, limit = segment_bytes(size), self.capacity_bytes
+        if limit is not None and self.reserved_bytes + segment > limit:
+            self._release_oversized(pool, size)
+        if limit is not None and self.reserved_bytes + segment > limit:
+            self.release()
+            if self.reserved_bytes + segment > limit:
+                raise OutOfMemory(
+                    f"A segment of {segment} bytes does not fit: {self.reserved_bytes}"
+                    f" of {limit} bytes are reserved."
+                )
+        if self._expands:
+            return self._expand(pool, size)
+        block = _Block(self._next_address, segment, pool)
+        self._blocks[block.address] = block
+        self._next_address += segment
+        self._add_reserved(segment)
+        return block
+
+    def _add_reserved(self, num_bytes: int) -> None:
+        self.reserved_bytes += num_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _give_back(self, block: _Block) -> None:
+        """Give back a segment that is one free block."""
+        self._forget(block)
+        del self._blocks[block.address]
+        self.reserved_bytes -= block.size
+
+    def _release_oversized(self, pool: _Pool, size: int) -> None:
+        """Give back blocks that are never split, as few as make room for a request.
+
+        `release_available_cached_blocks`: the least that is large enough, or else the
+        largest ones until they are.
+        """
+        most = self._most_split_bytes
+        if most is None or self._expands:
+            return
+        wanted = max(size, most)
+        place = bisect_left(pool.free, (wanted, 0))
+        if place < len(pool.free):
+            self._give_back(self._blocks[pool.free[place][1]])
+            return
+        released = 0
+        while released < wanted and pool.free and pool.free[-1][0] >= most:
+            block = self._blocks[pool.free[-1][1]]
+            released += block.size
+            self._give_back(block)
+
+    def _collect_garbage(self) -> None:
+        """Give back wholly free segments that were free for longer than their mean."""
+        threshold, limit = (
+            self.settings.garbage_collection_threshold,
+            self.settings.memory_limit_bytes,
+        )
+        if threshold is None or limit is None or self._expands:
+            return
+        excess = self.reserved_bytes - int(threshold * limit)
+        blocks = [self._blocks[address] for _, address in self._large.free]
+        ages = {b: self._large.requests - b.freed_at for b in blocks if b.is_segment}
+        while excess > 0 and ages:
+            mean = sum(ages.values()) / len(ages)
+            for block in [b for b, age in ages.items() if age >= mean]:
+                excess -= block.size
+                del ages[block]
+                self._give_back(block)
+
+    # --- expandable segments ----------------------------------------------------------
+
+    def _expand(self, pool: _Pool, size: int) -> _Block:
+        """A block of the segment without end: free bytes, and pages where none are."""
+        if not pool.unmapped:
+            address = 0 if not pool.is_small else _WITHOUT_END
+            whole = _Block(address, _WITHOUT_END, pool, is_mapped=False)
+            self._blocks[address] = whole
+            pool.unmapped.append(address)
+        block = next(b for b in self._starts(pool) if _room(b) >= size)
+        if not block.is_mapped:
+            block = self._map(block, min(block.size, size))
+        while block.size < size:
+            assert block.after is not None
+            block = self._map(block.after, min(size - block.size, block.after.size))
+        self._forget(block)
+        return block
+
+    def _starts(self, pool: _Pool) -> list[_Block]:
+        """Where pages can be added, by address: free blocks before them come along."""
+        starts = []
+        for address in pool.unmapped:
+            block = self._blocks[address]
+            before = block.before
+            is_free = before is not None and before.is_free
+            starts.append(before if is_free and before is not None else block)
+        return starts
+
+    def _map(self, block: _Block, size: int) -> _Block:
+        """Reserve the first pages of a block; returns the free block they belong to."""
+        pool, size = block.pool, rounded_up(size, block.pool.page_bytes)
+        pool.unmapped.remove(block.address)
+        if size < block.size:
+            insort(pool.unmapped, self._cut(block, size).address)
+        block.is_mapped = True
+        self._add_reserved(size)
+        before = block.before
+        self._insert(block)
+        return before if before is not None and before.is_free else block
+
+    def _unmap(self, block: _Block) -> None:
+        """Give back the pages of an expandable segment that are wholly free."""
+        pool = block.pool
+        start = rounded_up(block.address, pool.page_bytes)
+        end = (block.address + block.size) // pool.page_bytes * pool.page_bytes
+        if end <= start:
+            return
+        self._forget(block)
+        block.is_free = False
+        pages = (
+            self._cut(block, start - block.address) if start > block.address else block
+        )
+        if pages is not block:
+            self._insert_alone(block)
+        if end < pages.address + pages.size:
+            self._insert_alone(self._cut(pages, end - pages.address))
+        pages.is_mapped = False
+        self.reserved_bytes -= end - start
+        insort(pool.unmapped, pages.address)
+        before, after = pages.before, pages.after
+        if after is not None and not after.is_mapped:
+            pool.unmapped.remove(after.address)
+            self._absorb(pages, after)
+        if before is not None and not before.is_mapped:
+            pool.unmapped.remove(pages.address)
+            self._absorb(before, pages)
+
+    def _insert_alone(self, block: _Block) -> None:
+        block.is_free = True
+        insort(block.pool.free, (block.size, block.address))
+
+
+def _room(block: _Block) -> int:
+    """Bytes from a block on, as far as nothing is in use."""
+    room, after = 0, block
+    while after is not None and (after.is_free or not after.is_mapped):
+        room += after.size
+        after = after.after  # type: ignore[assignment]
+    return room
+
 
 def segment_bytes(size: int) -> int:
     """Size of the segment that is reserved for a rounded request."""
@@ -203,85 +417,3 @@ def segment_bytes(size: int) -> int:
     if size < _MIN_LARGE_BYTES:
         return _LARGE_SEGMENT_BYTES
     return -(-size // _LARGE_ROUND_BYTES) * _LARGE_ROUND_BYTES
-
-
-# --- steps --------------------------------------------------------------------
-
-
-def block_bytes(step: Ledger) -> IntArray:
-    """Size of the block that each allocation of a step gets in the end; 0 for none."""
-    sizes = np.zeros_like(step.nbytes)
-    replay(step, sizes=sizes)
-    return sizes
-
-
-def replay(
-    step: Ledger,
-    *,
-    num_steps: int = 2,
-    capacity_bytes: int | None = None,
-    sizes: IntArray | None = None,
-    live: dict[int, int] | None = None,
-) -> CachingAllocator:
-    """What the allocator does in a few equal steps.
-
-    What is there before the first step is allocated first. A step begins with what
-    the one before left, holes included; after two of them little changes.
-
-    Args:
-        step: Its allocations.
-        num_steps: How many there are.
-        capacity_bytes: Most that can be reserved; None for no limit.
-        sizes: Takes the size of every allocation's last block.
-        live: Takes the most bytes handed out just after each time of a step; at time
-            0, before it.
-
-    Returns:
-        The allocator after the last step.
-
-    Raises:
-        OutOfMemory: The steps do not fit the capacity.
-    """
-    allocator = CachingAllocator(capacity_bytes)
-    real = np.flatnonzero((step.nbytes > 0) & (step.died > step.born))
-    old = real[step.born[real] <= 0].tolist()
-    nbytes = step.nbytes.tolist()
-    addresses: dict[int, int] = {}
-
-    def allocate(index: int) -> None:
-        address = addresses[index] = allocator.allocate(nbytes[index])
-        if sizes is not None:
-            sizes[index] = allocator.block_size(address)
-
-    for index in old:
-        allocate(index)
-    events = _events(step, real)
-    if live is not None:
-        live[0] = allocator.allocated_bytes
-    for _ in range(num_steps):
-        for time, index, is_birth in events:
-            if is_birth:
-                allocate(index)
-            else:
-                allocator.free(addresses.pop(index))
-            if live is not None:
-                live[time] = max(live.get(time, 0), allocator.allocated_bytes)
-        # The next batch comes before the gradients of this one go.
-        for index in old:
-            if index not in addresses:
-                allocate(index)
-        for index in [i for i in addresses if step.born[i] > 0]:
-            allocator.free(addresses.pop(index))
-    return allocator
-
-
-def _events(step: Ledger, real: IntArray) -> list[tuple[int, int, bool]]:
-    """Time, births and deaths in a step; at the same time deaths come first."""
-    births = real[step.born[real] > 0]
-    deaths = real[step.died[real] < step.end]
-    index = np.concatenate([deaths, births])
-    time = np.concatenate([step.died[deaths], step.born[births]])
-    order = np.argsort(time, kind="stable")
-    flags: Iterable[bool] = (order >= len(deaths)).tolist()
-    times, places = time[order].tolist(), index[order].tolist()
-    return list(zip(times, places, flags, strict=True))

@@ -18,12 +18,15 @@ made once more at the chain's trigger, just before its last block is rerun.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from autosac.simulation.caching_allocator import block_bytes, replay
+from autosac.devices.allocator_settings import AllocatorSettings, Cap
+from autosac.simulation.allocator_steps import block_bytes, first_step, replay
+from autosac.simulation.caching_allocator import CachingAllocator
 from autosac.simulation.reruns import Lifetimes, Reruns, Span, rows
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import CATEGORIES, IntArray, Tape
@@ -71,11 +74,22 @@ class Simulator:
 
     Args:
         tape: The traced step.
+        settings: Of the allocator of a GPU.
+        cap: What a budget caps on a GPU: what the allocator hands out, or all that it
+            reserves.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        settings: AllocatorSettings | None = None,
+        cap: Cap = "allocated",
+    ) -> None:
         self.tape = tape
+        self.settings = settings or AllocatorSettings()
+        self.cap = cap
         self.span = tape.num_ticks + 2
+        self._first_step = first_step(tape, self.span)
         self._effects: dict[tuple[Unit, Policy], Effect] = {}
         self._reruns = Reruns(tape, self.span)
         self._later: dict[Hashable, Lifetimes] = {}
@@ -128,11 +142,38 @@ class Simulator:
             constant_bytes=self.number_bytes if workspaces else 0,
         )
 
+    def capped(self, cap: Cap) -> Simulator:
+        """This simulator for budgets that cap something else; shares what it knows."""
+        other = copy(self)
+        other.cap = cap
+        return other
+
+    def replay(
+        self,
+        chosen: Mapping[Unit, Policy],
+        settings: AllocatorSettings | None = None,
+        *,
+        live: dict[int, int] | None = None,
+    ) -> CachingAllocator:
+        """What a GPU's caching allocator does in the first steps of a training.
+
+        Args:
+            chosen: The AC units.
+            settings: Of the allocator; None for those of the simulator.
+            live: As in `autosac.simulation.allocator_steps.replay`.
+        """
+        return replay(
+            self.ledger(chosen),
+            first=self._first_step,
+            settings=settings or self.settings,
+            live=live,
+        )
+
     def allocator_peaks(self, chosen: Mapping[Unit, Policy]) -> tuple[int, int]:
         """Bytes that a GPU's caching allocator hands out, and reserves, at most."""
         key = frozenset(chosen.items())
         if key not in self._allocator_peaks:
-            after = replay(self.ledger(chosen))
+            after = self.replay(chosen)
             peaks = (after.peak_allocated_bytes, after.peak_reserved_bytes)
             self._allocator_peaks[key] = peaks
         return self._allocator_peaks[key]
@@ -146,22 +187,27 @@ class Simulator:
         """Peak of a step as the device counts it, which a budget caps.
 
         On a GPU that is what the caching allocator hands out, which is a little more
-        than is asked of it: see `autosac.simulation.caching_allocator`.
+        than is asked of it (`autosac.simulation.caching_allocator`), or what it
+        reserves.
         """
-        if self.tape.device_type == "cuda":
-            return self.allocator_peaks(chosen)[0]
-        return self.peak_bytes(chosen)
+        if self.tape.device_type != "cuda":
+            return self.peak_bytes(chosen)
+        return self.allocator_peaks(chosen)[self.cap == "reserved"]
 
     def true_timeline(self, chosen: Mapping[Unit, Policy]) -> Timeline:
-        """Memory of a step as the device counts it: see `true_peak_bytes`."""
+        """Memory of a step as the device counts it: see `true_peak_bytes`.
+
+        What is reserved besides what is handed out counts at each instant alike.
+        """
         if self.tape.device_type != "cuda":
             return self.timeline(chosen)
         live: dict[int, int] = {}
-        replay(self.ledger(chosen), live=live)
+        self.replay(chosen, live=live)
         keys = np.array(list(live), dtype=np.int64)
         order = np.argsort(keys)
         sizes = np.array(list(live.values()), dtype=np.int64)
-        return Timeline(keys=keys[order], live_bytes=sizes[order])
+        added_bytes = self.true_peak_bytes(chosen) - self.allocator_peaks(chosen)[0]
+        return Timeline(keys=keys[order], live_bytes=sizes[order] + added_bytes)
 
     def in_blocks(self) -> Simulator:
         """The simulator of this step with each allocation as large as its block.
@@ -172,7 +218,7 @@ class Simulator:
         """
         if self.tape.device_type != "cuda":
             return self
-        sizes = block_bytes(self.ledger({})).tolist()
+        sizes = block_bytes(self.ledger({}), self._first_step, self.settings).tolist()
         first_work = len(self.tape.storages) + len(self.tape.library_bytes)
         works = iter(sizes[first_work:])
         tape = replace(
@@ -187,7 +233,7 @@ class Simulator:
             ),
             library_bytes=tuple(sizes[len(self.tape.storages) : first_work]),
         )
-        return Simulator(tape)
+        return Simulator(tape, self.settings, self.cap)
 
     def peak_bytes(
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True

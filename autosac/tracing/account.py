@@ -13,7 +13,10 @@ import torch
 
 from autosac import _compat
 from autosac._compat_distributed import local
+from autosac.devices import cuda_workspaces
+from autosac.devices.specs import DeviceSpec
 from autosac.quantities import rounded_up
+from autosac.step.tape import Storage
 
 
 class Account:
@@ -189,6 +192,24 @@ class Account:
             if index is not None:
                 indices.append(index)
         return tuple(indices) if len(indices) < 2 else tuple(dict.fromkeys(indices))
+
+
+def blas_storages(
+    target: DeviceSpec | None, phases: set[str], end: int
+) -> tuple[Storage, ...]:
+    """What the threads that run matrix products hold all the time.
+
+    Args:
+        target: The GPU that tensors stand for.
+        phases: In which there are such products.
+        end: Last tick of the step.
+    """
+    if target is None:
+        return ()
+    nbytes = target.allocated_bytes(cuda_workspaces.blas_bytes(target))
+    storage = Storage(nbytes=nbytes, category="workspace", born=0, died=end)
+    threads = {phase == "backward" for phase in phases}
+    return (storage,) * len(threads)
 
 
 def _following_each_other(items: list[int], ticks: list[int]) -> list[list[int]]:

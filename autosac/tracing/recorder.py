@@ -26,7 +26,7 @@ from autosac.quantities import format_bytes
 from autosac.step import source_lines
 from autosac.step.tape import Op, Storage, Tape
 from autosac.tracing import untold
-from autosac.tracing.account import Account
+from autosac.tracing.account import Account, blas_storages
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.attribution import Attribution
 from autosac.tracing.failures import bypasses, differentiates, place_of, too_large
@@ -160,7 +160,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         )
         return Tape(
             modules=self.tree,
-            storages=storages + self._blas_storages(end),
+            storages=storages + blas_storages(self.target, self.blas_phases, end),
             ops=tuple(self.ops),
             saved=tuple(saved.finished(end) for saved in self.saved),
             calls=tuple(call.finished() for call in self.calls),
@@ -168,15 +168,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
             num_ticks=end,
             device_type=self.target.type if self.target else self.device_type,
         )
-
-    def _blas_storages(self, end: int) -> tuple[Storage, ...]:
-        """What the threads that run matrix products hold all the time."""
-        if self.target is None:
-            return ()
-        nbytes = self.target.allocated_bytes(cuda_workspaces.blas_bytes(self.target))
-        storage = Storage(nbytes=nbytes, category="workspace", born=0, died=end)
-        threads = {phase == "backward" for phase in self.blas_phases}
-        return (storage,) * len(threads)
 
     # --- operators --------------------------------------------------------
 

@@ -31,13 +31,13 @@ def register_outer(
         (tensors_in(given), tensors_in(inputs), "input"),
     ):
         recorder.register_copies(originals, copies, category)
-    if step.accumulate > 1 or step.gradients_in_forward:
+    if step.adds_gradients or step.gradients_in_forward:
         _make_gradients(recorder, model)
 
 
 def marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
     """The function that the micro-step calls when a phase begins."""
-    if step.accumulate > 1 or not step.gradients_in_forward:
+    if step.adds_gradients or not step.gradients_in_forward:
         return recorder.mark
 
     def mark(phase: str, loss: torch.Tensor | None = None) -> None:
@@ -107,12 +107,13 @@ def enter_steady_state(
     recorder: Recorder,
     model: torch.nn.Module,
     optimizer: AnyOptimizer | None,
-    accumulate: int,
+    *,
+    adds_gradients: bool,
 ) -> None:
     """Name the gradients, and give the optimizer the state it keeps over steps."""
     for parameter in model.parameters():
         grad = parameter.grad
-        if grad is not None and accumulate > 1 and grad._version == 0:
+        if grad is not None and adds_gradients and grad._version == 0:
             recorder.forget(grad)  # made in advance, but backward never came here
             parameter.grad = None
         recorder.rename(parameter.grad, "gradient")

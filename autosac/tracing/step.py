@@ -33,6 +33,7 @@ class Step:
         clip_grad_norm: Largest norm of all gradients together, or None.
         gradients_in_forward: The gradients of the step before are dropped between
             forward and backward only.
+        keeps_gradients: Gradients are never dropped.
         lens: The GPU whose kernels are traced though the model is not there.
         compute_dtype: Type that floating-point parameters and inputs of the model are
             traced in, as under a mixed-precision policy of FSDP2; None for their own.
@@ -51,10 +52,16 @@ class Step:
     accumulate: int = 1
     clip_grad_norm: float | None = None
     gradients_in_forward: bool = False
+    keeps_gradients: bool = False
     lens: DeviceSpec | None = None
     compute_dtype: torch.dtype | None = None
     opaque: frozenset[str] = frozenset()
     learned: Learned = field(default_factory=Learned, repr=False, compare=False)
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether backward adds to gradients that are there already."""
+        return self.keeps_gradients or self.accumulate > 1
 
     @property
     def traced_type(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autosac.errors import AutosacError, TraceError
+from autosac.errors import AutosacError, TraceError, UnsupportedError
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms
 from autosac.step.arguments import check_loss_fn, optimizer_for, read_dtype
@@ -123,6 +123,7 @@ def verify(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     gradients_in_forward: bool = False,
+    keeps_gradients: bool = False,
 ) -> Verification:
     """Train a model without and with the plan, and compare.
 
@@ -146,12 +147,19 @@ def verify(
         accumulate: As in `profile`.
         clip_grad_norm: As in `profile`.
         gradients_in_forward: As in `profile`.
+        keeps_gradients: As in `profile`.
 
     Raises:
         ArgumentError: ``loss_fn``, ``make_optimizer`` or ``autocast`` cannot be meant.
         ValueError: ``steps`` is less than one, or ``timing_rounds`` less than none.
+        UnsupportedError: The plan's budget caps what is reserved.
     """
     check_loss_fn(loss_fn)
+    if getattr(plan, "cap", "allocated") == "reserved":
+        raise UnsupportedError(
+            "The plan's budget caps what PyTorch reserves, and `verify` measures what"
+            " it hands out: plan with `cap`='allocated' to verify what is saved."
+        )
     recipe = Recipe(
         make_model=make_model,
         make_inputs=make_inputs,
@@ -165,6 +173,7 @@ def verify(
         accumulate=accumulate,
         clip_grad_norm=clip_grad_norm,
         gradients_in_forward=gradients_in_forward,
+        keeps_gradients=keeps_gradients,
     )
     return verify_each((plan,), recipe)[0]
 
@@ -185,6 +194,7 @@ class Recipe:
     accumulate: int = 1
     clip_grad_norm: float | None = None
     gradients_in_forward: bool = False
+    keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("timing_rounds", 0)):
@@ -252,7 +262,7 @@ class _Run:
     def clear_gradients(self) -> None:
         if not self.recipe.gradients_in_forward:  # then the step itself does
             # Of the model: gradients of parameters the optimizer lacks count as well.
-            self.model.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=not self.recipe.keeps_gradients)
 
     def step(self) -> torch.Tensor:
         try:

@@ -67,6 +67,7 @@ def test_a_real_trace_is_the_trace_of_fakes(case):
         {"accumulate": 2, "clip_grad_norm": 1.0},
         {"autocast": torch.bfloat16},
         {"gradients_in_forward": True},
+        {"keeps_gradients": True},
     ],
     ids=str,
 )

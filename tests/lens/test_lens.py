@@ -330,6 +330,32 @@ def test_casts_as_the_gpu_does(function, arguments):
     assert found == gpu_calls(function, *arguments, autocast=HALF)
 
 
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x, targets):
+        return functional.cross_entropy(self.head(x), targets)
+
+
+@pytest.mark.parametrize("half", [HALF, BFLOAT16], ids=str)
+def test_known_targets_do_not_bring_the_autocast_of_the_cpu(half):
+    # The CPU's casts scores to float32 before `cross_entropy`, a GPU's casts the
+    # result of `log_softmax`. Targets stay real tensors of the CPU in a trace.
+    inputs = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+
+    traced = profile(Classifier(), inputs, device=H100, autocast=half)
+
+    on_gpu = [name for name, _ in gpu_calls(Classifier(), *inputs, autocast=half)]
+    found = [op.name for op in traced.tape.ops if op.phase in ("forward", "loss")]
+    assert found == on_gpu
+    (log_softmax,) = (
+        op for op in traced.tape.ops if op.name.endswith("log_softmax.default")
+    )
+    assert log_softmax.dtype == str(half).removeprefix("torch.")
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autosac.simulation.allocator_steps import replay
 from autosac.simulation.caching_allocator import (
     CachingAllocator,
     OutOfMemory,
-    replay,
     segment_bytes,
 )
 from autosac.step.ledger import Ledger

@@ -195,6 +195,23 @@ def test_gradients_that_are_dropped_after_forward_count_in_it(accumulate):
     assert dropped_before.measured_peak_bytes <= planned.peak_bytes
 
 
+def test_gradients_that_are_never_dropped_count_all_the_time():
+    how = {"keeps_gradients": True}
+    traced = calibrate(
+        profile(make_model(), make_inputs(), optimizer=torch.optim.AdamW, **how)
+    )
+    planned = plan(
+        traced, memory_budget=(floor(traced) + traced.baseline_peak_bytes) // 2
+    )
+
+    found = check(planned, steps=3, **how)
+
+    assert found.identical
+    assert found.measured_peak_bytes == planned.peak_bytes
+    dropped = check(planned, steps=3)
+    assert dropped.measured_peak_bytes < planned.peak_bytes
+
+
 def test_refuses_models_without_data():
     def meta_model():
         return torch.nn.Linear(2, 2, device="meta")

@@ -1,0 +1,71 @@
+"""How a program uses PyTorch's caching allocator for CUDA, as far as memory tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from autosac.errors import ArgumentError
+
+Cap = Literal["allocated", "reserved"]
+
+_LEAST_SPLIT_MB = 20  # kLargeBuffer in c10/core/AllocatorConfig.h
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorSettings:
+    """Settings of the allocator, and when the program makes its optimizer's state.
+
+    The first three are what ``PYTORCH_ALLOC_CONF`` sets, by the same names.
+
+    Attributes:
+        expandable_segments: Segments grow page by page in place of new ones.
+        max_split_size_mb: Blocks of this many MiB and more are not split, and serve
+            only requests of nearly their size; None for no limit.
+        garbage_collection_threshold: Share of `memory_limit_bytes` above which free
+            segments go, those that were not used for long first; None for never.
+        memory_limit_bytes: What ``torch.cuda.set_per_process_memory_fraction`` allows.
+            Without it PyTorch collects no garbage.
+        state_is_loaded: The optimizer's state is there before the first step, as after
+            a checkpoint was loaded. Otherwise the first ``optimizer.step()`` makes it,
+            when the cache is full of free segments.
+
+    Raises:
+        ArgumentError: PyTorch refuses such a value, or it would have no effect.
+    """
+
+    expandable_segments: bool = False
+    max_split_size_mb: int | None = None
+    garbage_collection_threshold: float | None = None
+    memory_limit_bytes: int | None = None
+    state_is_loaded: bool = False
+
+    def __post_init__(self) -> None:
+        most, threshold = self.max_split_size_mb, self.garbage_collection_threshold
+        if most is not None and most <= _LEAST_SPLIT_MB:
+            raise ArgumentError(
+                f"`max_split_size_mb`={most} is refused by PyTorch: it must be above"
+                f" {_LEAST_SPLIT_MB}."
+            )
+        if threshold is None:
+            return
+        if not 0.0 < threshold < 1.0:
+            raise ArgumentError(
+                f"`garbage_collection_threshold`={threshold} is refused by PyTorch: it"
+                " must be above 0 and below 1."
+            )
+        if self.memory_limit_bytes is None:
+            raise ArgumentError(
+                f"`garbage_collection_threshold`={threshold} has no effect without"
+                " `memory_limit_bytes`, what `set_per_process_memory_fraction` allows."
+            )
+
+
+def check_cap(cap: str) -> None:
+    """Refuse what a budget cannot cap.
+
+    Raises:
+        ArgumentError: Names what it can.
+    """
+    if cap not in get_args(Cap):
+        raise ArgumentError(f"`cap`={cap!r} must be 'allocated' or 'reserved'.")

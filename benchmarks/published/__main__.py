@@ -1,0 +1,79 @@
+"""Predictions for GPUs held against figures that others measured and published.
+
+    python -m benchmarks.published [--series bert-fp32-h100] [--jobs 2] [--render]
+
+Rebuilds every model of ``figures.json`` beside this file on the meta device, predicts
+its steps and writes published against predicted, in a table and a picture. Every series
+is predicted in a process of its own and leaves a file in the folder of work: what is
+done is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published import predict, tables
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Predict what is not predicted yet, and write the page."""
+    options = _options(arguments)
+    options.work.mkdir(parents=True, exist_ok=True)
+    all_series = predict.figures()["series"]
+    left = [s for s in all_series if not _path(options, s).exists()]
+    if options.series:
+        left = [s for s in left if predict.key(s) in options.series]
+    if options.render:
+        left = []
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.published.predict"])
+
+    def run(series: dict[str, Any]) -> None:
+        process = context.Process(
+            target=predict.predict, args=(series, _path(options, series))
+        )
+        process.start()
+        process.join()
+        ending = "done" if process.exitcode == 0 else f"died: {process.exitcode}"
+        print(predict.key(series), ending, flush=True)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, left))
+    paths = [_path(options, series) for series in all_series]
+    records = [json.loads(path.read_text()) for path in paths if path.exists()]
+    options.output.mkdir(parents=True, exist_ok=True)
+    tables.write(records, predict.figures()["not_rebuilt"], options.output)
+    return 0 if len(records) == len(all_series) else 1
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published")
+    work = Path(tempfile.gettempdir()) / "autosac-published"
+
+    def words(text: str) -> list[str]:
+        return text.split(",")
+
+    parser.add_argument("--series", type=words, help="such as bert-fp32-h100")
+    parser.add_argument("--jobs", type=int, default=1, help="series side by side")
+    parser.add_argument("--work", type=Path, default=work, help="files of series, kept")
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
+
+
+def _path(options: argparse.Namespace, series: dict[str, Any]) -> Path:
+    folder: Path = options.work
+    return folder / f"{predict.key(series)}.json"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+import pytest
+import torch
+
+from autosac.devices.cuda_workspaces import op_bytes
+from autosac.devices.specs import device_spec
+
+aten = torch.ops.aten
+A100, MI300X = device_spec("a100"), device_spec("mi300x")
+HALF = torch.float16
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+# --- copies of what is not contiguous -----------------------------------------------
+
+
+@pytest.mark.parametrize("device", [A100, MI300X], ids=lambda spec: spec.name)
+def test_layer_norm_copies_what_is_not_contiguous(device):
+    rows, moved = meta(4, 64, 32), meta(4, 32, 64).transpose(1, 2)
+    nbytes = 4 * 64 * 32 * 4
+
+    def forward(x):
+        args = (x, [32], meta(32), meta(32), 1e-5)
+        return op_bytes(aten.native_layer_norm.default, args, {}, device)
+
+    def backward(grad, x):
+        statistics = meta(4, 64, 1), meta(4, 64, 1)
+        args = (grad, x, [32], *statistics, meta(32), meta(32), [True] * 3)
+        return op_bytes(aten.native_layer_norm_backward.default, args, {}, device)
+
+    assert forward(rows) == 0 == backward(rows, rows)
+    assert forward(moved) == nbytes == backward(rows, moved) == backward(moved, rows)
+    assert backward(moved, moved) == 2 * nbytes
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax_copies_what_is_not_contiguous(name):
+    rows, moved = meta(8, 16, 32), meta(8, 32, 16).transpose(1, 2)
+    forward = getattr(aten, f"_{name}").default
+    backward = getattr(aten, f"_{name}_backward_data").default
+
+    for x, copies in ((rows, 0), (moved, 1)):
+        nbytes = 8 * 16 * 32 * 4
+        assert op_bytes(forward, (x, -1, False), {}, A100) == copies * nbytes
+        args = (x, x, -1, torch.float32)
+        assert op_bytes(backward, args, {}, A100) == 2 * copies * nbytes
+
+
+# --- convolutions -------------------------------------------------------------------
+
+
+def convolution(images, weight, device=A100, stride=1, groups=1):
+    tail = ([stride] * 2, [1] * 2, [1] * 2, False, [0] * 2, groups)
+    return op_bytes(aten.convolution.default, (images, weight, None, *tail), {}, device)
+
+
+def gradients(grad, images, weight):
+    tail = ([1] * 2, [1] * 2, [1] * 2, False, [0] * 2, 1, [True, True, False])
+    args = (grad, images, weight, None, *tail)
+    return op_bytes(aten.convolution_backward.default, args, {}, A100)
+
+
+def test_half_convolutions_that_lie_channels_first_take_copies_in_the_workspace():
+    images, weight = meta(2, 3, 16, 16, dtype=HALF), meta(32, 3, 3, 3, dtype=HALF)
+    # Three channels count as eight: 2 x 8 x 16 x 16, 2 x 32 x 8 x 8, 32 x 8 x 3 x 3.
+    elements = 4096 + 4096 + 2304
+
+    assert convolution(images, weight, stride=2) == 2 * elements
+    # Nothing is known of the kernels of AMD's GPUs, nor of those in full precision.
+    assert convolution(images, weight, device=MI300X) == 0
+    assert convolution(images.float(), weight.float()) == 0
+
+
+def test_depthwise_convolutions_take_none():
+    images, weight = meta(2, 32, 16, 16, dtype=HALF), meta(32, 1, 3, 3, dtype=HALF)
+
+    assert convolution(images, weight, groups=32) == 0
+
+
+def test_convolutions_copy_only_what_lies_in_another_format():
+    last = torch.channels_last
+    images, weight = meta(2, 32, 16, 16, dtype=HALF), meta(32, 32, 3, 3, dtype=HALF)
+    lasting = images.contiguous(memory_format=last)
+    weight_last = weight.contiguous(memory_format=last)
+
+    assert convolution(lasting, weight_last) == 0
+    assert convolution(lasting, weight) == weight.nbytes
+    assert gradients(lasting, lasting, weight_last) == 0
+    assert gradients(images, lasting, weight_last) == images.nbytes
+
+
+def test_sequences_are_convolved_like_images():
+    rows, weight = meta(2, 80, 100, dtype=HALF), meta(384, 80, 3, dtype=HALF)
+    args = (rows, weight, None, [2], [1], [1], False, [0], 1)
+
+    found = op_bytes(aten.convolution.default, args, {}, A100)
+
+    # Of 100 steps 50 are left at a stride of 2.
+    elements = 2 * 80 * 100 + 2 * 384 * 50 + 384 * 80 * 3
+    assert found == A100.allocated_bytes(2 * elements)

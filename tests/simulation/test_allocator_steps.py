@@ -1,0 +1,143 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autosac.devices.allocator_settings import AllocatorSettings
+from autosac.profiles.profile import profile
+from autosac.simulation.allocator_steps import FirstStep, first_step, replay
+from autosac.step.ledger import Ledger
+from autosac.step.training_step import OptimizerInBackward
+
+MIB = 2**20
+LOADED = AllocatorSettings(state_is_loaded=True)
+
+
+def step_of(*rows, end=100):
+    born, died, nbytes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    return Ledger(born=born, died=died, nbytes=nbytes * MIB, end=end)
+
+
+# --- counted by hand ----------------------------------------------------------------
+
+
+def test_state_made_in_the_first_step_pins_a_segment_of_forward():
+    step = step_of(
+        (0, 100, 12),  # a parameter,
+        (0, 100, 12),  # its state,
+        (1, 5, 30),  # an activation,
+        (4, 100, 12),  # the gradient.
+    )
+    first = FirstStep(state_born={1: 7})
+
+    # 12 + 30 + 12 in the first step, whose optimizer takes 12 of the free 30 for the
+    # state. The next activation does not fit into the 18 that are left.
+    assert replay(step, first=first).peak_reserved_bytes == (12 + 30 + 12 + 30) * MIB
+    # With the state in a segment of its own each step uses those of the first.
+    loaded = replay(step, first=first, settings=LOADED)
+    assert loaded.peak_reserved_bytes == (12 + 12 + 30 + 12) * MIB
+    # What is in use at once is the same.
+    assert loaded.peak_allocated_bytes == (12 + 12 + 30 + 12) * MIB
+
+
+def test_kept_gradients_are_made_in_the_first_backward_pass():
+    step = step_of(
+        (0, 100, 30),  # a gradient that is kept,
+        (1, 5, 30),  # an activation,
+        (3, 6, 30),  # what is added to the gradient,
+        (5, 8, 30),  # a temporary in the place of the activation.
+    )
+    first = FirstStep(gradient_born={0: 3}, absent=frozenset({2}))
+
+    # The first step has two at once, the others three.
+    assert replay(step, first=first).peak_reserved_bytes == 90 * MIB
+    # A first step alone needs no third one.
+    alone = step_of((3, 100, 30), (1, 5, 30), (5, 8, 30))
+    assert replay(alone).peak_reserved_bytes == 60 * MIB
+
+
+def test_state_in_a_small_segment_makes_its_tensor_take_a_large_one():
+    step = step_of((0, 100, 12), (1, 4, 14), (2, 6, 40))
+    first = FirstStep(state_born={0: 7})
+
+    # The state takes 12 of the 14. In the second step 14 come off the 40, which are
+    # then reserved anew; in the third all finds its place.
+    assert replay(step, first=first).peak_reserved_bytes == (14 + 40 + 40) * MIB
+
+
+# --- read off a step ----------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()).sum()
+
+
+def traced(optimizer=torch.optim.Adam, **options):
+    return profile(
+        Two(), torch.zeros(8, 64), optimizer=optimizer, device="h100", **options
+    ).tape
+
+
+def of_category(tape, category):
+    pairs = enumerate(tape.storages)
+    return {i for i, s in pairs if s.category == category and s.born <= 0}
+
+
+@pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
+def test_an_optimizer_makes_all_its_state_before_its_first_kernel(clip_grad_norm):
+    tape = traced(clip_grad_norm=clip_grad_norm)
+
+    first = first_step(tape, span=1)
+
+    state = of_category(tape, "optimizer")
+    uses = [op.start for op in tape.ops if state & {*op.reads, *op.writes}]
+    assert len(state) == 8  # two averages of each of four parameters
+    assert first.state_born == dict.fromkeys(state, min(uses))
+    assert min(uses) > max(op.start for op in tape.ops if op.phase == "backward")
+    assert not first.gradient_born
+
+
+def test_optimizers_in_backward_make_their_state_one_after_the_other():
+    tape = traced(lambda parameters: OptimizerInBackward(parameters, torch.optim.Adam))
+
+    born = first_step(tape, span=1).state_born
+
+    assert set(born) == of_category(tape, "optimizer")
+    assert len(set(born.values())) == 4
+    last = max(op.start for op in tape.ops if op.phase == "backward")
+    assert min(born.values()) < last
+
+
+@pytest.mark.parametrize("options", [{"keeps_gradients": True}, {"accumulate": 2}])
+def test_what_is_added_to_a_kept_gradient_is_it_in_the_first_step(options):
+    tape = traced(None, **options)
+
+    first = first_step(tape, span=1)
+
+    gradients = of_category(tape, "gradient")
+    assert set(first.gradient_born) == gradients
+    assert len(first.absent) == len(gradients) == 4
+    births = sorted(tape.storages[i].born for i in first.absent)
+    assert sorted(first.gradient_born.values()) == births
+    # A step without gradients before it makes the same ones at the same ops.
+    plain = traced(None)
+    made = [s for s in plain.storages if s.category == "gradient"]
+    assert sorted(s.nbytes for s in made) == sorted(
+        tape.storages[i].nbytes for i in first.absent
+    )
+
+
+def test_kept_gradients_are_there_all_the_time():
+    plain, kept = traced(), traced(keeps_gradients=True)
+    nbytes = 2 * (64 * 64 * 4 + 512)  # a bias of 256 bytes takes 512
+
+    born = [s for s in kept.storages if s.category == "gradient"]
+
+    assert all(s.born == 0 and s.died == kept.num_ticks for s in born)
+    assert sum(s.nbytes for s in born) == nbytes
+    assert not of_category(plain, "gradient")
