@@ -140,10 +140,8 @@ def plan(
         other["cap"] = None if cap == "allocated" else cap
         _refuse_with_statistics({**other, **options})
         solving["relative_gap"] = relative_gap or 0.0
-        ranks = 1 if world_size is None else world_size
-        return plan_statistics(
-            model, memory_budget, world_size=ranks, **units, **solving
-        )
+        solving["world_size"] = 1 if world_size is None else world_size
+        return plan_statistics(model, memory_budget, **units, **solving)
     _refuse_without_statistics(world_size, make_loss_fn, options)
     units["cap"] = cap
     solving["relative_gap"] = RELATIVE_GAP if relative_gap is None else relative_gap

@@ -416,9 +416,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
             if is_of_model:
                 self.phases.setdefault("model backward", self.clock)
             return module
-        if self.phase in _FORWARD_PHASES:
-            return self.modules.of_forward()
-        return self.modules.stack[-1]
+        is_forward = self.phase in _FORWARD_PHASES
+        return self.modules.of_forward() if is_forward else self.modules.stack[-1]
 
     # --- saved tensors ----------------------------------------------------
 
