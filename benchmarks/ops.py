@@ -148,7 +148,7 @@ def judged(op: Any) -> Outcome:
                 **options,
             )
         except autosac.errors.AutosacError as error:
-            return Outcome("refused", words=str(error))
+            return Outcome("refused", words=str(error).replace(f"{Path.cwd()}/", ""))
     measured_bytes = done.baseline_peak_bytes
     off_bytes = abs(peak_bytes - measured_bytes)
     verdict = "exact"
