@@ -7,9 +7,10 @@ from torch import fx, nn
 import autosac
 from autosac import _compat
 from autosac.errors import InfeasibleBudgetError, UnsupportedError
+from autosac.graphs import plans
 from autosac.graphs.joint_graphs import given_graph, joint_graph
 from autosac.graphs.plans import GraphPlanner
-from autosac.solvers.graph import recomputation
+from autosac.solvers.graph import recomputation, solver
 from autosac.verification.measuring import measure_peak
 from tests.models import ConvNet, Mlp
 from tests.test_joint_graphs import Views
@@ -364,3 +365,22 @@ def test_recurrent_layers_are_captured_as_plain_ops(kind, one_thread):
 def test_compiling_a_recurrent_layer_is_refused_in_a_sentence():
     with pytest.raises(UnsupportedError, match=r"`layer` is an `nn\.GRU`, which"):
         autosac.compile(Recurrent(nn.GRU), memory_budget="1GiB")
+
+
+@pytest.mark.slow
+def test_more_work_is_done_before_a_budget_is_refused(monkeypatch, one_thread):
+    torch.manual_seed(0)
+    make_model, size = CASES["convolutions"]
+    graph = joint_graph(
+        make_model(), torch.randn(size), loss_fn=lambda out: out.square().mean()
+    )
+    planner = GraphPlanner(graph)
+    plans._lowest.cache_clear()
+    monkeypatch.setattr(solver, "_THOROUGH", solver._WORK_ON_FLOOR)
+    monkeypatch.setattr(solver, "_WORK_ON_FLOOR", 1)
+    low_bytes = recomputation.peak_bytes(planner.problem, planner.lowest_at_all)
+    assert low_bytes < planner.floor("milp")
+    assert planner.plan(low_bytes).peak_bytes <= low_bytes
+    with pytest.raises(InfeasibleBudgetError, match=str(low_bytes)):
+        planner.plan(low_bytes - 1)
+    plans._lowest.cache_clear()

@@ -101,7 +101,10 @@ class GraphPlanner:
         return self.joint.memory.peak_bytes()
 
     def floor(self, strategy: Strategy) -> int:
-        """The least peak that a strategy reaches."""
+        """The least peak that a strategy reaches in some seconds.
+
+        Before a budget below it is refused, ten times as much is done.
+        """
         if strategy == "milp":
             return self.lowest[0]
         return capuchin.solve(self.problem, budget_bytes=0).peak_bytes
@@ -150,7 +153,7 @@ class GraphPlanner:
             self.backend,
         )
         if solution.kept is None:
-            raise self._infeasible(budget_bytes, self.lowest[1], strategy)
+            raise self._infeasible(budget_bytes, self.lowest_at_all, strategy)
         assert solution.bound_ms is not None
         known = _known(self.problem)
         known.add(self.problem, solution.kept)
@@ -178,6 +181,8 @@ class GraphPlanner:
         fitting = [kept for kept in starts if kept is not None]
         if all(recomputation.peak_bytes(problem, k) > budget_bytes for k in fitting):
             fitting.append(self.lowest[1])
+            if self.lowest[0] > budget_bytes:
+                fitting.append(self.lowest_at_all)
         return tuple(dict.fromkeys(fitting))
 
     def kept_by(self, modules: Plan) -> frozenset[int]:
@@ -196,6 +201,17 @@ class GraphPlanner:
         assert solution.kept is not None and solution.peak_bytes is not None
         _known(self.problem).add(self.problem, solution.kept)
         return solution.peak_bytes, solution.kept
+
+    @cached_property
+    def lowest_at_all(self) -> frozenset[int]:
+        """What is kept at the least peak found by much more work than `lowest` does.
+
+        That is done before a budget is refused.
+        """
+        start, limit_s = self.lowest[1], self.floor_limit_s
+        solution = _lowest(self.problem, start, limit_s, self.backend, thorough=True)
+        assert solution.kept is not None
+        return solution.kept
 
     def _made(
         self,
@@ -319,9 +335,15 @@ def _lowest(
     start: frozenset[int],
     time_limit_s: float | None,
     backend: Backend,
+    *,
+    thorough: bool = False,
 ) -> graph.GraphSolution:
     return graph.lowest(
-        problem, start=(start,), time_limit_s=time_limit_s, backend=backend
+        problem,
+        start=(start,),
+        time_limit_s=time_limit_s,
+        backend=backend,
+        thorough=thorough,
     )
 
 

@@ -32,6 +32,7 @@ _ROUNDS_TO_RISE = 3  # more rows are not worth their time
 _SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
 _MOST_WORK = 6_000_000  # of all MILPs, see `_charge`: some ten seconds
 _WORK_ON_FLOOR = 4_000_000
+_THOROUGH = 10  # times that, before a budget is refused
 _ANY_WORK = 2**50
 _MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do
 _BRANCHING = (0.6, 0.25)  # shares of the work that go into the whole model, one after
@@ -340,6 +341,7 @@ def lowest(
     start: Iterable[frozenset[int]] = (),
     time_limit_s: float | None = None,
     backend: Backend = "highs",
+    thorough: bool = False,
 ) -> GraphSolution:
     """The choice of least peak.
 
@@ -348,6 +350,7 @@ def lowest(
         start: Choices that are known.
         time_limit_s: As `solve`.
         backend: Which MILP solver to run.
+        thorough: Do ten times the work, if there is no time limit.
 
     Returns:
         As `solve`; ``peak_bytes`` is the least that was found, ``termination`` says
@@ -355,7 +358,9 @@ def lowest(
     """
     started = time.perf_counter()
     ends = math.inf if time_limit_s is None else started + time_limit_s
-    work = _WORK_ON_FLOOR if time_limit_s is None else _ANY_WORK
+    work = _ANY_WORK
+    if time_limit_s is None:
+        work = _WORK_ON_FLOOR * (_THOROUGH if thorough else 1)
     model = GraphModel(problem, budget_bytes=None)
     best = _least(problem, (problem.kept_plainly, *start))
     _add_highest(model, Replay(problem, best))
