@@ -266,13 +266,13 @@ def convex_units(problem: SacProblem) -> frozenset[int]:
     """Units of which mixing far points never beats mixing neighbours.
 
     So it is if time and all working sets are convex in the freed bytes, and no hold
-    depends on which of the points is mixed.
+    depends on which of the points is mixed; and if there is but one.
     """
     in_holds = {u for h in problem.holds for u, _ in (*h.freed_by, *h.kept_by)}
     return frozenset(
         u
         for u, unit in enumerate(problem.units)
-        if u not in in_holds and _bends_upwards(unit)
+        if len(unit.points) == 1 or (u not in in_holds and _bends_upwards(unit))
     )
 
 

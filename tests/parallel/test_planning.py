@@ -326,17 +326,17 @@ def test_a_sweep_has_the_plan_or_the_reason_of_every_pair(traced, lowest_bytes):
     ]
 
 
-def test_a_sweep_takes_given_units(made, lowest_bytes):
-    name = next(u.fqn for u in made.units.candidates if u.fqn)
+def test_a_sweep_takes_given_units(traced, lowest_bytes):
+    name = next(u.fqn for u in traced.units.candidates if u.fqn)
     given = {"ac_units": [name], "fsdp_units": [name]}
     how = {"cluster": on_cpu(4)}
 
     (row,) = autosac.sweep_parallel(
-        made, num_gpus=[2], memory_budgets=[4 * lowest_bytes], **how, **given
+        traced, num_gpus=[2], memory_budgets=[4 * lowest_bytes], **how, **given
     )
 
     alone = autosac.plan_parallel(
-        made, num_gpus=2, memory_budget=4 * lowest_bytes, **how, **given
+        traced, num_gpus=2, memory_budget=4 * lowest_bytes, **how, **given
     )
     assert row.plan == alone
     assert set(row.plan.policy) <= {name}

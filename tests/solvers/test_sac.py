@@ -523,6 +523,28 @@ def test_mixtures_of_points_that_free_what_their_unit_holds_keep_the_budget():
     assert violations(problem, solution) == ()
 
 
+def test_a_unit_of_one_point_can_be_chosen_although_a_hold_depends_on_it():
+    problem = SacProblem(
+        units=(
+            Unit(
+                fqn="unit",
+                parent=None,
+                points=(Breakpoint(ratio=1.0, freed_bytes=MIB, recompute_ms=1.0),),
+                freed_from=0,
+                freed_until=4,
+                working=(),
+            ),
+        ),
+        base_bytes=(5 * MIB,) * 4,
+        budget_bytes=4 * MIB,
+        holds=(Hold(nbytes=0, held_from=0, holders=(), freed_by=((0, (0,)),)),),
+    )
+
+    solution = solve(problem, integral=False, relative_gap=0.0)
+
+    assert solution.recompute_ms == 1.0
+
+
 @settings(max_examples=40)
 @given(problem=sac_problems())
 def test_continuous_weights_never_cost_more_than_whole_points(problem):
