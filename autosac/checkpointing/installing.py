@@ -141,9 +141,11 @@ class CheckpointedForward(StandIn):
         self.step = step
         self.snapshots = Snapshots(module)
         self.programs: dict[int, tuple[Program, int]] = {}
+        self.as_planned: set[int] = set()  # calls that last did what their plan expects
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "programs": {}}  # a copy has learned nothing yet
+        # A copy has learned nothing yet.
+        return {**vars(self), "programs": {}, "as_planned": set()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         may_compile = torch.compiler.is_compiling() and torch.is_grad_enabled()
@@ -186,12 +188,20 @@ class CheckpointedForward(StandIn):
         return mode
 
     def _learn(self, mode: RecordingMode | KnownMode) -> None:
-        """Remember the ops of a call, or count that it ran others than remembered."""
+        """Remember the ops of a call, or count that it ran others than remembered.
+
+        It must have gone as planned twice in a row: a model may change itself in its
+        first step.
+        """
+        index = mode.record.policy.call_index
         if isinstance(mode, KnownMode):
             self.step.losses += mode.lost
-        elif mode.record.code is None:
-            entry = (Program(mode), self.step.losses)
-            self.programs[mode.record.policy.call_index] = entry
+        elif mode.record.code is not None:
+            self.as_planned.discard(index)
+        elif index in self.as_planned:
+            self.programs[index] = (Program(mode), self.step.losses)
+        else:
+            self.as_planned.add(index)
 
     def _source(self, policy: OpPolicy, arguments: Any) -> Source:
         """The source of a call's arguments; blocks keep few of them or none."""

@@ -2,9 +2,9 @@
 
 A dispatch mode costs as much as a small kernel. Most ops of most units need none: what
 autograd saves of them is kept or made again whatever they are. Once a call has gone as
-planned, later ones have a mode from a little before the first op that runs again until
-a little behind the last one. What it does not see is kept as autograd keeps it, so that
-gradients never depend on what an earlier call did: only memory does.
+planned twice in a row, later ones have a mode from a little before the first op that
+runs again until a little behind the last one. What it does not see is kept as autograd
+keeps it, so that gradients never depend on what an earlier call did: only memory does.
 """
 
 from __future__ import annotations
