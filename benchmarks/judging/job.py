@@ -166,14 +166,18 @@ def _status(record: Record, error: Exception) -> str:
 
 
 def _trace(error: Exception) -> Record:
-    lines = traceback.format_exception(error)
-    return {"traceback": _INSTALLED.sub("", "".join(lines))[-3000:]}
+    lines = "".join(traceback.format_exception(error))
+    return {"traceback": _without_places(lines)[-3000:]}
+
+
+def _without_places(text: str) -> str:
+    """A text with files by their place in their package."""
+    return _INSTALLED.sub("", text).replace(f"{Path.cwd()}/", "")
 
 
 def _sentence(error: Exception) -> str:
     """An error in one line; files by their place in their package."""
-    text = _INSTALLED.sub("", " ".join(str(error).split()))
-    text = text.replace(f"{Path.cwd()}/", "")
+    text = _without_places(" ".join(str(error).split()))
     if type(error).__module__.startswith("autosac") and not isinstance(
         error, SolverError
     ):
