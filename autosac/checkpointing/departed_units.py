@@ -15,7 +15,7 @@ import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
-from autosac._compat_distributed import are_distributed
+from autosac._compat_distributed import are_distributed, local
 from autosac.checkpointing.ambient_state import Present, thread
 from autosac.checkpointing.call_arguments import (
     Handed,
@@ -84,19 +84,19 @@ class Code:
         Returns:
             What the unit returns.
         """
-        given = [handed.tensor for handed in leaves(template, Handed)]
+        given = [local(handed.tensor) for handed in leaves(template, Handed)]
         args, kwargs = put_together(template)
         rerun = RerunMode(record, self, given)
 
         def check_and_pack(tensor: torch.Tensor) -> Any:
-            rerun.check_packed(tensor)
+            rerun.check_packed(local(tensor))
             return pack(tensor)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(check_and_pack, _same)
         with torch.enable_grad(), self.surroundings.again(), hooks, rerun:
             output = self.forward(*args, **kwargs)
             for tensor in leaves(output, torch.Tensor):
-                rerun.refuse_stale(tensor)
+                rerun.refuse_stale(local(tensor))
             return output
 
 

@@ -413,19 +413,21 @@ def batch_size(
     with _exit_codes(as_json):
         batches = cli.models.Batches(model, options, argument)
         search = autosac.best_batch_size if best else autosac.max_batch_size
-        found = search(
+        best_batch = search(
             batches.model, batches.inputs, make_loss_fn=batches.make_loss_fn,
             memory_budget=budget, most=most, **batches.options, **given,
         )  # fmt: skip
 
         def record() -> dict[str, Any]:
             return {
-                "batch_size": found.batch_size,
-                **cli.tables.plan_record(found.plan),
-                "trials": found.trials.records(),
+                "batch_size": best_batch.batch_size,
+                **cli.tables.plan_record(best_batch.plan),
+                "trials": best_batch.trials.records(),
             }
 
-        _show(as_json, record, f"batch size  {found.batch_size}\n{found.plan}")
+        _show(
+            as_json, record, f"batch size  {best_batch.batch_size}\n{best_batch.plan}"
+        )
 
 
 @app.command(epilog=_EPILOG)

@@ -126,8 +126,8 @@ def test_what_is_added_to_a_kept_gradient_is_it_in_the_first_step(options):
     assert sorted(first.gradient_born.values()) == births
     # A step without gradients before it makes the same ones at the same ops.
     plain = traced(None)
-    made = [s for s in plain.storages if s.category == "gradient"]
-    assert sorted(s.nbytes for s in made) == sorted(
+    gradients = [s for s in plain.storages if s.category == "gradient"]
+    assert sorted(s.nbytes for s in gradients) == sorted(
         tape.storages[i].nbytes for i in first.absent
     )
 
