@@ -425,9 +425,8 @@ def batch_size(
                 "trials": best_batch.trials.records(),
             }
 
-        _show(
-            as_json, record, f"batch size  {best_batch.batch_size}\n{best_batch.plan}"
-        )
+        text = f"batch size  {best_batch.batch_size}\n{best_batch.plan}"
+        _show(as_json, record, text)
 
 
 @app.command(epilog=_EPILOG)
@@ -470,10 +469,12 @@ def parallel(
 
 @app.command("min-gpus", epilog=_EPILOG)
 @takes_step("device")
+@takes_units
 def min_gpus(
     model: Model,
     budget: Budget,
     options: Options,
+    given: Options,
     cluster: Cluster = "hgx-h100",
     param_dtype: ParamDtype = "",
     reduce_dtype: ReduceDtype = "",
@@ -484,8 +485,9 @@ def min_gpus(
         step = cli.models.asked(model, **options)
         with usage():
             fewest = autosac.min_gpus(
-                **step.parts(), **step.options, cluster=cluster, memory_budget=budget,
-                param_dtype=param_dtype or None, reduce_dtype=reduce_dtype or None,
+                **step.parts(), **step.options, **given, cluster=cluster,
+                memory_budget=budget, param_dtype=param_dtype or None,
+                reduce_dtype=reduce_dtype or None,
             )  # fmt: skip
         said = "no number of GPUs is enough" if fewest is None else f"{fewest} GPUs"
         _show(as_json, lambda: {"min_gpus": fewest}, said)

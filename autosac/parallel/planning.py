@@ -126,6 +126,8 @@ def min_gpus(
     most_gpus: int = 65_536,
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
+    ac_units: Marks | None = None,
+    fsdp_units: Marks | None = None,
     **options: Any,
 ) -> int | None:
     """Fewest GPUs that share all parameters on which a step fits the budget.
@@ -140,6 +142,8 @@ def min_gpus(
         most_gpus: Where to stop looking.
         param_dtype: Type in which parameters are gathered.
         reduce_dtype: Type in which gradients are reduced.
+        ac_units: The only modules that may be AC units.
+        fsdp_units: The FSDP units besides the model itself.
         options: As in `profile`, but `device`.
 
     Returns:
@@ -150,10 +154,9 @@ def min_gpus(
         UnsupportedError: The memory of such a step is not modelled.
     """
     spec = cluster_of(cluster, None)
-    chooser = chooser_of(
-        profile_for(spec, model, inputs, options),
-        Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-    )
+    profile = profile_for(spec, model, inputs, options)
+    setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
     return fewest_gpus(chooser, spec, budget_bytes, most_gpus=most_gpus)
 

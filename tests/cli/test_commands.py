@@ -347,6 +347,8 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
     assert record["mesh_shape"] == list(autosac.ParallelPlan.load(path).mesh_shape)
     assert record["peak_bytes"] <= record["budget_bytes"]
     assert run_json("min-gpus", *given, "-b", fits)["min_gpus"] <= 2
+    alone = run("min-gpus", *given, "-b", fits, "--ac-units", "nowhere")
+    assert alone.exit_code == cli.EXIT_USAGE and "nowhere" in alone.stderr
     nothing = run_json("min-gpus", *given, "-b", "1KiB", code=cli.EXIT_INFEASIBLE)
     assert nothing["min_gpus"] is None
     wrong = run("parallel", *given[:-1], "moon", "-b", "1GiB")

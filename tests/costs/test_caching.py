@@ -296,8 +296,8 @@ _TEXTS = """
 from tests.models import CASES
 from autosac.costs import caching, timing
 import torch
-made = CASES["gpt"].profile(torch.optim.AdamW)
-ops = dict.fromkeys(op.signature for op in made.tape.ops if not op.is_view)
+traced = CASES["gpt"].profile(torch.optim.AdamW)
+ops = dict.fromkeys(op.signature for op in traced.tape.ops if not op.is_view)
 print(*sorted(caching.text_of(s) for s in ops), sep="\\n")
 """
 

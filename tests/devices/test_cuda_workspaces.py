@@ -95,8 +95,8 @@ def test_sequences_are_convolved_like_images():
     rows, weight = meta(2, 80, 100, dtype=HALF), meta(384, 80, 3, dtype=HALF)
     args = (rows, weight, None, [2], [1], [1], False, [0], 1)
 
-    found = op_bytes(aten.convolution.default, args, {}, A100)
+    workspace_bytes = op_bytes(aten.convolution.default, args, {}, A100)
 
     # Of 100 steps 50 are left at a stride of 2.
     elements = 2 * 80 * 100 + 2 * 384 * 50 + 384 * 80 * 3
-    assert found == A100.allocated_bytes(2 * elements)
+    assert workspace_bytes == A100.allocated_bytes(2 * elements)

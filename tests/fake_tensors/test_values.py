@@ -57,8 +57,8 @@ def test_a_real_trace_is_the_trace_of_fakes(case):
 
     on_real = trace(replace(on_fakes.step, learned=Learned(real=True)))
 
-    for expected, found in zip(events(on_fakes.tape), events(on_real), strict=True):
-        assert found == expected
+    for expected, event in zip(events(on_fakes.tape), events(on_real), strict=True):
+        assert event == expected
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_a_real_trace_is_that_of_fakes_whatever_the_step(options):
     model = nn.Sequential(Step(), nn.Dropout(0.1), nn.LayerNorm(WIDTH), Step())
     traced = profile(model, rows(), optimizer="adamw", loss_fn=_mean_square, **options)
 
-    found = trace(replace(traced.step, learned=Learned(real=True)))
+    again = trace(replace(traced.step, learned=Learned(real=True)))
 
-    assert events(found) == events(traced.tape)
+    assert events(again) == events(traced.tape)
 
 
 def _mean_square(output):
@@ -90,8 +90,8 @@ def test_values_decide_and_gradients_are_equal(case):
     for seed in range(4):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # another draw or batch: departures
-            found = train(case, planned(case, seed))
-        assert_equal(train(case, case.model()), found)
+            trained = train(case, planned(case, seed))
+        assert_equal(train(case, case.model()), trained)
 
 
 @pytest.mark.slow_but_first
@@ -114,8 +114,8 @@ def test_a_dry_run_confirms_what_was_simulated(case):
     between = (lowest + traced.baseline_peak_bytes) // 2
 
     for budget_bytes in (lowest, between):
-        found = plan(traced, memory_budget=budget_bytes, dry_run=True)
-        assert found.peak_bytes <= budget_bytes
+        chosen = plan(traced, memory_budget=budget_bytes, dry_run=True)
+        assert chosen.peak_bytes <= budget_bytes
 
 
 def test_what_values_decide_is_traced_for_real():
@@ -207,15 +207,15 @@ def test_a_plan_leaves_room_for_other_draws(share):
     x = torch.randn(256, WIDTH)
     traced = profile(experts(), x, loss_fn=_mean_square)
     least, most = floor(traced), traced.baseline_peak_bytes
-    found = plan(traced, memory_budget=least + int(share * (most - least)))
+    chosen = plan(traced, memory_budget=least + int(share * (most - least)))
 
-    assert found.policy and traced.redrawn
+    assert chosen.policy and traced.redrawn
     for seed in range(5):
         done = verify(
-            found, experts, lambda: x, loss_fn=_mean_square, seed=seed, timing_rounds=0
+            chosen, experts, lambda: x, loss_fn=_mean_square, seed=seed, timing_rounds=0
         )
         assert not done.differences
-        assert done.measured_peak_bytes <= found.budget_bytes
+        assert done.measured_peak_bytes <= chosen.budget_bytes
 
 
 def routed():
@@ -230,19 +230,19 @@ def test_a_plan_leaves_room_for_what_a_router_learns(rate):
     adamw = partial(torch.optim.AdamW, lr=rate)
     traced = profile(routed(), x, optimizer=adamw, loss_fn=_mean_square)
     least, most = floor(traced), traced.baseline_peak_bytes
-    found = plan(traced, memory_budget=least + int(0.6 * (most - least)))
+    chosen = plan(traced, memory_budget=least + int(0.6 * (most - least)))
 
-    assert found.policy
+    assert chosen.policy
     for steps in range(2, 6):
         done = verify(
-            *(found, routed, lambda: x),
+            *(chosen, routed, lambda: x),
             make_optimizer=adamw,
             loss_fn=_mean_square,
             steps=steps,
             timing_rounds=0,
         )
         assert not done.differences
-        assert done.measured_peak_bytes <= found.budget_bytes
+        assert done.measured_peak_bytes <= chosen.budget_bytes
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -354,10 +354,10 @@ def test_another_branch_than_planned_keeps_gradients_exact(seed):
     expected = train(case, plain)
 
     with pytest.warns(UserWarning, match="ran aten") as caught:
-        found = train(case, model)
+        trained = train(case, model)
 
     assert len(caught) <= 4  # once a step and unit
-    assert_equal(expected, found)
+    assert_equal(expected, trained)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -26,10 +26,10 @@ def old_cudnn(monkeypatch):
     monkeypatch.setattr(attention_choice, "cudnn_version", lambda: 91002)
 
 
-def names(made, *phases):
+def names(traced, *phases):
     """Names of the ops of a profile that do some work."""
     chosen = phases or ("forward",)
-    return [op.name for op in made.tape.ops if op.phase in chosen and not op.is_view]
+    return [op.name for op in traced.tape.ops if op.phase in chosen and not op.is_view]
 
 
 # --- the ops are those of the GPU -------------------------------------------------
@@ -63,18 +63,18 @@ def test_dispatches_what_fake_gpu_tensors_dispatch(kind, dtype, autocast):
     # Without a GPU nobody can ask PyTorch for its choice of another attention.
     with sdpa_kernel(SDPBackend.MATH):
         expected = gpu_calls(model, inputs, autocast=autocast)
-        found = lens_calls(model, inputs, device=A100, autocast=autocast)
+        calls = lens_calls(model, inputs, device=A100, autocast=autocast)
 
-    assert found == expected
+    assert calls == expected
 
 
 def test_dispatches_what_fake_gpu_tensors_dispatch_for_channels_last():
     last = torch.channels_last
     model, images = Vision().to(memory_format=last), IMAGES.to(memory_format=last)
 
-    found = lens_calls(model, images, device=A100, autocast=HALF)
+    calls = lens_calls(model, images, device=A100, autocast=HALF)
 
-    assert found == gpu_calls(model, images, autocast=HALF)
+    assert calls == gpu_calls(model, images, autocast=HALF)
 
 
 @pytest.mark.parametrize("half", [HALF, BFLOAT16], ids=str)
@@ -82,10 +82,10 @@ def test_dispatches_what_fake_gpu_tensors_dispatch_for_channels_last():
 def test_softmax_that_widens_is_one_op_where_the_gpu_has_one(function, half):
     x = torch.zeros(4, 8, dtype=half)
 
-    found = lens_calls(function, x, -1, FLOAT32, device=A100)
+    calls = lens_calls(function, x, -1, FLOAT32, device=A100)
 
-    assert found == gpu_calls(function, x, -1, FLOAT32)
-    assert len(found) == (1 if half == HALF else 2)
+    assert calls == gpu_calls(function, x, -1, FLOAT32)
+    assert len(calls) == (1 if half == HALF else 2)
 
 
 @pytest.mark.parametrize("mask", [None, torch.bool, FLOAT32], ids=str)
@@ -96,12 +96,12 @@ def test_math_attention_is_the_composite_of_the_gpu(mask, dropout_p):
     arguments = (q, q, q, bias, dropout_p)
 
     with sdpa_kernel(SDPBackend.MATH):
-        found = lens_calls(
+        calls = lens_calls(
             functional.scaled_dot_product_attention, *arguments, device=A100
         )
         expected = gpu_calls(functional.scaled_dot_product_attention, *arguments)
 
-    assert found == expected
+    assert calls == expected
 
 
 # --- attention --------------------------------------------------------------------
@@ -131,8 +131,8 @@ def attention(
     def call(*tensors):
         return functional.scaled_dot_product_attention(*tensors, **options)
 
-    found = lens_calls(call, query, key, value, bias, device=device)
-    return [name.removeprefix("aten.").partition(".")[0] for name, _ in found]
+    calls = lens_calls(call, query, key, value, bias, device=device)
+    return [name.removeprefix("aten.").partition(".")[0] for name, _ in calls]
 
 
 FLASH = "_scaled_dot_product_flash_attention"
@@ -174,10 +174,10 @@ def test_picks_the_kernel_that_the_gpu_picks(options, kernel):
     ids=str,
 )
 def test_falls_back_to_math(options):
-    found = attention(**options)
+    calls = attention(**options)
 
-    assert "bmm" in found
-    assert not {FLASH, EFFICIENT, CUDNN} & set(found)
+    assert "bmm" in calls
+    assert not {FLASH, EFFICIENT, CUDNN} & set(calls)
 
 
 @pytest.mark.parametrize(
@@ -226,18 +226,18 @@ def test_pads_heads_for_flash_and_masks_for_efficient_attention():
 
 def test_attention_saves_what_flash_attention_saves():
     model = Attention(64, 4).bfloat16()
-    made = profile(model, torch.zeros(2, 128, 64, dtype=BFLOAT16), device=A100)
-    flash = next(i for i, op in enumerate(made.tape.ops) if FLASH in op.name)
+    traced = profile(model, torch.zeros(2, 128, 64, dtype=BFLOAT16), device=A100)
+    flash = next(i for i, op in enumerate(traced.tape.ops) if FLASH in op.name)
 
-    saved = {saved.storage for saved in made.tape.saved}
-    sizes = [made.tape.storages[i].nbytes for i in made.tape.ops[flash].creates]
-    kept = [i for i in made.tape.ops[flash].creates if i in saved]
+    saved = {saved.storage for saved in traced.tape.saved}
+    sizes = [traced.tape.storages[i].nbytes for i in traced.tape.ops[flash].creates]
+    kept = [i for i in traced.tape.ops[flash].creates if i in saved]
 
     # Output of 2 x 128 x 64 elements, log-sum-exp of 2 x 4 x 128 float32 numbers, the
     # random state of 2 and 1 numbers in a block of 512 bytes each, an empty mask.
     assert sorted(sizes) == [0, 512, 512, 4 * 2 * 4 * 128, 2 * 2 * 128 * 64]
-    assert sum(made.tape.storages[i].nbytes for i in kept) == sum(sizes)
-    (project,) = (op for op in made.tape.ops if op.name == "aten.addmm.default")
+    assert sum(traced.tape.storages[i].nbytes for i in kept) == sum(sizes)
+    (project,) = (op for op in traced.tape.ops if op.name == "aten.addmm.default")
     assert set(project.creates) <= saved  # query, key and value are views of it
 
 
@@ -246,13 +246,13 @@ def test_attention_saves_what_flash_attention_saves():
 
 def test_a_dropout_mask_takes_one_byte_an_element():
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64))
-    made = profile(model, torch.zeros(32, 64), device=A100)
-    (dropout,) = (op for op in made.tape.ops if "native_dropout.d" in op.name)
+    traced = profile(model, torch.zeros(32, 64), device=A100)
+    (dropout,) = (op for op in traced.tape.ops if "native_dropout.d" in op.name)
 
-    saved = {saved.storage for saved in made.tape.saved}
+    saved = {saved.storage for saved in traced.tape.saved}
     _, mask = dropout.creates
 
-    assert made.tape.storages[mask].nbytes == 32 * 64
+    assert traced.tape.storages[mask].nbytes == 32 * 64
     assert mask in saved
     assert dropout.random
 
@@ -270,17 +270,17 @@ def test_a_dropout_mask_takes_one_byte_an_element():
 def test_batch_norm_runs_in_the_vendors_library_where_it_can(dtype, device, kernel):
     model = nn.BatchNorm2d(8).to(dtype)
 
-    found = lens_calls(model, torch.zeros(2, 8, 4, 4, dtype=dtype), device=device)
-    (results,) = (results for name, results in found if kernel in name)
+    calls = lens_calls(model, torch.zeros(2, 8, 4, 4, dtype=dtype), device=device)
+    (results,) = (results for name, results in calls if kernel in name)
 
     assert [dtype for dtype, _, _ in results[1:3]] == [FLOAT32, FLOAT32]
 
 
 def test_batch_norm_without_cudnn_is_atens_own():
     with torch.backends.cudnn.flags(enabled=False):
-        found = lens_calls(nn.BatchNorm2d(8), torch.zeros(2, 8, 4, 4), device=A100)
+        calls = lens_calls(nn.BatchNorm2d(8), torch.zeros(2, 8, 4, 4), device=A100)
 
-    assert "aten.native_batch_norm.default" in dict(found)
+    assert "aten.native_batch_norm.default" in dict(calls)
 
 
 # --- autocast ---------------------------------------------------------------------
@@ -325,9 +325,9 @@ def _numbers(*shape, dtype=FLOAT32):
     ids=lambda value: getattr(value, "__name__", "on"),
 )
 def test_casts_as_the_gpu_does(function, arguments):
-    found = lens_calls(function, *arguments, device=A100, autocast=HALF)
+    calls = lens_calls(function, *arguments, device=A100, autocast=HALF)
 
-    assert found == gpu_calls(function, *arguments, autocast=HALF)
+    assert calls == gpu_calls(function, *arguments, autocast=HALF)
 
 
 class Classifier(nn.Module):
@@ -348,8 +348,8 @@ def test_known_targets_do_not_bring_the_autocast_of_the_cpu(half):
     traced = profile(Classifier(), inputs, device=H100, autocast=half)
 
     on_gpu = [name for name, _ in gpu_calls(Classifier(), *inputs, autocast=half)]
-    found = [op.name for op in traced.tape.ops if op.phase in ("forward", "loss")]
-    assert found == on_gpu
+    calls = [op.name for op in traced.tape.ops if op.phase in ("forward", "loss")]
+    assert calls == on_gpu
     (log_softmax,) = (
         op for op in traced.tape.ops if op.name.endswith("log_softmax.default")
     )
@@ -390,7 +390,7 @@ def test_regions_nest_and_can_be_switched_off():
                 z = y.float() @ x
             return y, z, z @ x
 
-    found = lens_calls(nested, _numbers(8, 8), device=A100)
-    types = [results[0][0] for name, results in found if name == "aten.mm.default"]
+    calls = lens_calls(nested, _numbers(8, 8), device=A100)
+    types = [results[0][0] for name, results in calls if name == "aten.mm.default"]
 
     assert types == [HALF, FLOAT32, HALF]  # float16 is the default on a GPU

@@ -192,6 +192,20 @@ def test_the_fewest_gpus_have_a_plan_and_one_step_fewer_have_none(traced, lowest
         )
 
 
+def test_the_fewest_gpus_are_counted_for_the_given_units(traced, lowest_bytes):
+    size, budget = {"cluster": on_cpu(8)}, int(0.9 * lowest_bytes)
+    fewest = autosac.min_gpus(traced, memory_budget=budget, **size)
+    alone = {"ac_units": [next(u.fqn for u in traced.units.candidates if u.fqn)]}
+
+    more = autosac.min_gpus(traced, memory_budget=budget, **size, **alone)
+
+    assert more is None or more > fewest
+    with pytest.raises(autosac.InfeasibleBudgetError):
+        autosac.plan_parallel(
+            traced, num_gpus=fewest, memory_budget=budget, **size, **alone
+        )
+
+
 def test_a_saved_plan_comes_back_and_is_made_again(traced, lowest_bytes, tmp_path):
     cap = int(1.2 * lowest_bytes)
     plan = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)

@@ -181,10 +181,13 @@ def test_refuses_to_run_nothing(option, least):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_that_are_dropped_after_forward_count_in_it(accumulate):
     how = {"gradients_in_forward": True, "accumulate": accumulate}
-    made = calibrate(
+    calibrated = calibrate(
         profile(make_model(), make_inputs(), optimizer=torch.optim.AdamW, **how)
     )
-    planned = plan(made, memory_budget=(floor(made) + made.baseline_peak_bytes) // 2)
+    planned = plan(
+        calibrated,
+        memory_budget=(floor(calibrated) + calibrated.baseline_peak_bytes) // 2,
+    )
 
     found = check(planned, steps=3, **how)
 
