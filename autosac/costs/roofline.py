@@ -9,8 +9,9 @@ from autosac.step.tape import Op, Tape
 def op_ms(op: Op, device: DeviceSpec) -> float:
     """Predicted time of one op in ms; a view costs nothing.
 
-    ``max(flops / peak_flops(dtype), bytes / bandwidth) + launch overhead``, the
-    roofline of Williams et al., Communications of the ACM 52(4), 2009.
+    ``max(flops / flops_per_s(dtype), bytes / bandwidth) + launch overhead``, the
+    roofline of Williams et al., Communications of the ACM 52(4), 2009, at the shares
+    of the data sheet's rates that published steps reach (`DeviceSpec`).
     """
     if op.is_view:
         return 0.0
@@ -19,8 +20,8 @@ def op_ms(op: Op, device: DeviceSpec) -> float:
 
 def roofline_ms(flops: int, dtype: str, moved_bytes: int, device: DeviceSpec) -> float:
     """Predicted time in ms of so many FLOPs and moved bytes, see `op_ms`."""
-    compute_s = flops / device.flops_per_s(dtype)
-    memory_s = moved_bytes / device.bandwidth_bytes_per_s
+    compute_s = flops / device.achieved_flops_per_s(dtype)
+    memory_s = moved_bytes / device.achieved_bytes_per_s
     return max(compute_s, memory_s) * 1e3 + device.launch_overhead_ms
 
 

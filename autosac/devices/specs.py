@@ -1,6 +1,6 @@
 """What autosac must know about a device, and the devices it knows.
 
-Every figure is from the maker's data sheet, named beside its entry: dense rates
+Every rate is from the maker's data sheet, named beside its entry: dense rates
 (half of what is printed "with sparsity"), matrix rates with float32 accumulation,
 decimal gigabytes. Compute capabilities are those of NVIDIA's "CUDA GPUs" page. A
 process can allocate a few percent more or less than `memory_bytes`: for a tight budget
@@ -13,7 +13,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -26,8 +26,57 @@ _TFLOPS = 1e12
 # what a tiny GPU op takes; an op on the CPU costs its dispatch.
 _GPU_LAUNCH_MS = 0.005
 _CPU_LAUNCH_MS = 0.002
+# Of published steps of a single sample, as `_Reached` is; hosts differ by a half.
+_HOST_OP_MS = 0.028
+# shares of the data sheet's rates that matmuls and memory reach, and the worst error
+# without the row. Tensor cores of one chip reach the same shares; MI325X ran
+# TensorFloat-32 at float32's rate.
+_HOST_OP_MS = 0.03
+_HOPPER = {"half": 0.37, "tf32": 0.27, "fp32": 0.70, "bandwidth": 0.59, "error": 0.2}
 # kMinBlockSize in c10/cuda/CUDAAllocatorConfig.h; HIP builds share the allocator.
 _GPU_GRANULARITY_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reached:
+    """What steps reach of the rates of data sheets on one chip.
+
+    Fitted to steps that others published, of models of matmuls, attention and kernels
+    bound by memory: ``python -m benchmarks.published --parts time``, which names the
+    sources. Heuristic: float8 reaches the share of the half types.
+
+    Attributes:
+        half: Share of the matmul rates of bfloat16 and float16,
+        tfloat32: of TensorFloat-32,
+        float32: of float32,
+        memory: and of the memory's rate.
+        error: See `DeviceSpec.time_error`.
+    """
+
+    half: float
+    tfloat32: float
+    float32: float
+    memory: float
+    error: float
+
+
+_HOPPER = _Reached(half=0.39, tfloat32=0.27, float32=0.70, memory=0.60, error=0.20)
+_L40S = _Reached(half=0.56, tfloat32=0.37, float32=0.36, memory=0.78, error=0.25)
+# MI325X ran TensorFloat-32 at float32's rate.
+_CDNA3 = _Reached(half=0.13, tfloat32=0.08, float32=0.31, memory=0.39, error=1.35)
+# Chips of which no step was published that could be rebuilt: geometric means of
+# NVIDIA's others, and the worst error of a chip that is predicted with such means.
+_OTHER = _Reached(half=0.54, tfloat32=0.32, float32=0.50, memory=0.72, error=0.95)
+# One step, in bfloat16; the rest as above. The error is that without this step.
+_A100_REACHED = _Reached(half=0.74, tfloat32=0.32, float32=0.5, memory=0.8, error=0.5)
+_REACHED: Mapping[str, _Reached] = MappingProxyType(
+    {
+        **dict.fromkeys(("h100", "h100-pcie", "h200"), _HOPPER),
+        **dict.fromkeys(("a100", "a100-40gb"), _A100_REACHED),
+        **dict.fromkeys(("mi250x", "mi300x", "mi325x"), _CDNA3),
+        "l40s": _L40S,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +95,14 @@ class DeviceSpec:
         vendor: "nvidia" or "amd".
         compute_capability: (major, minor) of an NVIDIA GPU; decides which kernels it
             has. Needed only to plan for one that is not present.
+        matmul_efficiency: Share of `peak_flops` that matmuls and attention reach, by
+            its names; all of it for those that are missing.
+        bandwidth_efficiency: Share of `bandwidth_bytes_per_s` that kernels reach.
+        host_op_ms: Time in which the host issues one op of an eager step, Python and
+            autograd included; 0.0 where the host is the device.
+        time_error: The worst error, as a share, of published steps bound by their
+            kernels, predicted with parameters fitted without their model on such a
+            GPU; None if it is not known.
     """
 
     name: str
@@ -57,10 +114,24 @@ class DeviceSpec:
     allocation_granularity_bytes: int
     vendor: Literal["nvidia", "amd"] = "nvidia"
     compute_capability: tuple[int, int] | None = None
+    matmul_efficiency: Mapping[str, float] = field(default_factory=dict)
+    bandwidth_efficiency: float = 1.0
+    host_op_ms: float = 0.0
+    time_error: float | None = None
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak rate of a dtype; one without its own figure runs at float32's."""
         return self.peak_flops.get(dtype, self.peak_flops["float32"])
+
+    def achieved_flops_per_s(self, dtype: str) -> float:
+        """What matmuls reach of the peak rate of a dtype."""
+        dtype = dtype if dtype in self.peak_flops else "float32"
+        return self.peak_flops[dtype] * self.matmul_efficiency.get(dtype, 1.0)
+
+    @property
+    def achieved_bytes_per_s(self) -> float:
+        """What kernels reach of the peak rate of the memory."""
+        return self.bandwidth_bytes_per_s * self.bandwidth_efficiency
 
     def allocated_bytes(self, num_bytes: int) -> int:
         """Size of the block that the allocator hands out for a request."""
@@ -89,6 +160,9 @@ def _gpu(
     if half is not None:
         tflops |= {"bfloat16": half, "float16": half}
     rates = {dtype: rate * _TFLOPS for dtype, rate in tflops.items()}
+    reached = _REACHED.get(name, _OTHER)
+    shares = {dtype: reached.half for dtype in ("bfloat16", "float16", "float8")}
+    shares |= {"tfloat32": reached.tfloat32, "float32": reached.float32}
     return DeviceSpec(
         name=name,
         type="cuda",
@@ -99,6 +173,10 @@ def _gpu(
         allocation_granularity_bytes=_GPU_GRANULARITY_BYTES,
         vendor="amd" if capability is None else "nvidia",
         compute_capability=capability,
+        matmul_efficiency=MappingProxyType(shares),
+        bandwidth_efficiency=reached.memory,
+        host_op_ms=_HOST_OP_MS,
+        time_error=reached.error,
     )
 
 

@@ -132,7 +132,23 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
-    return int(formula(*_with_all_heads(func, args), **kwargs, out_val=out))
+    flops = int(formula(*_with_all_heads(func, args), **kwargs, out_val=out))
+    if packet is torch.ops.aten.convolution_backward:
+        flops -= _of_other_groups(formula, args, out, flops)
+    return flops
+
+
+def _of_other_groups(formula: Any, args: tuple[Any, ...], out: Any, flops: int) -> int:
+    """What PyTorch's formula counts too much of a grouped convolution's backward pass.
+
+    It lets each output channel of the weight's gradient meet the inputs of all groups.
+    """
+    groups, wanted = args[9], args[10]
+    if groups == 1:
+        return 0
+    no_weight = [wanted[0], False, False]
+    of_weight = flops - int(formula(*args[:10], no_weight, out_val=out))
+    return of_weight - of_weight // groups
 
 
 def _grouped_mm_flops(left: torch.Tensor, right: torch.Tensor, *_: Any) -> int:

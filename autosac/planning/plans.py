@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autosac.checkpointing import batch_variants, installing
+from autosac.costs.host import host_ms, time_notes
 from autosac.devices.allocator_settings import Cap
 from autosac.errors import PlanMismatchError
 from autosac.planning import plan_files
@@ -20,7 +21,7 @@ from autosac.profiles.profile import TracedStep
 from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.step.batch_signatures import BatchSignature
-from autosac.units.policies import OpPolicy
+from autosac.units.policies import RERUN, OpPolicy
 from autosac.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Plan:
             simulated on the tape.
         baseline_peak_bytes: Predicted peak of a step without it.
         recompute_ms: Predicted time a step spends on recomputation.
-        step_ms: Predicted time of a step, recomputation included.
+        step_ms: Predicted time of a step's kernels, recomputation included.
         bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
             their Pareto-optimal save sets, in the MILP's memory model: on the CPU that
             of the tape, on a GPU with blocks as large as the allocator's in the plain
@@ -106,6 +107,21 @@ class Plan:
     def each(self) -> tuple[Plan, ...]:
         """The plan for every kind of batches."""
         return self.variants or (self,)
+
+    @property
+    def host_ms(self) -> float | None:
+        """Time in which the host issues the ops of an eager step, beside `step_ms`.
+
+        The longer one decides. 0.0 if the host is the device, None if the plan comes
+        from a file.
+        """
+        if self.traced is None:
+            return None
+        actions = (one.actions + one.onward for one in self.op_policies)
+        num_rerun = sum(text.count(RERUN) for text in actions)
+        num_units = len(self.op_policies)
+        tape, device = self.traced.tape, self.traced.device
+        return host_ms(tape, device, num_rerun=num_rerun, num_units=num_units)
 
     def of(self, signature: BatchSignature) -> tuple[Plan, ...]:
         """The plans that batches of a signature follow, or that of the highest peak."""
@@ -264,6 +280,9 @@ class Plan:
                 " with `time_limit_s`=60 to search longer, or with a little more memory"
             )
         if self.traced is not None:
+            device, is_measured = self.traced.device, self.calibrated
+            notes = time_notes(self.step_ms, self.host_ms or 0.0, device, is_measured)
+            lines += [f"{note[:4]}      {note[6:]}" for note in notes]
             unsteady = self.traced.calibration.unsteady_fraction
             if unsteady >= _MUCH_UNSTEADY:
                 lines.append(

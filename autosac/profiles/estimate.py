@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autosac.costs.host import time_notes
 from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.optional import needed
 from autosac.profiles.given import profile_of
@@ -64,10 +65,12 @@ class Estimate:
         breakdown: Bytes alive then per category of `autosac.step.tape.CATEGORIES`,
             and on a GPU what its allocator adds (``fragmentation``); the sum is
             `peak_bytes`.
-        step_ms: Time of the step.
+        step_ms: Time of the step's kernels.
         device: The device that it is for.
         calibrated: Times and workspaces were measured, not modelled.
         modules: Figures of every module, in the order of ``named_modules()``.
+        host_ms: Time in which the host issues the ops of an eager step, at the same
+            time; 0.0 if the host is the device.
     """
 
     peak_bytes: int
@@ -79,6 +82,7 @@ class Estimate:
     device: DeviceSpec
     calibrated: bool
     modules: tuple[ModuleEstimate, ...]
+    host_ms: float = 0.0
 
     def fits(self, device: int | str | DeviceSpec | None = None) -> bool:
         """Whether the step fits a device as it is, without a plan.
@@ -135,6 +139,7 @@ class Estimate:
                 *parts,
                 f"step  {format_ms(self.step_ms)} on {self.device.name}, {basis};"
                 f" {verdict} in {format_bytes(self.device.memory_bytes)}",
+                *time_notes(self.step_ms, self.host_ms, self.device, self.calibrated),
                 *self._table(),
             ]
         )
@@ -181,6 +186,7 @@ def estimate(
         device=profile.device,
         calibrated=profile.calibrated,
         modules=tuple(_modules(profile)),
+        host_ms=profile.host_ms,
     )
 
 

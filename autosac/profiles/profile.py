@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autosac.costs.host import host_ms
 from autosac.costs.sources import Calibration, OpCosts, calibration, modelled_costs
 from autosac.devices.allocator_settings import AllocatorSettings, Cap
 from autosac.devices.free_memory import available_bytes
@@ -264,6 +265,11 @@ class TracedStep:
     def baseline_ms(self) -> float:
         """Time of the step when nothing is recomputed."""
         return sum(self.op_ms)
+
+    @cached_property
+    def host_ms(self) -> float:
+        """Time in which the host issues the step's ops, see `costs.host`."""
+        return host_ms(self.tape, self.device)
 
     def traced(self) -> TracedStep:
         """The step without the user's objects: this one."""

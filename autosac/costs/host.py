@@ -1,0 +1,54 @@
+"""How long the host takes to issue the ops of an eager step, and how sure times are."""
+
+from __future__ import annotations
+
+from autosac.devices.specs import DeviceSpec
+from autosac.quantities import format_ms
+from autosac.step.tape import Tape
+
+# A planned unit's own Python code each step, besides the ops that it runs again: what
+# `python -m benchmarks.host_cost` measures of units that recompute nearly nothing.
+_UNIT_MS = 0.4
+
+
+def host_ms(
+    tape: Tape, device: DeviceSpec, *, num_rerun: int = 0, num_units: int = 0
+) -> float:
+    """Time in which the host issues a step's ops, in ms; 0.0 where it is the device.
+
+    Host and device work side by side: a step takes at least as long as either.
+
+    Args:
+        tape: The step.
+        device: Whose `host_op_ms` is the time of one op; views cost nothing.
+        num_rerun: Ops that run again,
+        num_units: and units that run them.
+    """
+    if not device.host_op_ms:
+        return 0.0
+    num_ops = num_rerun + sum(not op.is_view for op in tape.ops)
+    return num_ops * device.host_op_ms + num_units * _UNIT_MS
+
+
+def time_notes(
+    step_ms: float, host_ms: float, device: DeviceSpec, calibrated: bool
+) -> list[str]:
+    """Lines for people: what the host takes, and how sure the modelled time is.
+
+    Args:
+        step_ms: Time of the step's kernels.
+        host_ms: That of the host, 0.0 where it is the device.
+        device: What the times are for.
+        calibrated: Kernels were measured.
+    """
+    lines = []
+    if host_ms:
+        slower = ", which decides how long an eager step takes"
+        told = slower if host_ms > step_ms else ""
+        lines.append(f"host  {format_ms(host_ms)} to issue its ops{told}")
+    if device.time_error is not None and not calibrated:
+        lines.append(
+            f"sure  within {device.time_error:.0%}: so far off were published steps of"
+            " other transformers at most; convolutions are less sure"
+        )
+    return lines

@@ -1,0 +1,235 @@
+"""The parameters of times on GPUs, fitted to published steps, and how good they are.
+
+A step takes as long as its kernels or as the host that issues them, whichever is longer
+(`autosac.costs.roofline`, `DeviceSpec`). Fitted in logarithms: for each chip the shares
+of its data sheet's rates that matmuls reach in each precision and that memory reaches,
+and one time for which the host issues an op.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+
+from autosac.costs.roofline import roofline_ms
+from autosac.devices.specs import DeviceSpec, device_spec
+from benchmarks.environment import environment
+
+Record = dict[str, Any]
+Array = npt.NDArray[np.float64]
+# One chip under several names reaches the same shares.
+CHIPS = {"h100": "hopper", "h200": "hopper", "a100": "ampere", "l40s": "ada"}
+CHIPS["mi325x"] = "cdna3"
+_FITTED = ("bert", "t5", "llama")  # matmuls, attention and kernels bound by memory
+_WHY_NOT = {
+    "resnet50": "bound by its input: 4,199 images/s where the same source gives a"
+    " synthetic input, 2,682 here (H100, batch 512)",
+    "whisper-tiny": "1,000 samples/s on H100 and H200 at every batch, four to six times"
+    " the time of its kernels: bound by its input, it seems",
+    "convnext-large": "depthwise convolutions, whose kernels cuDNN chooses by the batch:"
+    " TensorFloat-32 on an H100 falls from 201 images/s at batch 64 to 157 at 160 and"
+    " is at 240 at 224",
+    "regnet-y-128gf": "grouped convolutions, likewise: 233 images/s at batch 80, 178 at"
+    " 136 (H100)",
+    "focalnet-base": "depthwise convolutions and a loader of images",
+}
+_START = {"half": 0.5, "tfloat32": 0.35, "float32": 0.5, "memory": 0.7, "host": 0.03}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A published step.
+
+    Attributes:
+        series: Model and GPU.
+        batch: Its batch.
+        published_ms: What it took.
+        device: The GPU as the script sets it up.
+        ops: Its distinct ops: name, type, FLOPs, bytes and how many.
+        names: Parameters that its time depends on.
+    """
+
+    series: tuple[str, str]
+    batch: int
+    published_ms: float
+    device: DeviceSpec
+    ops: list[tuple[str, str, int, int, int]]
+    names: dict[str, str]
+
+
+def steps(records: Iterable[Record]) -> list[Step]:
+    """Published steps with a time, of kinds that are fitted."""
+    chosen = [
+        (series, point)
+        for series in records
+        if series["model"].startswith(_FITTED)
+        for point in series["points"]
+        if "samples_per_s" in point
+    ]
+    return [_step(series, point) for series, point in chosen]
+
+
+def _step(series: Record, point: Record) -> Step:
+    model, gpu = series["model"], series["gpu"]
+    chip = CHIPS[gpu]
+    spec = device_spec(gpu)
+    # MI325X's rows of both precisions are equal: hipBLASLt did not use it.
+    tf32 = model in ("bert-tf32", "t5-small") and chip != "cdna3"
+    single = "tfloat32" if tf32 else "float32"
+    rates = {**spec.peak_flops, "float32": spec.peak_flops[single]}
+    return Step(
+        series=(model, gpu),
+        batch=point["batch"],
+        published_ms=1e3 * point["samples"] / point["samples_per_s"],
+        device=dataclasses.replace(spec, peak_flops=rates),
+        ops=[tuple(op) for op in point["ops"]],
+        names={
+            "half": f"{chip} half",
+            "float32": f"{chip} {single}",
+            "memory": f"{chip} memory",
+            "host": "host",
+        },
+    )
+
+
+def step_ms(step: Step, values: dict[str, float]) -> float:
+    """Predicted time of a step with parameters: of its kernels or the host."""
+    names = step.names
+    half = values.get(names["half"], 1.0)
+    device = dataclasses.replace(
+        step.device,
+        matmul_efficiency={
+            "float16": half,
+            "bfloat16": half,
+            "float32": values.get(names["float32"], 1.0),
+        },
+        bandwidth_efficiency=values[names["memory"]],
+    )
+    kernels_ms = sum(
+        count * roofline_ms(flops, dtype, nbytes, device)
+        for _, dtype, flops, nbytes, count in step.ops
+    )
+    return max(kernels_ms, values["host"] * sum(op[-1] for op in step.ops))
+
+
+def fit(train: Sequence[Step]) -> dict[str, float]:
+    """Parameters of least robust error; a series weighs as much as another one."""
+    needed = {name for step in train for name in _used(step)}
+    names = sorted(needed)
+    start = np.log([_START[name.split()[-1]] for name in names])
+    sizes = {one: sum(step.series == one for step in train) for one in _series(train)}
+    weights = np.array([sizes[step.series] ** -0.5 for step in train])
+
+    def errors(logs: Array) -> Array:
+        values = dict(zip(names, np.exp(logs), strict=True))
+        apart = [np.log(step_ms(step, values) / step.published_ms) for step in train]
+        return np.concatenate([weights * np.array(apart), (logs - start) / 20])
+
+    solution = least_squares(errors, start, loss="soft_l1", f_scale=0.15)
+    return dict(zip(names, np.exp(solution.x).tolist(), strict=True))
+
+
+def _used(step: Step) -> set[str]:
+    kinds = {"float32": "float32", "float16": "half", "bfloat16": "half"}
+    matmuls = {kinds[dtype] for _, dtype, flops, _, _ in step.ops if flops}
+    return {step.names[kind] for kind in (*matmuls, "memory", "host")}
+
+
+def _series(some: Iterable[Step]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys(step.series for step in some))
+
+
+def without_each(all_steps: Sequence[Step]) -> list[float]:
+    """Error of each step with parameters fitted without it."""
+    errors = []
+    for step in all_steps:
+        values = fit([one for one in all_steps if one is not step])
+        if _used(step) <= values.keys():
+            errors.append(step_ms(step, values) / step.published_ms - 1)
+        else:  # nothing else says what its chip reaches
+            errors.append(float("nan"))
+    return errors
+
+
+def without_its_series(all_steps: Sequence[Step]) -> list[float]:
+    """Error of each step with parameters fitted without its model on its GPU."""
+    fits = {
+        one: fit([step for step in all_steps if step.series != one])
+        for one in _series(all_steps)
+    }
+    return [
+        step_ms(step, fits[step.series]) / step.published_ms - 1
+        if _used(step) <= fits[step.series].keys()
+        else float("nan")
+        for step in all_steps
+    ]
+
+
+def write(records: Sequence[Record], folder: Path) -> None:
+    """Write ``published_times.md``: parameters, and every step without its row."""
+    all_steps = steps(records)
+    values = fit(all_steps)
+    by_row, by_series = without_each(all_steps), without_its_series(all_steps)
+    lines = ["# Times of published steps, predicted", "", _ABOUT, ""]
+    lines += ["| parameter | fitted | steps |", "| --- | ---: | ---: |"]
+    for name, value in values.items():
+        num_steps = sum(name in _used(step) for step in all_steps)
+        unit = f"{1e3 * value:.0f} us an op" if name == "host" else f"{value:.2f}"
+        lines.append(f"| {name} | {unit} | {num_steps} |")
+    lines += ["", "| fitted without | GPU | steps | median error | worst |"]
+    lines.append("| --- | --- | ---: | ---: | ---: |")
+    lines += _summary(all_steps, by_row, "the step")
+    lines += _summary(all_steps, by_series, "the model on this GPU")
+    lines += ["", "| model | GPU | batch | published | predicted | without the step |"]
+    lines[-1] += " without the series |"
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for step, row, series in zip(all_steps, by_row, by_series, strict=True):
+        lines.append(
+            f"| {step.series[0]} | {step.series[1]} | {step.batch}"
+            f" | {step.published_ms:.1f} ms | {step_ms(step, values):.1f} ms"
+            f" | {_percent(row)} | {_percent(series)} |"
+        )
+    lines += ["", "Not fitted, as other things decide their times:", ""]
+    lines += [f"- {model}: {why}" for model, why in _WHY_NOT.items()]
+    lines += ["", *(f"- {name}: {value}" for name, value in environment().items())]
+    lines += ["- command: `python -m benchmarks.published --parts time`", ""]
+    (folder / "published_times.md").write_text("\n".join(lines))
+
+
+def _summary(
+    all_steps: Sequence[Step], errors: Sequence[float], without: str
+) -> list[str]:
+    gpus = list(dict.fromkeys(step.series[1] for step in all_steps))
+    lines = []
+    for names in (gpus, *([gpu] for gpu in gpus)):
+        shares = [
+            error
+            for step, error in zip(all_steps, errors, strict=True)
+            if step.series[1] in names and not np.isnan(error)
+        ]
+        if shares:
+            median = statistics.median(map(abs, shares))
+            lines.append(
+                f"| {without} | {'all' if names is gpus else names[0]} | {len(shares)}"
+                f" | {median:.1%} | {max(shares, key=abs):+.0%} |"
+            )
+    return lines
+
+
+def _percent(share: float) -> str:
+    return "nothing else of its kind" if np.isnan(share) else f"{share:+.0%}"
+
+
+_ABOUT = """\
+Steps that others measured (sources: `figures.json`, [the table of
+memory](published.md)), of models that consist of matmuls, attention and kernels bound
+by memory. Parameters are shares of the data sheet's rates; `DeviceSpec` has them
+rounded. Errors are of predicted times, with parameters fitted without the row."""
