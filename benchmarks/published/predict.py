@@ -56,7 +56,6 @@ def _predicted(subject: Subject, gpu: str, point: Record) -> Record:
         **point,
         "predicted_allocated_bytes": allocated,
         "predicted_reserved_bytes": reserved,
-        "predicted_ms": traced.baseline_ms,
         "samples": subject.samples,
         "ops": [[*kind, count] for kind, count in kinds.items()],
     }
@@ -67,4 +66,6 @@ def _in_use(spec: DeviceSpec, subject: Subject) -> DeviceSpec:
     if not subject.tf32 or "tfloat32" not in spec.peak_flops:
         return spec
     rates = {**spec.peak_flops, "float32": spec.peak_flops["tfloat32"]}
-    return dataclasses.replace(spec, peak_flops=rates)
+    shares = {**spec.matmul_efficiency}
+    shares["float32"] = shares.get("tfloat32", 1.0)
+    return dataclasses.replace(spec, peak_flops=rates, matmul_efficiency=shares)

@@ -26,7 +26,7 @@ Nothing else is fitted.
 
 *Peak* is the error of predicted bytes, in the median and at worst, over batches of at
 least 4 GiB in use; *slope* that of bytes a sample between the smallest and the largest
-of these. *Time* is the published time of a step over the predicted one: the median.
+of these. Times have [their own page](published_times.md).
 Versions differ: milabench's figures of March and April 2025 are of torch 2.6 and
 transformers 4.49."""
 
@@ -82,11 +82,6 @@ def _row(series: Record, constants: dict[str, float]) -> Record:
     points = series["points"]
     large = [p for p in points if p["mib"] >= _LARGE_MIB] or points
     errors = [predicted_mib(series, p, constants) / p["mib"] - 1 for p in large]
-    ratios = [
-        p["samples"] / p["samples_per_s"] * 1e3 / p["predicted_ms"]
-        for p in points
-        if p.get("samples_per_s")
-    ]
     first, last = large[0], large[-1]
     slope = None
     if last["batch"] > first["batch"]:
@@ -102,7 +97,6 @@ def _row(series: Record, constants: dict[str, float]) -> Record:
         "median": statistics.median(map(abs, errors)),
         "worst": max(errors, key=abs),
         "slope": slope,
-        "time": statistics.median(ratios) if ratios else None,
         "source": series["source"],
         "note": series.get("note", ""),
     }
@@ -117,8 +111,8 @@ def _page(
     lines += _summary(rows)
     lines += [
         "| model | GPU | kind | batches | published | predicted | peak: median | worst"
-        " | slope | time | source |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        " | slope | source |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for row in rows:
         source = row["source"] + (f"; {row['note']}" if row["note"] else "")
@@ -126,7 +120,6 @@ def _page(
             f"| {row['model']} | {row['gpu']} | {row['memory']} | {row['batches']}"
             f" | {row['published']:,.0f} MiB | {row['predicted']:,.0f} MiB"
             f" | {row['median']:.2%} | {row['worst']:+.2%} | {_percent(row['slope'])}"
-            f" | {'' if row['time'] is None else format(row['time'], '.2f')}"
             f" | {source} |"
         )
     lines += ["", "Not rebuilt:", "", "| model | GPU | figures | why |"]

@@ -34,7 +34,7 @@ _WHY_NOT = {
     " synthetic input, 2,682 here (H100, batch 512)",
     "whisper-tiny": "1,000 samples/s on H100 and H200 at every batch, four to six times"
     " the time of its kernels: bound by its input, it seems",
-    "convnext-large": "depthwise convolutions, whose kernels cuDNN chooses by the batch:"
+    "convnext-large": "depthwise convolutions; cuDNN chooses kernels by the batch:"
     " TensorFloat-32 on an H100 falls from 201 images/s at batch 64 to 157 at 160 and"
     " is at 240 at 224",
     "regnet-y-128gf": "grouped convolutions, likewise: 233 images/s at batch 80, 178 at"
@@ -102,6 +102,16 @@ def _step(series: Record, point: Record) -> Step:
 
 def step_ms(step: Step, values: dict[str, float]) -> float:
     """Predicted time of a step with parameters: of its kernels or the host."""
+    return max(kernels_ms(step, values), host_ms(step, values))
+
+
+def host_ms(step: Step, values: dict[str, float]) -> float:
+    """Time in which the host issues a step's ops."""
+    return values["host"] * sum(op[-1] for op in step.ops)
+
+
+def kernels_ms(step: Step, values: dict[str, float]) -> float:
+    """Time of a step's kernels."""
     names = step.names
     half = values.get(names["half"], 1.0)
     device = dataclasses.replace(
@@ -113,15 +123,18 @@ def step_ms(step: Step, values: dict[str, float]) -> float:
         },
         bandwidth_efficiency=values[names["memory"]],
     )
-    kernels_ms = sum(
+    return sum(
         count * roofline_ms(flops, dtype, nbytes, device)
         for _, dtype, flops, nbytes, count in step.ops
     )
-    return max(kernels_ms, values["host"] * sum(op[-1] for op in step.ops))
 
 
 def fit(train: Sequence[Step]) -> dict[str, float]:
-    """Parameters of least robust error; a series weighs as much as another one."""
+    """Parameters of least robust error; a series weighs as much as another one.
+
+    A weak pull to the start decides what steps do not tell apart: a single series
+    says what matmuls and memory take together.
+    """
     needed = {name for step in train for name in _used(step)}
     names = sorted(needed)
     start = np.log([_START[name.split()[-1]] for name in names])
@@ -184,10 +197,15 @@ def write(records: Sequence[Record], folder: Path) -> None:
         num_steps = sum(name in _used(step) for step in all_steps)
         unit = f"{1e3 * value:.0f} us an op" if name == "host" else f"{value:.2f}"
         lines.append(f"| {name} | {unit} | {num_steps} |")
-    lines += ["", "| fitted without | GPU | steps | median error | worst |"]
-    lines.append("| --- | --- | ---: | ---: | ---: |")
-    lines += _summary(all_steps, by_row, "the step")
-    lines += _summary(all_steps, by_series, "the model on this GPU")
+    lines += ["", "| fitted without | bound by | GPU | steps | median error | worst |"]
+    lines.append("| --- | --- | --- | ---: | ---: | ---: |")
+    of_host = [kernels_ms(s, values) < host_ms(s, values) for s in all_steps]
+    for name, errors in (("the step", by_row), ("its series", by_series)):
+        pairs = list(zip(all_steps, errors, strict=True))
+        kernels = [p for p, is_host in zip(pairs, of_host, strict=True) if not is_host]
+        host = [p for p, is_host in zip(pairs, of_host, strict=True) if is_host]
+        lines += _summary(kernels, f"{name} | kernels")
+        lines += _summary(host, f"{name} | the host")[:1]
     lines += ["", "| model | GPU | batch | published | predicted | without the step |"]
     lines[-1] += " without the series |"
     lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
@@ -204,22 +222,18 @@ def write(records: Sequence[Record], folder: Path) -> None:
     (folder / "published_times.md").write_text("\n".join(lines))
 
 
-def _summary(
-    all_steps: Sequence[Step], errors: Sequence[float], without: str
-) -> list[str]:
-    gpus = list(dict.fromkeys(step.series[1] for step in all_steps))
+def _summary(pairs: Sequence[tuple[Step, float]], head: str) -> list[str]:
+    """Rows of errors, of all GPUs together and of each."""
+    pairs = [(step, error) for step, error in pairs if not np.isnan(error)]
+    gpus = list(dict.fromkeys(step.series[1] for step, _ in pairs))
     lines = []
-    for names in (gpus, *([gpu] for gpu in gpus)):
-        shares = [
-            error
-            for step, error in zip(all_steps, errors, strict=True)
-            if step.series[1] in names and not np.isnan(error)
-        ]
-        if shares:
-            median = statistics.median(map(abs, shares))
+    for name in ("all", *gpus):
+        errors = [e for step, e in pairs if name in ("all", step.series[1])]
+        if errors:
+            median = statistics.median(map(abs, errors))
+            worst = max(errors, key=abs)
             lines.append(
-                f"| {without} | {'all' if names is gpus else names[0]} | {len(shares)}"
-                f" | {median:.1%} | {max(shares, key=abs):+.0%} |"
+                f"| {head} | {name} | {len(errors)} | {median:.1%} | {worst:+.0%} |"
             )
     return lines
 
@@ -231,5 +245,9 @@ def _percent(share: float) -> str:
 _ABOUT = """\
 Steps that others measured (sources: `figures.json`, [the table of
 memory](published.md)), of models that consist of matmuls, attention and kernels bound
-by memory. Parameters are shares of the data sheet's rates; `DeviceSpec` has them
-rounded. Errors are of predicted times, with parameters fitted without the row."""
+by memory. Parameters are shares of the data sheet's rates; `autosac/devices/specs.py`
+has them rounded. Errors are of predicted times, with parameters fitted without the
+step, of which other batches stay, or without its series, so that only other models on
+this chip, or the model on its sister, say what it reaches. A series that is the only
+one of its precision on its chip cannot be left out. Steps of one sample are bound by
+the host: whose it is, is not said, and hosts differ."""
