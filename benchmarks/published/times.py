@@ -29,17 +29,19 @@ Array = npt.NDArray[np.float64]
 CHIPS = {"h100": "hopper", "h200": "hopper", "a100": "ampere", "l40s": "ada"}
 CHIPS["mi325x"] = "cdna3"
 _FITTED = ("bert", "t5", "llama")  # matmuls, attention and kernels bound by memory
+_NOT_FITTED = ("convnext", "focalnet", "regnet")
+_TF32 = ("bert-tf32", "t5-small", "convnext-large-tf32", "regnet-y-128gf")
 _WHY_NOT = {
-    "resnet50": "bound by its input: 4,199 images/s where the same source gives a"
-    " synthetic input, 2,682 here (H100, batch 512)",
-    "whisper-tiny": "1,000 samples/s on H100 and H200 at every batch, four to six times"
-    " the time of its kernels: bound by its input, it seems",
     "convnext-large": "depthwise convolutions; cuDNN chooses kernels by the batch:"
     " TensorFloat-32 on an H100 falls from 201 images/s at batch 64 to 157 at 160 and"
     " is at 240 at 224",
     "regnet-y-128gf": "grouped convolutions, likewise: 233 images/s at batch 80, 178 at"
     " 136 (H100)",
-    "focalnet-base": "depthwise convolutions and a loader of images",
+    "focalnet-base": "depthwise convolutions, and a loader of images",
+    "resnet50": "no prediction: bound by its input, 2,682 images/s where the same"
+    " source has 4,199 with a synthetic one (H100, batch 512)",
+    "whisper-tiny": "no prediction: 1,000 samples/s on H100 and H200 at every batch,"
+    " several times the time of its kernels; bound by its input, it seems",
 }
 _START = {"half": 0.5, "tfloat32": 0.35, "float32": 0.5, "memory": 0.7, "host": 0.03}
 
@@ -65,12 +67,12 @@ class Step:
     names: dict[str, str]
 
 
-def steps(records: Iterable[Record]) -> list[Step]:
-    """Published steps with a time, of kinds that are fitted."""
+def steps(records: Iterable[Record], models: tuple[str, ...] = _FITTED) -> list[Step]:
+    """Published steps with a time, of models whose names begin so."""
     chosen = [
         (series, point)
         for series in records
-        if series["model"].startswith(_FITTED)
+        if series["model"].startswith(models)
         for point in series["points"]
         if "samples_per_s" in point
     ]
@@ -82,7 +84,7 @@ def _step(series: Record, point: Record) -> Step:
     chip = CHIPS[gpu]
     spec = device_spec(gpu)
     # MI325X's rows of both precisions are equal: hipBLASLt did not use it.
-    tf32 = model in ("bert-tf32", "t5-small") and chip != "cdna3"
+    tf32 = model in _TF32 and chip != "cdna3"
     single = "tfloat32" if tf32 else "float32"
     rates = {**spec.peak_flops, "float32": spec.peak_flops[single]}
     return Step(
@@ -215,11 +217,32 @@ def write(records: Sequence[Record], folder: Path) -> None:
             f" | {step.published_ms:.1f} ms | {step_ms(step, values):.1f} ms"
             f" | {_percent(row)} | {_percent(series)} |"
         )
-    lines += ["", "Not fitted, as other things decide their times:", ""]
-    lines += [f"- {model}: {why}" for model, why in _WHY_NOT.items()]
+    lines += _others(steps(records, _NOT_FITTED), values)
     lines += ["", *(f"- {name}: {value}" for name, value in environment().items())]
     lines += ["- command: `python -m benchmarks.published --parts time`", ""]
     (folder / "published_times.md").write_text("\n".join(lines))
+
+
+def _others(some: Sequence[Step], values: dict[str, float]) -> list[str]:
+    """Steps that are not fitted, predicted by parameters of those that are."""
+    lines = [
+        "",
+        "Not fitted, as other things decide their times; a convolution is taken",
+    ]
+    lines[-1] += " for a matmul:"
+    lines += ["", "| model | GPU | steps | median error | worst |"]
+    lines.append("| --- | --- | ---: | ---: | ---: |")
+    for model, gpu in _series(some):
+        errors = [
+            step_ms(step, values) / step.published_ms - 1
+            for step in some
+            if step.series == (model, gpu)
+        ]
+        median, worst = statistics.median(errors), max(errors, key=abs)
+        lines.append(
+            f"| {model} | {gpu} | {len(errors)} | {median:+.0%} | {worst:+.0%} |"
+        )
+    return [*lines, "", *(f"- {model}: {why}" for model, why in _WHY_NOT.items())]
 
 
 def _summary(pairs: Sequence[tuple[Step, float]], head: str) -> list[str]:
