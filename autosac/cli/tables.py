@@ -67,7 +67,8 @@ def verification_record(verification: Verification) -> dict[str, Any]:
 def device_record(spec: DeviceSpec) -> dict[str, Any]:
     """All that is known of a device."""
     record = {name: getattr(spec, name) for name in DeviceSpec.__slots__}
-    return {**record, "peak_flops": dict(spec.peak_flops)}
+    rates = {name: dict(record[name]) for name in ("peak_flops", "matmul_efficiency")}
+    return {**record, **rates}
 
 
 def sweep_table(sweep: Sweep) -> Table:

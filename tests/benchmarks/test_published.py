@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autosac.devices.specs import device_spec
-from benchmarks.published import predict, tables, times
+from benchmarks.published import checkpointed, predict, tables, times
 from benchmarks.published.models import SUBJECTS
 
 MIB = 2**20
@@ -153,3 +153,13 @@ def test_devices_reach_what_the_committed_page_says_was_fitted():
         for kind, dtype in (("half", "float16"), ("float32", "float32")):
             share = fitted.get(f"{chip} {kind}")
             assert share in (None, f"{spec.matmul_efficiency[dtype]:.2f}")
+
+
+@pytest.mark.slow
+def test_checkpointing_saves_what_was_published():
+    published = predict.figures()["checkpointed"]["gib"]
+    predicted = checkpointed.predicted_gib()
+
+    for k in (1, 2):
+        saved = published["0"] - published[str(k)]
+        assert predicted[0] - predicted[k] == pytest.approx(saved, rel=0.01)
