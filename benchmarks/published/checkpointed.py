@@ -18,10 +18,10 @@ _ABOUT = """\
 What checkpointing every second layer and every layer takes off the peak of a rank, as
 differences to none: optimizer, gradients and collectives drop out of them. Held against
 it is what a step of the same model on one GPU holds until its loss is done, which is
-taken to be where the ranks' peaks lie: their gradients are shards. torchtitan's own Llama
-is rewritten from its description, with the norm op by op, as PyTorch ran it in early
-2025. The source says GB; torchtitan's log, where such figures are from, prints GiB, and
-so they are taken (as 10^9 bytes they would be 7 % less)."""
+taken to be where the ranks' peaks lie: their gradients are shards. torchtitan's Llama
+is rewritten from its description, with the norm op by op, as PyTorch ran it in 2025.
+The source says GB; torchtitan's log, where such figures are from, prints GiB, and so
+they are taken (as 10^9 bytes they would be 7 % less)."""
 
 
 def predicted_gib(length: int = 4096) -> dict[int, float]:
