@@ -188,6 +188,29 @@ def without_its_series(all_steps: Sequence[Step]) -> list[float]:
     ]
 
 
+def without_its_chip(all_steps: Sequence[Step]) -> list[float]:
+    """Error of each step with geometric means of NVIDIA's other chips."""
+    errors = {}
+    for chip in dict.fromkeys(CHIPS.values()):
+        of_chip = [step for step in all_steps if CHIPS[step.series[1]] == chip]
+        values = fit([step for step in all_steps if step not in of_chip])
+        names = {f"{chip} {kind}": mean for kind, mean in _means(values).items()}
+        for step in of_chip:
+            predicted_ms = step_ms(step, {**names, "host": values["host"]})
+            errors[id(step)] = predicted_ms / step.published_ms - 1
+    return [errors[id(step)] for step in all_steps]
+
+
+def _means(values: dict[str, float]) -> dict[str, float]:
+    """Geometric mean of each share over NVIDIA's chips."""
+    shares: dict[str, list[float]] = {}
+    for name, value in values.items():
+        chip, _, kind = name.partition(" ")
+        if kind and not chip.startswith("cdna"):
+            shares.setdefault(kind, []).append(value)
+    return {kind: statistics.geometric_mean(some) for kind, some in shares.items()}
+
+
 def write(records: Sequence[Record], folder: Path) -> None:
     """Write ``published_times.md``: parameters, and every step without its row."""
     all_steps = steps(records)
@@ -199,10 +222,14 @@ def write(records: Sequence[Record], folder: Path) -> None:
         num_steps = sum(name in _used(step) for step in all_steps)
         unit = f"{1e3 * value:.0f} us an op" if name == "host" else f"{value:.2f}"
         lines.append(f"| {name} | {unit} | {num_steps} |")
+    for kind, mean in _means(values).items():
+        lines.append(f"| mean {kind} | {mean:.2f} | |")
     lines += ["", "| fitted without | bound by | GPU | steps | median error | worst |"]
     lines.append("| --- | --- | --- | ---: | ---: | ---: |")
     of_host = [kernels_ms(s, values) < host_ms(s, values) for s in all_steps]
-    for name, errors in (("the step", by_row), ("its series", by_series)):
+    left_out = {"the step": by_row, "its series": by_series}
+    left_out["its chip"] = without_its_chip(all_steps)
+    for name, errors in left_out.items():
         pairs = list(zip(all_steps, errors, strict=True))
         kernels = [p for p, is_host in zip(pairs, of_host, strict=True) if not is_host]
         host = [p for p, is_host in zip(pairs, of_host, strict=True) if is_host]

@@ -147,6 +147,9 @@ def test_devices_reach_what_the_committed_page_says_was_fitted():
     page = Path(predict.FIGURES).parents[1] / "results" / "published_times.md"
     fitted = dict(re.findall(r"^\| (\w+ \w+) \| (\d\.\d\d) \|", page.read_text(), re.M))
 
+    other = device_spec("b200")
+    assert f"{other.bandwidth_efficiency:.2f}" == fitted["mean memory"]
+    assert f"{other.matmul_efficiency['bfloat16']:.2f}" == fitted["mean half"]
     for name, chip in times.CHIPS.items():
         spec = device_spec(name)
         assert f"{spec.bandwidth_efficiency:.2f}" == fitted[f"{chip} memory"]
