@@ -167,11 +167,15 @@ def without_each(all_steps: Sequence[Step]) -> list[float]:
     errors = []
     for step in all_steps:
         values = fit([one for one in all_steps if one is not step])
-        if _used(step) <= values.keys():
-            errors.append(step_ms(step, values) / step.published_ms - 1)
-        else:  # nothing else says what its chip reaches
-            errors.append(float("nan"))
+        errors.append(_error(step, values))
     return errors
+
+
+def _error(step: Step, values: dict[str, float]) -> float:
+    """Error of a step's time; NaN if nothing says what its chip reaches."""
+    if not _used(step) <= values.keys():
+        return float("nan")
+    return step_ms(step, values) / step.published_ms - 1
 
 
 def without_its_series(all_steps: Sequence[Step]) -> list[float]:
@@ -180,12 +184,7 @@ def without_its_series(all_steps: Sequence[Step]) -> list[float]:
         one: fit([step for step in all_steps if step.series != one])
         for one in _series(all_steps)
     }
-    return [
-        step_ms(step, fits[step.series]) / step.published_ms - 1
-        if _used(step) <= fits[step.series].keys()
-        else float("nan")
-        for step in all_steps
-    ]
+    return [_error(step, fits[step.series]) for step in all_steps]
 
 
 def without_its_chip(all_steps: Sequence[Step]) -> list[float]:
@@ -193,11 +192,11 @@ def without_its_chip(all_steps: Sequence[Step]) -> list[float]:
     errors = {}
     for chip in dict.fromkeys(CHIPS.values()):
         of_chip = [step for step in all_steps if CHIPS[step.series[1]] == chip]
-        values = fit([step for step in all_steps if step not in of_chip])
-        names = {f"{chip} {kind}": mean for kind, mean in _means(values).items()}
+        others = [step for step in all_steps if step not in of_chip]
+        values = fit(others) if others else {}
+        values |= {f"{chip} {kind}": mean for kind, mean in _means(values).items()}
         for step in of_chip:
-            predicted_ms = step_ms(step, {**names, "host": values["host"]})
-            errors[id(step)] = predicted_ms / step.published_ms - 1
+            errors[id(step)] = _error(step, values)
     return [errors[id(step)] for step in all_steps]
 
 
