@@ -43,6 +43,21 @@ class KeepsTable(Block):
         return super().forward(x + self.tables[len(x)])
 
 
+class KeepsBuffers(Block):
+    """Makes its buffers in its first step, in place of a small one and of none."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1, 1), persistent=False)
+        self.register_buffer("scale", None, persistent=False)
+
+    def forward(self, x):
+        if self.table.shape != x.shape:
+            self.table = torch.arange(len(x), dtype=x.dtype)[:, None].repeat(1, WIDTH)
+            self.scale = self.table.max(1, keepdim=True).values.repeat(1, WIDTH) + 1
+        return super().forward(x + self.table / self.scale)
+
+
 class KeepsLatest(Block):
     """Adds up what it saw in the last two steps."""
 
@@ -141,8 +156,8 @@ def of(block):
 
 
 HABITS = (
-    *(KeepsTable, KeepsLatest, Checkpointed, MarksDirty, Vectorized, Folds, Picks),
-    Parametrized,
+    *(KeepsTable, KeepsBuffers, KeepsLatest, Checkpointed, MarksDirty, Vectorized),
+    *(Folds, Picks, Parametrized),
 )
 
 

@@ -67,6 +67,8 @@ class _Owner:
             tensors = own[kind]
             if tensors:
                 held += [(tensors, n, t) for n, t in tensors.items() if t is not None]
+        if any(buffer is None for buffer in own["_buffers"].values()):
+            outermost.append(own["_buffers"])  # which forward may set
         refs = [(place, name, weakref.ref(tensor)) for place, name, tensor in held]
         contents = [(c, _weakly(c)) for c in _nested(outermost)] if outermost else []
         return own, self.plain, plain, refs, contents

@@ -197,6 +197,8 @@ class RecordingMode(_compat.PlainDispatchMode):
     def _depart(self, what: str) -> None:
         history = self.history
         history.departed, history.departure = True, len(history.funcs)
+        if self.record.code is not None:
+            self.record.code.keep()  # before forward replaces a buffer
         if self._has_changed:
             history.kept = results_to_keep(self.record, history.passed)
         warnings.warn(

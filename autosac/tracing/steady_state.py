@@ -25,14 +25,24 @@ def register_outer(
 ) -> None:
     """Count what exists before the step: copies of the user's tensors, gradients."""
     own, given = step.model, (step.args, step.kwargs)
-    for originals, copies, category in (
-        (own.parameters(), model.parameters(), "parameter"),
-        (own.buffers(), model.buffers(), "buffer"),
-        (tensors_in(given), tensors_in(inputs), "input"),
-    ):
-        recorder.register_copies(originals, copies, category)
+    recorder.register_copies(own.parameters(), model.parameters(), "parameter")
+    _register_buffers(recorder, own, model)
+    recorder.register_copies(tensors_in(given), tensors_in(inputs), "input")
     if step.adds_gradients or step.gradients_in_forward:
         _make_gradients(recorder, model)
+
+
+def _register_buffers(
+    recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module
+) -> None:
+    """Count buffers: copies of the user's, and those that an earlier step has made."""
+    originals = dict(own.named_buffers())
+    for name, buffer in model.named_buffers():
+        original = originals.get(name)
+        if original is not None and original.shape == buffer.shape:
+            recorder.register_copies([original], [buffer], "buffer")
+        else:
+            recorder.register(iter([buffer]), "buffer")
 
 
 def marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
