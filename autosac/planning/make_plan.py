@@ -101,11 +101,9 @@ def make_plan(
                 "`dry_run`=True needs the model: pass the `Profile`, not the step that"
                 " a plan keeps of it."
             )
-        difference = _difference(profile, chosen)
+        difference = _confirm(profile, chosen)
         if not difference:
-            profile.dry_runs.add(frozenset(chosen.items()))
             break
-        _leave_out(profile, chosen, difference)
         start = None  # it knows of units that are none any more
     else:
         raise SolverError(difference)
@@ -155,8 +153,19 @@ def choose(
         budget_bytes, SolveOptions(**solving), start
     )
     if chosen is None:
-        raise _infeasible(profile, lowest(profile), budget_bytes)
+        raise _infeasible(profile, _confirmed_lowest(profile), budget_bytes)
     return chosen, bound_ms
+
+
+def _confirmed_lowest(profile: TracedStep) -> Choice:
+    """The choice of least peak among those that reruns do take as simulated."""
+    while True:
+        chosen = lowest(profile)
+        if not _wants_dry_run(profile, chosen):
+            return chosen
+        assert isinstance(profile, Profile)
+        if not _confirm(profile, chosen):
+            return chosen
 
 
 def lowest(profile: TracedStep) -> Choice:
@@ -220,6 +229,23 @@ def _difference(profile: Profile, chosen: Choice) -> str:
         f" to the optimizer, its simulation at {expected[0]} and {expected[1]}."
         " This is a mistake in autosac; please report the model."
     )
+
+
+def _confirm(profile: Profile, chosen: Choice) -> str:
+    """Dry-run a choice; leave out the units of it that are not as simulated.
+
+    Returns:
+        How it differed; empty if it is confirmed.
+
+    Raises:
+        SolverError: It differs, and by no unit alone.
+    """
+    difference = _difference(profile, chosen)
+    if difference:
+        _leave_out(profile, chosen, difference)
+    else:
+        profile.dry_runs.add(frozenset(chosen.items()))
+    return difference
 
 
 def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:

@@ -342,7 +342,7 @@ def test_units_whose_dry_run_disagrees_are_left_out_and_nothing_is_confirmed(
     ):
         autosac.plan(traced, memory_budget=floor)
 
-    assert not traced.dry_runs
+    assert not any(traced.dry_runs)  # of the plain step at most
 
 
 # --- the answer -------------------------------------------------------------------
