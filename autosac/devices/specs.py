@@ -28,11 +28,6 @@ _GPU_LAUNCH_MS = 0.005
 _CPU_LAUNCH_MS = 0.002
 # Of published steps of a single sample, as `_Reached` is; hosts differ by a half.
 _HOST_OP_MS = 0.028
-# shares of the data sheet's rates that matmuls and memory reach, and the worst error
-# without the row. Tensor cores of one chip reach the same shares; MI325X ran
-# TensorFloat-32 at float32's rate.
-_HOST_OP_MS = 0.03
-_HOPPER = {"half": 0.37, "tf32": 0.27, "fp32": 0.70, "bandwidth": 0.59, "error": 0.2}
 # kMinBlockSize in c10/cuda/CUDAAllocatorConfig.h; HIP builds share the allocator.
 _GPU_GRANULARITY_BYTES = 512
 

@@ -143,7 +143,8 @@ def _of_other_groups(formula: Any, args: tuple[Any, ...], out: Any, flops: int) 
 
     It lets each output channel of the weight's gradient meet the inputs of all groups.
     """
-    groups, wanted = args[9], args[10]
+    groups: int = args[9]
+    wanted = args[10]
     if groups == 1:
         return 0
     no_weight = [wanted[0], False, False]

@@ -281,8 +281,8 @@ class Plan:
             )
         if self.traced is not None:
             device, is_measured = self.traced.device, self.calibrated
-            notes = time_notes(self.step_ms, self.host_ms or 0.0, device, is_measured)
-            lines += [f"{note[:4]}      {note[6:]}" for note in notes]
+            host = time_notes(self.step_ms, self.host_ms or 0.0, device, is_measured)
+            lines += [f"{note[:4]}      {note[6:]}" for note in host]
             unsteady = self.traced.calibration.unsteady_fraction
             if unsteady >= _MUCH_UNSTEADY:
                 lines.append(
