@@ -31,7 +31,7 @@ from autosac.solving.choosing import Chooser
 from autosac.solving.curve_points import formulate_candidates
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
-from autosac.solving.rules_of_thumb import Rules
+from autosac.solving.rules_of_thumb import Choice, Rules
 from autosac.solving.solve_options import read_segments
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step import arguments
@@ -56,7 +56,7 @@ from autosac.units.unit import Unit
 
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
-    *("chooser", "dry_runs", "statistics", "_curves", "with_given_units"),
+    *("chooser", "dry_runs", "roomy", "statistics", "_curves", "with_given_units"),
     "with_other_caps",
 )
 
@@ -196,6 +196,11 @@ class TracedStep:
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
         """Choices of units and policies that a dry run has confirmed."""
         return set()
+
+    @cached_property
+    def roomy(self) -> list[Choice]:
+        """Choices that leave room for other draws, where these decide sizes."""
+        return []
 
     @cached_property
     def with_given_units(self) -> dict[GivenUnits, TracedStep]:
