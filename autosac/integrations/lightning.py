@@ -33,7 +33,7 @@ from autosac.integrations.budgets import (
     summary,
 )
 from autosac.integrations.replicas import replica_of
-from autosac.integrations.worst_batches import lengthened
+from autosac.integrations.worst_batches import lengthened, on_device
 
 _OWN_LOOP = (
     "backward",
@@ -122,7 +122,8 @@ class MemoryBudget(BudgetCallback, Callback):
         if self.worst_batch is None:
             return []
         batch = trainer.precision_plugin.convert_input(self.worst_batch)
-        return [(trainer.strategy.batch_to_device(batch), *inputs[1:])]
+        batch = trainer.strategy.batch_to_device(batch)
+        return [(on_device(batch, trainer.strategy.root_device), *inputs[1:])]
 
     def _clean_up(self, module: LightningModule) -> None:
         if self._begin_step is not None and self.plan is not None:

@@ -28,6 +28,7 @@ from autosac.errors import AutosacError, UnsupportedError
 from autosac.planning.plans import Plan
 from autosac.profiles.profile import Profile
 
+_COLLECTIVES = ("c10d.", "_c10d_functional.")  # namespaces of ops
 _TABLE_ENTRY_BYTES = 4  # of which parameters were used: int32
 
 
@@ -51,6 +52,23 @@ class Replica:
     def held_bytes(self) -> int:
         """What DDP holds all the time."""
         return sum(self.blocks)
+
+    def check(self, profile: Profile) -> None:
+        """Refuse steps in which processes talk to each other, where one of them plans.
+
+        Raises:
+            UnsupportedError: Names the first such op.
+        """
+        if self.group is None:
+            return
+        for op in profile.tape.ops:
+            if op.name.startswith(_COLLECTIVES):
+                raise UnsupportedError(
+                    f"A plan for several processes: `{op.name}` in the model's step"
+                    " waits for the other processes, and these wait for the one that"
+                    " plans; plan in each of them by `autosac.plan` before DDP wraps"
+                    " the model, or leave the collective out."
+                )
 
     def holding(self, profile: Profile) -> Profile:
         """The profile of a step beside which DDP holds its buckets."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from autosac.errors import ArgumentError
-from autosac.pytrees import mapped, tensors_in
+from autosac.pytrees import tensors_in
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch with all tensors on a device."""
-    return mapped(
-        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
-        batch,
-    )
+    """A batch with all tensors on a device, each with memory of its own."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(copied, batch)
 
 
 def lengthened(inputs: Any, max_length: int) -> Any:
@@ -54,4 +56,4 @@ def lengthened(inputs: Any, max_length: int) -> Any:
                     leaf = leaf.index_select(dim, index)
         return leaf
 
-    return mapped(longer, inputs)
+    return tree_map(longer, inputs)
