@@ -73,6 +73,8 @@ class Plan:
         traced: The step it was made for, as plain data, for reports.
         replan: Plans for a batch that comes later; it holds loss and optimizer. Like
             `traced` it is not part of a plan file, nor of a copy: there it is None.
+        frugal: The plan of least memory for the step, for processes that do not know
+            `traced`; not part of a plan file.
     """
 
     policy: dict[str, float]
@@ -99,6 +101,7 @@ class Plan:
     variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
     replan: Replan | None = field(default=None, compare=False, repr=False)
+    frugal: Plan | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "traced": None, "replan": None}
@@ -187,7 +190,7 @@ class Plan:
     def _record(self) -> dict[str, Any]:
         """All that a plan file holds."""
         record = {**vars(self), "variants": [one._record() for one in self.variants]}
-        del record["traced"], record["replan"]
+        del record["traced"], record["replan"], record["frugal"]
         return record
 
     @classmethod
