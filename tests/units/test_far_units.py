@@ -75,9 +75,7 @@ def test_the_forward_of_the_next_call_hides_a_copy_out_and_nothing_one_back(keep
 @pytest.mark.parametrize("name", ["gpt", "convolutions", "list inputs", "tied weights"])
 def test_dry_runs_take_what_was_simulated(name):
     step = far_step(CASES[name])
-    of_unit = dict(
-        zip(step.formulation.units, step.formulation.curves, strict=True)
-    )
+    of_unit = dict(zip(step.formulation.units, step.formulation.curves, strict=True))
     assert step.far_units
     for unit in step.far_units:
         for policy in of_unit[unit].policies:
@@ -99,9 +97,7 @@ def _apart(units):
 def test_the_predicted_peak_of_each_point_is_the_simulated_one(name):
     step = far_step(CASES[name])
     simulator = step.simulator.in_blocks()
-    of_unit = dict(
-        zip(step.formulation.units, step.formulation.curves, strict=True)
-    )
+    of_unit = dict(zip(step.formulation.units, step.formulation.curves, strict=True))
     for unit in step.far_units:
         curve = of_unit[unit]
         problem = formulate(simulator, [unit], [curve]).problem(0)
