@@ -43,8 +43,11 @@ class Planned(Protocol):
         opening: Names of the first ops of forward, up to the one that tells it from
             the other plans for such batches, or '' where one of their units begins;
             empty if nothing tells.
+        offload_dir: Directory of the CPU's far memory.
     """
 
+    @property
+    def offload_dir(self) -> str | None: ...
     @property
     def op_policies(self) -> tuple[OpPolicy, ...]: ...
     @property
@@ -279,7 +282,8 @@ class BatchForward(StandIn):
 
     def _add(self, plan: Planned) -> None:
         """Make the stand-ins of a plan of the model, which has none now."""
-        model, step = self.module, Step(self.variants, len(self.steps))
+        model = self.module
+        step = Step(self.variants, len(self.steps), plan.offload_dir)
         install(model, plan.op_policies, step)
         own = {module: module.__dict__.get("forward") for module in model.modules()}
         remove(model)

@@ -23,6 +23,8 @@ from autosac.checkpointing.ambient_state import Present, thread
 from autosac.checkpointing.call_arguments import Kept, Source, leaves
 from autosac.checkpointing.chained_calls import RelayedCall
 from autosac.checkpointing.departed_units import Code
+from autosac.checkpointing.far_arguments import FarArguments
+from autosac.checkpointing.far_memory import FarMemory
 from autosac.checkpointing.module_attributes import Snapshots
 from autosac.checkpointing.nested_calls import Nest, NestedCall
 from autosac.checkpointing.op_programs import KnownMode, Program
@@ -51,6 +53,7 @@ class Step:
     Args:
         variants: Know which plan is followed, if a model has several.
         number: The plan's own.
+        offload_dir: Where files of far memory lie.
 
     Attributes:
         calls: How often each module was called.
@@ -58,9 +61,16 @@ class Step:
         nests: Nest -> the call of its module that runs forward now.
         losses: How often a unit did not do what it had done before.
         onward: The nest that runs onward now, for the sake of a rerun.
+        memory: Far memory.
+        parked: FQN of a module -> calls whose arguments go at the end of its next one.
     """
 
-    def __init__(self, variants: Followed | None = None, number: int = 0) -> None:
+    def __init__(
+        self,
+        variants: Followed | None = None,
+        number: int = 0,
+        offload_dir: str | None = None,
+    ) -> None:
         self.variants = variants
         self.number = number
         self.calls: Counter[str] = Counter()
@@ -70,9 +80,23 @@ class Step:
         self.nests: dict[str, Nest] = {}
         self.onward: Nest | None = None
         self.losses = 0
+        self.memory = FarMemory(offload_dir)
+        self.parked: dict[str, list[weakref.ref[FarArguments]]] = {}
 
-    def __reduce__(self) -> tuple[type[Step], tuple[Followed | None, int]]:
-        return Step, (self.variants, self.number)  # a copy has begun no step
+    def __reduce__(self) -> tuple[type[Step], tuple[Followed | None, int, str | None]]:
+        # A copy has begun no step.
+        return Step, (self.variants, self.number, self.memory.directory)
+
+    def park(self, source: FarArguments, fqn: str) -> None:
+        """Let go of a call's arguments at the end of the next call of a module."""
+        waiting = [ref for ref in self.parked.get(fqn, ()) if ref() is not None]
+        self.parked[fqn] = [*waiting, weakref.ref(source)]
+
+    def let_go(self, fqn: str) -> None:
+        """A call of a module ends."""
+        for ref in self.parked.pop(fqn, ()):
+            if (source := ref()) is not None:
+                source.let_go()
 
     @contextlib.contextmanager
     def running_onward(self, nest: Nest) -> Iterator[None]:
@@ -172,6 +196,9 @@ class CheckpointedForward(StandIn):
         if isinstance(source, RelayedCall):
             source.finish(output)
             self.step.latest[policy.chain] = source
+        if isinstance(source, FarArguments) and record.is_exact:
+            source.send()
+            self.step.park(source, policy.far_until)
         self._learn(mode)
         return output
 
@@ -206,6 +233,8 @@ class CheckpointedForward(StandIn):
     def _source(self, policy: OpPolicy, arguments: Any) -> Source:
         """The source of a call's arguments; blocks keep few of them or none."""
         if not policy.chain:
+            if policy.far:
+                return FarArguments(arguments, policy, self.step.memory)
             return Kept(arguments)
         nest = self.step.nests.get(policy.chain)
         departed = nest is not None and nest.departed
@@ -343,6 +372,29 @@ def _layers(sequence: torch.nn.Module) -> list[torch.nn.Module]:
     return [sequence.get_submodule(name) for name in sequence._modules]
 
 
+class _ParkingForward(StandIn):
+    """Stands in for the ``forward`` of a module at whose end arguments of others go.
+
+    Args:
+        module: The module, which may be a unit itself.
+        fqn: Its name.
+        step: What is shared with the units of the model.
+    """
+
+    def __init__(self, module: torch.nn.Module, fqn: str, step: Step) -> None:
+        super().__init__(module)
+        self.is_unit = isinstance(self.own_forward, StandIn) and (
+            self.own_forward.is_unit
+        )
+        self.fqn = fqn
+        self.step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.__wrapped__(*args, **kwargs)
+        self.step.let_go(self.fqn)
+        return output
+
+
 class CountedForward(StandIn):
     """Stands in for the whole model's ``forward``; every call begins a new count."""
 
@@ -388,6 +440,9 @@ def install(
         module = model.get_submodule(fqn)
         parts.sort(key=lambda part: part.position)
         module.forward = _NestForward(module, tuple(parts), step)
+    for fqn in dict.fromkeys(policy.far_until for policy in policies if policy.far):
+        module = model.get_submodule(fqn)
+        module.forward = _ParkingForward(module, fqn, step)
     if any(policy.num_calls > 1 for policy in policies):
         model.forward = CountedForward(model, step)
 

@@ -24,7 +24,7 @@ from autosac.checkpointing.call_arguments import Handed, Source, leaves
 from autosac.checkpointing.op_programs import KnownMode
 from autosac.checkpointing.op_records import BACKWARD, Record
 from autosac.checkpointing.recording_mode import RecordingMode
-from autosac.checkpointing.tensor_parts import Part, changed, version_of
+from autosac.checkpointing.tensor_parts import Part, changed, gone, version_of
 
 
 class Holder(Part):
@@ -145,7 +145,7 @@ class Frame:
                     holder = ref()
                     if holder is not None and holder.tensor is None:
                         if holder.source is None:
-                            raise _gone(fqn)
+                            raise gone(fqn)
                         holder.fill(given, fqn)
         finally:
             record.lose()
@@ -166,14 +166,6 @@ class Frame:
                 " depends on state that changed in between. Exclude it from the plan"
                 " with `exclude`."
             )
-
-
-def _gone(fqn: str) -> RuntimeError:
-    return RuntimeError(
-        f"AC unit `{fqn}` goes backward a second time, or a function in it reads"
-        " `ctx.saved_tensors` twice; what it saved is gone after the first. Pass"
-        " `retain_graph=True` to the first backward, and read saved tensors once."
-    )
 
 
 def _unpack(holder: Holder) -> torch.Tensor:

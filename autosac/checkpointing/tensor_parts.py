@@ -195,6 +195,15 @@ def changed(tensor: torch.Tensor, version: int | None, fqn: str) -> RuntimeError
     )
 
 
+def gone(fqn: str) -> RuntimeError:
+    """The error that what a unit kept is not there any more."""
+    return RuntimeError(
+        f"AC unit `{fqn}` goes backward a second time, or a function in it reads"
+        " `ctx.saved_tensors` twice; what it saved is gone after the first. Pass"
+        " `retain_graph=True` to the first backward, and read saved tensors once."
+    )
+
+
 class Literal:
     """A tensor that the model's code made of numbers, kept as their bytes."""
 

@@ -2,9 +2,10 @@
 
 Every rate is from the maker's data sheet, named beside its entry: dense rates
 (half of what is printed "with sparsity"), matrix rates with float32 accumulation,
-decimal gigabytes. Compute capabilities are those of NVIDIA's "CUDA GPUs" page. A
-process can allocate a few percent more or less than `memory_bytes`: for a tight budget
-give bytes.
+decimal gigabytes. Compute capabilities are those of NVIDIA's "CUDA GPUs" page. Links
+to the host are PCI Express of 16 lanes: 16, 32 and 64 GB/s each way in generations 3, 4
+and 5, of which the data sheets name theirs. A process can allocate a few percent more
+or less than `memory_bytes`: for a tight budget give bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from autosac.devices.links import DISK, Link, symmetric
 from autosac.errors import ArgumentError
 from autosac.quantities import rounded_up
 
@@ -66,7 +68,7 @@ _OTHER = _Reached(half=0.54, tfloat32=0.32, float32=0.50, memory=0.72, error=0.9
 _A100_REACHED = _Reached(half=0.74, tfloat32=0.32, float32=0.5, memory=0.8, error=0.5)
 _REACHED: Mapping[str, _Reached] = MappingProxyType(
     {
-        **dict.fromkeys(("h100", "h100-pcie", "h200"), _HOPPER),
+        **dict.fromkeys(("h100", "h100-pcie", "h200", "gh200"), _HOPPER),
         **dict.fromkeys(("a100", "a100-40gb"), _A100_REACHED),
         **dict.fromkeys(("mi250x", "mi300x", "mi325x"), _CDNA3),
         "l40s": _L40S,
@@ -98,6 +100,8 @@ class DeviceSpec:
         time_error: The worst error, as a share, of published steps bound by their
             kernels, predicted with parameters fitted without their model on such a
             GPU; None if it is not known.
+        link: To far memory: of a GPU that of its host, of the CPU a file. None if it is
+            not known; then nothing is offloaded.
     """
 
     name: str
@@ -113,6 +117,7 @@ class DeviceSpec:
     bandwidth_efficiency: float = 1.0
     host_op_ms: float = 0.0
     time_error: float | None = None
+    link: Link | None = None
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak rate of a dtype; one without its own figure runs at float32's."""
@@ -138,6 +143,7 @@ def _gpu(
     capability: tuple[int, int] | None,
     memory_gb: int,
     gb_per_s: float,
+    link: float | None,
     *,
     half: float | None = None,
     **tflops: float,
@@ -149,6 +155,7 @@ def _gpu(
         capability: Its compute capability.
         memory_gb: Its memory,
         gb_per_s: and the rate of that.
+        link: Gigabytes per second each way to its host; None if that is not known.
         half: Rate of bfloat16 and float16, if they are equally fast.
         tflops: Rates of further types.
     """
@@ -172,6 +179,7 @@ def _gpu(
         bandwidth_efficiency=reached.memory,
         host_op_ms=_HOST_OP_MS,
         time_error=reached.error,
+        link=None if link is None else symmetric(link),
     )
 
 
@@ -191,48 +199,52 @@ _SPECS = (
         peak_flops=MappingProxyType({"float64": 5e10, "float32": 1e11}),
         launch_overhead_ms=_CPU_LAUNCH_MS,
         allocation_granularity_bytes=1,
+        link=DISK,
     ),
     # NVIDIA H100 Tensor Core GPU data sheet: SXM and PCIe columns.
-    _gpu("h100", (9, 0), 80, 3350, **_H100_SXM),
-    _gpu("h100-pcie", (9, 0), 80, 2000,
+    _gpu("h100", (9, 0), 80, 3350, 64, **_H100_SXM),
+    _gpu("h100-pcie", (9, 0), 80, 2000, 64,
          float64=51, float32=51, tfloat32=378, half=756, float8=1513),
+    # NVIDIA GH200 Grace Hopper Superchip data sheet, 96GB HBM3; its host is reached by
+    # NVLink-C2C, 900 GB/s both ways together.
+    _gpu("gh200", (9, 0), 96, 4000, 450, **_H100_SXM),
     # NVIDIA H200 Tensor Core GPU data sheet: SXM column.
-    _gpu("h200", (9, 0), 141, 4800, **_H100_SXM),
+    _gpu("h200", (9, 0), 141, 4800, 64, **_H100_SXM),
     # NVIDIA A100 Tensor Core GPU data sheet: 80GB SXM and 40GB SXM columns.
-    _gpu("a100", (8, 0), 80, 2039, **_A100),
-    _gpu("a100-40gb", (8, 0), 40, 1555, **_A100),
+    _gpu("a100", (8, 0), 80, 2039, 32, **_A100),
+    _gpu("a100-40gb", (8, 0), 40, 1555, 32, **_A100),
     # NVIDIA Blackwell data sheet, individual specifications, HGX B200 column.
-    _gpu("b200", (10, 0), 180, 7700,
+    _gpu("b200", (10, 0), 180, 7700, 64,
          float64=37, float32=75, tfloat32=1125, half=2250, float8=4500),
     # NVIDIA L40S data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
-    _gpu("l40s", (8, 9), 48, 864,
+    _gpu("l40s", (8, 9), 48, 864, 32,
          float64=1.43, float32=91.6, tfloat32=183, half=362, float8=733),
     # NVIDIA L4 data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
-    _gpu("l4", (8, 9), 24, 300,
+    _gpu("l4", (8, 9), 24, 300, 32,
          float64=0.473, float32=30.3, tfloat32=60, half=121, float8=242.5),
     # NVIDIA A10G data sheet; float64 is 1/64 of float32 (GA102 whitepaper).
-    _gpu("a10g", (8, 6), 24, 600,
+    _gpu("a10g", (8, 6), 24, 600, 32,
          float64=0.547, float32=35, tfloat32=35, half=70),
     # NVIDIA V100 data sheet: SXM2, 32GB. No bfloat16 on its tensor cores.
-    _gpu("v100", (7, 0), 32, 900, float64=7.8, float32=15.7, float16=125),
+    _gpu("v100", (7, 0), 32, 900, 16, float64=7.8, float32=15.7, float16=125),
     # NVIDIA T4 data sheet; float64 is 1/32 of float32 (Turing whitepaper, TU104).
-    _gpu("t4", (7, 5), 16, 320, float64=0.253, float32=8.1, float16=65),
+    _gpu("t4", (7, 5), 16, 320, 16, float64=0.253, float32=8.1, float16=65),
     # NVIDIA GA102 GPU architecture whitepaper, GeForce RTX 3090.
-    _gpu("rtx3090", (8, 6), 24, 936,
+    _gpu("rtx3090", (8, 6), 24, 936, 32,
          float64=0.556, float32=35.6, tfloat32=35.6, half=71),
     # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090.
-    _gpu("rtx4090", (8, 9), 24, 1008,
+    _gpu("rtx4090", (8, 9), 24, 1008, 32,
          float64=1.29, float32=82.6, tfloat32=82.6, half=165.2, float8=330.3),
     # NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090.
-    _gpu("rtx5090", (12, 0), 32, 1792,
+    _gpu("rtx5090", (12, 0), 32, 1792, 64,
          float64=1.64, float32=104.8, tfloat32=104.8, half=209.5, float8=419),
     # AMD Instinct MI250X data sheet, halved: PyTorch sees each GCD as a device.
-    _gpu("mi250x", None, 64, 1638.4, float64=47.85, float32=47.85, half=191.5),
+    _gpu("mi250x", None, 64, 1638.4, None, float64=47.85, float32=47.85, half=191.5),
     # AMD Instinct MI300X data sheet.
-    _gpu("mi300x", None, 192, 5300,
+    _gpu("mi300x", None, 192, 5300, 64,
          float64=163.4, float32=163.4, tfloat32=653.7, half=1307.4, float8=2614.9),
     # AMD Instinct MI325X data sheet: MI300X with more and faster memory.
-    _gpu("mi325x", None, 256, 6000,
+    _gpu("mi325x", None, 256, 6000, 64,
          float64=163.4, float32=163.4, tfloat32=653.7, half=1307.4, float8=2614.9),
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ def check(plan: Plan, profile: TracedStep) -> int:
 
 
 def _checked(plan: Plan, profile: TracedStep) -> int:
-    capped = restricted(profile, cap=plan.cap)
+    capped = restricted(profile, cap=plan.cap, offload=plan.offloads)
     peak_bytes = capped.peak_bytes(chosen(plan, capped))
     if peak_bytes > plan.budget_bytes:
         raise PlanMismatchError(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from autosac.checkpointing import installing
 from autosac.devices.allocator_settings import Cap, check_cap
-from autosac.errors import InfeasibleBudgetError, SolverError
+from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
 from autosac.planning import redrawn_steps
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
@@ -32,6 +33,8 @@ from autosac.units.nests import Nest
 from autosac.units.policies import OpPolicy
 from autosac.units.unit import Unit
 
+Offload = bool | Literal["auto"]
+
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
 _TARGETS = 16  # below the plain step's peak, to be planned for where sizes vary
 _MOST_LEFT_OUT = 8  # rounds in which units are left out
@@ -46,21 +49,40 @@ def price_ms_per_byte(profile: TracedStep, budget_bytes: int) -> float | None:
     return profile.chooser.price_ms_per_byte(budget_bytes)
 
 
+def check_offload(offload: object, directory: str | None = None) -> None:
+    """Refuse what `plan` cannot take for `offload` and `offload_dir`.
+
+    Raises:
+        ArgumentError: It is none of the choices, or there is no such directory.
+    """
+    if offload not in (True, False, "auto"):
+        raise ArgumentError(
+            f"`offload` must be True, False or 'auto', got {offload!r}."
+        )
+    if directory is not None and not os.path.isdir(directory):
+        raise ArgumentError(
+            f"`offload_dir`={directory!r} is no directory: make it, or name another."
+        )
+
+
 @no_collections()
-def floor(profile: TracedStep, *, cap: Cap | None = None) -> int:
+def floor(profile: TracedStep, *, cap: Cap | None = None, offload: bool = False) -> int:
     """Least feasible budget of a profile in bytes.
 
     Args:
         profile: The profile.
         cap: What the budget caps on a GPU, as in `plan`; None for what the budgets of
             the profile cap.
+        offload: Whether arguments of AC units may lie in far memory.
 
     Raises:
-        ArgumentError: Nothing of that name can be capped.
+        ArgumentError: Nothing of that name can be capped, or the device has no known
+            link to far memory.
     """
     if cap is not None:
         check_cap(cap)
         profile = restricted(profile, cap=cap)
+    profile = restricted(profile, cap=profile.cap, offload=offload)
     return profile.peak_bytes(_confirmed_lowest(profile))
 
 
@@ -69,23 +91,43 @@ def make_plan(
     profile: TracedStep,
     budget_bytes: int,
     *,
-    dry_run: bool | None = None,
-    start: sac.Start | None = None,
-    **solving: Any,
+    offload: Offload = False,
+    **options: Any,
 ) -> Plan:
     """Choose what to recompute, and confirm it by a dry run.
 
     Args:
         profile: The profile.
         budget_bytes: Cap on the peak.
-        dry_run: As in `plan`.
-        start: What smaller budgets of a sweep found.
-        solving: Fields of `SolveOptions`.
+        offload: As in `plan`.
+        options: ``dry_run`` as in `plan`; ``start``, what smaller budgets of a sweep
+            found; and fields of `SolveOptions`.
 
     Raises:
+        ArgumentError: The device has no known link to far memory.
         InfeasibleBudgetError: No plan fits.
         SolverError: The applied model's dry run does not confirm the plan.
     """
+    if offload == "auto":
+        try:
+            return _make_plan(profile, budget_bytes, **options)
+        except InfeasibleBudgetError:
+            if profile.device.link is None:
+                raise
+        options.pop("start", None)  # it is of the step without
+    if offload:
+        profile = restricted(profile, cap=profile.cap, offload=True)
+    return _make_plan(profile, budget_bytes, **options)
+
+
+def _make_plan(
+    profile: TracedStep,
+    budget_bytes: int,
+    *,
+    dry_run: bool | None = None,
+    start: sac.Start | None = None,
+    **solving: Any,
+) -> Plan:
     if not profile.calibrated:
         warn_of_other_formulas(profile.tape)
     for _ in range(_MOST_LEFT_OUT):
@@ -333,6 +375,8 @@ def _as_plan(
         signatures=(profile.signature,),
         cap=profile.cap,
         traced=profile.traced(),
+        offloaded_bytes=sum(unit.far_bytes for unit in chosen),
+        exposed_ms=sum(unit.exposed_ms for unit in chosen),
     )
 
 

@@ -6,6 +6,7 @@ over all of them is the cheapest one for each.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -17,7 +18,13 @@ from autosac import _compat_dispatch
 from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.planning.batch_kinds import Bucket, are_several, buckets
-from autosac.planning.make_plan import floor, lowest_plan, make_plan
+from autosac.planning.make_plan import (
+    Offload,
+    check_offload,
+    floor,
+    lowest_plan,
+    make_plan,
+)
 from autosac.planning.plans import Plan
 from autosac.planning.statistics_plans import StatisticsPlan, plan_statistics
 from autosac.planning.unseen_batches import OnMismatch, Replan, check_on_mismatch
@@ -57,6 +64,8 @@ def plan(
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
     cap: Cap = "allocated",
+    offload: Offload = False,
+    offload_dir: str | os.PathLike[str] | None = None,
     world_size: int | None = None,
     on_mismatch: OnMismatch = "recompute",
     make_loss_fn: MakeLoss | None = None,
@@ -88,6 +97,12 @@ def plan(
             hands out, "reserved" for all that it takes from the device, which is more:
             it keeps segments, and what is left in them may fit nothing. On the CPU both
             are the same.
+        offload: Whether arguments of AC units may lie in far memory from the end of
+            their forward to their rerun: of a GPU in pinned memory of its host, of the
+            CPU in a file. The plan decides for each unit, together with what is
+            recomputed. "auto": only where no plan fits without. Not tried on a GPU yet.
+        offload_dir: Where the CPU's file lies; None for the system's temporary
+            directory, which may be memory.
         world_size: Of statistics, how many ranks share parameters and gradients; None
             for one.
         on_mismatch: What a model under the plan does with a batch of a signature that
@@ -126,6 +141,8 @@ def plan(
     """
     check_on_mismatch(on_mismatch)
     check_cap(cap)
+    directory = None if offload_dir is None else os.fspath(offload_dir)
+    check_offload(offload, directory)
     units: dict[str, Any] = {
         name: None if marks is None else marks_of(marks)
         for name, marks in (("ac_units", ac_units), ("fsdp_units", fsdp_units))
@@ -138,6 +155,7 @@ def plan(
     if isinstance(model, Statistics):
         other = {"inputs": inputs, "make_loss_fn": make_loss_fn, "dry_run": dry_run}
         other["cap"] = None if cap == "allocated" else cap
+        other["offload"] = offload or None
         _refuse_with_statistics({**other, **options})
         solving["relative_gap"] = relative_gap or 0.0
         solving["world_size"] = 1 if world_size is None else world_size
@@ -146,6 +164,7 @@ def plan(
     units["cap"] = cap
     solving["relative_gap"] = RELATIVE_GAP if relative_gap is None else relative_gap
     solving["dry_run"] = dry_run
+    solving["offload"] = offload
     if isinstance(model, torch.nn.Module) and are_several(inputs):
         steps = [
             (bucket, restricted(traced, **units))
@@ -165,7 +184,9 @@ def plan(
         form = inputs[0] if isinstance(inputs, list) else inputs
         how = units, solving
         replanned = _replan(step, budget_bytes, how, make_loss_fn, form)
-    return replace(planned, on_mismatch=on_mismatch, replan=replanned)
+    return replace(
+        planned, on_mismatch=on_mismatch, replan=replanned, offload_dir=directory
+    )
 
 
 def _refuse_with_statistics(given: dict[str, Any]) -> None:
@@ -322,7 +343,8 @@ def _unit_modules(plan: Plan) -> set[str]:
     """FQNs of the modules whose ``forward`` a plan replaces."""
     policies = plan.op_policies
     replaced = {p.fqn.rpartition(".")[0] if p.until else p.fqn for p in policies}
-    return replaced | {p.around for p in policies if p.around}
+    ends = {fqn for p in policies for fqn in (p.around, p.far_until) if fqn}
+    return replaced | ends
 
 
 def _before(step: TracedStep, fqns: set[str]) -> list[str]:

@@ -16,7 +16,7 @@ from autosac.profiles.fingerprints import digest
 from autosac.step.batch_signatures import BatchSignature
 from autosac.units.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
 
-FORMAT = 3
+FORMAT = 4
 _WORDS = {
     SAVE: "save",
     RERUN: "rerun",
@@ -34,6 +34,8 @@ _UNIT_FIELDS = (
     "position",
     "around",
     "until",
+    "far",
+    "far_until",
 )
 _MORE = {"op_sequences": 0, "variants": 1}  # levels of lines inside, besides their own
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
@@ -118,6 +120,7 @@ def _part(
     units = []
     for unit in body.pop("units"):
         actions, onward, names = zip(*sequences[unit.pop("ops")], strict=True)
+        unit["far"] = tuple(unit["far"])
         units.append(
             OpPolicy(
                 names=names, actions="".join(actions), onward="".join(onward), **unit
@@ -157,9 +160,11 @@ def problem(record: Mapping[str, Any]) -> str | None:
             f"its peak of {record['peak_bytes']} bytes is above its budget of"
             f" {record['budget_bytes']}"
         )
+    if any(one.far and not one.far_until for one in units):
+        return "a unit of it never lets go of what it offloads"
     if {one.label for one in units} != record["policy"].keys():
         return "its policy and its op policies are for different units"
-    ends = {fqn for one in units for fqn in (one.fqn, one.until) if fqn}
+    ends = {fqn for one in units for fqn in (one.fqn, one.until, one.far_until) if fqn}
     if strange := ends - modules:
         return f"its unit `{min(strange)}` is no module of its model"
     return None

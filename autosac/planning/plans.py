@@ -44,7 +44,8 @@ class Plan:
         peak_bytes: Predicted peak of what the budget caps, of a step with the plan,
             simulated on the tape.
         baseline_peak_bytes: Predicted peak of a step without it.
-        recompute_ms: Predicted time a step spends on recomputation.
+        recompute_ms: Predicted time a step spends on recomputation, and on waiting for
+            what was offloaded.
         step_ms: Predicted time of a step's kernels, recomputation included.
         bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
             their Pareto-optimal save sets, in the MILP's memory model: on the CPU that
@@ -67,6 +68,11 @@ class Plan:
         opening: Names of the first ops of forward, up to the one that tells these
             batches from others of their signature; empty if there are none.
         on_mismatch: What becomes of a batch of another signature: see `autosac.plan`.
+        offloaded_bytes: Bytes of arguments of units that lie in far memory between
+            forward and backward, added up over the step,
+        exposed_ms: and the time of `recompute_ms` that it waits for their copies.
+        offload_dir: Directory of the CPU's far memory; None for the system's temporary
+            one.
         variants: The plans for several kinds of batches, that of the highest peak
             first. Times of the whole are then means over all batches, all else is that
             of the first. Empty if there is one kind.
@@ -98,6 +104,9 @@ class Plan:
     num_batches: int = 1
     opening: tuple[str, ...] = ()
     on_mismatch: OnMismatch = "recompute"
+    offloaded_bytes: int = 0
+    exposed_ms: float = 0.0
+    offload_dir: str | None = None
     variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
     replan: Replan | None = field(default=None, compare=False, repr=False)
@@ -110,6 +119,11 @@ class Plan:
     def each(self) -> tuple[Plan, ...]:
         """The plan for every kind of batches."""
         return self.variants or (self,)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it moves anything to far memory."""
+        return any(one.far for one in self.op_policies)
 
     @property
     def host_ms(self) -> float | None:
@@ -271,6 +285,12 @@ class Plan:
             f"measured  {self.measured_fraction:.1%} of the step's time, the rest is"
             " modelled",
         ]
+        if self.offloaded_bytes:
+            lines.append(
+                f"offload   {format_bytes(self.offloaded_bytes)} to"
+                f" {'a file' if self.device == 'cpu' else 'the host'},"
+                f" {format_ms(self.exposed_ms)} of the recomputation is waiting for it"
+            )
         lines += [f"batches   {one._of_batches()}" for one in self.variants]
         if self.reserved_bytes is not None:
             reserved = f"reserved  {format_bytes(self.reserved_bytes)} predicted"
@@ -341,7 +361,7 @@ class Plan:
             else f"input made again from {chains[one.chain][0]}"
             for one in self.op_policies
             if one.around or one.position
-        }
+        } | {one.fqn: "arguments offloaded" for one in self.op_policies if one.far}
 
 
 def check_model(expected: Fingerprint, model: torch.nn.Module) -> None:

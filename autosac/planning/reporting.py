@@ -105,7 +105,9 @@ class Report:
 
 def report(plan: Plan, profile: TracedStep | None = None) -> Report:
     """Explain a plan: see `Plan.report`."""
-    traced = plan.traced if profile is None else restricted(profile, cap=plan.cap)
+    traced = plan.traced
+    if profile is not None:
+        traced = restricted(profile, cap=plan.cap, offload=plan.offloads)
     return Report(plan=plan, details=None if traced is None else _details(plan, traced))
 
 

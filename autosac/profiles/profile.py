@@ -48,6 +48,7 @@ from autosac.units import curves
 from autosac.units.candidates import Units, find_units
 from autosac.units.chains import Chain, find_chains
 from autosac.units.curves import UnitCurve
+from autosac.units.far_units import FarUnit, find_far_units
 from autosac.units.given_units import ALL_UNITS, GivenUnits
 from autosac.units.nests import find_nests
 from autosac.units.policies import Policy
@@ -57,7 +58,7 @@ from autosac.units.unit import Unit
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
     *("chooser", "dry_runs", "roomy", "statistics", "_curves", "with_given_units"),
-    "with_other_caps",
+    *("with_other_caps", "with_offload", "far_units"),
 )
 
 
@@ -79,6 +80,7 @@ class TracedStep:
         given: Which modules may be AC units, if the user says so.
         allocator: How the program uses PyTorch's allocator on a GPU.
         cap: What a budget caps there.
+        plain: The same step without offload; None if this one offloads nothing.
     """
 
     tape: Tape
@@ -93,6 +95,7 @@ class TracedStep:
     given: GivenUnits = ALL_UNITS
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
     cap: Cap = "allocated"
+    plain: TracedStep | None = None
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -126,6 +129,8 @@ class TracedStep:
 
     def leave_out(self, fqns: Iterable[str], why: str) -> None:
         """Make modules no AC units from now on; what was worked out is forgotten."""
+        if self.plain is not None:
+            self.plain.leave_out(fqns, why)
         self.left_out.update(dict.fromkeys(fqns, why))
         for name in _OF_UNITS:
             vars(self).pop(name, None)
@@ -156,8 +161,18 @@ class TracedStep:
     @cached_property
     def candidates(self) -> tuple[Unit, ...]:
         """All candidates in forward order, those around others first."""
-        units = [*self.chains, *self.units.candidates, *self.slices]
+        single = [*self.units.candidates, *self.slices]
+        units = [*self.chains, *single, *self.far_units]
         return tuple(sorted(units, key=lambda u: (u.call.enter, -u.call.exit)))
+
+    @cached_property
+    def far_units(self) -> tuple[FarUnit, ...]:
+        """Twins of candidates whose arguments lie in far memory, if it may be used."""
+        link = self.device.link
+        if self.plain is None or link is None:
+            return ()
+        with no_collections():
+            return find_far_units(self.tape, self.units.candidates, self.op_ms, link)
 
     @cached_property
     def formulation(self) -> Formulation:
@@ -169,6 +184,7 @@ class TracedStep:
                 (*self.units.candidates, *self.slices),
                 self.chains,
                 self.fronts,
+                self.far_units,
             )
 
     @cached_property
@@ -190,7 +206,8 @@ class TracedStep:
         with no_collections():
             choices = self.rules.some(most_rules(self.simulator))
             incumbents = Incumbents(self.simulator, choices)
-            return Chooser(self.simulator, self.formulation, incumbents)
+            plain = None if self.plain is None else self.plain.chooser
+            return Chooser(self.simulator, self.formulation, incumbents, plain)
 
     @cached_property
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
@@ -211,6 +228,11 @@ class TracedStep:
     def with_other_caps(self) -> dict[Cap, TracedStep]:
         """Cache of this step for budgets that cap something else."""
         return {}
+
+    @cached_property
+    def with_offload(self) -> list[TracedStep]:
+        """Cache of this step with offload: one, or none yet."""
+        return []
 
     @cached_property
     def parallel(self) -> dict[Hashable, Any]:

@@ -26,6 +26,7 @@ def restricted(
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
     cap: Cap = "allocated",
+    offload: bool = False,
 ) -> _Step:
     """The step with given units, the same one each time; itself if none are given.
 
@@ -34,13 +35,23 @@ def restricted(
         ac_units: The only modules that may be AC units: names, patterns or classes.
         fsdp_units: FSDP units, around which no module may be an AC unit.
         cap: What budgets cap.
+        offload: Whether units may have arguments in far memory.
 
     Raises:
-        ArgumentError: One of them stands for no module; or none of `ac_units` can be
-            an AC unit.
+        ArgumentError: The device has no known link to far memory. One of the others
+            stands for no module; or none of `ac_units` can be an AC unit.
     """
+    if step.plain is not None:
+        plain: _Step = step.plain  # type: ignore[assignment]
+        return restricted(plain, ac_units, fsdp_units, cap, offload=True)
     if cap != step.cap and step.device.type == "cuda":
         step = _capped(step, cap)
+    step = _given(step, ac_units, fsdp_units)
+    return _offloading(step) if offload else step
+
+
+def _given(step: _Step, ac_units: Marks | None, fsdp_units: Marks | None) -> _Step:
+    """The step with given units, the same one each time."""
     if ac_units is None and fsdp_units is None:
         return step
     tree = step.tape.modules
@@ -68,6 +79,24 @@ def restricted(
         _check_some_left(step, new)
         known[given] = new
     return known[given]  # type: ignore[return-value]
+
+
+def _offloading(step: _Step) -> _Step:
+    """The step whose units may have arguments in far memory, the same one each time."""
+    if step.device.link is None:
+        raise ArgumentError(
+            f"`offload` takes the rates between {step.device.name} and its far memory,"
+            " which are not known: pass a `DeviceSpec` with a `link` as `device`."
+        )
+    if not step.with_offload:
+        new = replace(step, plain=step)
+        _ = step.left_out, step.units, step.chains, step.slices, step.fronts, step.rules
+        _ = step.dry_runs
+        shared = ("units", "chains", "slices", "fronts", "rules")
+        _share(step, new, (*_OF_ANY_UNITS, *shared))
+        vars(new)["simulator"] = step.simulator
+        step.with_offload.append(new)
+    return step.with_offload[0]  # type: ignore[return-value]
 
 
 def _capped(step: _Step, cap: Cap) -> _Step:

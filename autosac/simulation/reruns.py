@@ -66,6 +66,7 @@ class _Rerun:
         states: From, to and bytes of random states that are copied after the groups.
         works: Those that are copied unless a group is saved, and what kernels hold
             if it is rerun: group, whether a kernel holds it, from, to and bytes.
+        fetched: From, to and bytes of arguments that are copied back.
     """
 
     kept: dict[int, int]
@@ -75,6 +76,7 @@ class _Rerun:
     dropped: IntArray
     states: IntArray
     works: IntArray
+    fetched: IntArray
 
     def under(self, policy: Policy) -> Lifetimes:
         """Lifetimes that the rerun leaves under a policy."""
@@ -90,6 +92,8 @@ class _Rerun:
             held={**self.kept, **dict(kept), **dict(dropped)},
             copies=[self.pieces[own == ord(RERUN)]],
         )
+        if len(self.fetched):
+            lifetimes.copies.append(self.fetched)
         if len(self.states):
             lifetimes.works.append(self.states)
         if len(self.works):
@@ -123,6 +127,7 @@ class Reruns:
         policy: Policy,
         begin: int,
         relayed: tuple[int, ...] | None = None,
+        far: tuple[int, ...] = (),
     ) -> Lifetimes:
         """One module call, rerun at `begin` plus its ticks.
 
@@ -131,10 +136,11 @@ class Reruns:
             policy: What it saves.
             begin: Key at which the rerun begins, less that of the call.
             relayed: Of a block of a chain: its arguments that earlier blocks make.
+            far: Arguments that are allocated again as it begins.
         """
         key = (unit, begin, relayed)
         if key not in self._known:
-            self._known[key] = self._rerun(unit, begin, relayed)
+            self._known[key] = self._rerun(unit, begin, relayed, far)
         return self._known[key].under(policy)
 
     def saved_until(self, unit: Unit) -> dict[int, int]:
@@ -157,7 +163,13 @@ class Reruns:
                 held.append((begin + op.made, begin + op.end, _RANDOM_STATE_BYTES))
         return held
 
-    def _rerun(self, unit: Unit, begin: int, relayed: tuple[int, ...] | None) -> _Rerun:
+    def _rerun(
+        self,
+        unit: Unit,
+        begin: int,
+        relayed: tuple[int, ...] | None,
+        far: tuple[int, ...],
+    ) -> _Rerun:
         tape, span = self._tape, self._span
         # Only a chain runs again what comes after the last saved tensor.
         tail = [] if relayed is None else self._tail(unit)
@@ -173,7 +185,7 @@ class Reruns:
         return _Rerun(
             kept={
                 s: until[s] * span
-                for s in until.keys() - set(produced) - set(relayed or ())
+                for s in until.keys() - {*produced, *(relayed or ()), *far}
             },
             storages=storages,
             made_by=np.repeat(np.arange(len(counts)), counts),
@@ -181,6 +193,17 @@ class Reruns:
             dropped=np.where(kept_until < unit.call.exit, kept_until * span, 0).clip(0),
             states=rows(self._states(tail), 3),
             works=rows(self._works(unit, begin), 5),
+            fetched=rows(
+                (
+                    (
+                        begin + unit.call.enter,
+                        max(stop, until.get(s, 0) * span),
+                        int(tape.nbytes[s]),
+                    )
+                    for s in far
+                ),
+                3,
+            ),
         )
 
     def _works(self, unit: Unit, begin: int) -> Iterator[tuple[int, ...]]:

@@ -338,7 +338,9 @@ class Simulator:
         """A piece that autograd records; blocks of several chains are cached."""
         begin, policy = piece.begin(self.span), Policy(piece.choices)
         if is_one_of == 1:
-            return self._reruns.lifetimes(piece.unit, policy, begin, piece.relayed)
+            return self._reruns.lifetimes(
+                piece.unit, policy, begin, piece.relayed, piece.far
+            )
         key = (piece.unit, policy, piece.relayed, begin)
         if key not in self._later:
             self._later[key] = self._reruns.lifetimes(

@@ -53,6 +53,8 @@ class Chooser:
         simulator: Of the step.
         formulation: The MILP's numbers.
         incumbents: Choices that are known from the start.
+        plain: Of the same step, with fewer candidates: nothing that it chooses is
+            beaten by what is chosen here. None for none.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class Chooser:
         simulator: Simulator,
         formulation: Formulation,
         incumbents: Incumbents,
+        plain: Chooser | None = None,
     ) -> None:
         self._simulator = simulator
+        self._plain = plain
         self._formulation = formulation
         self._incumbents = incumbents
         self._solver = sac.Solver(formulation.problem(0))
@@ -92,6 +96,8 @@ class Chooser:
             return None, 0.0
         search = _Search(self, budget_bytes, options, start)
         search.offer(self._incumbents.cheapest(budget_bytes))
+        if self._plain is not None:
+            search.offer(self._plain.choose(budget_bytes, options)[0])
         if self._formulation.units and options.segments is not None:
             search.run_on_segments(self._formulation)
         elif self._formulation.units:
@@ -157,6 +163,8 @@ class Chooser:
             return self._incumbents.lowest()
         least_bytes, choice = self.predicted_floor(backend)
         best = self._incumbents.lowest(choice)
+        if self._plain is not None:
+            best = min(best, self._plain.lowest(backend), key=self.true_peak_bytes)
         best_bytes = self.true_peak_bytes(best)
         for _ in range(_FLOOR_ROUNDS):  # where the MILP is off, another may be lower
             if best_bytes - least_bytes <= _NEAR_FLOOR * best_bytes:

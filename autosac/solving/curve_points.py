@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from autosac.simulation.simulator import Simulator
-from autosac.solvers.curves import knapsack
+from autosac.solvers.curves import curve, knapsack
 from autosac.solving.formulation import Formulation, formulate
 from autosac.units import curves
 from autosac.units.chains import Chain
+from autosac.units.far_units import FarUnit
+from autosac.units.slices import Slice
 from autosac.units.unit import Unit
 
 _MOST_POINTS = 1600  # of all units; curves of large models are thinned out
+_FAR_POINTS = 6  # of a unit without offload that its twin has, too
 
 
 def formulate_candidates(
@@ -20,6 +23,7 @@ def formulate_candidates(
     single: Sequence[Unit],
     chains: Sequence[Chain],
     fronts: Mapping[Hashable, knapsack.Front],
+    far_units: Sequence[FarUnit] = (),
 ) -> Formulation:
     """The MILP's numbers for the candidates that free memory.
 
@@ -29,6 +33,7 @@ def formulate_candidates(
         single: Those that are no chain.
         chains: The others.
         fronts: Pareto points of single units, by key.
+        far_units: Twins of some of these, with arguments in far memory.
     """
     sizes = [len(fronts[unit.key]) for unit in single]
     num_points = curves.affordable_points(sizes, _MOST_POINTS)
@@ -40,6 +45,11 @@ def formulate_candidates(
         if chain.key not in by_key:
             of_blocks = [by_key[block.unit.key] for block in chain.blocks]
             by_key[chain.key] = curves.chain_trade_off(chain, of_blocks)
+    of_plain = {unit.call: unit.key for unit in single if not isinstance(unit, Slice)}
+    for twin in far_units:
+        if twin.key not in by_key:
+            key = of_plain[twin.call]
+            by_key[twin.key] = far_curve(twin, by_key[key], fronts[key])
     useful = [
         (unit, curve) for unit in candidates if (curve := by_key[unit.key]) is not None
     ]
@@ -47,4 +57,37 @@ def formulate_candidates(
         simulator.in_blocks(),
         [unit for unit, _ in useful],
         [curve for _, curve in useful],
+    )
+
+
+def far_curve(
+    twin: FarUnit, plain: curves.UnitCurve | None, front: knapsack.Front
+) -> curves.UnitCurve:
+    """Points of a unit whose arguments lie in far memory.
+
+    They are some of those that it has without, and that which reruns least.
+
+    Args:
+        twin: The unit.
+        plain: Its curve without; None if it frees nothing then.
+        front: Its Pareto points without.
+    """
+    policies = [curves.policy_of(front, 0)]
+    if plain is not None:
+        last = len(plain.policies) - 1
+        places = {last * k // (_FAR_POINTS - 1) for k in range(_FAR_POINTS)}
+        policies += [plain.policies[place] for place in sorted(places)]
+    most = max(twin.activation_bytes, twin.sole_bytes, 1)
+    freed = {}
+    for policy in policies:
+        nbytes = max(0, most - curves.kept(twin, policy))
+        freed[nbytes] = (curves.recompute_ms(twin, policy), policy)
+    points = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
+    return curves.UnitCurve(
+        points=curve.TradeoffCurve(
+            freed_bytes=tuple(n + twin.far_bytes for n in points.freed_bytes),
+            recompute_ms=points.recompute_ms,
+        ),
+        policies=tuple(freed[nbytes][1] for nbytes in points.freed_bytes),
+        ratios=tuple(min(1.0, nbytes / most) for nbytes in points.freed_bytes),
     )

@@ -251,15 +251,16 @@ def kept(unit: Unit, policy: Policy) -> int:
 
 
 def recompute_ms(unit: Unit, policy: Policy) -> float:
-    """Time to rerun a unit under a policy."""
+    """Time to rerun a unit under a policy, and to wait for its arguments."""
     known_ms = unit.known_ms.get(policy)
     if known_ms is None:
-        known_ms = unit.known_ms[policy] = math.fsum(
+        rerun = (
             group.runtime_ms
             for piece in unit.schedule(policy)
             for group, choice in zip(piece.groups, piece.choices, strict=True)
             if choice == RERUN
         )
+        known_ms = unit.known_ms[policy] = math.fsum([unit.exposed_ms, *rerun])
     return known_ms
 
 

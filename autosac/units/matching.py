@@ -8,6 +8,9 @@ from autosac.step.tape import Tape
 from autosac.units.policies import OpPolicy, Policy, is_listed
 from autosac.units.unit import Unit
 
+# Module of a nest, arguments in far memory, and calls with their numbers.
+_Name = tuple[str, tuple[int, ...], tuple[tuple[str, int], ...]]
+
 
 def chosen_by(
     tape: Tape, units: Iterable[Unit], spelled: Iterable[OpPolicy]
@@ -22,27 +25,27 @@ def chosen_by(
     Raises:
         ValueError: None of the candidates is the module call or the chain.
     """
-    wanted: dict[tuple[str, tuple[tuple[str, int], ...]], list[OpPolicy]] = {}
+    wanted: dict[_Name, list[OpPolicy]] = {}
     chains: dict[str, list[OpPolicy]] = {}
     for one in spelled:
         if one.chain:
             chains.setdefault(one.chain, []).append(one)
         else:
-            wanted["", ((one.label, one.call_index),)] = [one]
+            wanted["", one.far, ((one.label, one.call_index),)] = [one]
     for parts in chains.values():
         parts.sort(key=lambda one: one.position)
         names = tuple((one.fqn, one.call_index) for one in parts)
-        wanted[parts[0].around, names] = parts
+        wanted[parts[0].around, (), names] = parts
     chosen = {}
     for unit in units:
         names = tuple((call.label, call.call_index) for call in unit.calls)
-        parts = wanted.pop((unit.around, names), [])
+        parts = wanted.pop((unit.around, unit.places, names), [])
         if parts:
             pairs = zip(unit.calls, parts, strict=True)
             choices = [_group_choices(tape, call, part) for call, part in pairs]
             chosen[unit] = Policy("".join(choices))
     if wanted:
-        _, calls_left = next(iter(wanted))
+        *_, calls_left = next(iter(wanted))
         missing = ", ".join(fqn for fqn, _ in calls_left)
         raise ValueError(f"{missing} is no candidate of this profile.")
     return chosen

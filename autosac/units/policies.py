@@ -46,6 +46,10 @@ class OpPolicy:
         onward: and what to do with its ops when only its output is made again.
         around: FQN of the module of the nest that the chain is, if it is one.
         until: FQN of the last layer of a slice, of which `fqn` is the first.
+        far: Which of its arguments lie in far memory between forward and its rerun:
+            places among their distinct storages,
+        far_until: and FQN of the module at the end of whose call the program lets go
+            of them.
     """
 
     fqn: str
@@ -59,6 +63,8 @@ class OpPolicy:
     onward: str = ""
     around: str = ""
     until: str = ""
+    far: tuple[int, ...] = ()
+    far_until: str = ""
 
     @property
     def label(self) -> str:

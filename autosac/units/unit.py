@@ -33,6 +33,7 @@ class Piece:
             which it ends; autograd keeps nothing of it. None for the others.
         relayed: Arguments that earlier pieces make. None if the piece ends with its
             last saved tensor, as nobody needs what it makes after that.
+        far: Arguments that lie in far memory, and are copied back as it begins.
     """
 
     unit: Unit
@@ -42,6 +43,7 @@ class Piece:
     enter: int
     leave: int | None = None
     relayed: tuple[int, ...] | None = None
+    far: tuple[int, ...] = ()
 
     def begin(self, span: int) -> int:
         """Key at which it begins, less the tick of forward that it repeats then.
@@ -128,6 +130,21 @@ class Unit:
                 enter=self.call.enter,
             ),
         )
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Which of its arguments lie in far memory, as in `OpPolicy.far`."""
+        return ()
+
+    @property
+    def exposed_ms(self) -> float:
+        """Time that a step waits for copies because of it."""
+        return 0.0
+
+    @property
+    def far_bytes(self) -> int:
+        """Bytes that it has in far memory between forward and its rerun."""
+        return 0
 
     def held_until(self, storage: int) -> int:
         """Tick until which it holds one of its arguments."""

@@ -28,6 +28,7 @@ def test_names_the_known_devices_when_asked_for_another():
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA A100 80GB PCIe", "a100"),
         ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA L4", "l4"),
         ("Tesla V100-SXM2-32GB", "v100"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
@@ -38,7 +39,7 @@ def test_knows_what_drivers_call_a_device(product, name):
     assert device_of_product(product).name == name
 
 
-@pytest.mark.parametrize("product", ["NVIDIA L40", "NVIDIA GH200 480GB", "CPU"])
+@pytest.mark.parametrize("product", ["NVIDIA L40", "NVIDIA GB200", "CPU"])
 def test_a_similar_name_is_another_device(product):
     with pytest.raises(ValueError, match=f"'{product}' has no entry"):
         device_of_product(product)

@@ -1,0 +1,178 @@
+"""Arguments of a call that lie in far memory until the call is rerun.
+
+When the call is over its arguments are sent. At a fixed place of the program, the end
+of a later module call, the program waits for the copies and lets go of the tensors. A
+rerun begins by allocating them again, and copies them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from autosac import _compat, _compat_dispatch
+from autosac.checkpointing.call_arguments import (
+    Handed,
+    leaves,
+    map_nested,
+    take_apart,
+)
+from autosac.checkpointing.far_memory import FarMemory, Sent
+from autosac.checkpointing.tensor_parts import (
+    Layout,
+    alias_of,
+    elements,
+    gone,
+    key_of,
+    layout_of,
+    version_of,
+)
+from autosac.pytrees import tensors_in
+from autosac.units.policies import OpPolicy
+
+
+class _Place:
+    """A storage in far memory.
+
+    Attributes:
+        sent: The copy; None of a fake tensor.
+        num_elements: What the new storage is to hold,
+        dtype: of which type,
+        device: and where.
+        tensor: All of the new storage, while a rerun asks for it.
+    """
+
+    __slots__ = ("device", "dtype", "num_elements", "sent", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, memory: FarMemory) -> None:
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+        self.tensor: torch.Tensor | None = None
+        self.sent: Sent | None = None
+        if not _compat.is_fake(tensor):
+            with _compat.no_modes():
+                whole = elements(_compat_dispatch.detached(tensor))
+                self.sent = memory.send(whole.view(torch.uint8))
+
+    def fetch(self) -> torch.Tensor:
+        """All elements in new memory, the same ones each time until it is dropped."""
+        if self.tensor is None:
+            self.tensor = torch.empty(
+                self.num_elements, dtype=self.dtype, device=self.device
+            )
+            if self.sent is not None:
+                with _compat.no_modes():
+                    self.sent.fetch(self.tensor.view(torch.uint8))
+        return self.tensor
+
+
+class _Far:
+    """Stands in for a tensor among the arguments that lies in far memory."""
+
+    __slots__ = ("is_result", "layout", "place", "version")
+
+    def __init__(self, handed: Handed, place: _Place) -> None:
+        self.place = place
+        self.layout: Layout = layout_of(handed.tensor)
+        self.version = version_of(handed.tensor)
+        self.is_result = handed.is_result
+
+    def fetch(self) -> Handed:
+        """The tensor in new memory."""
+        tensor = alias_of(self.place.fetch(), self.layout)
+        _compat_dispatch.set_version(tensor, self.version)
+        return Handed(tensor, is_result=self.is_result)
+
+
+class FarArguments:
+    """Source of a call that keeps some of its arguments in far memory.
+
+    Args:
+        arguments: Positional and keyword arguments.
+        policy: Says which.
+        memory: Where they go.
+    """
+
+    def __init__(self, arguments: Any, policy: OpPolicy, memory: FarMemory) -> None:
+        self.template = take_apart(arguments)
+        self.fqn = policy.fqn
+        self._memory = memory
+        # Distinct storages as the tape has them: in the order of meeting them.
+        tensors = [t for t in tensors_in(arguments) if _is_storage(t)]
+        if any(tensor.is_cuda for tensor in tensors):
+            tensors = [tensor for tensor in tensors if tensor.is_cuda]
+        keys = list(dict.fromkeys(map(key_of, tensors)))
+        self._keys = [keys[place] for place in policy.far if place < len(keys)]
+        self._going: dict[int, tuple[Handed, _Far]] = {}  # by identity of the former
+        self._places: list[_Place] = []
+        self._is_away = False
+
+    def relayed(self) -> Collection[int]:
+        """As `Source.relayed`."""
+        return ()
+
+    def send(self) -> None:
+        """The call is over: begin to copy its arguments."""
+        places: dict[int, _Place] = {}
+        for handed in leaves(self.template, Handed):
+            key = key_of(handed.tensor) if _is_storage(handed.tensor) else None
+            if key is not None and key in self._keys:
+                if key not in places:
+                    places[key] = _Place(handed.tensor, self._memory)
+                far = _Far(handed, places[key])
+                self._going.setdefault(id(handed), (handed, far))
+        self._places = list(places.values())
+
+    def let_go(self) -> None:
+        """Wait for the copies and let go of the tensors.
+
+        Those that were changed meanwhile stay: reading them in backward is an error.
+        """
+        going, self._going = self._going, {}
+        for place in self._places:
+            if place.sent is not None:
+                place.sent.wait()
+        if any(far.version != version_of(h.tensor) for h, far in going.values()):
+            self._release()
+            return
+
+        def put_away(handed: Handed) -> Handed | _Far:
+            return going[id(handed)][1] if id(handed) in going else handed
+
+        self.template = map_nested(self.template, Handed, put_away)
+        self._is_away = bool(going)
+
+    def again(self) -> Any:
+        """As `Source.again`."""
+        if not self._is_away:  # backward began early, or the unit departed
+            self._going = {}
+            self._release()
+            return self.template
+        if not self._places:
+            raise gone(self.fqn)
+        fetched: dict[int, Handed] = {}
+
+        def fetch(far: _Far) -> Handed:
+            if id(far) not in fetched:
+                fetched[id(far)] = far.fetch()
+            return fetched[id(far)]
+
+        template = map_nested(self.template, _Far, fetch)
+        for place in self._places:
+            place.tensor = None
+        if not _compat_dispatch.keeps_graph():
+            self._release()
+        return template
+
+    def _release(self) -> None:
+        places, self._places = self._places, []
+        for place in places:
+            if place.sent is not None:
+                place.sent.release()
+
+
+def _is_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all that there is to know of its memory."""
+    return _compat_dispatch.is_plain(type(tensor)) and tensor.layout == torch.strided

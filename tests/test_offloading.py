@@ -1,0 +1,440 @@
+"""Steps whose units have arguments in far memory: bits, peaks, and what is left."""
+
+import gc
+import warnings
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.checkpointing import far_memory, installing
+from autosac.checkpointing.far_memory import FarMemory
+from autosac.errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
+from autosac.planning.spelling import spell_out
+from autosac.profiles.restricting import restricted
+from autosac.units.far_units import FarUnit
+from autosac.verification.verifying import Recipe, verify_each
+from tests.models import CASES, Case, random_choice
+from tests.test_chains import Block, Noisy
+from tests.training import assert_equal, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH, ROWS, DEPTH = 16, 600, 6
+SLOW_BYTES_PER_S = 1e8
+
+
+class Stack(nn.Module):
+    def __init__(self, block=Block):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(DEPTH))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Shared(Stack):
+    """Every block gets the same second argument, and views of it."""
+
+    def __init__(self):
+        super().__init__(Sharing)
+
+    def forward(self, x):
+        table = torch.tanh(x)
+        for block in self.blocks:
+            x = block(x, table, (table[: ROWS // 2], {"last": table.t()}))
+        return x.square().mean()
+
+
+class Sharing(Block):
+    def forward(self, x, table, more):
+        first, others = more
+        x = super().forward(x * table)
+        return x + first.mean() * others["last"].t()
+
+
+def rows():
+    return torch.randn(ROWS, WIDTH)
+
+
+STEPS = {
+    "blocks": Case(Stack, rows),
+    "noisy blocks": Case(lambda: Stack(Noisy), rows),
+    "shared tensors": Case(Shared, rows),
+    **{name: CASES[name] for name in ("gpt", "convolutions", "tied weights", "bert")},
+}
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Units that run under policies, with far memory as fast as one likes."""
+
+    policies: tuple
+    peak_bytes: int
+    budget_bytes: int
+    bytes_per_s: float | None = None
+
+    def apply(self, model):
+        step = installing.Step()
+        step.memory = FarMemory(bytes_per_s=self.bytes_per_s)
+        installing.install(model, self.policies, step)
+        return step
+
+
+def far_choice(step, seed):
+    """Twins of some units, and other units beside them."""
+    chosen = random_choice(step, seed)
+    plain = {unit.call: unit for unit in step.units.candidates}
+    twins = {unit.call: unit for unit in step.far_units}
+    return {
+        twins[unit.call]
+        if unit is plain.get(unit.call) and unit.call in twins
+        else unit: policy
+        for unit, policy in chosen.items()
+    }
+
+
+def applied(step, chosen, **options):
+    peak_bytes = step.peak_bytes(chosen)
+    policies = spell_out(step, chosen)
+    return Applied(policies, peak_bytes, peak_bytes, **options)
+
+
+def far_step(case):
+    return restricted(autosac.calibrate(case.profile(), progress=False), offload=True)
+
+
+def overstated(done):
+    """Bytes, of numbers that autograd may keep or not: no fake tensor shows them."""
+    return done.predicted_peak_bytes - done.measured_peak_bytes
+
+
+@pytest.fixture(scope="module")
+def step():
+    return far_step(STEPS["blocks"])
+
+
+@pytest.fixture(scope="module")
+def lowest(step):
+    chosen = step.chooser.lowest()
+    assert any(isinstance(unit, FarUnit) for unit in chosen)
+    return chosen
+
+
+@pytest.fixture
+def planned(step, lowest):
+    """A model under the plan of least peak, and its far memory."""
+    model = STEPS["blocks"].model()
+    return model, applied(step, lowest).apply(model).memory
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(name):
+    case = STEPS[name]
+    step = far_step(case)
+    choices = [far_choice(step, seed) for seed in range(6)]
+    moved = [c for c in choices if any(isinstance(u, FarUnit) for u in c)][:2]
+    assert moved
+    plans = [
+        applied(step, chosen, bytes_per_s=rate)
+        for chosen in moved
+        for rate in (None, SLOW_BYTES_PER_S)
+    ]
+    recipe = Recipe(
+        make_model=case.model,
+        make_inputs=case.inputs,
+        loss_fn=case.loss_fn,
+        timing_rounds=0,
+    )
+
+    done = verify_each(plans, recipe)
+    assert not any(one.differences for one in done)
+    for fast, slow in zip(done[::2], done[1::2], strict=True):
+        assert fast.measured_peak_bytes == slow.measured_peak_bytes
+        assert 0 <= overstated(fast) <= step.simulator.number_bytes
+
+
+def test_a_step_moves_every_storage_once(planned, lowest):
+    model, memory = planned
+    train(STEPS["blocks"], model, steps=3)
+
+    far_bytes = sum(unit.far_bytes for unit in lowest)
+    assert memory.peak_bytes == memory.pooled_bytes == far_bytes
+
+
+def test_views_of_a_storage_move_with_it():
+    step = far_step(STEPS["shared tensors"])
+    nbytes = 4 * ROWS * WIDTH
+    assert {unit.far_bytes for unit in step.far_units} == {nbytes, 2 * nbytes}
+
+
+def no_backward(model, inputs):
+    model(inputs)
+
+
+def evaluates(model, inputs):
+    with torch.no_grad():
+        model(inputs)
+
+
+def fails_in_forward(model, inputs):
+    hook = model.blocks[4].register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs)
+    hook.remove()
+
+
+def fails_in_backward(model, inputs):
+    hook = model.blocks[2].up.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs).backward()
+    hook.remove()
+
+
+def stops_early(model, inputs):
+    loss = model(inputs)
+    torch.autograd.grad(loss, [model.blocks[3].up.weight])
+
+
+def keeps_graph(model, inputs):
+    loss = model(inputs)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "run",
+    [no_backward, evaluates, fails_in_forward, fails_in_backward, stops_early,
+     keeps_graph],
+)  # fmt: skip
+def test_nothing_stays_in_far_memory_and_the_next_step_is_as_ever(planned, run):
+    model, memory = planned
+    run(model, STEPS["blocks"].inputs())
+    gc.collect()
+    assert memory.in_use_bytes == 0
+
+    model.zero_grad()
+    assert_equal(
+        train(STEPS["blocks"], STEPS["blocks"].model()), train(STEPS["blocks"], model)
+    )
+    assert memory.in_use_bytes == 0
+
+
+def test_two_backward_passes_get_the_arguments_twice(planned):
+    model, _ = planned
+    plain, inputs = STEPS["blocks"].model(), STEPS["blocks"].inputs()
+    for one in (plain, model):
+        keeps_graph(one, inputs)
+
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def test_a_second_backward_without_the_graph_is_an_error(planned):
+    loss = planned[0](STEPS["blocks"].inputs())
+    loss.backward()
+
+    with pytest.raises(RuntimeError):
+        loss.backward()
+
+
+def test_second_derivatives_are_those_of_the_plain_model(planned):
+    inputs = STEPS["blocks"].inputs()
+    penalties = []
+    for model in (STEPS["blocks"].model(), planned[0]):
+        weights = list(model.parameters())
+        first = torch.autograd.grad(model(inputs), weights, create_graph=True)
+        penalty = sum(g.square().sum() for g in first)
+        penalties.append(torch.autograd.grad(penalty, weights, allow_unused=True))
+
+    pairs = zip(*penalties, strict=True)
+    assert all(one is other or torch.equal(one, other) for one, other in pairs)
+
+
+class Changing(Stack):
+    """Changes an argument of a block in place, before or after that lets go of it."""
+
+    when = ""
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            given = x
+            x = block(x)
+            if number == 2 and self.when == "before":
+                given.data.zero_()
+                given.detach().zero_()
+            if number == 2:
+                kept = given
+            if number == 4 and self.when == "after":
+                kept.detach().zero_()
+        return x.square().mean()
+
+
+def changing(step, lowest, when):
+    model = Case(Changing, rows).model()
+    model.when = when
+    applied(step, lowest).apply(model)
+    return model
+
+
+def test_a_change_in_place_while_arguments_are_copied_is_an_error(step, lowest):
+    model = changing(step, lowest, "before")
+
+    with pytest.raises(RuntimeError, match="changed in place"):
+        model(STEPS["blocks"].inputs()).backward()
+
+
+def test_a_change_in_place_after_that_changes_no_gradient(step, lowest):
+    model, plain = changing(step, lowest, "after"), STEPS["blocks"].model()
+    for one in (model, plain):
+        one(STEPS["blocks"].inputs()).backward()
+
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def test_a_unit_that_departs_keeps_its_arguments(planned):
+    model, memory = planned
+    plain = STEPS["blocks"].model()
+    with pytest.warns(UserWarning, match="where its plan expects"):
+        for one in (plain, model):
+            for block in one.blocks:
+                block.norm = nn.Sequential(nn.Tanh(), nn.LayerNorm(WIDTH))
+            torch.manual_seed(0)
+            one(STEPS["blocks"].inputs()).backward()
+
+    assert memory.peak_bytes == 0
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+# --- plans ------------------------------------------------------------------------
+
+
+def budgets(step):
+    low, floor = autosac.floor(step), autosac.floor(step.plain)
+    peak = step.baseline_peak_bytes
+    return [low, (low + floor) // 2, floor, (floor + peak) // 2, peak]
+
+
+def test_offload_lowers_the_floor_and_costs_no_more_above_it(step):
+    low, _, floor, *_ = budgets(step)
+    assert low < floor
+    before_ms = float("inf")
+    for budget in budgets(step):
+        far = autosac.plan(step.plain, memory_budget=budget, offload=True)
+        assert far.dry_run and far.peak_bytes <= budget
+        assert far.bound_ms <= far.recompute_ms <= before_ms
+        before_ms = far.recompute_ms
+        if budget >= floor:
+            plain = autosac.plan(step.plain, memory_budget=budget)
+            assert far.recompute_ms <= plain.recompute_ms
+            assert not plain.offloaded_bytes and not plain.exposed_ms
+        else:
+            assert 0 < far.exposed_ms <= far.recompute_ms
+            assert far.offloaded_bytes > 0
+
+
+def test_a_slower_link_never_makes_a_plan_cheaper(step):
+    budget = budgets(step)[2]
+    times = []
+    for gb_per_s in (0.01, 0.1, 1, 10, 100):
+        link = replace(
+            step.device.link,
+            out_bytes_per_s=1e9 * gb_per_s,
+            back_bytes_per_s=1e9 * gb_per_s,
+        )
+        faster = replace(step.plain, device=replace(step.device, link=link))
+        times.append(
+            autosac.plan(faster, memory_budget=budget, offload=True).recompute_ms
+        )
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_real_step_keeps_a_budget_below_the_floor_without(step):
+    case = STEPS["blocks"]
+    plan = autosac.plan(step.plain, memory_budget=budgets(step)[0], offload=True)
+    done = autosac.verify(plan, case.model, case.inputs, timing_rounds=0)
+
+    assert not done.differences
+    assert 0 <= overstated(done) <= step.simulator.number_bytes
+    assert plan.peak_bytes == plan.budget_bytes
+
+
+def test_auto_offloads_only_where_nothing_fits_without(step):
+    low, _, floor, *_ = budgets(step)
+
+    below = autosac.plan(step.plain, memory_budget=low, offload="auto")
+    above = autosac.plan(step.plain, memory_budget=floor, offload="auto")
+    assert below.offloaded_bytes and not above.offloaded_bytes
+    with pytest.raises(InfeasibleBudgetError) as error:
+        autosac.plan(step.plain, memory_budget=low - 1, offload="auto")
+    assert error.value.lowest_peak_bytes == low
+
+
+def test_plan_files_hold_what_is_offloaded(step, tmp_path):
+    plan = autosac.plan(
+        step.plain, memory_budget=budgets(step)[0], offload=True, offload_dir=tmp_path
+    )
+    plan.save(tmp_path / "plan.json")
+    loaded = autosac.Plan.load(tmp_path / "plan.json")
+
+    assert loaded == plan
+    assert loaded.offload_dir == str(tmp_path)
+    assert autosac.check(loaded, step.plain) == plan.peak_bytes
+    assert "arguments offloaded" in str(loaded) and "to a file" in str(loaded)
+    assert "offload" in str(loaded.report(step.plain))
+
+
+def test_a_plan_that_offloads_is_for_no_step_with_other_arguments(step, tmp_path):
+    plan = autosac.plan(step.plain, memory_budget=budgets(step)[0], offload=True)
+    other = Case(lambda: Stack(Noisy), rows).profile()
+
+    with pytest.raises(PlanMismatchError):
+        autosac.check(plan, other)
+
+
+def test_far_memory_lies_where_it_is_asked_to(step, tmp_path, monkeypatch):
+    plan = autosac.plan(
+        step.plain, memory_budget=budgets(step)[0], offload=True, offload_dir=tmp_path
+    )
+    places = []
+    make = far_memory.tempfile.TemporaryFile
+    monkeypatch.setattr(
+        far_memory.tempfile,
+        "TemporaryFile",
+        lambda dir: places.append(dir) or make(dir=dir),
+    )
+    model = plan.apply(STEPS["blocks"].model())
+    model(STEPS["blocks"].inputs()).backward()
+    assert set(places) == {str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "sometimes"}, "`offload` must be True, False or 'auto'"),
+        ({"offload": True, "offload_dir": "/no/such"}, "is no directory"),
+    ],
+)
+def test_what_means_nothing_is_refused(step, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        autosac.plan(step.plain, memory_budget="1GiB", **options)
+
+
+def test_unapplied_models_run_as_ever(step):
+    plan = autosac.plan(step.plain, memory_budget=budgets(step)[0], offload=True)
+    model = STEPS["blocks"].model()
+    forwards = [dict(module.__dict__) for module in model.modules()]
+    plan.unapply(plan.apply(model))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [dict(module.__dict__) for module in model.modules()] == forwards
