@@ -23,14 +23,15 @@ from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
+from autosac.summaries import Summarized, Summary
 
 CompilerBackend = Literal["aot_eager", "inductor"]
 
 _NUM_RUNGS = 12  # plans between all and as little memory as can be: a heuristic
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompiledPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CompiledPlan(Summarized):
     """The plan of one compiled graph.
 
     Attributes:
@@ -41,6 +42,12 @@ class CompiledPlan:
 
     graph: GraphPlan
     peak_bytes: int
+
+    def summary(self) -> Summary:
+        """The plan of the graph, and the peak with all that is counted."""
+        facts = self.graph.summary().facts
+        total = ("in all", f"{format_bytes(self.peak_bytes)} at the peak")
+        return Summary(title="Compiled plan", facts=(*facts, total))
 
 
 def compile(

@@ -19,11 +19,13 @@ from autosac.graphs.memory import GraphMemory, graph_memory
 from autosac.graphs.node_info import NodeInfo, node_infos
 from autosac.graphs.optimizer_stage import append_step
 from autosac.graphs.optimizer_steps import captured_step
+from autosac.quantities import format_bytes
 from autosac.step.training_step import (
     LossFn,
     default_loss,
     normalize_inputs,
 )
+from autosac.summaries import Summarized, Summary
 
 Stage = Literal["placeholder", "forward", "loss", "backward", "optimizer"]
 
@@ -54,8 +56,8 @@ class Intermediate:
     first_backward_access: str | None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class JointGraph:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class JointGraph(Summarized):
     """A training step as one graph, in the order in which it runs.
 
     Attributes:
@@ -77,6 +79,17 @@ class JointGraph:
     memory: GraphMemory
     inputs: tuple[torch.Tensor, ...] = ()
     input_names: tuple[str, ...] = ()
+
+    def summary(self) -> Summary:
+        """How large the graph is, and its peak."""
+        return Summary(
+            title="Joint graph",
+            facts=(
+                ("nodes", f"{len(self.module.graph.nodes)}"),
+                ("results", f"{self.num_forward_outputs} of forward"),
+                ("peak", f"{format_bytes(self.memory.peak_bytes())} simulated"),
+            ),
+        )
 
     def run(self) -> tuple[Any, ...]:
         """Run the graph node by node; values are freed after their last use.

@@ -16,11 +16,12 @@ from autosac.graphs import rewriting as graph_rewriting
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.memory import GraphMemory
 from autosac.planning.plans import Plan
-from autosac.quantities import format_bytes, parse_bytes
+from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.solvers import graph
 from autosac.solvers.graph import capuchin, local_search, recomputation
 from autosac.solvers.graph.recomputation import GraphProblem
 from autosac.solvers.milp.solution import Backend
+from autosac.summaries import Summarized, Summary
 from autosac.units.groups import BATCH_NORM_OPS, NEVER_RERUN
 
 Strategy = Literal["milp", "capuchin"]
@@ -28,8 +29,8 @@ Strategy = Literal["milp", "capuchin"]
 _FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GraphPlan(Summarized):
     """A joint graph that keeps a budget.
 
     Attributes:
@@ -61,6 +62,25 @@ class GraphPlan:
         if not self.recompute_ms:
             return 0.0
         return (self.recompute_ms - self.bound_ms) / self.recompute_ms
+
+    def summary(self) -> Summary:
+        """Budget, peak, time and the nodes that run again."""
+        gap = self.optimality_gap
+        proven = "nothing is proven" if gap is None else f"gap {gap:.1%}"
+        return Summary(
+            title="Graph plan",
+            facts=(
+                ("budget", format_bytes(self.budget_bytes)),
+                (
+                    "peak",
+                    f"{format_bytes(self.peak_bytes)} simulated,"
+                    f" {format_bytes(self.baseline_peak_bytes)} without the plan",
+                ),
+                ("time", f"{format_ms(self.recompute_ms)} recomputation ({proven})"),
+                ("nodes", f"{len(self.recomputed)} run again"),
+                ("strategy", self.strategy),
+            ),
+        )
 
 
 class GraphPlanner:

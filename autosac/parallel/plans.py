@@ -20,6 +20,7 @@ from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
+from autosac.summaries import Summarized, Summary, Table, equal_rows_once
 from autosac.units.policies import OpPolicy
 
 _FORMAT_VERSION = 1
@@ -44,8 +45,8 @@ class Alternative:
     peak_bytes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ParallelPlan(Summarized):
     """FSDP units and AC units of a model on a cluster, with what a step then takes.
 
     Attributes:
@@ -220,43 +221,61 @@ class ParallelPlan:
 
     def report(self) -> str:
         """The plan as text for people."""
+        return self.summary().text()
+
+    def summary(self) -> Summary:
+        """Mesh, budget, peak, time, and the units of both kinds."""
         shape = " x ".join(map(str, self.mesh_shape))
         exposed_ms = self.exposed_forward_ms + self.exposed_backward_ms
         late = ""
         if self.late_bytes:
             highest = format_bytes(self.highest_peak_bytes)
             late = f", {highest} if threads of gloo are slow"
-        lines = [
-            f"mesh      {shape} {self.device} ({self.cluster})",
-            f"budget    {format_bytes(self.budget_bytes)} a rank",
-            f"peak      {format_bytes(self.peak_bytes)} predicted{late}",
-            f"time      {format_ms(self.step_ms)} a step: {format_ms(self.compute_ms)}"
-            f" compute, {format_ms(self.recompute_ms)} recomputation,"
-            f" {format_ms(exposed_ms)} exposed communication",
-            f"gap       {100 * self.optimality_gap:.1f} % to the proven bound at this"
-            " sharding degree",
+        facts = [
+            ("mesh", f"{shape} {self.device} ({self.cluster})"),
+            ("budget", f"{format_bytes(self.budget_bytes)} a rank"),
+            ("peak", f"{format_bytes(self.peak_bytes)} predicted{late}"),
+            (
+                "time",
+                f"{format_ms(self.step_ms)} a step: {format_ms(self.compute_ms)}"
+                f" compute, {format_ms(self.recompute_ms)} recomputation,"
+                f" {format_ms(exposed_ms)} exposed communication",
+            ),
+            (
+                "gap",
+                f"{100 * self.optimality_gap:.1f} % to the proven bound at this"
+                " sharding degree",
+            ),
         ]
         if self.optimality_gap > LARGE_GAP:
-            lines.append(
-                f"warning   up to {self.optimality_gap:.1%} of the step may be"
-                " avoidable; plan with `time_limit_s`=60 to search longer, or with a"
-                " little more memory"
+            gap = f"up to {self.optimality_gap:.1%} of the step may be avoidable"
+            way_out = "plan with `time_limit_s`=60 to search longer"
+            facts.append(("warning", f"{gap}; {way_out}, or with a little more memory"))
+        facts += [
+            (
+                "not",
+                f"sharded {other.shard_degree} times with"
+                f" {other.replicate_degree} replicas: {other.reason}",
             )
-        for other in self.alternatives:
-            lines.append(
-                f"not       sharded {other.shard_degree} times with"
-                f" {other.replicate_degree} replicas: {other.reason}"
+            for other in self.alternatives
+        ]
+        sharded = [
+            (
+                unit.fqn or "(the model)",
+                "reshards" if unit.reshard_after_forward else "stays gathered",
             )
-        lines.append("FSDP units")
-        for unit in self.sharding.units:
-            kept = "reshards" if unit.reshard_after_forward else "stays gathered"
-            lines.append(f"  {unit.fqn or '(the model)'}  {kept}")
-        lines.append("AC units")
-        lines += [f"  {fqn}  {ratio:.1%}" for fqn, ratio in self.policy.items()]
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.report()
+            for unit in self.sharding.units
+        ]
+        rows = [(fqn, f"{ratio:.1%}") for fqn, ratio in self.policy.items()]
+        fsdp_units = Table(
+            heads=("FSDP unit", "after forward"),
+            rows=equal_rows_once(sharded),
+            left=frozenset({0, 1}),
+        )
+        ac_units = Table(heads=("AC unit", "recomputed"), rows=equal_rows_once(rows))
+        return Summary(
+            title="Parallel plan", facts=tuple(facts), tables=(fsdp_units, ac_units)
+        )
 
 
 def _record(path: str | Path) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Grid:
     legend: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Picture:
     """Panels under one title.
 
@@ -218,6 +218,9 @@ class Picture:
             raise ValueError(
                 f"`path`={str(path)!r} must end in .png, .svg, .pdf or .html."
             )
+
+    def __repr__(self) -> str:
+        return f"Picture(title={self.title!r}, {len(self.panels)} panels)"
 
     def _repr_png_(self) -> bytes:
         """What notebooks show."""

@@ -18,6 +18,7 @@ from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep, figures_of
 from autosac.step.marks import Marks, marks_of
 from autosac.step.training_step import LossFn
+from autosac.summaries import Summarized, Summary
 
 MakeInputs = Callable[[int], Any]
 MakeLoss = Callable[[Any], LossFn]
@@ -26,8 +27,8 @@ _MOST_TRIALS = 16  # of sizes whose throughput is looked at
 _MOST_KEPT = 4  # profiles at a time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSize:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class BatchSize(Summarized):
     """A batch size, and the plan that trains it under the budget.
 
     Attributes:
@@ -42,6 +43,17 @@ class BatchSize:
     plan: Plan
     samples_per_s: float
     trials: Sweep
+
+    def summary(self) -> Summary:
+        """The size, its throughput, its plan."""
+        of_plan = self.plan.summary()
+        facts = (
+            ("batch", f"{self.batch_size} samples, {self.samples_per_s:.3g} a second"),
+            ("tried", ", ".join(str(row.cell["batch_size"]) for row in self.trials)),
+        )
+        return Summary(
+            title="Batch size", facts=(*facts, *of_plan.facts), tables=of_plan.tables
+        )
 
 
 def max_batch_size(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from autosac.profiles.profile import TracedStep
 from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.step.batch_signatures import BatchSignature
+from autosac.summaries import Summarized, Summary, Table, equal_rows_once
 from autosac.units.policies import RERUN, OpPolicy
 from autosac.whole_files import write_whole
 
@@ -31,8 +33,8 @@ LARGE_GAP = 0.05  # worth a warning
 _MUCH_UNSTEADY = 0.1  # of the measured time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Summarized):
     """Which modules are AC units, and what each of them recomputes.
 
     Attributes:
@@ -273,74 +275,102 @@ class Plan:
         text = page(self._shown(profile), profile)
         Path(path).write_text(text, encoding="utf-8")
 
-    def __str__(self) -> str:
+    def summary(self) -> Summary:
+        """Budget, peak, time, and what is recomputed of each AC unit."""
         gap = f"{100 * self.optimality_gap:.1f} %"
-        lines = [
-            f"budget    {format_bytes(self.budget_bytes)}"
-            f"{' of what PyTorch reserves' if self.cap == 'reserved' else ''}",
-            f"peak      {format_bytes(self.peak_bytes)} predicted,"
-            f" {format_bytes(self.baseline_peak_bytes)} without the plan",
-            f"time      {format_ms(self.step_ms)} a step on {self.device},"
-            f" {format_ms(self.recompute_ms)} of it recomputation (gap {gap})",
-            f"measured  {self.measured_fraction:.1%} of the step's time, the rest is"
-            " modelled",
+        facts = [
+            (
+                "budget",
+                f"{format_bytes(self.budget_bytes)}"
+                f"{' of what PyTorch reserves' if self.cap == 'reserved' else ''}",
+            ),
+            (
+                "peak",
+                f"{format_bytes(self.peak_bytes)} predicted,"
+                f" {format_bytes(self.baseline_peak_bytes)} without the plan",
+            ),
         ]
-        if self.offloaded_bytes:
-            lines.append(
-                f"offload   {format_bytes(self.offloaded_bytes)} to"
-                f" {'a file' if self.device == 'cpu' else 'the host'},"
-                f" {format_ms(self.exposed_ms)} of the recomputation is waiting for it"
-            )
-        lines += [f"batches   {one._of_batches()}" for one in self.variants]
         if self.reserved_bytes is not None:
-            reserved = f"reserved  {format_bytes(self.reserved_bytes)} predicted"
-            lines.insert(2, reserved)
-        if not self.dry_run:
-            lines.append("checked   by simulation, without a dry run of its own")
-        if self.optimality_gap > LARGE_GAP:
-            lines.append(self._why_dear(gap))
-        if self.traced is not None:
-            device, is_measured = self.traced.device, self.calibrated
-            host = time_notes(self.step_ms, self.host_ms or 0.0, device, is_measured)
-            lines += [f"{name:<10}{text}" for name, text in host]
-            unsteady = self.traced.calibration.unsteady_fraction
-            if unsteady >= _MUCH_UNSTEADY:
-                lines.append(
-                    f"unsteady  {unsteady:.0%} of the measured time is of ops whose"
-                    " runs disagree; is the machine busy? `calibrate` runs them again"
-                )
-            if any(op.decides for op in self.traced.tape.ops):
-                lines.append(
-                    "values    of a batch decide sizes in this step; the peak is that"
-                    " of the traced batch, others may need a little more or less"
-                )
-            lines += [f"hint      {line}" for line in hints(self.traced.units.refused)]
-            lines += [f"hint      {line}" for line in self._allocator_advice()]
-        width = max(map(len, self.policy), default=0)
+            reserved = f"{format_bytes(self.reserved_bytes)} predicted"
+            facts.append(("reserved", reserved))
+        facts += [
+            (
+                "time",
+                f"{format_ms(self.step_ms)} a step on {self.device},"
+                f" {format_ms(self.recompute_ms)} of it recomputation (gap {gap})",
+            ),
+            (
+                "measured",
+                f"{self.measured_fraction:.1%} of the step's time, the rest is"
+                " modelled",
+            ),
+            *self._notes(gap),
+        ]
         notes = self.notes()
-        lines += [
-            f"{fqn:{width}}  {ratio:6.1%}  {notes.get(fqn, '')}".rstrip()
+        rows = [
+            (fqn, f"{ratio:.1%}", notes.get(fqn, ""))
             for fqn, ratio in self.policy.items()
         ]
-        return "\n".join(lines)
+        units = Table(
+            heads=("AC unit", "recomputed", ""),
+            rows=equal_rows_once(rows),
+            left=frozenset({0, 2}),
+        )
+        return Summary(title="Plan", facts=tuple(facts), tables=(units,))
 
-    def _why_dear(self, gap: str) -> str:
-        """A line about a plan that takes much more time than is proven to be needed."""
+    def _notes(self, gap: str) -> Iterator[tuple[str, str]]:
+        """What there is to say of some plans only."""
+        if self.offloaded_bytes:
+            yield (
+                "offload",
+                f"{format_bytes(self.offloaded_bytes)} to"
+                f" {'a file' if self.device == 'cpu' else 'the host'},"
+                f" {format_ms(self.exposed_ms)} of the recomputation is waiting for it",
+            )
+        for one in self.variants:
+            yield "batches", one._of_batches()
+        if not self.dry_run:
+            yield "checked", "by simulation, without a dry run of its own"
+        if self.optimality_gap > LARGE_GAP:
+            yield self._why_dear(gap)
+        if self.traced is not None:
+            yield from self._notes_on_step(self.traced)
+
+    def _notes_on_step(self, traced: TracedStep) -> Iterator[tuple[str, str]]:
+        host = self.host_ms or 0.0
+        yield from time_notes(self.step_ms, host, traced.device, self.calibrated)
+        unsteady = traced.calibration.unsteady_fraction
+        if unsteady >= _MUCH_UNSTEADY:
+            yield (
+                "unsteady",
+                f"{unsteady:.0%} of the measured time is of ops whose runs disagree;"
+                " is the machine busy? `calibrate` runs them again",
+            )
+        if any(op.decides for op in traced.tape.ops):
+            yield (
+                "values",
+                "of a batch decide sizes in this step; the peak is that of the traced"
+                " batch, others may need a little more or less",
+            )
+        from autosac.planning.allocator_advice import lines  # like `report`
+
+        for hint in (*hints(traced.units.refused), *lines(self)):
+            yield "hint", hint
+
+    def _why_dear(self, gap: str) -> tuple[str, str]:
+        """Of a plan that takes much more time than is proven to be needed."""
         if self.traced is not None and self.traced.redrawn:
             left = format_bytes(self.budget_bytes - self.peak_bytes)
             return (
-                f"room      {left} are left for steps of other draws or later in the"
-                f" training; up to {gap} of the recomputation is for that"
+                "room",
+                f"{left} are left for steps of other draws or later in the training;"
+                f" up to {gap} of the recomputation is for that",
             )
         return (
-            f"warning   up to {gap} of the recomputation may be avoidable; plan"
-            " with `time_limit_s`=60 to search longer, or with a little more memory"
+            "warning",
+            f"up to {gap} of the recomputation may be avoidable; plan with"
+            " `time_limit_s`=60 to search longer, or with a little more memory",
         )
-
-    def _allocator_advice(self) -> list[str]:
-        from autosac.planning.allocator_advice import lines  # like `report`
-
-        return lines(self)
 
     def _of_batches(self) -> str:
         return (

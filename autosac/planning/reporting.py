@@ -67,7 +67,7 @@ class Details:
     tables: tuple[explaining.OpTable, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """A plan and what is known of it; ``print`` it, or take its ``str()``.
 
@@ -95,7 +95,7 @@ class Report:
         for table in self.details.tables:
             yield _table(ops(table), most=_MOST_OPS)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
         console.print(self)
         written = console.file

@@ -20,13 +20,14 @@ from autosac.solving.statistics_problem import StatisticsProblem, formulate
 from autosac.statistics.by_module import Statistics
 from autosac.statistics.trade_offs import refitted
 from autosac.step.marks import Marks, marked
+from autosac.summaries import Summarized, Summary, Table, equal_rows_once
 
 _MOST_SOLVES = 4  # with less and less memory, a few bytes each
 _MOST_WORK = 50_000_000  # of each: seconds, see `solvers.milp.pulp_runner.run`
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatisticsPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StatisticsPlan(Summarized):
     """Which modules are AC units, and what share of each is recomputed.
 
     Attributes:
@@ -64,18 +65,24 @@ class StatisticsPlan:
         """``(recompute_ms - bound_ms) / recompute_ms``, 0.0 without recomputation."""
         return share_above(self.recompute_ms, self.bound_ms)
 
-    def __str__(self) -> str:
-        width = max(map(len, self.policy), default=0)
-        lines = [
-            f"budget    {format_bytes(self.budget_bytes)}",
-            f"peak      {format_bytes(self.peak_bytes)} by the statistics,"
-            f" {format_bytes(self.baseline_peak_bytes)} without the plan",
-            f"time      {format_ms(self.step_ms)} a step,"
-            f" {format_ms(self.recompute_ms)} of it recomputation (gap"
-            f" {self.optimality_gap:.1%})",
-        ]
-        lines += [f"{fqn:{width}}  {r:6.1%}" for fqn, r in self.policy.items()]
-        return "\n".join(lines)
+    def summary(self) -> Summary:
+        """Budget, peak, time, and what is recomputed of each AC unit."""
+        facts = (
+            ("budget", format_bytes(self.budget_bytes)),
+            (
+                "peak",
+                f"{format_bytes(self.peak_bytes)} by the statistics,"
+                f" {format_bytes(self.baseline_peak_bytes)} without the plan",
+            ),
+            (
+                "time",
+                f"{format_ms(self.step_ms)} a step, {format_ms(self.recompute_ms)} of"
+                f" it recomputation (gap {self.optimality_gap:.1%})",
+            ),
+        )
+        rows = [(fqn, f"{ratio:.1%}") for fqn, ratio in self.policy.items()]
+        units = Table(heads=("AC unit", "recomputed"), rows=equal_rows_once(rows))
+        return Summary(title="Plan by statistics", facts=facts, tables=(units,))
 
 
 def plan_statistics(

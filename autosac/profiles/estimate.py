@@ -14,47 +14,15 @@ from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.optional import needed
 from autosac.profiles.given import profile_of
 from autosac.profiles.memory_history import peak_place
+from autosac.profiles.module_tables import ModuleEstimate, table_of
 from autosac.profiles.profile import TracedStep
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.statistics.by_module import with_descendants
-
-_MOST_ROWS = 24  # of the table that people see
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleEstimate:
-    """Figures of one module, what runs inside it included.
-
-    Attributes:
-        fqn: Its name; '' for the model itself.
-        class_name: Name of its class.
-        calls: How often a step calls it.
-        parameter_bytes: Its parameters,
-        gradient_bytes: their gradients,
-        buffer_bytes: and its buffers.
-        activation_bytes: What it keeps for backward, its output excluded.
-        peak_bytes: Results of its ops that are alive at the peak of the step:
-            activations, temporaries and gradients that a step makes.
-        forward_ms: Time of its forward ops,
-        backward_ms: and of the backward ops that belong to it.
-        refused: Why it cannot be an AC unit, if that is so.
-    """
-
-    fqn: str
-    class_name: str
-    calls: int
-    parameter_bytes: int
-    gradient_bytes: int
-    buffer_bytes: int
-    activation_bytes: int
-    peak_bytes: int
-    forward_ms: float
-    backward_ms: float
-    refused: str | None
+from autosac.summaries import Summarized, Summary, Table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Estimate(Summarized):
     """A training step without recomputation, in figures.
 
     Attributes:
@@ -123,46 +91,27 @@ class Estimate:
         pandas = needed("pandas", "`Estimate.to_dataframe`")
         return pandas.DataFrame.from_records([asdict(row) for row in self.modules])
 
-    def __str__(self) -> str:
+    def summary(self) -> Summary:
+        """Peak, where, of what; time; the tree of modules."""
         where = f"`{self.fqn}`" if self.fqn else "the model itself"
         verdict = "fits" if self.fits() else "does not fit"
         basis = "measured" if self.calibrated else "modelled"
-        parts = [
-            f"  {format_bytes(nbytes):>10}  {category}"
+        peak = f"{format_bytes(self.peak_bytes)} in {self.phase} of {where} ({self.op})"
+        time = f"{format_ms(self.step_ms)} on {self.device.name}, {basis}"
+        facts = (
+            ("peak", peak),
+            ("step", time),
+            *time_notes(self.step_ms, self.host_ms, self.device, self.calibrated),
+            ("device", f"{verdict} in {format_bytes(self.device.memory_bytes)}"),
+        )
+        parts = tuple(
+            (category, format_bytes(nbytes))
             for category, nbytes in self.breakdown.items()
             if nbytes
-        ]
-        host = time_notes(self.step_ms, self.host_ms, self.device, self.calibrated)
-        return "\n".join(
-            [
-                f"peak  {format_bytes(self.peak_bytes)} in {self.phase} of {where}"
-                f" ({self.op})",
-                *parts,
-                f"step  {format_ms(self.step_ms)} on {self.device.name}, {basis};"
-                f" {verdict} in {format_bytes(self.device.memory_bytes)}",
-                *(f"{name}  {text}" for name, text in host),
-                *self._table(),
-            ]
         )
-
-    def _table(self) -> Iterator[str]:
-        """The modules that keep most."""
-        rows = sorted(self.modules[1:], key=lambda row: -row.peak_bytes)[:_MOST_ROWS]
-        names = [f"{row.fqn} ({row.class_name})" for row in rows]
-        width = max(map(len, names), default=0)
-        heads = ("parameters", "activations", "at the peak", "forward", "backward")
-        yield f"{'module':{width}}" + "".join(f"  {head:>11}" for head in heads)
-        for name, row in zip(names, rows, strict=True):
-            cells = (
-                format_bytes(row.parameter_bytes),
-                format_bytes(row.activation_bytes),
-                format_bytes(row.peak_bytes),
-                format_ms(row.forward_ms),
-                format_ms(row.backward_ms),
-            )
-            yield f"{name:{width}}" + "".join(f"  {cell:>11}" for cell in cells)
-        if left := len(self.modules) - 1 - len(rows):
-            yield f"... and {left} modules that hold less at the peak"
+        of_peak = Table(heads=("at the peak", ""), rows=parts)
+        tables = (of_peak, table_of(self.modules))
+        return Summary(title="Step without a plan", facts=facts, tables=tables)
 
 
 def estimate(

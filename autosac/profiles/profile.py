@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from autosac.profiles.mistakes import (
 from autosac.profiles.module_curves import Curves, ModuleCurve, curve_of, with_curves
 from autosac.profiles.planned_device import planned_device
 from autosac.profiles.real_memory import as_measured, can_be_measured
+from autosac.quantities import format_bytes, format_ms
 from autosac.simulation.simulator import Simulator
 from autosac.solvers.curves import knapsack
 from autosac.solving.choosing import Chooser
@@ -39,6 +41,7 @@ from autosac.step.batch_signatures import BatchSignature, positional_names, sign
 from autosac.step.marks import Marks, marked, marks_of
 from autosac.step.tape import Tape
 from autosac.step.training_step import LossFn, normalize_inputs
+from autosac.summaries import Summarized, Summary
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.probing import module_tree
 from autosac.tracing.real_steps import corrected
@@ -62,8 +65,8 @@ _OF_UNITS = (  # what a profile knows of its AC units
 )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TracedStep:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TracedStep(Summarized):
     """What is known of a training step, as plain data: no model, no tensor.
 
     Attributes:
@@ -96,6 +99,34 @@ class TracedStep:
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
     cap: Cap = "allocated"
     plain: TracedStep | None = None
+
+    def summary(self) -> Summary:
+        """Model, batch, peak, time, and how many modules can be AC units."""
+        trained = sum(
+            math.prod(p.shape) * p.itemsize for p in self.tape.parameters if p.trained
+        )
+        basis = "measured" if self.calibrated else "modelled"
+        peak = format_bytes(self.baseline_peak_bytes)
+        can, cannot = len(self.units.candidates), len(self.units.refused)
+        return Summary(
+            title="Profile",
+            facts=(
+                ("model", f"{self.model[0][1]}, {len(self.model)} modules"),
+                ("trained", f"{format_bytes(trained)} of parameters"),
+                ("batch", str(self.signature)),
+                (
+                    "step",
+                    f"{len(self.tape.ops)} ops, {format_ms(self.baseline_ms)} on"
+                    f" {self.device.name}, {basis}",
+                ),
+                ("peak", f"{peak} without a plan"),
+                (
+                    "units",
+                    f"{can} calls of modules can be AC units;"
+                    f" {cannot} modules cannot, see `units.refused`",
+                ),
+            ),
+        )
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -303,7 +334,7 @@ class TracedStep:
         return self
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Profile(TracedStep):
     """A traced training step, from which any number of plans can be made.
 

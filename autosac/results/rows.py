@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from autosac.optional import needed
 from autosac.quantities import format_bytes, format_ms
+from autosac.summaries import Summarized, Summary, Table
 
 if TYPE_CHECKING:
     from autosac.pictures.pictures import Picture
@@ -102,11 +103,10 @@ _SHOWN = {  # figure -> its head in text
     "reason": "why not",
 }  # fmt: skip
 _OPTIONAL = ("samples_per_s", "batches_per_s", "mesh_shape", "reason")
-_MOST_LINES = 40  # of a table in text; more are in `to_dataframe`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Sweep(Sequence[Row]):
+class Sweep(Summarized, Sequence[Row]):
     """Rows of many budgets, of one step or of each cell of a grid; a sequence.
 
     Under one cell a larger budget never costs more: `recompute_ms` and `bound_ms` fall.
@@ -132,18 +132,11 @@ class Sweep(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
         return self.rows[index]
 
-    def __repr__(self) -> str:
-        lines = self.text_table()
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        written = [
-            "  ".join(word.rjust(n) for word, n in zip(line, widths, strict=True))
-            for line in lines
-        ]
-        if len(self) > _MOST_LINES:
-            half = _MOST_LINES // 2
-            between = f"... {len(self) - 2 * half} more ..."
-            written = [*written[: half + 1], between, *written[-half:]]
-        return "\n".join(line.rstrip() for line in written)
+    def summary(self) -> Summary:
+        """The rows as people read them; the middle of many is left out."""
+        heads, *rows = self.text_table()
+        table = Table(heads=heads, rows=tuple(rows), left=frozenset())
+        return Summary(title="Sweep", tables=(table,))
 
     @property
     def floor_bytes(self) -> int:

@@ -18,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from autosac.optional import needed
+from autosac.quantities import format_bytes
 from autosac.step.ledger import Ledger
 from autosac.step.modules import ModuleTree
 from autosac.step.tape import IntArray, ModuleCall, Op, Tape
+from autosac.summaries import Summarized, Summary
 
 _DTYPES = {"int": "Int64", "float": "Float64", "str": "string", "bool": "boolean"}
 _ORDERS = (
@@ -112,8 +114,8 @@ class ModuleStatistics:
     max_ratio: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Statistics:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Statistics(Summarized):
     """Figures of all modules, and the orders in which a step runs them.
 
     A module enters forward with its first call and leaves it with its last one. It
@@ -136,6 +138,21 @@ class Statistics:
     forward_post_order: tuple[str, ...]
     backward_pre_order: tuple[str, ...]
     backward_post_order: tuple[str, ...]
+
+    def summary(self) -> Summary:
+        """How many modules there are, and the figures of the model itself."""
+        root = self.modules[0]
+        return Summary(
+            title="Statistics",
+            facts=(
+                ("modules", f"{len(self.modules)}; see `to_dataframe()`"),
+                (
+                    "memory",
+                    f"{format_bytes(root.parameter_bytes)} of parameters,"
+                    f" {format_bytes(root.activation_bytes or 0)} of activations",
+                ),
+            ),
+        )
 
     def __getitem__(self, fqn: str) -> ModuleStatistics:
         """Figures of one module, by its FQN."""

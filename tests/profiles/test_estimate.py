@@ -187,5 +187,5 @@ def test_the_text_and_the_table_have_every_module_that_matters(gpt):
     table = estimate.to_dataframe()
 
     assert table["fqn"].tolist() == [row.fqn for row in estimate.modules]
-    assert "blocks.0.attention (Attention)" in str(estimate)
+    assert "  attention (Attention)" in str(estimate)
     assert "MiB" in str(estimate) or "KiB" in str(estimate)

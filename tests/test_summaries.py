@@ -1,0 +1,128 @@
+"""What results say of themselves: one screen of text, and a table in notebooks."""
+
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.summaries import Summarized, Summary, Table, equal_rows_once
+
+WIDTH = 16
+VOID = {"br"}
+
+
+def layers():
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+            for _ in range(48)
+        )
+    )
+
+
+def mean_square(output):
+    return output.square().mean()
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return autosac.profile(layers(), torch.randn(64, WIDTH), loss_fn=mean_square)
+
+
+@pytest.fixture(scope="module")
+def results(traced):
+    budget = (autosac.floor(traced) + traced.baseline_peak_bytes) // 2
+    plan = autosac.plan(traced, memory_budget=budget)
+    with torch.device("meta"):
+        model = layers()
+    sharded = autosac.plan_parallel(
+        model,
+        torch.empty(64, WIDTH, device="meta"),
+        cluster="hgx-h100",
+        num_gpus=8,
+        memory_budget="1GiB",
+    )
+    return (
+        traced,
+        plan,
+        autosac.estimate(traced),
+        autosac.sweep(traced, n=64),
+        traced.statistics,
+        autosac.joint_graph(layers(), torch.randn(64, WIDTH)),
+        sharded,
+    )
+
+
+class Checker(HTMLParser):
+    """Collects the text; elements must be closed in the order they are opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(text):
+    checker = Checker()
+    checker.feed(text)
+    assert not checker.open
+    return " ".join(checker.text)
+
+
+def test_results_show_one_screen_wherever_they_are_shown(results):
+    for result in results:
+        assert isinstance(result, Summarized)
+        assert repr(result) == str(result)
+        assert len(repr(result).splitlines()) <= 48
+        assert max(map(len, repr(result).splitlines())) <= 160
+
+
+def test_notebooks_show_what_text_says(results):
+    for result in results:
+        shown = " ".join(read(result._repr_html_()).split())
+        for line in repr(result).splitlines():
+            for word in line.split():
+                assert word in shown
+
+
+def test_names_in_notebooks_are_no_markup():
+    rows = (("<b>", "&"),)
+    table = Table(heads=("<i>", ""), rows=rows)
+    shown = Summary(title="a < b", facts=(("<u>", "x"),), tables=(table,)).html()
+
+    assert read(shown).split() == ["a", "<", "b", "<u>", "x", "<i>", "<b>", "&"]
+
+
+def test_neighbours_that_differ_in_a_number_only_are_one_row():
+    rows = [("b.0", "1"), ("b.1", "1"), ("b.2", "2"), ("c", "2"), ("b.3", "2")]
+
+    assert equal_rows_once(rows) == (
+        ("b.0 ... b.1 (x 2)", "1"), ("b.2", "2"), ("c", "2"), ("b.3", "2"),
+    )  # fmt: skip
+
+
+def test_the_tree_of_an_estimate_has_equal_layers_once(traced):
+    lines = repr(autosac.estimate(traced)).splitlines()
+    (block,) = (line for line in lines if line.startswith("0-47 (Sequential) x 48"))
+    row = next(r for r in autosac.estimate(traced).modules if r.fqn == "0")
+
+    assert autosac.quantities.format_bytes(row.parameter_bytes) in block
+    assert any(line.startswith("  0 (Linear)") for line in lines)
+
+
+def test_a_long_table_loses_its_middle():
+    rows = tuple((str(i), "x") for i in range(100))
+    lines = list(Table(heads=("n", ""), rows=rows).lines())
+
+    assert len(lines) == 42 and lines[21] == "... 60 more ..."
