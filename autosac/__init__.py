@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from autosac.results.rows import Row, Sweep
     from autosac.statistics.by_module import Statistics
     from autosac.statistics.trackers import from_trackers
+    from autosac.step.chunked_cross_entropy import chunked_cross_entropy
     from autosac.step.training_step import OptimizerInBackward
     from autosac.sweeps.grids import sweep_grid
     from autosac.verification.verifying import Verification, verify
@@ -84,6 +85,7 @@ __all__ = [
     "calibrate",
     "calibrate_cluster",
     "check",
+    "chunked_cross_entropy",
     "compile",
     "compiled_plans",
     "estimate",
@@ -182,6 +184,7 @@ _NAMES_OF = {
     ),
     "autosac.statistics.by_module": ("Statistics",),
     "autosac.statistics.trackers": ("from_trackers",),
+    "autosac.step.chunked_cross_entropy": ("chunked_cross_entropy",),
     "autosac.step.training_step": ("OptimizerInBackward",),
     "autosac.sweeps.grids": ("sweep_grid",),
     "autosac.verification.verifying": (
