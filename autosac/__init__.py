@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autosac.parallel.planning import min_gpus, plan_parallel
     from autosac.parallel.plans import ParallelPlan
     from autosac.parallel.sweeping import sweep_parallel
+    from autosac.planning.advising import Advice, advise
     from autosac.planning.batch_sizes import (
         BatchSize,
         best_batch_size,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from autosac.verification.verifying import Verification, verify
 
 __all__ = [
+    "Advice",
     "AllocatorSettings",
     "ArgumentError",
     "AutosacError",
@@ -81,6 +83,7 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
     "Verification",
+    "advise",
     "best_batch_size",
     "calibrate",
     "calibrate_cluster",
@@ -150,6 +153,10 @@ _NAMES_OF = {
     ),
     "autosac.parallel.plans": ("ParallelPlan",),
     "autosac.parallel.sweeping": ("sweep_parallel",),
+    "autosac.planning.advising": (
+        "Advice",
+        "advise",
+    ),
     "autosac.planning.batch_sizes": (
         "BatchSize",
         "best_batch_size",
