@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autosac.parallel.planning import min_gpus, plan_parallel
     from autosac.parallel.plans import ParallelPlan
     from autosac.parallel.sweeping import sweep_parallel
+    from autosac.planning.advising import Advice, advise
     from autosac.planning.batch_sizes import (
         BatchSize,
         best_batch_size,
@@ -51,11 +52,13 @@ if TYPE_CHECKING:
     from autosac.results.rows import Row, Sweep
     from autosac.statistics.by_module import Statistics
     from autosac.statistics.trackers import from_trackers
+    from autosac.step.chunked_cross_entropy import chunked_cross_entropy
     from autosac.step.training_step import OptimizerInBackward
     from autosac.sweeps.grids import sweep_grid
     from autosac.verification.verifying import Verification, verify
 
 __all__ = [
+    "Advice",
     "AllocatorSettings",
     "ArgumentError",
     "AutosacError",
@@ -80,10 +83,12 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
     "Verification",
+    "advise",
     "best_batch_size",
     "calibrate",
     "calibrate_cluster",
     "check",
+    "chunked_cross_entropy",
     "compile",
     "compiled_plans",
     "estimate",
@@ -148,6 +153,10 @@ _NAMES_OF = {
     ),
     "autosac.parallel.plans": ("ParallelPlan",),
     "autosac.parallel.sweeping": ("sweep_parallel",),
+    "autosac.planning.advising": (
+        "Advice",
+        "advise",
+    ),
     "autosac.planning.batch_sizes": (
         "BatchSize",
         "best_batch_size",
@@ -182,6 +191,7 @@ _NAMES_OF = {
     ),
     "autosac.statistics.by_module": ("Statistics",),
     "autosac.statistics.trackers": ("from_trackers",),
+    "autosac.step.chunked_cross_entropy": ("chunked_cross_entropy",),
     "autosac.step.training_step": ("OptimizerInBackward",),
     "autosac.sweeps.grids": ("sweep_grid",),
     "autosac.verification.verifying": (

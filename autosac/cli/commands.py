@@ -303,6 +303,28 @@ def estimate(
 
 
 @app.command(epilog=_EPILOG)
+@takes_step()
+def advise(
+    model: Model,
+    options: Options,
+    budget: Annotated[
+        str, typer.Option("--budget", "-b", help="Plan each change for it.")
+    ] = "",
+    csv: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what else would lower the peak, each change simulated, cheapest first."""
+    with _exit_codes(as_json):
+        check_folders(csv)
+        traced = cli.models.asked(model, **options).calibrated()
+        wanted = _bytes(budget, traced.device.memory_bytes) if budget else None
+        advice = autosac.advise(traced, memory_budget=wanted)
+        if csv is not None:
+            advice.to_csv(csv)
+        _show(as_json, lambda: cli.tables.advice_record(advice), str(advice))
+
+
+@app.command(epilog=_EPILOG)
 @takes_step("device", "exclude", "opaque")
 def verify(
     plan_file: PlanFile,

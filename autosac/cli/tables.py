@@ -10,6 +10,7 @@ from rich.table import Table
 
 from autosac.devices.specs import DeviceSpec
 from autosac.parallel.plans import ParallelPlan
+from autosac.planning.advising import Advice
 from autosac.planning.plans import Plan
 from autosac.profiles.estimate import Estimate
 from autosac.quantities import format_bytes
@@ -45,6 +46,11 @@ def parallel_record(plan: ParallelPlan) -> dict[str, Any]:
 def sweep_record(sweep: Sweep) -> dict[str, Any]:
     """A sweep without the plans themselves."""
     return {"axes": list(sweep.axes), "rows": sweep.records()}
+
+
+def advice_record(advice: Advice) -> dict[str, Any]:
+    """Advice with what could not be simulated."""
+    return {**sweep_record(advice), "not_simulated": advice.not_simulated}
 
 
 def estimate_record(estimate: Estimate) -> dict[str, Any]:

@@ -129,7 +129,6 @@ class Loop:
         """The step of a batch, to be planned inside: the model runs as in the loop."""
         with forward_replaced(model, self.forward(model)):
             step = profile(model, inputs, **{"loss_fn": _itself, **self.options})
-            self.replica.check(step)
             step = calibrated_if_present(step, real_step=real_step)
             gc.collect()  # a copy of the model refers to itself by its `forward`
             yield self.replica.holding(step)

@@ -94,4 +94,4 @@ class _Returned:
         return _Returned(copy.deepcopy(self.own, memo), self.replica)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.replica.returned(self.own(*args, **kwargs))
+        return self.replica.returned(lambda: self.own(*args, **kwargs))

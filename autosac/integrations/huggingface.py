@@ -181,7 +181,7 @@ class _LossOnly:
         return _LossOnly(copy.deepcopy(self.own, memo), self.replica)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output = self.replica.returned(self.own(*args, **kwargs))
+        output = self.replica.returned(lambda: self.own(*args, **kwargs))
         loss = output.get("loss") if hasattr(output, "get") else output[0]
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             raise UnsupportedError(

@@ -32,7 +32,7 @@ from autosac.integrations.budgets import (
     refuse,
     summary,
 )
-from autosac.integrations.replicas import replica_of
+from autosac.integrations.replicas import Replica, replica_of
 from autosac.integrations.worst_batches import lengthened, on_device
 
 _OWN_LOOP = (
@@ -84,7 +84,7 @@ class MemoryBudget(BudgetCallback, Callback):
         clips_norm = str(trainer.gradient_clip_algorithm or "norm") == "norm"
         replica = replica_of(_wrapped(trainer))
         loop = Loop(
-            forward=lambda module: _TrainingStep(module, trainer),
+            forward=lambda module: _TrainingStep(module, trainer, replica),
             # Of a dataset without a length it fetches a batch ahead, to the CPU.
             num_other_batches=1 if module.device.type == "cpu" else 0,
             replica=replica,
@@ -144,11 +144,15 @@ class _TrainingStep:
     Args:
         module: The module; in a copy of it, its copy.
         trainer: For its precision plugin, and for those who read from it.
+        replica: What DDP adds.
     """
 
-    def __init__(self, module: LightningModule, trainer: Trainer) -> None:
+    def __init__(
+        self, module: LightningModule, trainer: Trainer, replica: Replica
+    ) -> None:
         self.module = module
         self.trainer = trainer
+        self.replica = replica
         self.own = module.__dict__.get("forward")
         self.__wrapped__ = module.training_step  # for those who look at the signature
 
@@ -156,7 +160,7 @@ class _TrainingStep:
         copied: _TrainingStep = object.__new__(type(self))
         memo[id(self)] = copied
         copied.module = copy.deepcopy(self.module, memo)
-        copied.trainer = self.trainer
+        copied.trainer, copied.replica = self.trainer, self.replica
         copied.own = copy.deepcopy(self.own, memo)
         return copied
 
@@ -170,7 +174,8 @@ class _TrainingStep:
             module.__dict__["forward"] = self.own
         try:
             with self.trainer.precision_plugin.train_step_context():
-                return _loss(module.training_step(*args))
+                step = module.training_step
+                return _loss(self.replica.returned(lambda: step(*args)))
         finally:
             module.__dict__["forward"] = stand_in
 

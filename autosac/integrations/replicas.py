@@ -9,6 +9,7 @@ of these parameters, and copies of all outputs of the model that need gradients.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from autosac import _compat
 from autosac._compat_distributed import (
     clones_outputs,
     first_bucket_bytes,
@@ -28,7 +30,7 @@ from autosac.errors import AutosacError, UnsupportedError
 from autosac.planning.plans import Plan
 from autosac.profiles.profile import Profile
 
-_COLLECTIVES = ("c10d.", "_c10d_functional.")  # namespaces of ops
+_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of ops
 _TABLE_ENTRY_BYTES = 4  # of which parameters were used: int32
 
 
@@ -53,23 +55,6 @@ class Replica:
         """What DDP holds all the time."""
         return sum(self.blocks)
 
-    def check(self, profile: Profile) -> None:
-        """Refuse steps in which processes talk to each other, where one of them plans.
-
-        Raises:
-            UnsupportedError: Names the first such op.
-        """
-        if self.group is None:
-            return
-        for op in profile.tape.ops:
-            if op.name.startswith(_COLLECTIVES):
-                raise UnsupportedError(
-                    f"A plan for several processes: `{op.name}` in the model's step"
-                    " waits for the other processes, and these wait for the one that"
-                    " plans; plan in each of them by `autosac.plan` before DDP wraps"
-                    " the model, or leave the collective out."
-                )
-
     def holding(self, profile: Profile) -> Profile:
         """The profile of a step beside which DDP holds its buckets."""
         if not self.blocks:
@@ -83,9 +68,39 @@ class Replica:
             ),
         )
 
-    def returned(self, output: Any) -> Any:
-        """What DDP returns in place of a model's output."""
+    def returned(self, forward: Callable[[], Any]) -> Any:
+        """What DDP returns in place of a model's output, where one process plans.
+
+        Args:
+            forward: Makes the output.
+
+        Raises:
+            UnsupportedError: It talks to other processes.
+        """
+        alone = contextlib.nullcontext() if self.group is None else _alone()
+        with alone:
+            output = forward()
         return tree_map(_copied, output) if self.clones_outputs else output
+
+
+class _Alone(_compat.PlainDispatchMode):
+    """Refuses ops that wait for other processes, where these wait for this one."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in _COLLECTIVES:
+            raise UnsupportedError(
+                f"`{_compat.op_name(func)}` in the model's step waits for the other"
+                " processes, and these wait for the one that plans. Plan in each of"
+                " them by `autosac.plan` before DDP wraps the model, or leave the"
+                " collective out."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _alone() -> contextlib.AbstractContextManager[Any]:
+    return _Alone()  # type: ignore[no-untyped-call]
 
 
 def _holding(tape: Any, blocks: tuple[int, ...]) -> Any:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GPT = "tests.factories:gpt"
 COMMANDS = [
     "demo", "plan", "sweep", "estimate", "verify", "report", "devices", "calibrate",
-    "batch-size", "parallel", "min-gpus",
+    "batch-size", "parallel", "min-gpus", "advise",
 ]  # fmt: skip
 
 
@@ -278,6 +278,17 @@ def test_an_estimate_that_does_not_fit_says_so_by_its_exit_code(figures):
     assert run("estimate", GPT, *options, f"{peak}B").exit_code == 0
     small = run_json("estimate", GPT, *options, f"{peak - 1}B", code=3)
     assert small["fits"] is False
+
+
+def test_advice_is_a_table_and_json(figures, tmp_path):
+    options = ("advise", GPT, "--optimizer", "adamw", "--budget", f"{figures[0]}B")
+    record = run_json(*options, "--csv", str(tmp_path / "advice.csv"))
+
+    first, *others = record["rows"]
+    assert first["change"] == "as it is"
+    assert first["floor_bytes"] == figures[0]
+    assert "optimizer in backward" in {row["change"] for row in others}
+    assert (tmp_path / "advice.csv").read_text().startswith("change,results,how,")
 
 
 def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):

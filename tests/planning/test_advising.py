@@ -1,0 +1,218 @@
+"""What advice says is what planning for the changed step by hand says."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autosac
+
+WIDTH, CLASSES, BATCH, LENGTH = 32, 600, 8, 24
+
+
+class Model(nn.Module):
+    def __init__(self, chunk_bytes=None):
+        super().__init__()
+        self.chunk_bytes = chunk_bytes
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+                )
+                for _ in range(3)
+            )
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids, labels):
+        hidden = self.blocks(self.embedding(ids))
+        if self.chunk_bytes is None:
+            logits = self.head(hidden).float()
+            return functional.cross_entropy(
+                logits[:, :-1].reshape(-1, CLASSES), labels[:, 1:].flatten()
+            )
+        return autosac.chunked_cross_entropy(
+            hidden[:, :-1].reshape(-1, WIDTH),
+            self.head.weight,
+            labels[:, 1:].flatten(),
+            bias=self.head.bias,
+            memory_budget=self.chunk_bytes,
+            upcast=True,
+        )
+
+
+def batch(size=BATCH):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(CLASSES, (size, LENGTH), generator=generator)
+    return ids, ids.clone()
+
+
+def loss_fn(loss):
+    return loss
+
+
+def profiled(model=None, inputs=None, **options):
+    known = {"optimizer": "adamw", "loss_fn": loss_fn, "device": "cpu", **options}
+    return autosac.profile(model or Model(), inputs or batch(), **known)
+
+
+def figures(profile, budget_bytes):
+    plan = autosac.plan(profile, memory_budget=budget_bytes)
+    floor = autosac.floor(profile)
+    return floor, profile.baseline_peak_bytes, plan.peak_bytes, plan.recompute_ms
+
+
+def of(row):
+    """The figures of a row, of one of its micro-steps."""
+    name = row.cell["change"]
+    times = int(name.split()[0]) if "micro-steps" in name else 1
+    peaks = row.floor_bytes, row.baseline_peak_bytes, row.peak_bytes
+    return *peaks, row.recompute_ms / times
+
+
+@pytest.fixture(scope="module")
+def advice():
+    profile = profiled(keeps_gradients=True)
+    budget_bytes = (autosac.floor(profile) + profile.baseline_peak_bytes) // 2
+    rows = autosac.advise(profile, memory_budget=budget_bytes)
+    return {row.cell["change"]: row for row in rows}, budget_bytes, rows
+
+
+CHANGED = {
+    "as it is": lambda: profiled(keeps_gradients=True),
+    "gradients set to None": profiled,
+    "optimizer in backward": lambda: profiled(
+        keeps_gradients=True,
+        optimizer=lambda parameters: autosac.OptimizerInBackward(
+            parameters, torch.optim.AdamW
+        ),
+    ),
+    "2 micro-steps of 4": lambda: profiled(
+        keeps_gradients=True, accumulate=2, inputs=batch(4)
+    ),
+    "bf16 autocast": lambda: profiled(keeps_gradients=True, autocast="bf16"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_row_has_the_figures_of_the_step_changed_by_hand(name, advice):
+    rows, budget_bytes, _ = advice
+
+    assert of(rows[name]) == figures(CHANGED[name](), budget_bytes)
+
+
+def test_chunked_cross_entropy_has_the_figures_of_a_model_that_calls_it(advice):
+    rows, budget_bytes, _ = advice
+    row = rows["chunked cross entropy"]
+    chunk_bytes = int(row.cell["how"].partition("memory_budget=")[2].rstrip(")"))
+    changed = profiled(Model(chunk_bytes), keeps_gradients=True)
+
+    floor, baseline, peak, _ = figures(changed, budget_bytes)
+    assert row.baseline_peak_bytes == baseline
+    assert row.floor_bytes == floor
+    assert row.peak_bytes == peak
+
+
+def test_every_row_lowers_the_peak_and_the_cheapest_comes_first(advice):
+    _, _, rows = advice
+    first, *others = rows
+
+    assert first.cell["change"] == "as it is"
+    assert others
+    for row in others:
+        assert (
+            row.floor_bytes < first.floor_bytes
+            or row.baseline_peak_bytes < first.baseline_peak_bytes
+        )
+    costs = [
+        (
+            row.status == "infeasible",
+            ("same", "rounded", "other").index(row.cell["results"]),
+            row.step_ms or 0.0,
+        )
+        for row in others
+    ]
+    assert costs == sorted(costs)
+
+
+def test_changes_that_keep_results_are_looked_at_together(advice):
+    rows, _budget_bytes, _ = advice
+    (name,) = (name for name in rows if " + " in name)
+    alone = [rows[one] for one in name.split(" + ")]
+
+    assert rows[name].floor_bytes <= min(row.floor_bytes for row in alone)
+    assert rows[name].cell["results"] != "other"
+
+
+def test_the_model_is_left_as_it_was_and_the_table_is_text_and_pandas(advice):
+    model = Model()
+    table = autosac.advise(profiled(model))
+
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert "plain peak" in repr(table)
+    assert next(iter(table.to_dataframe()["change"])) == "as it is"
+
+
+def test_a_loss_that_needs_logits_is_not_said_to_be_chunked():
+    class Model2(Model):
+        def forward(self, ids, labels):
+            return self.head(self.blocks(self.embedding(ids))).square().mean()
+
+    advice = autosac.advise(profiled(Model2()))
+
+    assert "square" in advice.not_simulated["chunked cross entropy"]
+    assert "not simulated: chunked cross entropy" in repr(advice)
+    assert all("chunked" not in row.cell["change"] for row in advice)
+
+
+def test_smaller_batches_take_the_loss_of_their_own_targets():
+    class Plain(Model):
+        def forward(self, ids):
+            return self.head(self.blocks(self.embedding(ids)))
+
+    ids, labels = batch()
+
+    def make_loss_fn(inputs):
+        own = labels[: len(inputs)].flatten()
+        return lambda logits: functional.cross_entropy(logits.flatten(0, 1), own)
+
+    options = {"optimizer": "adamw", "device": "h100"}
+    with_targets = autosac.advise(Plain(), ids, make_loss_fn=make_loss_fn, **options)
+    assert "2 micro-steps of 4" in {row.cell["change"] for row in with_targets}
+
+    without = autosac.advise(Plain(), ids, loss_fn=make_loss_fn(ids), **options)
+    assert "2 micro-steps of 4" in without.not_simulated
+
+
+@pytest.mark.slow
+def test_a_language_model_of_transformers_is_advised_to_chunk_its_loss():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=CLASSES,
+        use_cache=False,
+    )
+    ids, labels = batch()
+    inputs = {"input_ids": ids, "labels": labels}
+    model = transformers.LlamaForCausalLM(config)
+    advice = autosac.advise(autosac.profile(model, inputs, optimizer="adamw"))
+
+    rows = {row.cell["change"]: row for row in advice}
+    logits_bytes = BATCH * LENGTH * CLASSES * 4
+    saved = (
+        rows["as it is"].baseline_peak_bytes
+        - rows["chunked cross entropy"].baseline_peak_bytes
+    )
+    assert saved > logits_bytes
+
+
+def test_a_step_from_a_plan_cannot_be_advised():
+    profile = profiled()
+    with pytest.raises(ValueError, match="traces the model anew"):
+        autosac.advise(profile.traced())
