@@ -169,19 +169,18 @@ def plan(
         float, typer.Option(min=0.0, help="Stop when proven this close to the best.")
     ] = 0.005,
     offload: Offload = False,
-    host_budget: HostBudget = "",
+    host_budget: HostBudget = None,
     as_json: Json = False,
 ) -> None:
     """Find the cheapest plan that fits a budget."""
-    how = {"relative_gap": gap, "offload": offload, "host_budget": host_budget or None}
+    how: Options = {"relative_gap": gap, "offload": offload, "host_budget": host_budget}
     with _exit_codes(as_json):
         check_folders(out, html)
         step = cli.models.asked(model, **options)
         parts = step.parts()
         if step.has_several(parts):
-            cheapest = autosac.plan(
-                **parts, **step.options, **given, **how, memory_budget=budget
-            )
+            asked = {**parts, **step.options, **given, **how}
+            cheapest = autosac.plan(**asked, memory_budget=budget)
         else:
             traced = step.calibrated(parts)
             budget_bytes = _bytes(budget, traced.device.memory_bytes)

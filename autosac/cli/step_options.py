@@ -68,7 +68,7 @@ Offload = Annotated[
     bool, typer.Option(help="Let arguments of AC units lie in far memory as well.")
 ]
 HostBudget = Annotated[
-    str, typer.Option(help='Cap on what lies there, such as "64GiB".')
+    str | None, typer.Option(help='Cap on what lies there, such as "64GiB".')
 ]
 
 Cluster = Annotated[

@@ -173,13 +173,8 @@ class TracedStep:
         if self.plain is None or link is None:
             return ()
         with no_collections():
-            return find_far_units(
-                self.tape,
-                self.units.candidates,
-                self.op_ms,
-                link,
-                host_bytes=self.host_bytes,
-            )
+            finder_args = (self.tape, self.units.candidates, self.op_ms, link)
+            return find_far_units(*finder_args, self.host_bytes)
 
     @cached_property
     def formulation(self) -> Formulation:
