@@ -1,6 +1,6 @@
 """Keep, recompute or offload: real steps with far memory in a file, and GPUs predicted.
 
-    python -m benchmarks.offload [--parts real,gpus] [--models llama,unet] [--output DIR]
+    python -m benchmarks.offload [--parts real,gpus] [--models llama,unet]
 
 *real*: models of the zoo under six budgets, three of them below the floor without
 offload: real peaks by the allocator's events, bits, and at the lowest budget the same
@@ -14,7 +14,6 @@ import argparse
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import autosac
 from autosac.checkpointing import batch_variants
 from autosac.checkpointing.far_memory import FarMemory
 from autosac.errors import InfeasibleBudgetError
+from autosac.planning.checking import chosen
 from autosac.profiles.restricting import restricted
 from autosac.solving.incumbents import recompute_ms
 from autosac.units.curves import kept
@@ -89,7 +89,8 @@ class Slow:
 def real(names: list[str], broken: list[str]) -> Iterator[str]:
     """Rows of real steps under budgets below and above the floor without offload."""
     yield "Real steps on the CPU, far memory in a file. *off*: predicted over measured"
-    yield "peak. *rule*: every block recomputed whole, every argument moved that can be."
+    yield "peak. *rule*: every block recomputed whole, every argument moved that can"
+    yield "be. Bytes are MiB."
     yield ""
     yield "| model | floor without | with | budget | off | time without | with |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
@@ -172,7 +173,8 @@ def gpus() -> Iterator[str]:
     yield "floor with offload and that without it or, where these are equal, near them;"
     yield "shares are of the activation memory that AC units keep in the plain step."
     yield ""
-    yield "| model | tokens | GPU | every block | and its input moved | budget | plan | |"
+    heads = "tokens | GPU | every block | and its input moved | budget | plan"
+    yield f"| model | {heads} | shares |"
     yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |"
     notes = []
     for name, make in (("Llama-3-8B", _llama), ("Qwen3-8B", _qwen)):
@@ -214,8 +216,9 @@ def _on_gpu(name: str, make: Any, length: int, gpu: str) -> tuple[list[str], str
     nbytes = sum(unit.activation_bytes for unit in profile.rules.blocks)
     link_ms = link.out_ms(nbytes, 1) + link.back_ms(nbytes, 1)
     note = (
-        f"- {name}, {length} tokens, {gpu}: floors {floor / 1e9:.2f} GB and with offload"
-        f" {low / 1e9:.2f}; the plain step {profile.baseline_peak_bytes / 1e9:.2f} GB,"
+        f"- {name}, {length} tokens, {gpu}: floor {floor / 1e9:.2f} GB, with offload"
+        f" {low / 1e9:.2f} GB; the plain step"
+        f" {profile.baseline_peak_bytes / 1e9:.2f} GB,"
         f" {profile.baseline_ms:.0f} ms; all that blocks keep, {nbytes / 1e9:.1f} GB,"
         f" takes the link {link_ms:.0f} ms out and back"
     )
@@ -230,23 +233,16 @@ def _plan_row(profile: Any, budget: int, cells: list[str]) -> str:
     except InfeasibleBudgetError:
         without = "none fits without"
     offloading = restricted(profile, offload=True)
-    chosen, _ = offloading.chooser.choose(budget, autosac_options())
     total = sum(unit.activation_bytes for unit in profile.rules.blocks)
     held = sum(
         min(kept(call, part), call.activation_bytes)
-        for unit, policy in (chosen or {}).items()
+        for unit, policy in chosen(plan, offloading).items()
         for call, part in unit.by_call(policy)
     )
     share = plan.offloaded_bytes / (total + plan.offloaded_bytes)
     told = f"{plan.recompute_ms:.0f} ms ({plan.exposed_ms:.0f} waiting), {without}"
     shares = f"kept {held / total:.0%}, moved {share:.0%}"
     return f"| {' | '.join([*cells, f'{budget / 1e9:.2f} GB', told, shares])} |"
-
-
-def autosac_options() -> Any:
-    from autosac.solving.solve_options import SolveOptions
-
-    return SolveOptions()
 
 
 def _llama() -> nn.Module:
