@@ -14,6 +14,7 @@ from autosac.checkpointing.far_memory import FarMemory
 from autosac.errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
 from autosac.planning.spelling import spell_out
 from autosac.profiles.restricting import restricted
+from autosac.quantities import format_ms
 from autosac.units.far_units import FarUnit
 from autosac.verification.verifying import Recipe, verify_each
 from tests.models import CASES, Case, random_choice
@@ -366,6 +367,37 @@ def test_a_real_step_keeps_a_budget_below_the_floor_without(step):
     assert not done.differences
     assert 0 <= overstated(done) <= step.simulator.number_bytes
     assert plan.peak_bytes == plan.budget_bytes
+
+
+def test_far_memory_keeps_its_cap_and_more_of_it_never_costs_more(step):
+    floor = budgets(step)[2]
+    most_bytes = autosac.plan(
+        step.plain, memory_budget=floor, offload=True
+    ).offloaded_bytes
+    times = []
+    for share in (0, 1, 2, 3, 4):
+        host_bytes = max(1, most_bytes * share // 4)
+        plan = autosac.plan(
+            step.plain, memory_budget=floor, offload=True, host_budget=host_bytes
+        )
+        assert plan.offloaded_bytes <= host_bytes
+        assert plan.dry_run and plan.peak_bytes <= floor
+        times.append(plan.recompute_ms)
+    assert times == sorted(times, reverse=True)
+    assert times[0] == autosac.plan(step.plain, memory_budget=floor).recompute_ms
+
+
+def test_reports_and_errors_say_what_offload_would_do(step):
+    low, _, floor, *_ = budgets(step)
+    plan = autosac.plan(step.plain, memory_budget=floor)
+    far = autosac.plan(step.plain, memory_budget=floor, offload=True)
+
+    assert far.recompute_ms < plan.recompute_ms
+    told = f"would take {format_ms(far.recompute_ms)} of recomputation and waiting"
+    assert told in " ".join(str(plan.report()).split())
+    assert told not in " ".join(str(far.report()).split())
+    with pytest.raises(InfeasibleBudgetError, match="`offload`=True may reach less"):
+        autosac.plan(step.plain, memory_budget=low)
 
 
 def test_auto_offloads_only_where_nothing_fits_without(step):

@@ -229,7 +229,8 @@ class _Streamed(_Buffered):
         stream: torch.cuda.Stream,
     ) -> None:
         super().__init__(memory, buffer, source)
-        stream.wait_stream(torch.cuda.current_stream(source.device))
+        self._device = source.device
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with _compat.no_modes(), torch.no_grad(), torch.cuda.stream(stream):
             buffer.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -240,7 +241,7 @@ class _Streamed(_Buffered):
 
         So may those that get the same memory from the allocator.
         """
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def fetch(self, target: torch.Tensor) -> None:
         """As `Sent.fetch`, on the stream of the kernels that read it.

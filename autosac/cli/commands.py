@@ -22,6 +22,8 @@ import autosac
 from autosac import cli
 from autosac.cli.step_options import (
     Cluster,
+    HostBudget,
+    Offload,
     ParamDtype,
     ReduceDtype,
     takes_step,
@@ -166,30 +168,28 @@ def plan(
     gap: Annotated[
         float, typer.Option(min=0.0, help="Stop when proven this close to the best.")
     ] = 0.005,
+    offload: Offload = False,
+    host_budget: HostBudget = None,
     as_json: Json = False,
 ) -> None:
     """Find the cheapest plan that fits a budget."""
+    how: Options = {"relative_gap": gap, "offload": offload, "host_budget": host_budget}
     with _exit_codes(as_json):
         check_folders(out, html)
         step = cli.models.asked(model, **options)
         parts = step.parts()
         if step.has_several(parts):
-            cheapest_plan = autosac.plan(
-                **parts, **step.options, **given, relative_gap=gap, memory_budget=budget
-            )
+            asked = {**parts, **step.options, **given, **how}
+            cheapest = autosac.plan(**asked, memory_budget=budget)
         else:
             traced = step.calibrated(parts)
             budget_bytes = _bytes(budget, traced.device.memory_bytes)
-            cheapest_plan = autosac.plan(
-                traced, memory_budget=budget_bytes, relative_gap=gap, **given
-            )
+            cheapest = autosac.plan(traced, memory_budget=budget_bytes, **given, **how)
         if out is not None:
-            cheapest_plan.save(out)
+            cheapest.save(out)
         if html is not None:
-            cheapest_plan.to_html(html)
-        _show(
-            as_json, lambda: cli.tables.plan_record(cheapest_plan), str(cheapest_plan)
-        )
+            cheapest.to_html(html)
+        _show(as_json, lambda: cli.tables.plan_record(cheapest), str(cheapest))
 
 
 @app.command(epilog=_EPILOG)

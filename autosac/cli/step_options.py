@@ -64,6 +64,13 @@ FsdpUnits = Annotated[
     ),
 ]
 
+Offload = Annotated[
+    bool, typer.Option(help="Let arguments of AC units lie in far memory as well.")
+]
+HostBudget = Annotated[
+    str | None, typer.Option(help='Cap on what lies there, such as "64GiB".')
+]
+
 Cluster = Annotated[
     str, typer.Option(help="A known cluster, such as hgx-h100: GPUs, links, nodes.")
 ]

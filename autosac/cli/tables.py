@@ -21,6 +21,7 @@ _PLAN_FIELDS = (
     "policy", "budget_bytes", "peak_bytes", "baseline_peak_bytes", "recompute_ms",
     "step_ms", "bound_ms", "optimality_gap", "composition", "device", "calibrated",
     "measured_fraction", "reserved_bytes", "dry_run", "torch_version",
+    "offloaded_bytes", "exposed_ms",
 )  # fmt: skip
 _PARALLEL_FIELDS = (
     "mesh_shape", "policy", "budget_bytes", "peak_bytes", "late_bytes", "composition",
@@ -74,7 +75,8 @@ def device_record(spec: DeviceSpec) -> dict[str, Any]:
     """All that is known of a device."""
     record = {name: getattr(spec, name) for name in DeviceSpec.__slots__}
     rates = {name: dict(record[name]) for name in ("peak_flops", "matmul_efficiency")}
-    return {**record, **rates}
+    link = None if spec.link is None else asdict(spec.link)
+    return {**record, **rates, "link": link}
 
 
 def sweep_table(sweep: Sweep) -> Table:

@@ -21,8 +21,9 @@ from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import Degree, ParallelChooser, Search, SimulatedChoice
 from autosac.planning.make_plan import policy_ratios
 from autosac.planning.spelling import spell_out
+from autosac.profiles.compute_dtype import in_compute_dtype
 from autosac.profiles.given import profile_of
-from autosac.profiles.profile import Profile, calibrate, in_compute_dtype
+from autosac.profiles.profile import Profile, calibrate
 from autosac.profiles.restricting import restricted
 from autosac.quantities import format_bytes, format_ms, format_parts, parse_bytes
 from autosac.solvers.milp.solution import Backend

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from autosac.planning.make_plan import choose
 from autosac.planning.plans import Plan
 from autosac.profiles.profile import TracedStep
+from autosac.profiles.restricting import restricted
 from autosac.quantities import format_bytes, format_ms
+from autosac.solving.incumbents import recompute_ms
 from autosac.step.source_lines import shortened
 from autosac.step.tape import Op
 from autosac.units import curves
@@ -170,6 +172,18 @@ def offers(plan: Plan, profile: TracedStep) -> tuple[Offer, ...]:
             )
         )
     return tuple(all_offers)
+
+
+def offload_ms(plan: Plan, profile: TracedStep) -> float | None:
+    """Recompute time of the plan for the same budget that may offload as well.
+
+    None if it may already, or if that is not possible.
+    """
+    if profile.plain is not None or profile.device.link is None:
+        return None
+    offloading = restricted(profile, cap=profile.cap, offload=True)
+    chosen, _ = choose(offloading, plan.budget_bytes)
+    return recompute_ms(chosen)
 
 
 def op_tables(

@@ -92,6 +92,7 @@ def make_plan(
     budget_bytes: int,
     *,
     offload: Offload = False,
+    host_bytes: int | None = None,
     **options: Any,
 ) -> Plan:
     """Choose what to recompute, and confirm it by a dry run.
@@ -100,6 +101,7 @@ def make_plan(
         profile: The profile.
         budget_bytes: Cap on the peak.
         offload: As in `plan`.
+        host_bytes: Most bytes in far memory; None for as many as one likes.
         options: ``dry_run`` as in `plan`; ``start``, what smaller budgets of a sweep
             found; and fields of `SolveOptions`.
 
@@ -116,7 +118,8 @@ def make_plan(
                 raise
         options.pop("start", None)  # it is of the step without
     if offload:
-        profile = restricted(profile, cap=profile.cap, offload=True)
+        limits: dict[str, Any] = {"offload": True, "host_bytes": host_bytes}
+        profile = restricted(profile, cap=profile.cap, **limits)
     return _make_plan(profile, budget_bytes, **options)
 
 
@@ -231,6 +234,8 @@ def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Excep
     peak_bytes = profile.peak_bytes(chosen)
     composition = profile.composition(chosen)
     parts, hint = format_parts(composition), _hint(profile)
+    if profile.plain is None and profile.device.link is not None:
+        hint += " `offload`=True may reach less."
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}):"
         f" the lowest peak is {peak_bytes} bytes ({format_bytes(peak_bytes)}), made of"

@@ -65,6 +65,7 @@ def plan(
     fsdp_units: Marks | None = None,
     cap: Cap = "allocated",
     offload: Offload = False,
+    host_budget: int | str | None = None,
     offload_dir: str | os.PathLike[str] | None = None,
     world_size: int | None = None,
     on_mismatch: OnMismatch = "recompute",
@@ -101,6 +102,7 @@ def plan(
             their forward to their rerun: of a GPU in pinned memory of its host, of the
             CPU in a file. The plan decides for each unit, together with what is
             recomputed. "auto": only where no plan fits without. Not tried on a GPU yet.
+        host_budget: Cap on what lies there, in bytes or as text; None for none.
         offload_dir: Where the CPU's file lies; None for the system's temporary
             directory, which may be memory.
         world_size: Of statistics, how many ranks share parameters and gradients; None
@@ -165,6 +167,8 @@ def plan(
     solving["relative_gap"] = RELATIVE_GAP if relative_gap is None else relative_gap
     solving["dry_run"] = dry_run
     solving["offload"] = offload
+    if host_budget is not None:
+        solving["host_bytes"] = parse_bytes(host_budget, name="host_budget")
     if isinstance(model, torch.nn.Module) and are_several(inputs):
         steps = [
             (bucket, restricted(traced, **units))

@@ -16,7 +16,7 @@ from autosac.profiles.fingerprints import digest
 from autosac.step.batch_signatures import BatchSignature
 from autosac.units.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
 
-FORMAT = 4
+FORMAT = 3
 _WORDS = {
     SAVE: "save",
     RERUN: "rerun",
@@ -34,9 +34,8 @@ _UNIT_FIELDS = (
     "position",
     "around",
     "until",
-    "far",
-    "far_until",
 )
+_FAR_FIELDS = ("far", "far_until")  # of a unit that offloads anything
 _MORE = {"op_sequences": 0, "variants": 1}  # levels of lines inside, besides their own
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
 
@@ -68,7 +67,8 @@ def _written(
     for one in record["op_policies"]:
         lines = _lines(one)
         unit = {"fqn": one.fqn, "ops": sequences.setdefault(lines, len(sequences))}
-        unit |= {name: getattr(one, name) for name in _UNIT_FIELDS}
+        fields = (*_UNIT_FIELDS, *(_FAR_FIELDS if one.far else ()))
+        unit |= {name: getattr(one, name) for name in fields}
         units.append(unit)
     longer = ("op_policies", "model", "variants")  # what people read last
     return {
@@ -120,7 +120,7 @@ def _part(
     units = []
     for unit in body.pop("units"):
         actions, onward, names = zip(*sequences[unit.pop("ops")], strict=True)
-        unit["far"] = tuple(unit["far"])
+        unit["far"] = tuple(unit.get("far", ()))
         units.append(
             OpPolicy(
                 names=names, actions="".join(actions), onward="".join(onward), **unit

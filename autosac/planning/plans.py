@@ -207,6 +207,9 @@ class Plan(Summarized):
         """All that a plan file holds."""
         record = {**vars(self), "variants": [one._record() for one in self.variants]}
         del record["traced"], record["replan"], record["frugal"]
+        if not self.offloads:  # others read such files, too
+            for name in ("offloaded_bytes", "exposed_ms", "offload_dir"):
+                del record[name]
         return record
 
     @classmethod

@@ -54,6 +54,7 @@ class Details:
         price: Milliseconds that a byte more saves at the margin: the dual of the
             budget in the MILP's LP relaxation; None if that has no solution.
         offers: What more memory buys, by planning.
+        offload_ms: Recompute time if the plan might offload; None if it may already.
         tables: What happens to every op.
     """
 
@@ -64,6 +65,7 @@ class Details:
     refused: tuple[tuple[str, int, str], ...]
     price: float | None
     offers: tuple[explaining.Offer, ...]
+    offload_ms: float | None
     tables: tuple[explaining.OpTable, ...]
 
 
@@ -121,6 +123,7 @@ def _details(plan: Plan, profile: TracedStep) -> Details:
         refused=tuple(_refused(profile)),
         price=price_ms_per_byte(profile, plan.budget_bytes),
         offers=explaining.offers(plan, profile),
+        offload_ms=explaining.offload_ms(plan, profile),
         tables=explaining.op_tables(profile, chosen),
     )
 
@@ -151,6 +154,11 @@ def price_lines(details: Details) -> list[str]:
         )
     if not details.offers:
         lines.append("More memory would save nothing: the plain step fits.")
+    elif details.offload_ms is not None:
+        lines.append(
+            "With `offload`=True the same budget would take"
+            f" {format_ms(details.offload_ms)} of recomputation and waiting."
+        )
     return lines
 
 
@@ -171,6 +179,10 @@ def summary(plan: Plan, details: Details | None) -> Section:
         "of it recomputation": f"{format_ms(plan.recompute_ms)}, at least"
         f" {format_ms(plan.bound_ms)} by the bound: gap"
         f" {100 * plan.optimality_gap:.1f} %",
+        "offloaded": f"{format_bytes(plan.offloaded_bytes)},"
+        f" {format_ms(plan.exposed_ms)} of that is waiting for it"
+        if plan.offloads
+        else None,
         "times and workspaces": f"{plan.measured_fraction:.1%} of the time measured",
         "checked by": "a dry run" if plan.dry_run else "simulation only",
         "torch": plan.torch_version,

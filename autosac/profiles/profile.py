@@ -38,12 +38,11 @@ from autosac.solving.solve_options import read_segments
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step import arguments
 from autosac.step.batch_signatures import BatchSignature, positional_names, signature_of
-from autosac.step.marks import Marks, marked, marks_of
 from autosac.step.tape import Tape
 from autosac.step.training_step import LossFn, normalize_inputs
 from autosac.summaries import Summarized, Summary
 from autosac.tracing.collecting import no_collections
-from autosac.tracing.probing import module_tree
+from autosac.tracing.probing import marked_modules
 from autosac.tracing.real_steps import corrected
 from autosac.tracing.step import Step
 from autosac.tracing.trace import trace
@@ -84,6 +83,7 @@ class TracedStep(Summarized):
         allocator: How the program uses PyTorch's allocator on a GPU.
         cap: What a budget caps there.
         plain: The same step without offload; None if this one offloads nothing.
+        host_bytes: Most bytes in far memory; None for as many as one likes.
     """
 
     tape: Tape
@@ -99,6 +99,7 @@ class TracedStep(Summarized):
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
     cap: Cap = "allocated"
     plain: TracedStep | None = None
+    host_bytes: int | None = None
 
     def summary(self) -> Summary:
         """Model, batch, peak, time, and how many modules can be AC units."""
@@ -203,7 +204,8 @@ class TracedStep(Summarized):
         if self.plain is None or link is None:
             return ()
         with no_collections():
-            return find_far_units(self.tape, self.units.candidates, self.op_ms, link)
+            finder_args = (self.tape, self.units.candidates, self.op_ms, link)
+            return find_far_units(*finder_args, self.host_bytes)
 
     @cached_property
     def formulation(self) -> Formulation:
@@ -261,9 +263,9 @@ class TracedStep(Summarized):
         return {}
 
     @cached_property
-    def with_offload(self) -> list[TracedStep]:
-        """Cache of this step with offload: one, or none yet."""
-        return []
+    def with_offload(self) -> dict[int | None, TracedStep]:
+        """Cache of this step with offload, by the most bytes in far memory."""
+        return {}
 
     @cached_property
     def parallel(self) -> dict[Hashable, Any]:
@@ -432,7 +434,7 @@ def profile(
         gradients_in_forward=gradients_in_forward,
         keeps_gradients=keeps_gradients,
         lens=lens,
-        opaque=_opaque(opaque, model),
+        opaque=marked_modules(opaque, model, name="opaque"),
     )
     tape = trace(step)
     if loss_fn is None:
@@ -452,15 +454,6 @@ def profile(
     return replace(new_profile, redrawn=_redrawn(new_profile))
 
 
-def _opaque(marks: Marks, model: torch.nn.Module) -> frozenset[str]:
-    """FQNs of the modules that must not be run again."""
-    if not (marks := marks_of(marks)):
-        return frozenset()
-    tree = module_tree(model)
-    indices = marked(marks, tree, name="opaque", inside=True)
-    return frozenset(tree[i].fqn for i in indices)
-
-
 def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:
     """The other variants of the step, without the user's objects."""
     template = replace(profile, redrawn=()).traced()
@@ -468,21 +461,6 @@ def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:
         replace(template, tape=tape, costs=modelled_costs(tape, profile.device))
         for tape in profile.step.learned.redrawn
     )
-
-
-def in_compute_dtype(profile: Profile, dtype: torch.dtype | None) -> Profile:
-    """The profile of a step with parameters and inputs of its model in another type.
-
-    That is how a step runs under a mixed-precision policy of FSDP2.
-
-    Args:
-        profile: The traced step.
-        dtype: The type, or None for each parameter's own.
-    """
-    step = replace(profile.step, compute_dtype=dtype)
-    tape = trace(step)
-    costs = modelled_costs(tape, profile.device)
-    return replace(profile, step=step, tape=tape, costs=costs)
 
 
 def calibrate(

@@ -27,6 +27,7 @@ def restricted(
     fsdp_units: Marks | None = None,
     cap: Cap = "allocated",
     offload: bool = False,
+    host_bytes: int | None = None,
 ) -> _Step:
     """The step with given units, the same one each time; itself if none are given.
 
@@ -35,7 +36,8 @@ def restricted(
         ac_units: The only modules that may be AC units: names, patterns or classes.
         fsdp_units: FSDP units, around which no module may be an AC unit.
         cap: What budgets cap.
-        offload: Whether units may have arguments in far memory.
+        offload: Whether units may have arguments in far memory,
+        host_bytes: and most bytes there; None for as many as one likes.
 
     Raises:
         ArgumentError: The device has no known link to far memory. One of the others
@@ -43,11 +45,12 @@ def restricted(
     """
     if step.plain is not None:
         plain: _Step = step.plain  # type: ignore[assignment]
-        return restricted(plain, ac_units, fsdp_units, cap, offload=True)
+        host_bytes = step.host_bytes if host_bytes is None else host_bytes
+        return restricted(plain, ac_units, fsdp_units, cap, True, host_bytes)
     if cap != step.cap and step.device.type == "cuda":
         step = _capped(step, cap)
     step = _given(step, ac_units, fsdp_units)
-    return _offloading(step) if offload else step
+    return _offloading(step, host_bytes) if offload else step
 
 
 def _given(step: _Step, ac_units: Marks | None, fsdp_units: Marks | None) -> _Step:
@@ -81,22 +84,23 @@ def _given(step: _Step, ac_units: Marks | None, fsdp_units: Marks | None) -> _St
     return known[given]  # type: ignore[return-value]
 
 
-def _offloading(step: _Step) -> _Step:
+def _offloading(step: _Step, host_bytes: int | None) -> _Step:
     """The step whose units may have arguments in far memory, the same one each time."""
     if step.device.link is None:
         raise ArgumentError(
             f"`offload` takes the rates between {step.device.name} and its far memory,"
             " which are not known: pass a `DeviceSpec` with a `link` as `device`."
         )
-    if not step.with_offload:
-        new = replace(step, plain=step)
+    known = step.with_offload
+    if host_bytes not in known:
+        new = replace(step, plain=step, host_bytes=host_bytes)
         _ = step.left_out, step.units, step.chains, step.slices, step.fronts, step.rules
         _ = step.dry_runs
         shared = ("units", "chains", "slices", "fronts", "rules")
         _share(step, new, (*_OF_ANY_UNITS, *shared))
         vars(new)["simulator"] = step.simulator
-        step.with_offload.append(new)
-    return step.with_offload[0]  # type: ignore[return-value]
+        known[host_bytes] = new
+    return known[host_bytes]  # type: ignore[return-value]
 
 
 def _capped(step: _Step, cap: Cap) -> _Step:

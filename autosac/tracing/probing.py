@@ -11,6 +11,7 @@ import torch
 
 from autosac._compat_distributed import local
 from autosac.pytrees import opaque_type
+from autosac.step.marks import Marks, marked, marks_of
 from autosac.step.modules import ModuleNode, ModuleTree
 from autosac.step.tape import ModuleCall
 
@@ -34,6 +35,16 @@ def module_tree(model: torch.nn.Module) -> ModuleTree:
             )
         )
     return ModuleTree(tuple(nodes))
+
+
+def marked_modules(
+    marks: Marks, model: torch.nn.Module, *, name: str
+) -> frozenset[str]:
+    """FQNs of the modules of a model that marks stand for, with all inside them."""
+    if not (marks := marks_of(marks)):
+        return frozenset()
+    tree = module_tree(model)
+    return frozenset(tree[i].fqn for i in marked(marks, tree, name=name, inside=True))
 
 
 def random_numbers() -> int:

@@ -72,7 +72,11 @@ class FarUnit(Unit):
 
 
 def find_far_units(
-    tape: Tape, candidates: Sequence[Unit], op_ms: Sequence[float], link: Link
+    tape: Tape,
+    candidates: Sequence[Unit],
+    op_ms: Sequence[float],
+    link: Link,
+    host_bytes: int | None = None,
 ) -> tuple[FarUnit, ...]:
     """Twins of the candidates whose arguments are worth moving, in forward order.
 
@@ -83,6 +87,8 @@ def find_far_units(
         candidates: Module calls that can be AC units.
         op_ms: Forward time of every op of the tape.
         link: To far memory.
+        host_bytes: Most bytes that may lie there. A heuristic: twins come in, those
+            first that wait least for a byte, while all of them together keep that.
     """
     index = TapeIndex(tape)
     parents = {node.parent for node in tape.modules.nodes}
@@ -117,7 +123,30 @@ def find_far_units(
                 waits_ms=waits_ms,
             )
         )
-    return tuple(twins)
+    return tuple(twins) if host_bytes is None else _within(twins, host_bytes)
+
+
+def _within(twins: Sequence[FarUnit], host_bytes: int) -> tuple[FarUnit, ...]:
+    """Twins of which no choice has more than so many bytes in far memory."""
+    kept: list[FarUnit] = []
+    for twin in sorted(twins, key=lambda unit: unit.waits_ms / unit.moved_bytes):
+        more = sorted([*kept, twin], key=lambda u: (u.call.enter, -u.call.exit))
+        if _most_bytes(more) > host_bytes:
+            break
+        kept = more
+    return tuple(kept)
+
+
+def _most_bytes(units: Sequence[FarUnit]) -> int:
+    """Most bytes of units of which none lies in another one; all in forward order."""
+    total, place = 0, 0
+    while place < len(units):
+        outer, first = units[place], place + 1
+        place = first
+        while place < len(units) and units[place].call.exit <= outer.call.exit:
+            place += 1
+        total += max(outer.moved_bytes, _most_bytes(units[first:place]))
+    return total
 
 
 def _movable(tape: Tape, unit: Unit) -> tuple[int, ...]:

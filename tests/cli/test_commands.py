@@ -567,3 +567,12 @@ def test_given_units_that_are_none_are_an_error():
 
     assert outcome.exit_code == 1
     assert "`ac_units`" in outcome.stderr
+
+
+# --- offload ----------------------------------------------------------------------
+
+
+def test_a_plan_may_offload():
+    arguments = ("plan", "tests.factories:named", "-b", "1GiB", "--offload")
+
+    assert run_json(*arguments, "--host-budget", "1MiB")["offloaded_bytes"] == 0

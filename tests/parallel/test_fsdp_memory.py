@@ -10,7 +10,8 @@ from autosac.parallel.fsdp_hooks import PLACES
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.sharding import FsdpUnit, Sharding, fsdp_units
 from autosac.planning.spelling import spell_out
-from autosac.profiles.profile import calibrate, in_compute_dtype, profile
+from autosac.profiles.compute_dtype import in_compute_dtype
+from autosac.profiles.profile import calibrate, profile
 from autosac.solvers.curves import knapsack
 from autosac.step.training_step import OptimizerInBackward
 from autosac.units.curves import policy_of, save_problem

@@ -1,0 +1,280 @@
+"""Keep, recompute or offload: real steps with far memory in a file, and GPUs predicted.
+
+    python -m benchmarks.offload [--parts real,gpus] [--models llama,unet]
+
+*real*: models of the zoo under six budgets, three of them below the floor without
+offload: real peaks by the allocator's events, bits, and at the lowest budget the same
+peak with copies held to 0.1 GB/s. *gpus*: two language models of 8B parameters, planned
+for GPUs that need not be present. Exits with 1 if a promise is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import autosac
+from autosac.checkpointing import batch_variants
+from autosac.checkpointing.far_memory import FarMemory
+from autosac.errors import InfeasibleBudgetError
+from autosac.planning.checking import chosen
+from autosac.profiles.restricting import restricted
+from autosac.solving.incumbents import recompute_ms
+from autosac.units.curves import kept
+from benchmarks.environment import MIB, environment
+from benchmarks.models import zoo
+from benchmarks.planning_time import profiled
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = (
+    *("llama", "llama-tied", "qwen3", "mistral", "mixtral", "albert", "t5", "swin"),
+    *("convnext", "densenet", "unet", "two-towers"),
+)
+LARGEST_ERROR = 0.002  # of the predicted peak
+SLOW_BYTES_PER_S = 1e8
+LENGTHS = (8192, 32768, 131072)
+GPUS = ("h100", "gh200")
+_NS = 1e-12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", default="real,gpus")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    broken: list[str] = []
+    for part in options.parts.split(","):
+        lines = ["# Keep, recompute or offload", ""]
+        if part == "real":
+            lines += list(real(options.models.split(","), broken))
+        else:
+            lines += list(gpus())
+        lines += ["", *(f"- {name}: {value}" for name, value in environment().items())]
+        lines += [f"- command: `python -m benchmarks.offload --parts {part}`", ""]
+        path = options.output / f"offload_{part}.md"
+        path.write_text("\n".join(lines))
+    for line in broken:
+        print("BROKEN", line)
+    sys.exit(bool(broken))
+
+
+# --- real steps -------------------------------------------------------------------
+
+
+class Slow:
+    """A plan whose far memory is slow."""
+
+    def __init__(self, plan: autosac.Plan) -> None:
+        self.plan = plan
+        self.peak_bytes, self.budget_bytes = plan.peak_bytes, plan.budget_bytes
+
+    def apply(self, model: nn.Module) -> None:
+        self.plan.apply(model)
+        forward = model.__dict__["forward"]
+        assert isinstance(forward, batch_variants.BatchForward)
+        for step in forward.steps:
+            step.memory = FarMemory(bytes_per_s=SLOW_BYTES_PER_S)
+
+
+def real(names: list[str], broken: list[str]) -> Iterator[str]:
+    """Rows of real steps under budgets below and above the floor without offload."""
+    yield "Real steps on the CPU, far memory in a file. *off*: predicted over measured"
+    yield "peak. *rule*: every block recomputed whole, every argument moved that can"
+    yield "be. Bytes are MiB."
+    yield ""
+    yield "| model | floor without | with | budget | off | time without | with |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for name in names:
+        work = zoo()[name]
+        profile = autosac.calibrate(profiled(work), progress=False)
+        low, floor = autosac.floor(profile, offload=True), autosac.floor(profile)
+        room = profile.baseline_peak_bytes - floor
+        below = [low + (floor - low) * i // 3 for i in range(3)]
+        budgets = [*below, floor, floor + room // 20, floor + room // 5]
+        for budget in budgets:
+            plan = autosac.plan(profile, memory_budget=budget, offload=True)
+            plans: list[Any] = [plan, Slow(plan)] if budget == low else [plan]
+            measured = [_verified(one, work) for one in plans]
+            where = f"{name} under {budget} bytes"
+            for done in measured:
+                if done.differences:
+                    broken.append(f"{where}: {done.differences[0]} differs")
+                if not done.within_budget:
+                    broken.append(f"{where}: {done.measured_peak_bytes} bytes")
+                if abs(done.prediction_error) > LARGEST_ERROR:
+                    broken.append(f"{where}: off by {done.prediction_error:+.3%}")
+            if len({done.measured_peak_bytes for done in measured}) > 1:
+                broken.append(f"{where}: another peak with slow copies")
+            without = "none fits"
+            if budget >= floor:
+                plain_ms = autosac.plan(profile, memory_budget=budget).recompute_ms
+                without = f"{plain_ms:.2f} ms"
+                if plan.recompute_ms > plain_ms * (1 + _NS):
+                    broken.append(f"{where}: dearer than without")
+            cells = [name, *(f"{n / MIB:.2f}" for n in (floor, low, budget))]
+            off = f"{measured[0].prediction_error:+.3%}"
+            mine = f"{plan.recompute_ms:.2f} ms, {plan.offloaded_bytes / MIB:.2f} moved"
+            yield f"| {' | '.join([*cells, off, without, mine])} |"
+            print(*cells, off, without, mine, flush=True)
+    yield ""
+    yield "| model | the rule's peak | its time | a plan's under that peak |"
+    yield "| --- | ---: | ---: | ---: |"
+    for name in names:
+        profile = profiled(zoo()[name])
+        rule = every_input(restricted(profile, offload=True))
+        peak_bytes, rule_ms = profile.peak_bytes(rule), recompute_ms(rule)
+        plan = autosac.plan(
+            profile, memory_budget=peak_bytes, offload=True, dry_run=False
+        )
+        if plan.recompute_ms > rule_ms * (1 + _NS):
+            broken.append(f"{name}: dearer than the rule")
+        yield (
+            f"| {name} | {peak_bytes / MIB:.2f} | {rule_ms:.2f} ms"
+            f" | {plan.recompute_ms:.2f} ms |"
+        )
+
+
+def _verified(plan: Any, work: Any) -> autosac.Verification:
+    return autosac.verify(
+        plan,
+        work.make_model,
+        work.make_inputs,
+        make_optimizer=work.make_optimizer,
+        loss_fn=work.loss_fn,
+        timing_rounds=0,
+        extra_bytes=work.loss_bytes,
+    )
+
+
+def every_input(profile: Any) -> dict[Any, Any]:
+    """Every block recomputed whole, with its arguments in far memory if they can be."""
+    twins = {unit.call: unit for unit in profile.far_units}
+    every = profile.rules.every_kth_block(1)
+    return {twins.get(unit.call, unit): policy for unit, policy in every.items()}
+
+
+# --- GPUs -------------------------------------------------------------------------
+
+
+def gpus() -> Iterator[str]:
+    """Predicted shares, times and peaks of 8B models on GPUs."""
+    yield "Predicted, nothing of this was run: hidden states of one sample, weights"
+    yield "frozen but for norms, in bfloat16, without the head. Budgets are between the"
+    yield "floor with offload and that without it or, where these are equal, near them;"
+    yield "shares are of the activation memory that AC units keep in the plain step."
+    yield ""
+    heads = "tokens | GPU | every block | and its input moved | budget | plan"
+    yield f"| model | {heads} | shares |"
+    yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |"
+    notes = []
+    for name, make in (("Llama-3-8B", _llama), ("Qwen3-8B", _qwen)):
+        for length in LENGTHS:
+            for gpu in GPUS:
+                lines, note = _on_gpu(name, make, length, gpu)
+                yield from lines
+                notes.append(note)
+                print(*lines, note, sep="\n", flush=True)
+    yield ""
+    yield from notes
+
+
+def _on_gpu(name: str, make: Any, length: int, gpu: str) -> tuple[list[str], str]:
+    with torch.device("meta"):
+        model = make().to(torch.bfloat16)
+    for fqn, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in fqn)
+    tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
+    profile = autosac.profile(
+        model,
+        {"input_ids": tokens, "use_cache": False},
+        device=gpu,
+        loss_fn=lambda output: output.last_hidden_state.float().square().mean(),
+    )
+    offloading = restricted(profile, offload=True)
+    every, moved = profile.rules.every_kth_block(1), every_input(offloading)
+    rules = [
+        f"{profile.peak_bytes(rule) / 1e9:.2f} GB {recompute_ms(rule):.0f} ms"
+        for rule in (every, moved)
+    ]
+    low, floor = autosac.floor(profile, offload=True), autosac.floor(profile)
+    full = profile.peak_bytes(every)
+    lines = []
+    for budget in sorted({low, (low + full) // 2, full}):
+        lines.append(_plan_row(profile, budget, [name, str(length), gpu, *rules]))
+    link = profile.device.link
+    assert link is not None
+    nbytes = sum(unit.activation_bytes for unit in profile.rules.blocks)
+    link_ms = link.out_ms(nbytes, 1) + link.back_ms(nbytes, 1)
+    note = (
+        f"- {name}, {length} tokens, {gpu}: floor {floor / 1e9:.2f} GB, with offload"
+        f" {low / 1e9:.2f} GB; the plain step"
+        f" {profile.baseline_peak_bytes / 1e9:.2f} GB,"
+        f" {profile.baseline_ms:.0f} ms; all that blocks keep, {nbytes / 1e9:.1f} GB,"
+        f" takes the link {link_ms:.0f} ms out and back"
+    )
+    return lines, note
+
+
+def _plan_row(profile: Any, budget: int, cells: list[str]) -> str:
+    plan = autosac.plan(profile, memory_budget=budget, offload=True, dry_run=False)
+    try:
+        plain = autosac.plan(profile, memory_budget=budget, dry_run=False)
+        without = f"{plain.recompute_ms:.0f} ms without"
+    except InfeasibleBudgetError:
+        without = "none fits without"
+    offloading = restricted(profile, offload=True)
+    total = sum(unit.activation_bytes for unit in profile.rules.blocks)
+    held = sum(
+        min(kept(call, part), call.activation_bytes)
+        for unit, policy in chosen(plan, offloading).items()
+        for call, part in unit.by_call(policy)
+    )
+    share = plan.offloaded_bytes / (total + plan.offloaded_bytes)
+    told = f"{plan.recompute_ms:.0f} ms ({plan.exposed_ms:.0f} waiting), {without}"
+    shares = f"kept {held / total:.0%}, moved {share:.0%}"
+    return f"| {' | '.join([*cells, f'{budget / 1e9:.2f} GB', told, shares])} |"
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    )
+    return LlamaModel(config)
+
+
+def _qwen() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(
+        num_hidden_layers=36,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=131072,
+    )
+    return Qwen3Model(config)
+
+
+if __name__ == "__main__":
+    main()
