@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import html
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 _MOST_ROWS = 40  # of a table; more are in `to_dataframe` or the plan itself
+_BETWEEN = "  "  # columns
+_LEAST_NAME = 18  # characters of a name that are always shown
 _NUMBER = re.compile(r"\d+")
 _LEFT, _RIGHT = "text-align:left;white-space:pre-wrap", "text-align:right"
 
@@ -21,11 +24,13 @@ class Table:
         heads: Of the columns.
         rows: A text for each column.
         left: Columns that are aligned at their left; the others hold figures.
+        clips: Text shortens names that are too long for the terminal.
     """
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     left: frozenset[int] = frozenset({0})
+    clips: bool = False
 
     def shortened(self) -> Table:
         """The table with its middle left out if it is too long for a screen."""
@@ -34,19 +39,24 @@ class Table:
         half = _MOST_ROWS // 2
         left_out = f"... {len(self.rows) - 2 * half} more ..."
         between = (left_out, *[""] * (len(self.heads) - 1))
-        rows = (*self.rows[:half], between, *self.rows[-half:])
-        return Table(heads=self.heads, rows=rows, left=self.left)
+        return replace(self, rows=(*self.rows[:half], between, *self.rows[-half:]))
 
     def lines(self) -> Iterator[str]:
         """The table as text."""
         rows = (self.heads, *self.shortened().rows)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        if self.clips:
+            figures = sum(widths[1:]) + len(_BETWEEN) * (len(widths) - 1)
+            left = shutil.get_terminal_size().columns - figures
+            widths[0] = min(widths[0], max(left, _LEAST_NAME))
         for row in rows:
             cells = (
-                cell.ljust(width) if i in self.left else cell.rjust(width)
+                _clipped(cell, width).ljust(width)
+                if i in self.left
+                else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))
             )
-            yield "  ".join(cells).rstrip()
+            yield _BETWEEN.join(cells).rstrip()
 
     def html(self) -> str:
         """The table as an HTML element, in the colours of what is around it."""
@@ -102,6 +112,10 @@ class Summarized:
     def _repr_html_(self) -> str:
         """What notebooks show."""
         return self.summary().html()
+
+
+def _clipped(name: str, width: int) -> str:
+    return name if len(name) <= width else f"{name[: width - 3]}..."
 
 
 def _row(tag: str, cells: Iterable[str], left: frozenset[int]) -> str:

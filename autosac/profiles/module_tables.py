@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from autosac.summaries import Table
 
 _MOST_ROWS = 36  # deeper levels that need more are left out
 _INDENT = "  "
-_FIGURES = 46  # columns of a terminal that figures take
-_LEAST_NAME = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +77,16 @@ def table_of(modules: Sequence[ModuleEstimate]) -> Table:
             break
         shown = deeper
     heads = ("module", "parameters", "kept", "at the peak", "time")
-    return Table(heads=heads, rows=shown)
+    return Table(heads=heads, rows=shown, clips=True)
 
 
 def _row(alike: Sequence[ModuleEstimate], depth: int) -> tuple[str, ...]:
     times = f" x {len(alike)}" if alike[1:] else ""
     name = f"{_INDENT * depth}{_names(alike)} ({alike[0].class_name}){times}"
-    most = max(_LEAST_NAME, shutil.get_terminal_size().columns - _FIGURES)
     is_called = alike[0].calls > 0  # unlike most containers
     time_ms = max(one.forward_ms + one.backward_ms for one in alike)
     return (
-        name if len(name) <= most else f"{name[: most - 3]}...",
+        name,
         format_bytes(alike[0].parameter_bytes),
         format_bytes(alike[0].activation_bytes) if is_called else "",
         format_bytes(max(one.peak_bytes for one in alike)),
