@@ -325,6 +325,26 @@ def advise(
 
 
 @app.command(epilog=_EPILOG)
+@takes_step()
+def export(
+    model: Model,
+    budget: Budget,
+    options: Options,
+    to: Annotated[str, typer.Option(help="transformers or torchtitan.")],
+    as_json: Json = False,
+) -> None:
+    """Say what another tool's own settings can do under a budget, and their peak."""
+    with _exit_codes(as_json):
+        traced = cli.models.asked(model, **options).calibrated()
+        budget_bytes = _bytes(budget, traced.device.memory_bytes)
+        best = autosac.plan(traced, memory_budget=budget_bytes).export(to, traced)
+        record = {**asdict(best), "fits": best.fits}
+        _show(as_json, lambda: record, str(best))
+        if not best.fits:
+            raise typer.Exit(code=EXIT_INFEASIBLE)
+
+
+@app.command(epilog=_EPILOG)
 @takes_step("device", "exclude", "opaque")
 def verify(
     plan_file: PlanFile,

@@ -9,8 +9,9 @@ from typing import Any
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.planning.make_plan import floor, make_plan
 from autosac.planning.step_changes import Change, MakeLoss, changes_of
-from autosac.profiles.given import calibrated_if_present, profile_of
-from autosac.profiles.profile import Profile, profile
+from autosac.profiles.given import profile_of
+from autosac.profiles.profile import Profile
+from autosac.profiles.tracing_again import traced_again
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.results.rows import Row, Sweep, figures_of, reason_of
 
@@ -131,7 +132,8 @@ def _looked_at(
     """Add the row of a change if it lowers the peak; whether it does."""
     try:
         with change.around():
-            row = _row(change, _changed(now, change), budget_bytes)
+            step = traced_again(now, inputs=change.inputs, options=change.options)
+            row = _row(change, step, budget_bytes)
     except (AutosacError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         why[change.name] = reason_of(error)
         return False
@@ -144,30 +146,6 @@ def _looked_at(
         return False
     rows[change.name] = row
     return True
-
-
-def _changed(now: Profile, change: Change) -> Profile:
-    """The profile of a change, measured if the step as it is was."""
-    step = now.step
-    options: dict[str, Any] = {
-        "optimizer": step.optimizer,
-        "loss_fn": step.loss_fn,
-        "device": now.device,
-        "autocast": step.autocast,
-        "accumulate": step.accumulate,
-        "clip_grad_norm": step.clip_grad_norm,
-        "gradients_in_forward": step.gradients_in_forward,
-        "keeps_gradients": step.keeps_gradients,
-        "allocator": now.allocator,
-        "exclude": now.exclude,
-        "opaque": tuple(sorted(step.opaque)),
-        **change.options,
-    }
-    traced = profile(step.model, change.inputs, **options)
-    traced = replace(traced, given=now.given, cap=now.cap)
-    if not now.calibrated:
-        return traced
-    return calibrated_if_present(traced, progress=False, real_step=False)
 
 
 def _row(change: Change, step: Profile, budget_bytes: int | None) -> Row:

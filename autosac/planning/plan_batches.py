@@ -31,6 +31,7 @@ from autosac.planning.unseen_batches import OnMismatch, Replan, check_on_mismatc
 from autosac.profiles.given import calibrated_if_present, profile_of
 from autosac.profiles.profile import Profile, TracedStep, profile
 from autosac.profiles.restricting import restricted
+from autosac.profiles.tracing_again import options_of
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, read_segments
@@ -395,18 +396,7 @@ def _replan(
     for it besides the training.
     """
     step, (units, solving) = profiled.step, how
-    options = {
-        "optimizer": step.optimizer,
-        "device": profiled.device,
-        "autocast": step.autocast,
-        "accumulate": step.accumulate,
-        "clip_grad_norm": step.clip_grad_norm,
-        "gradients_in_forward": step.gradients_in_forward,
-        "keeps_gradients": step.keeps_gradients,
-        "allocator": profiled.allocator,
-        "exclude": profiled.exclude,
-        "opaque": tuple(sorted(step.opaque)),
-    }
+    options = options_of(profiled)
     loss_fn, device_type = step.loss_fn, step.traced_type
     del profiled, step  # neither model nor inputs stay alive
     is_pair = isinstance(form, tuple) and len(form) == 2 and isinstance(form[1], dict)

@@ -18,7 +18,7 @@ from autosac.planning import plan_files
 from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
 from autosac.profiles.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.profiles.mistakes import check_unplanned, hints
-from autosac.profiles.profile import TracedStep
+from autosac.profiles.profile import Profile, TracedStep
 from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.step.batch_signatures import BatchSignature
@@ -27,6 +27,7 @@ from autosac.units.policies import RERUN, OpPolicy
 from autosac.whole_files import write_whole
 
 if TYPE_CHECKING:
+    from autosac.planning.exporting import Export
     from autosac.planning.reporting import Report
 
 LARGE_GAP = 0.05  # worth a warning
@@ -277,6 +278,25 @@ class Plan(Summarized):
 
         text = page(self._shown(profile), profile)
         Path(path).write_text(text, encoding="utf-8")
+
+    def export(self, target: str, profile: Profile) -> Export:
+        """The best that another tool's own settings can do under this plan's budget.
+
+        Settings are less than a plan, so each is traced with the tool's checkpointing
+        on, and the answer says the peak and time that it really gives.
+
+        Args:
+            target: "transformers" (`every_n_layers` of its models) or "torchtitan"
+                (selective checkpointing of every k-th layer).
+            profile: The step that the plan is for, with the model.
+
+        Raises:
+            ArgumentError: The target is none of these, or the model not of its kind.
+        """
+        from autosac.planning.exporting import export  # like `report`
+
+        own = self.peak_bytes, self.step_ms
+        return export(target, profile, budget_bytes=self.budget_bytes, plan=own)
 
     def summary(self) -> Summary:
         """Budget, peak, time, and what is recomputed of each AC unit."""

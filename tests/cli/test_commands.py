@@ -20,6 +20,7 @@ GPT = "tests.factories:gpt"
 COMMANDS = [
     "demo", "plan", "sweep", "estimate", "verify", "report", "devices", "calibrate",
     "batch-size", "parallel", "min-gpus", "advise",
+    "export",
 ]  # fmt: skip
 
 
@@ -289,6 +290,31 @@ def test_advice_is_a_table_and_json(figures, tmp_path):
     assert first["floor_bytes"] == figures[0]
     assert "optimizer in backward" in {row["change"] for row in others}
     assert (tmp_path / "advice.csv").read_text().startswith("change,results,how,")
+
+
+@pytest.mark.slow
+def test_settings_of_another_tool_have_their_own_peak(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("this version of transformers has no `every_n_layers`")
+    transformers.LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    options = (f"hf:{tmp_path}/config.json", "--optimizer", "adamw", "--length", "64")
+    plain = run_json("estimate", *options)
+    budget = (plain["floor_bytes"] + 2 * plain["peak_bytes"]) // 3
+    record = run_json("export", *options, "-b", f"{budget}B", "--to", "transformers")
+
+    assert record["fits"]
+    assert record["plan_step_ms"] <= record["step_ms"]
+    assert "every_n_layers=" in record["settings"]
 
 
 def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):

@@ -12,7 +12,7 @@ from autosac.integrations.worst_batches import lengthened
 from tests import shim
 
 _SCALARS_BYTES = 1024  # of losses, norms and counts; numbers that autograd wraps
-_HELD_BYTES = {  # batches that the loop holds: of 3 tensors of 4 x 96 numbers
+_HELD_BYTES = {  # batches that the loop holds at most: of 3 tensors of 4 x 96 numbers
     "huggingface": 3 * 3 * 4 * 96 * 8,
     "lora": 2 * 3 * 4 * 96 * 8,
     "lightning": 0,
@@ -55,8 +55,8 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path)
     # The longest batch of Accelerate's run is the second rank's.
     for training in ("planned", "ample"):
         measured = max(max(rank[training]["peaks"]) for rank in ranks)
-        predicted = ranks[0][training]["plan"]["peak_bytes"] + _HELD_BYTES[kind]
-        assert abs(measured - predicted) <= _SCALARS_BYTES
+        above = measured - ranks[0][training]["plan"]["peak_bytes"]
+        assert -_SCALARS_BYTES <= above <= _HELD_BYTES[kind] + _SCALARS_BYTES
     assert min(ranks[1]["ample"]["peaks"]) > planned["plan"]["budget_bytes"]
 
 
