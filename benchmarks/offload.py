@@ -14,6 +14,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch import nn
 import autosac
 from autosac.checkpointing import batch_variants
 from autosac.checkpointing.far_memory import FarMemory
+from autosac.costs.sources import modelled_costs
+from autosac.devices.specs import device_spec
 from autosac.errors import InfeasibleBudgetError
 from autosac.planning.checking import chosen
 from autosac.profiles.restricting import restricted
@@ -169,9 +172,9 @@ def every_input(profile: Any) -> dict[Any, Any]:
 def gpus() -> Iterator[str]:
     """Predicted shares, times and peaks of 8B models on GPUs."""
     yield "Predicted, nothing of this was run: hidden states of one sample, weights"
-    yield "frozen but for norms, in bfloat16, without the head. Budgets are between the"
-    yield "floor with offload and that without it or, where these are equal, near them;"
-    yield "shares are of the activation memory that AC units keep in the plain step."
+    yield "frozen but for norms, in bfloat16, without the head. Budgets are the floor"
+    yield "with offload, and the peak with every block recomputed whole; shares are of"
+    yield "the activation memory that AC units keep in the plain step."
     yield ""
     heads = "tokens | GPU | every block | and its input moved | budget | plan"
     yield f"| model | {heads} | shares |"
@@ -179,8 +182,11 @@ def gpus() -> Iterator[str]:
     notes = []
     for name, make in (("Llama-3-8B", _llama), ("Qwen3-8B", _qwen)):
         for length in LENGTHS:
-            for gpu in GPUS:
-                lines, note = _on_gpu(name, make, length, gpu)
+            traced = _traced(make, length)
+            for gpu in map(device_spec, GPUS):
+                costs = modelled_costs(traced.tape, gpu)
+                profile = replace(traced, device=gpu, costs=costs)
+                lines, note = _on_gpu(name, profile, length)
                 yield from lines
                 notes.append(note)
                 print(*lines, note, sep="\n", flush=True)
@@ -188,18 +194,23 @@ def gpus() -> Iterator[str]:
     yield from notes
 
 
-def _on_gpu(name: str, make: Any, length: int, gpu: str) -> tuple[list[str], str]:
+def _traced(make: Any, length: int) -> autosac.Profile:
+    """The step on either GPU: their kernels are the same."""
     with torch.device("meta"):
         model = make().to(torch.bfloat16)
     for fqn, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in fqn)
     tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
-    profile = autosac.profile(
+    return autosac.profile(
         model,
         {"input_ids": tokens, "use_cache": False},
-        device=gpu,
+        device=GPUS[0],
         loss_fn=lambda output: output.last_hidden_state.float().square().mean(),
     )
+
+
+def _on_gpu(name: str, profile: Any, length: int) -> tuple[list[str], str]:
+    gpu = profile.device.name
     offloading = restricted(profile, offload=True)
     every, moved = profile.rules.every_kth_block(1), every_input(offloading)
     rules = [
@@ -209,7 +220,7 @@ def _on_gpu(name: str, make: Any, length: int, gpu: str) -> tuple[list[str], str
     low, floor = autosac.floor(profile, offload=True), autosac.floor(profile)
     full = profile.peak_bytes(every)
     lines = []
-    for budget in sorted({low, (low + full) // 2, full}):
+    for budget in sorted({low, full}):
         lines.append(_plan_row(profile, budget, [name, str(length), gpu, *rules]))
     link = profile.device.link
     assert link is not None

@@ -38,7 +38,7 @@ class Stack(nn.Module):
 
 
 class Shared(Stack):
-    """Every block gets the same second argument, and views of it."""
+    """Every block gets the same second argument, and views of it and of its own."""
 
     def __init__(self):
         super().__init__(Sharing)
@@ -46,7 +46,7 @@ class Shared(Stack):
     def forward(self, x):
         table = torch.tanh(x)
         for block in self.blocks:
-            x = block(x, table, (table[: ROWS // 2], {"last": table.t()}))
+            x = block(x, table, (x[: ROWS // 2], {"last": x.t()}))
         return x.square().mean()
 
 
@@ -169,7 +169,8 @@ def test_a_step_moves_every_storage_once(planned, lowest):
 def test_views_of_a_storage_move_with_it():
     step = far_step(STEPS["shared tensors"])
     nbytes = 4 * ROWS * WIDTH
-    assert {unit.far_bytes for unit in step.far_units} == {nbytes, 2 * nbytes}
+    # What all blocks share none of them moves: it would free nothing.
+    assert {unit.far_bytes for unit in step.far_units} == {nbytes}
 
 
 def no_backward(model, inputs):
@@ -423,6 +424,31 @@ def test_plan_files_hold_what_is_offloaded(step, tmp_path):
     assert autosac.check(loaded, step.plain) == plan.peak_bytes
     assert "arguments offloaded" in str(loaded) and "to a file" in str(loaded)
     assert "offload" in str(loaded.report(step.plain))
+
+
+def test_every_kind_of_batch_offloads_to_the_same_place(tmp_path):
+    batches = [torch.randn(number, WIDTH) for number in (ROWS, ROWS // 2)]
+    step = far_step(STEPS["blocks"])
+    plan = autosac.plan(
+        STEPS["blocks"].model(),
+        batches,
+        memory_budget=autosac.floor(step) + 1000,
+        offload=True,
+        offload_dir=tmp_path,
+    )
+
+    assert len(plan.variants) == 2
+    assert {one.offload_dir for one in plan.each} == {str(tmp_path)}
+    assert plan.each[0].offloaded_bytes
+
+
+def test_a_step_of_a_plan_that_offloads_can_be_planned_without(step):
+    low, _, floor, *_ = budgets(step)
+    far = autosac.plan(step.plain, memory_budget=low, offload=True)
+
+    assert autosac.floor(far.traced) == low
+    assert autosac.floor(far.traced, offload=False) == floor
+    assert not autosac.plan(far.traced, memory_budget=floor).offloaded_bytes
 
 
 def test_a_plan_that_offloads_is_for_no_step_with_other_arguments(step, tmp_path):

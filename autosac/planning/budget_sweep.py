@@ -10,7 +10,7 @@ import torch
 
 from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import InfeasibleBudgetError
-from autosac.planning.make_plan import floor, make_plan
+from autosac.planning.make_plan import floor, make_plan, may_offload
 from autosac.planning.plans import Plan
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, TracedStep
@@ -48,8 +48,8 @@ def sweep(
         fsdp_units: FSDP units, around which no module may be one, as in `plan`.
         cap: What the budgets cap on a GPU, as in `plan`.
         plan_options: What `plan` takes besides its budget: ``backend``,
-            ``relative_gap``, ``time_limit_s``, ``segments``, ``dry_run``. Unless they
-            are given, one plan is dry-run and the others are simulated
+            ``relative_gap``, ``time_limit_s``, ``segments``, ``dry_run``, ``offload``.
+            Unless they are given, one plan is dry-run and the others are simulated
             (`Plan.dry_run`), and a solve ends when proven within 1.5 %; its row says
             the gap.
         options: As in `profile`.
@@ -69,6 +69,8 @@ def sweep(
         raise ValueError("`memory_budgets` is empty: name at least one budget.")
     check_cap(cap)
     traced = restricted(profile_of(model, inputs, options), ac_units, fsdp_units, cap)
+    if (plan_options or {}).get("offload") is True:
+        traced = may_offload(traced)
     lowest, baseline = floor(traced), traced.baseline_peak_bytes
     if memory_budgets is None:
         assert n is not None

@@ -6,8 +6,9 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -33,6 +34,7 @@ from autosac.units.nests import Nest
 from autosac.units.policies import OpPolicy
 from autosac.units.unit import Unit
 
+_Step = TypeVar("_Step", bound=TracedStep)
 Offload = bool | Literal["auto"]
 
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
@@ -66,14 +68,17 @@ def check_offload(offload: object, directory: str | None = None) -> None:
 
 
 @no_collections()
-def floor(profile: TracedStep, *, cap: Cap | None = None, offload: bool = False) -> int:
+def floor(
+    profile: TracedStep, *, cap: Cap | None = None, offload: bool | None = None
+) -> int:
     """Least feasible budget of a profile in bytes.
 
     Args:
         profile: The profile.
         cap: What the budget caps on a GPU, as in `plan`; None for what the budgets of
             the profile cap.
-        offload: Whether arguments of AC units may lie in far memory.
+        offload: Whether arguments of AC units may lie in far memory; None for only if
+            the profile is of a plan that may offload.
 
     Raises:
         ArgumentError: Nothing of that name can be capped, or the device has no known
@@ -93,6 +98,7 @@ def make_plan(
     *,
     offload: Offload = False,
     host_bytes: int | None = None,
+    offload_dir: str | None = None,
     **options: Any,
 ) -> Plan:
     """Choose what to recompute, and confirm it by a dry run.
@@ -102,6 +108,7 @@ def make_plan(
         budget_bytes: Cap on the peak.
         offload: As in `plan`.
         host_bytes: Most bytes in far memory; None for as many as one likes.
+        offload_dir: As in `plan`.
         options: ``dry_run`` as in `plan`; ``start``, what smaller budgets of a sweep
             found; and fields of `SolveOptions`.
 
@@ -112,15 +119,29 @@ def make_plan(
     """
     if offload == "auto":
         try:
-            return _make_plan(profile, budget_bytes, **options)
+            plan = _make_plan(profile, budget_bytes, **options)
+            return replace(plan, offload_dir=offload_dir)
         except InfeasibleBudgetError:
             if profile.device.link is None:
                 raise
         options.pop("start", None)  # it is of the step without
     if offload:
-        limits: dict[str, Any] = {"offload": True, "host_bytes": host_bytes}
-        profile = restricted(profile, cap=profile.cap, **limits)
-    return _make_plan(profile, budget_bytes, **options)
+        profile = may_offload(profile, host_bytes)
+    plan = _make_plan(profile, budget_bytes, **options)
+    return replace(plan, offload_dir=offload_dir)
+
+
+def may_offload(profile: _Step, host_bytes: int | None = None) -> _Step:
+    """The step whose units may have arguments in far memory.
+
+    Args:
+        profile: The step.
+        host_bytes: Most bytes there; None for as many as one likes.
+
+    Raises:
+        ArgumentError: The device has no known link to far memory.
+    """
+    return restricted(profile, cap=profile.cap, offload=True, host_bytes=host_bytes)
 
 
 def _make_plan(

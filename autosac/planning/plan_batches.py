@@ -24,6 +24,7 @@ from autosac.planning.make_plan import (
     floor,
     lowest_plan,
     make_plan,
+    may_offload,
 )
 from autosac.planning.plans import Plan
 from autosac.planning.statistics_plans import StatisticsPlan, plan_statistics
@@ -167,9 +168,11 @@ def plan(
     units["cap"] = cap
     solving["relative_gap"] = RELATIVE_GAP if relative_gap is None else relative_gap
     solving["dry_run"] = dry_run
-    solving["offload"] = offload
+    far: dict[str, Any] = {"offload": offload, "host_bytes": None}
     if host_budget is not None:
-        solving["host_bytes"] = parse_bytes(host_budget, name="host_budget")
+        far["host_bytes"] = parse_bytes(host_budget, name="host_budget")
+    units |= {**far, "offload": offload is True}
+    solving |= {**far, "offload_dir": directory}
     if isinstance(model, torch.nn.Module) and are_several(inputs):
         steps = [
             (bucket, restricted(traced, **units))
@@ -189,9 +192,7 @@ def plan(
         form = inputs[0] if isinstance(inputs, list) else inputs
         how = units, solving
         replanned = _replan(step, budget_bytes, how, make_loss_fn, form)
-    return replace(
-        planned, on_mismatch=on_mismatch, replan=replanned, offload_dir=directory
-    )
+    return replace(planned, on_mismatch=on_mismatch, replan=replanned)
 
 
 def _refuse_with_statistics(given: dict[str, Any]) -> None:
@@ -290,6 +291,8 @@ def _over_batches(steps: _Planned, budget_bytes: int, solving: dict[str, Any]) -
         try:
             cheapest = make_plan(step, budget_bytes, **solving)
         except InfeasibleBudgetError as error:
+            if solving["offload"] == "auto":
+                steps = [(b, may_offload(s, solving["host_bytes"])) for b, s in steps]
             raise _infeasible(steps, budget_bytes, error) from None
         signatures = tuple(bucket.signatures)
         plans.append(
@@ -421,6 +424,7 @@ def _replan(
             try:
                 return make_plan(step, budget_bytes, **solving)
             except InfeasibleBudgetError:
-                return lowest_plan(step, budget_bytes)
+                lowest = lowest_plan(step, budget_bytes)
+                return replace(lowest, offload_dir=solving["offload_dir"])
 
     return replanned

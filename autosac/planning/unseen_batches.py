@@ -172,6 +172,7 @@ def most_frugal(plan: Plan) -> Plan:
         op_policies=spell_out(plan.traced, choice),
         peak_bytes=plan.traced.peak_bytes(choice),
         composition=plan.traced.composition(choice),
+        offloaded_bytes=sum(unit.far_bytes for unit in choice),
     )
 
 

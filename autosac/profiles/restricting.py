@@ -26,7 +26,7 @@ def restricted(
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
     cap: Cap = "allocated",
-    offload: bool = False,
+    offload: bool | None = None,
     host_bytes: int | None = None,
 ) -> _Step:
     """The step with given units, the same one each time; itself if none are given.
@@ -36,7 +36,7 @@ def restricted(
         ac_units: The only modules that may be AC units: names, patterns or classes.
         fsdp_units: FSDP units, around which no module may be an AC unit.
         cap: What budgets cap.
-        offload: Whether units may have arguments in far memory,
+        offload: Whether units may have arguments in far memory, None for as it is,
         host_bytes: and most bytes there; None for as many as one likes.
 
     Raises:
@@ -44,9 +44,10 @@ def restricted(
             stands for no module; or none of `ac_units` can be an AC unit.
     """
     if step.plain is not None:
+        if offload is None:
+            offload, host_bytes = True, step.host_bytes
         plain: _Step = step.plain  # type: ignore[assignment]
-        host_bytes = step.host_bytes if host_bytes is None else host_bytes
-        return restricted(plain, ac_units, fsdp_units, cap, True, host_bytes)
+        return restricted(plain, ac_units, fsdp_units, cap, offload, host_bytes)
     if cap != step.cap and step.device.type == "cuda":
         step = _capped(step, cap)
     step = _given(step, ac_units, fsdp_units)

@@ -14,6 +14,7 @@ hide behind, and times add up. Nothing hides a copy back.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from autosac.units.groups import TapeIndex
 from autosac.units.policies import DETACHED, OpPolicy, Policy
 from autosac.units.unit import Piece, Unit
 
-_LEAST_SHARE = 2**-12  # of all that the step's storages add up to
+_LEAST_SHARE = 2**-18  # of all that the step's storages add up to
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,12 +100,21 @@ def find_far_units(
         if unit.num_calls == 1
     )
     least_bytes = _LEAST_SHARE * sum(tape.nbytes.tolist())
+    takers: dict[int, list[ModuleCall]] = defaultdict(list)
+    for unit in candidates:
+        for storage in unit.call.inputs:
+            takers[storage].append(unit.call)
     twins = []
     for unit in whole:
-        far = _movable(tape, unit)
-        nbytes = sum(tape.storages[s].nbytes for s in far)
-        if not far or nbytes < least_bytes:
+        far = tuple(
+            storage
+            for storage in unit.call.inputs
+            if tape.storages[storage].nbytes >= least_bytes
+            and _is_movable(tape, storage, unit, takers[storage])
+        )
+        if not far:
             continue
+        nbytes = sum(tape.storages[s].nbytes for s in far)
         let_go, until = _mark_after(marks, unit)
         hidden_ms = sum(op_ms[i] for i in index.ops_in(unit.call.exit, let_go))
         waits_ms = link.out_ms(nbytes, len(far), hidden_ms) + link.back_ms(
@@ -149,13 +159,20 @@ def _most_bytes(units: Sequence[FarUnit]) -> int:
     return total
 
 
-def _movable(tape: Tape, unit: Unit) -> tuple[int, ...]:
-    """Arguments of a unit that the step makes and that the model lets go of in time."""
-    return tuple(
-        s
-        for s in unit.call.inputs
-        if tape.storages[s].born > 0 and tape.storages[s].died < unit.trigger
-    )
+def _is_movable(
+    tape: Tape, storage: int, unit: Unit, takers: Sequence[ModuleCall]
+) -> bool:
+    """Whether the step makes an argument, the model lets go of it, and none shares it.
+
+    Args:
+        tape: The traced step.
+        storage: The argument.
+        unit: The unit.
+        takers: Calls that may be units and get it.
+    """
+    record, own = tape.storages[storage], unit.call
+    is_shared = any(call.exit < own.enter or own.exit < call.enter for call in takers)
+    return record.born > 0 and record.died < unit.trigger and not is_shared
 
 
 def _mark_after(marks: Sequence[tuple[int, int, str]], unit: Unit) -> tuple[int, str]:
