@@ -74,8 +74,10 @@ class _NotingStage:
     get_fwd_recv_ops = get_fwd_send_ops = no_ops
     get_bwd_recv_ops = get_bwd_send_ops = no_ops
 
-    def perform_reduce_grad(self, _: int) -> None:
+    def nothing(self, _: int) -> None:
         pass
+
+    perform_reduce_grad = release_fwd_send_outputs = nothing
 
 
 def _noted(
@@ -87,6 +89,7 @@ def _noted(
             self._num_stages, self._n_microbatches = num_ranks, num_micro_batches
             self._internal_losses: list[Any] = []
             self._has_backward, self._loss_fn, self.scale_grads = True, None, True
+            self._finalize_gradients = True
 
         def _initialize_stage(self, *_: Any, **__: Any) -> None:
             pass
