@@ -16,6 +16,10 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
+# From torch 2.15 on what is received has memory only while it is needed, and what was
+# sent is let go of when it has arrived.
+HOLDS_LESS = hasattr(schedules, "_PendingSendTracker")
+
 Computation = tuple[bool, int, int]  # is forward, stage, micro-batch
 
 

@@ -150,6 +150,7 @@ def _rank(rank: int, directory: str, job: Job) -> None:
 
 def _run(job: Job, rank: int, counter: Any) -> RankResult:
     schedule, recipe = job.schedule, job.recipe
+    dist.barrier()  # which leaves something behind
     before_bytes = counter.shim_live()
     modules, stages = _stages(job, rank)
     schedule_class = get_schedule_class(schedule.name)
@@ -213,8 +214,14 @@ def _stages(
                 i,
                 schedule.num_stages,
                 torch.device("cpu"),
-                input_args=received.to("meta"),
-                output_args=passed.to("meta"),
+                input_args=_example(received),
+                output_args=_example(passed),
             )
             stages.append(stage)
     return modules, stages
+
+
+def _example(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that holds nothing."""
+    empty = torch.empty_like(tensor.detach(), device="meta")
+    return empty.requires_grad_(tensor.requires_grad)

@@ -5,14 +5,17 @@ forward leaves to backward lives from one action to the other; so does, for each
 micro-batch apart, what autograd saves under AC policies. To this come
     - the inputs and targets of all micro-batches, which the user's batch holds;
     - what is received: buffers for all micro-batches, activations and gradients, which
-      are made in the first step and stay (before torch 2.15);
+      are made in the first step and stay;
     - what is sent: the schedule holds the latest output and the latest gradient of
       GPipe's and 1F1B's stage until the next one is there, and GPipe and the looped
-      schedules all that they have sent until the step ends (before torch 2.15);
+      schedules all that they have sent until the step ends;
     - the losses of all micro-batches;
     - the optimizer steps of the rank's stages, one after the other.
 
-Source: schedules.py and stage.py of torch/distributed/pipelining, torch 2.10 to 2.14.
+That is how torch 2.10 to 2.14 do it; 2.15 holds less (`_compat_pipelining.HOLDS_LESS`),
+so that there a peak is an upper bound.
+
+Source: schedules.py and stage.py of torch/distributed/pipelining.
 """
 
 from __future__ import annotations

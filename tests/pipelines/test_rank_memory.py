@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from autosac._compat_pipelining import HOLDS_LESS
 from autosac.pipelines.rank_memory import RankReplay
 from autosac.pipelines.schedules import Schedule
 from benchmarks.stage_ranks import Job, can_count, reference, run_ranks
@@ -61,7 +62,11 @@ def test_ranks_peak_as_replayed_and_train_alike(case):
     expected = predicted(case)
     results = run_ranks(case)
 
-    assert [result.peak_bytes for result in results] == expected
+    for result, expected_bytes in zip(results, expected, strict=True):
+        if HOLDS_LESS:
+            assert result.peak_bytes <= expected_bytes
+        else:
+            assert result.peak_bytes == expected_bytes
     assert_alike(case, results)
 
 
