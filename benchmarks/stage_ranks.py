@@ -110,6 +110,7 @@ def run_ranks(job: Job) -> list[RankResult]:
         ]
 
 
+@torch.backends.mkldnn.flags(enabled=False)
 def reference(job: Job) -> tuple[list[float], dict[tuple[int, str], torch.Tensor]]:
     """Losses of the micro-batches and gradients, by one process without a pipeline."""
     recipe, number = job.recipe, job.schedule.num_micro_batches

@@ -158,7 +158,7 @@ class RankReplay:
         self.actions = schedule.actions(rank)
 
     def peak_bytes(self, chosen: Mapping[int, Choice] | None = None) -> int:
-        """Peak of the rank, with AC units and policies for each stage."""
+        """Peak of the rank, with AC units of each stage's later step."""
         return self.timeline(chosen).peak_bytes
 
     def timeline(self, chosen: Mapping[int, Choice] | None = None) -> Timeline:
@@ -167,20 +167,12 @@ class RankReplay:
         pairs = {}
         for stage, step in self.stages.items():
             choice = chosen.get(stage, {})
-            of_later = moved(step, choice)
+            of_first = step.in_first(choice)
             pairs[stage] = (
-                part_of(step.first, choice, is_last=step.is_last),
-                part_of(step.later, of_later, is_last=step.is_last),
+                part_of(step.first, of_first, is_last=step.is_last),
+                part_of(step.later, choice, is_last=step.is_last),
             )
         return _Replay(self.schedule, self.actions, pairs).ledger().timeline()
-
-
-def moved(step: StageStep, choice: Choice) -> Choice:
-    """A choice of units of a stage's first step, as units of its later one."""
-    if not choice:
-        return {}
-    twins = dict(zip(step.first.candidates, step.later.candidates, strict=True))
-    return {twins[unit]: policy for unit, policy in choice.items()}
 
 
 class _Replay:

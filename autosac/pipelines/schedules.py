@@ -101,16 +101,22 @@ class Schedule:
         """What a rank computes in a step, in order."""
         return _actions(self, rank)
 
-    def most_in_flight(self, stage: int) -> int:
+    def most_in_flight(self, stage: int, *, adding: bool = False) -> int:
         """Most micro-batches that a stage has gone forward with and not yet backward.
 
         The one whose backward is running counts.
+
+        Args:
+            stage: The stage.
+            adding: Only while a backward but the first runs, which adds to gradients.
         """
         number = most = 0
         for action in self.actions(self.rank_of(stage)):
             if action.stage == stage:
-                number += 1 if action.is_forward else -1
-                most = max(most, number)
+                number += action.is_forward
+                if not adding or (action.micro_batch and not action.is_forward):
+                    most = max(most, number)
+                number -= not action.is_forward
         return most
 
 

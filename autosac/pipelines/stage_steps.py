@@ -19,6 +19,8 @@ import torch
 
 from autosac.errors import UnsupportedError
 from autosac.profiles.profile import Profile, calibrate, profile
+from autosac.solving.rules_of_thumb import Choice
+from autosac.units.unit import Unit
 
 PipelineLoss = Callable[[Any, Any], torch.Tensor]  # of output and target
 
@@ -29,6 +31,8 @@ class _BeginBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
         ctx.received = torch.zeros_like(output)
+        # The pipeline holds it as well, so that autograd never adds to it in place.
+        ctx.held = ctx.received.detach()
         return output.new_empty(())
 
     @staticmethod
@@ -71,6 +75,20 @@ class StageStep:
             later=calibrate(self.later, **how),
             is_last=self.is_last,
         )
+
+    def in_first(self, choice: Choice) -> Choice:
+        """A choice of units of the later step, as units of the first."""
+        twins = zip(self.later.candidates, self.first.candidates, strict=True)
+        return _moved(choice, dict(twins)) if choice else {}
+
+    def in_later(self, choice: Choice) -> Choice:
+        """A choice of units of the first step, as units of the later one."""
+        twins = zip(self.first.candidates, self.later.candidates, strict=True)
+        return _moved(choice, dict(twins)) if choice else {}
+
+
+def _moved(choice: Choice, twins: dict[Unit, Unit]) -> Choice:
+    return {twins[unit]: policy for unit, policy in choice.items()}
 
 
 def stage_step(

@@ -62,12 +62,17 @@ def test_ranks_peak_as_replayed_and_train_alike(case):
     expected = predicted(case)
     results = run_ranks(case)
 
-    for result, expected_bytes in zip(results, expected, strict=True):
-        if HOLDS_LESS:
-            assert result.peak_bytes <= expected_bytes
-        else:
-            assert result.peak_bytes == expected_bytes
+    assert_peaks(results, expected)
     assert_alike(case, results)
+
+
+def assert_peaks(results, expected):
+    """Ranks peak at what was predicted; from torch 2.15 on they may hold less."""
+    peaks = [result.peak_bytes for result in results]
+    if HOLDS_LESS:
+        assert all(map(int.__le__, peaks, expected)), (peaks, expected)
+    else:
+        assert peaks == expected
 
 
 def assert_alike(case, results):
