@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from autosac.parallel.planning import min_gpus, plan_parallel
     from autosac.parallel.plans import ParallelPlan
     from autosac.parallel.sweeping import sweep_parallel
+    from autosac.pipelines.planning import plan_pipeline
+    from autosac.pipelines.plans import PipelinePlan
     from autosac.planning.batch_sizes import (
         BatchSize,
         best_batch_size,
@@ -68,6 +70,7 @@ __all__ = [
     "ModuleCurve",
     "OptimizerInBackward",
     "ParallelPlan",
+    "PipelinePlan",
     "Plan",
     "PlanMismatchError",
     "Profile",
@@ -99,6 +102,7 @@ __all__ = [
     "pipeline_checkpoint",
     "plan",
     "plan_parallel",
+    "plan_pipeline",
     "plotting",
     "policy",
     "profile",
@@ -145,6 +149,8 @@ _NAMES_OF = {
     ),
     "autosac.parallel.plans": ("ParallelPlan",),
     "autosac.parallel.sweeping": ("sweep_parallel",),
+    "autosac.pipelines.planning": ("plan_pipeline",),
+    "autosac.pipelines.plans": ("PipelinePlan",),
     "autosac.planning.batch_sizes": (
         "BatchSize",
         "best_batch_size",

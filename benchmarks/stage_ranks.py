@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autosac.checkpointing import installing
+from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedules import Schedule
 from autosac.units.policies import OpPolicy
 
@@ -65,12 +66,12 @@ class RankResult:
     Attributes:
         peak_bytes: The most it held in a step.
         losses: Of the micro-batches in the first step, on the last rank.
-        gradients: Of the first step, by stage and name.
+        gradients: Of the first step, by name in the model.
     """
 
     peak_bytes: int
     losses: list[float]
-    gradients: dict[tuple[int, str], torch.Tensor]
+    gradients: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +83,14 @@ class Job:
         schedule: How.
         starts: First block of each stage.
         policies: Of each stage's AC units; none if it is empty.
+        plan: Makes the stages instead of these, as users do.
     """
 
     recipe: Recipe
     schedule: Schedule
     starts: tuple[int, ...]
     policies: tuple[tuple[OpPolicy, ...], ...] = ()
+    plan: PipelinePlan | None = None
 
 
 def can_count() -> bool:
@@ -111,7 +114,7 @@ def run_ranks(job: Job) -> list[RankResult]:
 
 
 @torch.backends.mkldnn.flags(enabled=False)
-def reference(job: Job) -> tuple[list[float], dict[tuple[int, str], torch.Tensor]]:
+def reference(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the micro-batches and gradients, by one process without a pipeline."""
     recipe, number = job.recipe, job.schedule.num_micro_batches
     stages = recipe.stages(job.starts)
@@ -125,8 +128,8 @@ def reference(job: Job) -> tuple[list[float], dict[tuple[int, str], torch.Tensor
         loss.backward()
         losses.append(float(loss.detach()))
     return losses, {
-        (i, name): p.grad / number
-        for i, stage in enumerate(stages)
+        name: p.grad / number
+        for stage in stages
         for name, p in stage.named_parameters()
         if p.grad is not None
     }
@@ -153,13 +156,19 @@ def _run(job: Job, rank: int, counter: Any) -> RankResult:
     schedule, recipe = job.schedule, job.recipe
     dist.barrier()  # which leaves something behind
     before_bytes = counter.shim_live()
-    modules, stages = _stages(job, rank)
-    schedule_class = get_schedule_class(schedule.name)
-    runner = schedule_class(
-        stages if schedule.is_looped else stages[0],
-        schedule.num_micro_batches,
-        loss_fn=recipe.loss_fn,
-    )
+    if job.plan is None:
+        modules, stages = _stages(job, rank)
+        schedule_class = get_schedule_class(schedule.name)
+        runner = schedule_class(
+            stages if schedule.is_looped else stages[0],
+            schedule.num_micro_batches,
+            loss_fn=recipe.loss_fn,
+        )
+    else:
+        torch.manual_seed(SEED)
+        stages = job.plan.stages(recipe.make_model(), job.plan.make_mesh("cpu"))
+        modules = {stage.stage_index: stage.submod for stage in stages}
+        runner = job.plan.schedule(stages, recipe.loss_fn)
     optimizers = [recipe.make_optimizer(m.parameters()) for m in modules.values()]
     inputs, targets = recipe.make_batch(schedule.num_micro_batches)
     args = (inputs,) if 0 in modules else ()
@@ -178,8 +187,8 @@ def _run(job: Job, rank: int, counter: Any) -> RankResult:
         if number == 0:
             first_losses = [float(loss.detach()) for loss in losses]
             gradients = {
-                (i, name): p.grad.numpy().copy()  # elsewhere than the allocator's
-                for i, module in modules.items()
+                name: p.grad.numpy().copy()  # elsewhere than the allocator's
+                for module in modules.values()
                 for name, p in module.named_parameters()
                 if p.grad is not None
             }
@@ -194,14 +203,13 @@ def _run(job: Job, rank: int, counter: Any) -> RankResult:
     )
 
 
-def _stages(
-    job: Job, rank: int
-) -> tuple[dict[int, nn.Sequential], list[PipelineStage]]:
+def _stages(job: Job, rank: int) -> tuple[dict[int, nn.Module], list[PipelineStage]]:
     """The rank's modules by stage, and PyTorch's stages of them."""
     schedule = job.schedule
     own = schedule.stages_of(rank)
     passed, _ = job.recipe.make_batch(1)
-    modules, stages = {}, []
+    modules: dict[int, nn.Module] = {}
+    stages = []
     for i, module in enumerate(job.recipe.stages(job.starts)):
         received = passed
         with torch.random.fork_rng(devices=[]):

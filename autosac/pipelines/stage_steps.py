@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from autosac.errors import UnsupportedError
+from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, calibrate, profile
 from autosac.solving.rules_of_thumb import Choice
 from autosac.units.unit import Unit
@@ -50,7 +51,8 @@ def _begin_backward(output: Any) -> torch.Tensor:
     return loss
 
 
-def _loss_of(loss_fn: PipelineLoss, target: Any, output: Any) -> torch.Tensor:
+def loss_with(loss_fn: PipelineLoss, target: Any, output: Any) -> torch.Tensor:
+    """A pipeline's loss as one of the output alone."""
     return loss_fn(output, target)
 
 
@@ -75,6 +77,24 @@ class StageStep:
             later=calibrate(self.later, **how),
             is_last=self.is_last,
         )
+
+    def calibrated_if_present(self) -> StageStep:
+        """The step with measured figures where its device is."""
+        first, later = map(calibrated_if_present, (self.first, self.later))
+        assert isinstance(first, Profile)
+        assert isinstance(later, Profile)
+        return StageStep(first=first, later=later, is_last=self.is_last)
+
+    @cached_property
+    def phase_ms(self) -> dict[str, float]:
+        """Time of forward (with the loss), backward and optimizer."""
+        times = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        for op, op_ms in zip(self.later.tape.ops, self.later.op_ms, strict=True):
+            if op.phase != "loss":
+                times[op.phase] += op_ms
+            elif self.is_last:
+                times["forward"] += op_ms
+        return times
 
     def in_first(self, choice: Choice) -> Choice:
         """A choice of units of the later step, as units of the first."""
@@ -115,7 +135,7 @@ def stage_step(
     """
     own_loss = _begin_backward
     if loss_fn is not None:
-        own_loss = partial(_loss_of, loss_fn, target)
+        own_loss = partial(loss_with, loss_fn, target)
     options = {**options, "loss_fn": own_loss}
     first = profile(module, received, **options)
     later = profile(module, received, keeps_gradients=True, **options)
