@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from autosac.parallel.planning import min_gpus, plan_parallel
     from autosac.parallel.plans import ParallelPlan
     from autosac.parallel.sweeping import sweep_parallel
+    from autosac.pipelines.planning import plan_pipeline
+    from autosac.pipelines.plans import PipelinePlan
     from autosac.planning.advising import Advice, advise
     from autosac.planning.batch_sizes import (
         BatchSize,
@@ -72,6 +74,7 @@ __all__ = [
     "ModuleCurve",
     "OptimizerInBackward",
     "ParallelPlan",
+    "PipelinePlan",
     "Plan",
     "PlanMismatchError",
     "Profile",
@@ -105,6 +108,7 @@ __all__ = [
     "pipeline_checkpoint",
     "plan",
     "plan_parallel",
+    "plan_pipeline",
     "plan_replicas",
     "plotting",
     "policy",
@@ -157,6 +161,8 @@ _NAMES_OF = {
         "Advice",
         "advise",
     ),
+    "autosac.pipelines.planning": ("plan_pipeline",),
+    "autosac.pipelines.plans": ("PipelinePlan",),
     "autosac.planning.batch_sizes": (
         "BatchSize",
         "best_batch_size",

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from tests import shim
+from benchmarks import allocator_shim as shim
 
 warnings.simplefilter("ignore")
 

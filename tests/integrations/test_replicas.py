@@ -9,7 +9,7 @@ import torch
 
 from autosac.errors import InfeasibleBudgetError
 from autosac.integrations.worst_batches import lengthened
-from tests import shim
+from benchmarks import allocator_shim as shim
 
 _SCALARS_BYTES = 1024  # of losses, norms and counts; numbers that autograd wraps
 _HELD_BYTES = {  # batches that the loop holds at most: of 3 tensors of 4 x 96 numbers

@@ -4,19 +4,23 @@
 process must run with `environment`.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).parent / "allocator_shim.c"
 
 
 @functools.cache
-def library():
+def library() -> Path | None:
     """Path of the library, built once; None without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -27,24 +31,34 @@ def library():
     return path
 
 
-def environment():
+def environment() -> dict[str, str]:
     """Variables for a process that counts."""
     return {**os.environ, "LD_PRELOAD": str(library()), "OMP_NUM_THREADS": "1"}
 
 
-def _function(name):
+def _function(name: str) -> Any:
     function = getattr(ctypes.CDLL(None), name)
     function.restype = ctypes.c_long
     return function
 
 
-def live_bytes():
+def live_bytes() -> int:
     """Bytes alive now."""
-    return _function("shim_live")()
+    return int(_function("shim_live")())
 
 
-def peak_of(run):
-    """What a function returns, and the most bytes alive while it ran."""
+def peak_bytes() -> int:
+    """Most bytes alive since `reset`."""
+    return int(_function("shim_peak")())
+
+
+def reset() -> None:
+    """Begin a new peak with what is alive now."""
     _function("shim_reset")()
+
+
+def peak_of(run: Callable[[], Any]) -> tuple[Any, int]:
+    """What a function returns, and the most bytes alive while it ran."""
+    reset()
     result = run()
-    return result, _function("shim_peak")()
+    return result, peak_bytes()

@@ -1,0 +1,1 @@
+"""Plans for pipelines: stages on ranks that hand micro-batches on to one another."""

@@ -1,0 +1,215 @@
+"""A model as a chain of blocks, and stages that are stretches of it.
+
+Blocks are the model's children; of a container without a forward of its own, such as a
+``torch.nn.ModuleList``, its children in turn. They are a chain if each is called once,
+with nothing but the tensor that the one before has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autosac import _compat
+from autosac.errors import ArgumentError, UnsupportedError
+from autosac.tracing.copying import copied
+from autosac.tracing.step import Step
+
+_ADVICE = "a pipeline cuts a model whose blocks follow one another"
+
+
+class Stage(nn.Module):
+    """Some blocks of a model, one after the other, under the names they have in it.
+
+    Args:
+        model: The model.
+        fqns: Names of the blocks in the order of their calls.
+    """
+
+    def __init__(self, model: nn.Module, fqns: Sequence[str]) -> None:
+        super().__init__()
+        self.block_fqns = tuple(fqns)
+        for fqn in fqns:
+            parent: nn.Module = self
+            *path, name = fqn.split(".")
+            for part in path:
+                if part not in dict(parent.named_children()):
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.add_module(name, model.get_submodule(fqn))
+        self.train(model.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the blocks."""
+        for fqn in self.block_fqns:
+            x = self.get_submodule(fqn)(x)
+        return x
+
+
+def block_fqns(model: nn.Module) -> list[str]:
+    """Names of a model's blocks, in the order of registration."""
+    return _blocks_in(model, "")
+
+
+def _blocks_in(module: nn.Module, prefix: str) -> list[str]:
+    fqns = []
+    for name, child in module.named_children():
+        fqn = f"{prefix}{name}"
+        if type(child) in (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.Module):
+            fqns += _blocks_in(child, f"{fqn}.")
+        else:
+            fqns.append(fqn)
+    return fqns
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A tensor that one block hands on to the next.
+
+    Attributes:
+        shape: Its shape,
+        dtype: and its type, such as ``float32``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it can have a gradient."""
+        return bool(getattr(torch, self.dtype).is_floating_point)
+
+    def example(self, device: str | torch.device) -> torch.Tensor:
+        """A tensor of zeros that is like it, a leaf that requires a gradient."""
+        zeros = torch.zeros(self.shape, dtype=getattr(torch, self.dtype), device=device)
+        return zeros.requires_grad_(self.is_floating)
+
+
+def _passed(tensor: torch.Tensor) -> Passed:
+    return Passed(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def chain_of(model: nn.Module, inputs: torch.Tensor) -> dict[str, Passed]:
+    """A model's blocks in the order in which they follow one another.
+
+    Args:
+        model: The model; it runs once on fake tensors.
+        inputs: Of one micro-batch.
+
+    Returns:
+        The name of each block -> what it hands on.
+
+    Raises:
+        UnsupportedError: They are no chain; says which block is called otherwise.
+    """
+    mode = _compat.fake_mode(plain=False)
+    step = Step(
+        model=model,
+        args=(inputs,),
+        kwargs={},
+        loss_fn=None,
+        optimizer=None,
+        device_type="cpu",
+        granularity_bytes=1,
+    )
+    fake_model, _, (passed,), _ = copied(step, mode)
+    order: dict[str, Passed] = {}
+    latest: list[Any] = [passed]
+
+    def note(fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if fqn in order:
+            raise UnsupportedError(f"`{fqn}` is called several times, and {_ADVICE}.")
+        if kwargs or len(args) != 1 or args[0] is not latest[0]:
+            before = f"`{next(reversed(order))}`" if order else "the batch"
+            raise UnsupportedError(
+                f"`{fqn}` gets something else than just what comes out of {before}, and"
+                f" {_ADVICE}; compute it inside the block."
+            )
+        if not isinstance(out, torch.Tensor):
+            raise UnsupportedError(
+                f"`{fqn}` returns {type(out).__name__}, and stages hand on one tensor."
+            )
+        order[fqn] = _passed(out)
+        latest[0] = out
+
+    for fqn in block_fqns(fake_model):
+        fake_model.get_submodule(fqn).register_forward_hook(
+            lambda _, args, kwargs, out, fqn=fqn: note(fqn, args, kwargs, out),
+            with_kwargs=True,
+        )
+    with mode, torch.no_grad():
+        output = fake_model(passed)
+    if not order or output is not latest[0]:
+        raise UnsupportedError(
+            "The model returns something else than what its last block does, and"
+            f" {_ADVICE}; put what it does besides into a block."
+        )
+    uncalled = {fqn for fqn in block_fqns(model)} - set(order)
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    outside = [
+        owner
+        for owner in sorted(owners)
+        if not any(owner == fqn or owner.startswith(f"{fqn}.") for fqn in order)
+    ]
+    if uncalled or outside:
+        raise UnsupportedError(
+            f"`{min(uncalled) if uncalled else outside[0]}` is in no block that the"
+            f" model calls, and {_ADVICE}."
+        )
+    return order
+
+
+def possible_cuts(model: nn.Module, chain: Mapping[str, Passed]) -> list[int]:
+    """Blocks before which a model may be cut.
+
+    What is handed on there can have a gradient, and no parameter is on both sides.
+    """
+    fqns, handed_on = list(chain), list(chain.values())
+    last_use: dict[nn.Parameter, int] = {}
+    first_use: dict[nn.Parameter, int] = {}
+    for i, fqn in enumerate(fqns):
+        for parameter in model.get_submodule(fqn).parameters():
+            first_use.setdefault(parameter, i)
+            last_use[parameter] = i
+    return [
+        cut
+        for cut in range(1, len(fqns))
+        if handed_on[cut - 1].is_floating
+        and not any(first_use[p] < cut <= last for p, last in last_use.items())
+    ]
+
+
+def check_cuts(
+    model: nn.Module, fqns: Sequence[str], cuts: Sequence[int], num_stages: int
+) -> None:
+    """Refuse a model that cannot be cut into so many stages.
+
+    Raises:
+        ArgumentError: It has too few blocks.
+        UnsupportedError: Blocks share parameters.
+    """
+    if len(fqns) < num_stages:
+        raise ArgumentError(
+            f"The model has {len(fqns)} blocks, too few for {num_stages} stages; use"
+            " fewer ranks."
+        )
+    if len(cuts) < num_stages - 1:
+        first, last = _sharing(model, fqns)
+        raise UnsupportedError(
+            f"`{first}` and `{last}` share a parameter, which cannot be on two ranks:"
+            f" only {len(cuts) + 1} stages are possible. Untie them or use fewer ranks."
+        )
+
+
+def _sharing(model: nn.Module, fqns: Sequence[str]) -> tuple[str, str]:
+    """Two blocks that share a parameter, the furthest apart."""
+    users: dict[nn.Parameter, list[int]] = {}
+    for i, fqn in enumerate(fqns):
+        for parameter in model.get_submodule(fqn).parameters():
+            users.setdefault(parameter, []).append(i)
+    widest = max(users.values(), key=lambda places: places[-1] - places[0])
+    return fqns[widest[0]], fqns[widest[-1]]

@@ -1,0 +1,130 @@
+"""One micro-batch beside others in flight: the step that a stage's MILP plans.
+
+Others hold exactly what the stage keeps between its forward and its backward, under the
+same policies. So at every position until the optimizer begins
+
+    live(q) = live_one(q) + count * (live_one(m) - live_one(0))
+
+with m the moment when backward begins. Both terms are linear in the choice of points:
+each unit frees `count` times what it frees at m, all along, and holds of several units
+come once more likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from autosac.pipelines.rank_memory import part_of
+from autosac.profiles.profile import Profile
+from autosac.simulation.simulator import Simulator
+from autosac.solvers import sac
+from autosac.solving.formulation import Formulation
+from autosac.step.ledger import Ledger, Timeline
+from autosac.step.tape import IntArray
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
+
+
+class InFlightSimulator(Simulator):
+    """Replays the step of one micro-batch while others are in flight.
+
+    Args:
+        profile: Of the stage.
+        count: How many others there are.
+        is_last: Whether the stage has the loss.
+    """
+
+    def __init__(self, profile: Profile, count: int, *, is_last: bool) -> None:
+        self.profile, self.count, self._is_last = profile, count, is_last
+        super().__init__(self.profile.tape, self.profile.allocator)
+
+    def ledger(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> Ledger:
+        """All that the step allocates, and what the others hold."""
+        part = part_of(self.profile, chosen, is_last=self._is_last)
+        one = super().ledger(chosen, workspaces=workspaces)
+        if not workspaces or not self.count:
+            return one
+        held = part.of_micro_batch & (one.born <= part.backward_key)
+        held &= one.died > part.backward_key
+        nbytes = self.count * one.nbytes[held]
+        return replace(
+            one,
+            born=np.concatenate([one.born, np.ones_like(nbytes)]),
+            died=np.concatenate([one.died, np.full_like(nbytes, part.optimizer_key)]),
+            nbytes=np.concatenate([one.nbytes, nbytes]),
+        )
+
+    def true_peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """What is asked of the allocator; see `RankReplay`, which counts so too."""
+        return self.peak_bytes(chosen)
+
+    def true_timeline(self, chosen: Mapping[Unit, Policy]) -> Timeline:
+        """Likewise."""
+        return self.timeline(chosen)
+
+
+def with_others(simulator: InFlightSimulator) -> Formulation:
+    """The MILP's numbers of a stage with others in flight."""
+    formulation, count = simulator.profile.formulation, simulator.count
+    if not count:
+        return formulation
+    phases, edges = simulator.tape.phases, formulation.edges
+    moment = int(np.searchsorted(edges, phases["backward"], side="right")) - 1
+    stop = int(np.searchsorted(edges, phases["optimizer"]))
+    live = simulator.ledger({}).after_ticks(simulator.tape.num_ticks, simulator.span)
+    units = (_beside(u, moment, stop, count) for u in formulation.solver_units)
+    again = (_once_more(hold, moment, stop, count) for hold in formulation.holds)
+    return replace(
+        formulation,
+        solver_units=tuple(units),
+        base_bytes=tuple(np.maximum.reduceat(live, edges).tolist()),
+        holds=(*formulation.holds, *(hold for hold in again if hold is not None)),
+    )
+
+
+def _beside(unit: sac.Unit, moment: int, stop: int, count: int) -> sac.Unit:
+    """A unit that frees what it frees at a moment so many times more, all along."""
+    own = np.array([point.freed_bytes for point in unit.points], dtype=np.int64)
+    working: dict[int, IntArray] = {}
+    for position, extras in unit.working:
+        added = np.array(extras, dtype=np.int64)
+        working[position] = working.get(position, np.zeros_like(own)) + added
+    is_freed = unit.freed_from <= moment < unit.freed_until
+    change = (-own if is_freed else 0 * own) + working.get(moment, 0 * own)
+    for position in range(unit.freed_from, unit.freed_until):
+        working[position] = working.get(position, 0) - own
+    points = zip(unit.points, (-count * change).tolist(), strict=True)
+    return replace(
+        unit,
+        points=tuple(replace(point, freed_bytes=freed) for point, freed in points),
+        freed_from=0,
+        freed_until=stop,
+        working=tuple((q, tuple(added.tolist())) for q, added in working.items()),
+    )
+
+
+def _once_more(hold: sac.Hold, moment: int, stop: int, count: int) -> sac.Hold | None:
+    """What the others hold of a hold; None if it is not there between passes."""
+    if hold.held_from > moment:
+        return None
+    holders = tuple((u, stop) for u, end in hold.holders if end > moment)
+    if not holders:
+        return None
+    return sac.Hold(
+        nbytes=count * hold.nbytes,
+        held_from=0,
+        holders=holders,
+        freed_by=tuple(
+            (u, tuple(0 if first <= moment else stop for first in froms))
+            for u, froms in hold.freed_by
+        ),
+        kept_by=tuple(
+            (u, tuple(stop if until > moment else 0 for until in untils))
+            for u, untils in hold.kept_by
+        ),
+    )

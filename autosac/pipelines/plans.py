@@ -1,0 +1,254 @@
+"""A plan of a pipeline: which blocks each rank has, and what it recomputes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import get_world_size, is_initialized
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from autosac.checkpointing import installing
+from autosac.errors import ArgumentError
+from autosac.pipelines.blocks import Passed, Stage
+from autosac.pipelines.schedules import Schedule
+from autosac.planning.plans import check_model
+from autosac.profiles.fingerprints import Fingerprint
+from autosac.profiles.mistakes import check_unplanned
+from autosac.quantities import format_bytes, format_ms
+from autosac.step import arguments
+from autosac.units.policies import OpPolicy
+
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage of a pipeline.
+
+    Attributes:
+        fqns: Its blocks, in order.
+        policy: FQN of each AC unit -> share (0 to 1) of its activation memory that is
+            recomputed instead of saved.
+        op_policies: What happens to every op of each AC unit.
+        peak_bytes: Predicted peak of its rank, replayed.
+        forward_ms: Predicted time of one micro-batch forward,
+        backward_ms: and backward, recomputation included,
+        recompute_ms: of which this is recomputation.
+        received: What it gets,
+        sent: and what it hands on.
+    """
+
+    fqns: tuple[str, ...]
+    policy: dict[str, float]
+    op_policies: tuple[OpPolicy, ...]
+    peak_bytes: int
+    forward_ms: float
+    backward_ms: float
+    recompute_ms: float
+    received: Passed
+    sent: Passed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """Stages of a model on the ranks of a pipeline, with what a step then takes.
+
+    Attributes:
+        pipeline: The schedule and its numbers.
+        stage_plans: The stages in order; stage i is on rank i.
+        budget_bytes: The cap on the peak of a rank.
+        step_ms: Predicted time of a step, played action by action.
+        alternatives: Other schedules and numbers of micro-batches, and why they lost.
+        device: Of the ranks.
+        calibrated: Times of ops were measured, not modelled.
+        model: Fingerprint of the model the plan is for.
+        torch_version: PyTorch that the model was traced with.
+        step_kwargs: Arguments that `step` of the schedule needs: without them the last
+            rank keeps the outputs of all micro-batches, which the plan does not count.
+    """
+
+    pipeline: Schedule
+    stage_plans: tuple[StagePlan, ...]
+    budget_bytes: int
+    step_ms: float
+    alternatives: tuple[str, ...]
+    device: str
+    calibrated: bool
+    model: Fingerprint
+    torch_version: str
+    step_kwargs: ClassVar[dict[str, bool]] = {"return_outputs": False}
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that take part."""
+        return self.pipeline.num_ranks
+
+    @property
+    def rank_peaks(self) -> tuple[int, ...]:
+        """Predicted peak of each rank."""
+        return tuple(stage.peak_bytes for stage in self.stage_plans)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the rank whose peak is highest."""
+        return max(self.rank_peaks)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the step in which the busiest rank waits."""
+        busy_ms = max(s.forward_ms + s.backward_ms for s in self.stage_plans)
+        return max(0.0, 1 - self.pipeline.num_micro_batches * busy_ms / self.step_ms)
+
+    def make_mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh of the pipeline, with one dimension ``"pp"``; every rank calls it.
+
+        Args:
+            device_type: Of the ranks' devices, such as ``"cuda"``.
+
+        Raises:
+            ArgumentError: There are more or fewer ranks than `num_ranks`.
+        """
+        num_ranks = get_world_size() if is_initialized() else 1
+        if num_ranks != self.num_ranks:
+            raise ArgumentError(
+                f"The plan is for {self.num_ranks} ranks, and there are {num_ranks}"
+                " (call torch.distributed.init_process_group first); plan with"
+                f" num_ranks={num_ranks}."
+            )
+        return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("pp",))
+
+    def stages(self, model: torch.nn.Module, mesh: DeviceMesh) -> list[PipelineStage]:
+        """The stages of this rank, their AC units installed.
+
+        Make the optimizer of ``stage.submod.parameters()`` after that. Parameters keep
+        the names that they have in the model.
+
+        Args:
+            model: The whole model, with the device's weights or on the meta device;
+                blocks of other ranks may be dropped with it.
+            mesh: As `make_mesh` makes it.
+
+        Raises:
+            PlanMismatchError: The plan was made for another model.
+            ArgumentError: A plan is applied already, or the mesh has another shape.
+        """
+        arguments.check_kind(model)
+        check_unplanned(model)
+        check_model(self.model, model)
+        if tuple(mesh.shape) != (self.num_ranks,):
+            raise ArgumentError(
+                f"`mesh` has shape {tuple(mesh.shape)}, and the plan wants"
+                f" ({self.num_ranks},); `plan.make_mesh()` makes it."
+            )
+        stages = []
+        for index in self.pipeline.stages_of(mesh.get_local_rank()):
+            plan = self.stage_plans[index]
+            module = Stage(model, plan.fqns)
+            installing.install(module, plan.op_policies)
+            stage = PipelineStage(
+                module,
+                index,
+                self.pipeline.num_stages,
+                _device(mesh),
+                input_args=plan.received.example("meta"),
+                output_args=plan.sent.example("meta"),
+                group=mesh.get_group(),
+            )
+            stages.append(stage)
+        return stages
+
+    def schedule(
+        self,
+        stages: Sequence[PipelineStage],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+    ) -> Any:
+        """PyTorch's schedule of the stages: ``schedule.step(..., **plan.step_kwargs)``.
+
+        Args:
+            stages: As `stages` makes them.
+            loss_fn: Output and target -> mean over a micro-batch. Gradients are those
+                of its mean over all micro-batches.
+        """
+        schedule_class = get_schedule_class(self.pipeline.name)
+        own = list(stages) if self.pipeline.is_looped else stages[0]
+        return schedule_class(own, self.pipeline.num_micro_batches, loss_fn=loss_fn)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        record = {"format": _FORMAT_VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PipelinePlan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: The file is not such a plan.
+        """
+        try:
+            record = json.loads(Path(path).read_text())
+            if record.pop("format") != _FORMAT_VERSION:
+                raise ValueError("it has another format")
+            record["pipeline"] = Schedule(**record["pipeline"])
+            stages = map(_stage_plan, record["stage_plans"])
+            record["stage_plans"] = tuple(stages)
+            record["alternatives"] = tuple(record["alternatives"])
+            record["model"] = tuple(
+                (fqn, kind, tuple(own)) for fqn, kind, own in record["model"]
+            )
+            return cls(**record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is no pipeline plan of this autosac: {error}. Plan again."
+            ) from error
+
+    def report(self) -> str:
+        """The plan as text for people."""
+        pipeline = self.pipeline
+        lines = [
+            f"pipeline  {pipeline.name}, {pipeline.num_micro_batches} micro-batches on"
+            f" {self.num_ranks} {self.device}",
+            f"budget    {format_bytes(self.budget_bytes)} a rank",
+            f"time      {format_ms(self.step_ms)} a step, {self.bubble_fraction:.1%} of"
+            " it waiting",
+        ]
+        lines += [f"not       {alternative}" for alternative in self.alternatives]
+        for index, stage in enumerate(self.stage_plans):
+            first, last = stage.fqns[0], stage.fqns[-1]
+            lines.append(
+                f"stage {index}   {first} to {last}: {format_bytes(stage.peak_bytes)},"
+                f" {format_ms(stage.forward_ms)} forward,"
+                f" {format_ms(stage.backward_ms)} backward with"
+                f" {format_ms(stage.recompute_ms)} recomputation,"
+                f" {pipeline.most_in_flight(index)} in flight"
+            )
+            lines += [f"  {fqn}  {ratio:.1%}" for fqn, ratio in stage.policy.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.report()
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _stage_plan(record: dict[str, Any]) -> StagePlan:
+    record["fqns"] = tuple(record["fqns"])
+    record["op_policies"] = tuple(
+        OpPolicy(**{**one, "names": tuple(one["names"])})
+        for one in record["op_policies"]
+    )
+    for name in ("received", "sent"):
+        passed = record[name]
+        record[name] = Passed(tuple(passed["shape"]), passed["dtype"])
+    return StagePlan(**record)

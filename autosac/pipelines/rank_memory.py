@@ -1,0 +1,309 @@
+"""Memory of one rank of a pipeline: its actions, replayed over the tapes of its stages.
+
+An action takes place as the tape has it: forward with the loss, or backward. What
+forward leaves to backward lives from one action to the other; so does, for each
+micro-batch apart, what autograd saves under AC policies. To this come
+    - the inputs and targets of all micro-batches, which the user's batch holds;
+    - what is received: buffers for all micro-batches, activations and gradients, which
+      are made in the first step and stay;
+    - what is sent: the schedule holds the latest output and the latest gradient of
+      GPipe's and 1F1B's stage until the next one is there, and GPipe and the looped
+      schedules all that they have sent until the step ends;
+    - the losses of all micro-batches;
+    - the optimizer steps of the rank's stages, one after the other.
+
+That is how torch 2.10 to 2.14 do it; 2.15 holds less (`_compat_pipelining.HOLDS_LESS`),
+so that there a peak is an upper bound.
+
+Source: schedules.py and stage.py of torch/distributed/pipelining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from autosac.pipelines.schedules import GPIPE, Action, Schedule
+from autosac.pipelines.stage_steps import StageStep
+from autosac.profiles.profile import Profile
+from autosac.solving.rules_of_thumb import Choice
+from autosac.step.ledger import Ledger, Timeline
+from autosac.step.tape import IntArray, Tape
+
+_Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a stage allocates in the step of one micro-batch, by kind.
+
+    Keys are those of its simulator; the others are entries of its ledger.
+
+    Attributes:
+        ledger: All of it.
+        loss_key: When the stage's own forward is over,
+        backward_key: when backward begins,
+        optimizer_key: and when the optimizer does.
+        of_micro_batch: Entries that each micro-batch has anew.
+        gradients: Those of them that stay until the step ends: the first backward
+            makes them, and there is a loss for each micro-batch.
+        sent: The output,
+        sent_back: and the gradient of what was received.
+        left: What forward leaves behind until the next one takes its place.
+        always_bytes: What is there all the time.
+        input_bytes: Of what was received or given, and of the target.
+        output_bytes: Of the output.
+    """
+
+    ledger: Ledger
+    loss_key: int
+    backward_key: int
+    optimizer_key: int
+    of_micro_batch: _Mask
+    gradients: _Mask
+    sent: _Mask
+    sent_back: _Mask
+    left: _Mask
+    always_bytes: int
+    input_bytes: int
+    output_bytes: int
+
+
+def part_of(profile: Profile, chosen: Choice, *, is_last: bool) -> Part:
+    """Sort what the step of one micro-batch allocates.
+
+    Args:
+        profile: Of the stage.
+        chosen: Its AC units and their policies.
+        is_last: Whether it has the loss.
+    """
+    tape, span = profile.tape, profile.simulator.span
+    ledger = profile.simulator.ledger(chosen)
+    loss_key, backward_key, optimizer_key = (
+        tape.phases[phase] * span for phase in ("loss", "backward", "optimizer")
+    )
+    is_kept = (ledger.born <= 0) & (ledger.died >= ledger.end)
+    in_optimizer = ledger.born >= optimizer_key
+    of_micro_batch = ~is_kept & ~in_optimizer
+    stays = of_micro_batch & (ledger.died >= optimizer_key)
+    in_loss = (ledger.born >= loss_key) & (ledger.born < backward_key)
+    in_backward = ledger.born >= backward_key
+    category = _categories(tape, len(ledger.born))
+    is_gradient, is_input = category == "gradient", category == "input"
+    sent = np.zeros(len(ledger.born), dtype=bool)
+    sent[list(_outputs(tape))] = True
+    if not is_last:
+        of_micro_batch &= ~_of_received_gradient(tape, ledger, loss_key, backward_key)
+    gradients = stays & (is_gradient | (in_loss & is_last))
+    return Part(
+        ledger=ledger,
+        loss_key=loss_key,
+        backward_key=backward_key,
+        optimizer_key=optimizer_key,
+        of_micro_batch=of_micro_batch,
+        gradients=gradients,
+        sent=sent & of_micro_batch,
+        sent_back=stays & in_backward & ~is_gradient,
+        left=stays & ~in_backward & ~in_loss & ~is_gradient,
+        always_bytes=_sum(ledger, is_kept & ~is_gradient & ~is_input),
+        input_bytes=_sum(ledger, is_kept & is_input),
+        output_bytes=_sum(ledger, sent),
+    )
+
+
+def _sum(ledger: Ledger, mask: _Mask) -> int:
+    return int(ledger.nbytes[mask].sum())
+
+
+def _categories(tape: Tape, size: int) -> npt.NDArray[np.str_]:
+    of_tape = [storage.category for storage in tape.storages]
+    return np.array(of_tape + [""] * (size - len(of_tape)))
+
+
+def _outputs(tape: Tape) -> tuple[int, ...]:
+    """Storages of the stage's output."""
+    (call,) = (call for call in tape.calls if call.module == 0)
+    return call.outputs
+
+
+def _of_received_gradient(
+    tape: Tape, ledger: Ledger, loss_key: int, backward_key: int
+) -> _Mask:
+    """What a trace makes to begin backward where there is no loss."""
+    made = (ledger.born >= loss_key) & (ledger.born < backward_key)
+    of_loss = next(op for op in tape.ops if op.phase == "backward")
+    made[list(of_loss.creates)] = True
+    return made
+
+
+class RankReplay:
+    """Replays what one rank of a pipeline does in a step.
+
+    Args:
+        schedule: Of the pipeline.
+        rank: The rank.
+        stages: The steps of its stages, by their index in the pipeline.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, stages: Mapping[int, StageStep]
+    ) -> None:
+        assert set(stages) == set(schedule.stages_of(rank))
+        self.schedule = schedule
+        self.stages = stages
+        self.actions = schedule.actions(rank)
+
+    def peak_bytes(self, chosen: Mapping[int, Choice] | None = None) -> int:
+        """Peak of the rank, with AC units of each stage's later step."""
+        return self.timeline(chosen).peak_bytes
+
+    def timeline(self, chosen: Mapping[int, Choice] | None = None) -> Timeline:
+        """Live memory of the rank over a step; keys count on from action to action."""
+        chosen = chosen or {}
+        pairs = {}
+        for stage, step in self.stages.items():
+            choice = chosen.get(stage, {})
+            of_first = step.in_first(choice)
+            pairs[stage] = (
+                part_of(step.first, of_first, is_last=step.is_last),
+                part_of(step.later, choice, is_last=step.is_last),
+            )
+        return _Replay(self.schedule, self.actions, pairs).ledger().timeline()
+
+
+class _Replay:
+    """One replay: where each action begins, and what is alive until when."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        actions: tuple[Action, ...],
+        parts: Mapping[int, tuple[Part, Part]],
+    ) -> None:
+        self.schedule, self.actions, self.parts = schedule, actions, parts
+        self.starts: dict[Action, int] = {}
+        at = 1
+        for action in actions:
+            self.starts[action] = at
+            part = self._part(action)
+            begin, end = (0, part.backward_key)
+            if not action.is_forward:
+                begin, end = part.backward_key, part.optimizer_key
+            at += end - begin + 1
+        self.end_of_actions = at
+        self.end = at + 1 + sum(p.ledger.end for p, _ in parts.values())
+
+    def _part(self, action: Action) -> Part:
+        """The step that a micro-batch runs: the first one makes the gradients."""
+        return self.parts[action.stage][action.micro_batch > 0]
+
+    def ledger(self) -> Ledger:
+        """All that the rank allocates."""
+        forwards = [action for action in self.actions if action.is_forward]
+        pieces = [self._of_micro_batch(forward) for forward in forwards]
+        columns = zip(*(pieces + self._of_optimizers()), strict=True)
+        born, died, nbytes = (np.concatenate(column) for column in columns)
+        return Ledger(
+            born=born,
+            died=died,
+            nbytes=nbytes,
+            end=self.end,
+            constant_bytes=self._constant_bytes(),
+        )
+
+    def _of_micro_batch(self, forward: Action) -> tuple[IntArray, IntArray, IntArray]:
+        """Entries of a micro-batch in a stage."""
+        part, ledger = self._part(forward), self._part(forward).ledger
+        begin = self.starts[forward]
+        back = self.starts[forward._replace(is_forward=False)] - part.backward_key
+        born = np.where(ledger.born < part.backward_key, begin, back) + ledger.born
+        died = np.where(ledger.died <= part.backward_key, begin, back) + ledger.died
+        died[part.gradients] = self.end
+        held = died[part.sent]
+        died[part.sent] = np.maximum(held, self._sent_until(forward, part))
+        died[part.sent_back] = self._sent_back_until(forward)
+        died[part.left] = self._next(forward, part.backward_key)
+        own = part.of_micro_batch
+        return born[own], died[own], ledger.nbytes[own]
+
+    @property
+    def _holds_all(self) -> bool:
+        """Whether what is sent is held until the end of the step."""
+        return self.schedule.is_looped or self.schedule.name == GPIPE
+
+    def _sent_until(self, forward: Action, part: Part) -> int:
+        """Key until which the schedule holds an output at least."""
+        is_last = forward.stage == self.schedule.num_stages - 1
+        if self._holds_all and not is_last:
+            return self.end_of_actions
+        if self.schedule.is_looped:
+            return 0
+        # The next forward replaces the output, but 1F1B waits for all sends of its
+        # first forwards but the last one, and keeps what the last of these has sent.
+        until = self._next(forward, part.loss_key)
+        num_first = self.schedule.most_in_flight(forward.stage)
+        if forward.micro_batch == num_first - 2 and not is_last:
+            until = max(until, self._end_of_steady_state)
+        return until
+
+    @cached_property
+    def _end_of_steady_state(self) -> int:
+        """Key at which 1F1B's backward behind the last forward is done."""
+        last = max(i for i, action in enumerate(self.actions) if action.is_forward)
+        after = self.actions[last + 2 :]
+        return self.starts[after[0]] if after else self.end_of_actions
+
+    def _sent_back_until(self, forward: Action) -> int:
+        """Key until which the schedule holds a gradient that it sends back."""
+        if self._holds_all:
+            return self.end_of_actions
+        part = self._part(forward)
+        length = part.optimizer_key - part.backward_key
+        return self._next(forward._replace(is_forward=False), length)
+
+    def _next(self, action: Action, place: int) -> int:
+        """A place in the next action of the same kind and stage, or the end of all."""
+        following = self._following.get(action)
+        if following is None:
+            return self.end_of_actions
+        return self.starts[following] + place
+
+    @cached_property
+    def _following(self) -> dict[Action, Action]:
+        """The next action of the same kind and stage."""
+        following: dict[Action, Action] = {}
+        latest: dict[tuple[bool, int], Action] = {}
+        for action in self.actions:
+            kind = action[:2]
+            if kind in latest:
+                following[latest[kind]] = action
+            latest[kind] = action
+        return following
+
+    def _of_optimizers(self) -> list[tuple[IntArray, IntArray, IntArray]]:
+        """Entries of the optimizer steps, one stage's after another's."""
+        pieces, at = [], self.end_of_actions + 1
+        for part, _ in self.parts.values():
+            ledger = part.ledger
+            own = ledger.born >= part.optimizer_key
+            shift = at - part.optimizer_key
+            pieces.append(
+                (ledger.born[own] + shift, ledger.died[own] + shift, ledger.nbytes[own])
+            )
+            at = shift + ledger.end
+        return pieces
+
+    def _constant_bytes(self) -> int:
+        """What is there all the time: parameters, states, the batch, buffers."""
+        total, number = 0, self.schedule.num_micro_batches
+        for stage, (part, _) in self.parts.items():
+            total += part.always_bytes + number * part.input_bytes
+            if stage < self.schedule.num_stages - 1:
+                total += number * part.output_bytes  # of gradients to be received
+            most = self.schedule.most_in_flight(stage)
+            total += most * part.ledger.constant_bytes
+        return total

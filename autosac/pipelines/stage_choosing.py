@@ -1,0 +1,160 @@
+"""What one stage of a pipeline recomputes under a cap on its rank.
+
+The MILP plans one micro-batch beside the most that are in flight with it: one whose
+backward adds to gradients, and if more are in flight in the first backward, which makes
+them, that one too. What it chooses is replayed action by action. The MILP's budget then
+moves by what the replay has more or less, until nothing is to be gained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autosac.errors import UnsupportedError
+from autosac.pipelines.in_flight import InFlightSimulator, with_others
+from autosac.pipelines.rank_memory import RankReplay
+from autosac.pipelines.schedules import Schedule
+from autosac.pipelines.stage_steps import StageStep
+from autosac.profiles.profile import Profile
+from autosac.solving.choosing import Chooser
+from autosac.solving.incumbents import Incumbents, most_rules, recompute_ms
+from autosac.solving.rules_of_thumb import Choice
+from autosac.solving.solve_options import SolveOptions
+from autosac.tracing.collecting import no_collections
+
+_ROUNDS = 6  # of moving the budget
+_NEAR = 2**-10  # of the cap: budgets this close to each other give the same choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageChoice:
+    """What a stage recomputes.
+
+    Attributes:
+        choice: Its AC units and their policies, of the step that adds gradients.
+        recompute_ms: What that takes for each micro-batch.
+        peak_bytes: Of its rank, replayed.
+    """
+
+    choice: Choice
+    recompute_ms: float
+    peak_bytes: int
+
+
+class _View:
+    """A stage's micro-batch beside others: what a MILP plans.
+
+    Args:
+        step: Of the stage.
+        profile: One of its profiles.
+        count: How many others are in flight.
+    """
+
+    def __init__(self, step: StageStep, profile: Profile, count: int) -> None:
+        self._step, self._profile = step, profile
+        self._simulator = InFlightSimulator(profile, count, is_last=step.is_last)
+
+    @cached_property
+    def chooser(self) -> Chooser:
+        """Finds choices of units of the profile."""
+        with no_collections():
+            rules = self._profile.rules.some(most_rules(self._simulator))
+            return Chooser(
+                self._simulator,
+                with_others(self._simulator),
+                Incumbents(self._simulator, rules),
+            )
+
+    def more_bytes(self, choice: Choice, replayed: StageChoice) -> int:
+        """What a replay has more than the MILP's step."""
+        return replayed.peak_bytes - self._simulator.peak_bytes(choice)
+
+    def in_later(self, choice: Choice) -> Choice:
+        """The choice as units of the step that adds to gradients."""
+        if self._profile is self._step.later:
+            return choice
+        return self._step.in_later(choice)
+
+
+class StageChooser:
+    """Finds choices for one stage at one place of a schedule, under any cap.
+
+    Args:
+        schedule: Of the pipeline; one stage per rank.
+        stage: Its index.
+        step: Its step.
+
+    Raises:
+        UnsupportedError: Ranks have several stages.
+    """
+
+    def __init__(self, schedule: Schedule, stage: int, step: StageStep) -> None:
+        if schedule.is_looped:
+            raise UnsupportedError(
+                f"Under {schedule.name} a rank's stages share its memory, which is not"
+                " planned; use 1F1B or GPipe."
+            )
+        self._stage, self._step = stage, step
+        self._replay = RankReplay(schedule, stage, {stage: step})
+        self._seen: dict[frozenset[object], StageChoice] = {}
+        in_first = schedule.most_in_flight(stage)
+        in_later = schedule.most_in_flight(stage, adding=True)
+        self._views = [_View(step, step.later, max(1, in_later) - 1)]
+        if in_first > in_later:
+            self._views.append(_View(step, step.first, in_first - 1))
+
+    @property
+    def plain(self) -> StageChoice:
+        """Nothing recomputed."""
+        return self._replayed({})
+
+    def choose(
+        self, cap_bytes: int, options: SolveOptions | None = None
+    ) -> StageChoice | None:
+        """The fastest choice found whose replayed peak is within a cap, or None.
+
+        Args:
+            cap_bytes: On the peak of the rank.
+            options: How to solve.
+        """
+        if self.plain.peak_bytes <= cap_bytes:
+            return self.plain
+        for view in self._views:
+            self._search(view, cap_bytes, options or SolveOptions())
+        fitting = [s for s in self._seen.values() if s.peak_bytes <= cap_bytes]
+        if not fitting and self.lowest().peak_bytes <= cap_bytes:
+            return self.lowest()
+        return min(fitting, key=lambda s: s.recompute_ms, default=None)
+
+    def lowest(self) -> StageChoice:
+        """The choice of the least peak."""
+        for view in self._views:
+            self._replayed(view.in_later(view.chooser.lowest()))
+        return min(self._seen.values(), key=lambda s: s.peak_bytes)
+
+    def _search(self, view: _View, cap_bytes: int, options: SolveOptions) -> None:
+        near_bytes = int(_NEAR * cap_bytes)
+        budget_bytes = cap_bytes - view.more_bytes({}, self.plain)
+        for _ in range(_ROUNDS):
+            choice, _ = view.chooser.choose(budget_bytes, options)
+            if choice is None:
+                return
+            tried = self._replayed(view.in_later(choice))
+            next_bytes = cap_bytes - view.more_bytes(choice, tried)
+            excess_bytes = tried.peak_bytes - cap_bytes
+            if excess_bytes > 0:
+                next_bytes = min(next_bytes, budget_bytes - max(1, excess_bytes))
+            elif next_bytes <= budget_bytes + near_bytes:
+                return
+            budget_bytes = next_bytes
+
+    def _replayed(self, choice: Choice) -> StageChoice:
+        key = frozenset(choice.items())
+        if key not in self._seen:
+            self._seen[key] = StageChoice(
+                choice=choice,
+                recompute_ms=recompute_ms(choice),
+                peak_bytes=self._replay.peak_bytes({self._stage: choice}),
+            )
+        return self._seen[key]

@@ -1,0 +1,142 @@
+"""The step of one stage of a pipeline, traced for one micro-batch.
+
+A stage gets what the stage before has sent, a leaf that requires a gradient, and its
+backward begins at the gradient that the next stage has sent. Its first backward of a
+step makes the gradients of its parameters; the later ones add to them. Both are traced.
+
+Source: `forward_one_chunk` and `backward_one_chunk` of
+torch/distributed/pipelining/stage.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from autosac.errors import UnsupportedError
+from autosac.profiles.given import calibrated_if_present
+from autosac.profiles.profile import Profile, calibrate, profile
+from autosac.solving.rules_of_thumb import Choice
+from autosac.units.unit import Unit
+
+PipelineLoss = Callable[[Any, Any], torch.Tensor]  # of output and target
+
+
+class _BeginBackward(torch.autograd.Function):
+    """A number whose backward begins at a gradient that was received."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.received = torch.zeros_like(output)
+        # The pipeline holds it as well, so that autograd never adds to it in place.
+        ctx.held = ctx.received.detach()
+        return output.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return ctx.received
+
+
+def _begin_backward(output: Any) -> torch.Tensor:
+    if not isinstance(output, torch.Tensor):
+        raise UnsupportedError(
+            f"A stage hands on {type(output).__name__}, and stages hand on one tensor;"
+            " cut the model elsewhere, or let its blocks return one."
+        )
+    loss: torch.Tensor = _BeginBackward.apply(output)
+    return loss
+
+
+def loss_with(loss_fn: PipelineLoss, target: Any, output: Any) -> torch.Tensor:
+    """A pipeline's loss as one of the output alone."""
+    return loss_fn(output, target)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageStep:
+    """What is known of the step of one stage, of one micro-batch.
+
+    Attributes:
+        first: The step whose backward makes the gradients,
+        later: and the one whose backward adds to them.
+        is_last: The loss is in this stage, and it sends nothing on.
+    """
+
+    first: Profile
+    later: Profile
+    is_last: bool
+
+    def calibrated(self, **how: Any) -> StageStep:
+        """The step with measured times and workspaces, as `calibrate` has them."""
+        return StageStep(
+            first=calibrate(self.first, **how),
+            later=calibrate(self.later, **how),
+            is_last=self.is_last,
+        )
+
+    def calibrated_if_present(self) -> StageStep:
+        """The step with measured figures where its device is."""
+        first, later = map(calibrated_if_present, (self.first, self.later))
+        assert isinstance(first, Profile)
+        assert isinstance(later, Profile)
+        return StageStep(first=first, later=later, is_last=self.is_last)
+
+    @cached_property
+    def phase_ms(self) -> dict[str, float]:
+        """Time of forward (with the loss), backward and optimizer."""
+        times = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        for op, op_ms in zip(self.later.tape.ops, self.later.op_ms, strict=True):
+            if op.phase != "loss":
+                times[op.phase] += op_ms
+            elif self.is_last:
+                times["forward"] += op_ms
+        return times
+
+    def in_first(self, choice: Choice) -> Choice:
+        """A choice of units of the later step, as units of the first."""
+        twins = zip(self.later.candidates, self.first.candidates, strict=True)
+        return _moved(choice, dict(twins)) if choice else {}
+
+    def in_later(self, choice: Choice) -> Choice:
+        """A choice of units of the first step, as units of the later one."""
+        twins = zip(self.first.candidates, self.later.candidates, strict=True)
+        return _moved(choice, dict(twins)) if choice else {}
+
+
+def _moved(choice: Choice, twins: dict[Unit, Unit]) -> Choice:
+    return {twins[unit]: policy for unit, policy in choice.items()}
+
+
+def stage_step(
+    module: torch.nn.Module,
+    received: torch.Tensor,
+    *,
+    loss_fn: PipelineLoss | None,
+    target: Any = None,
+    **options: Any,
+) -> StageStep:
+    """Trace the step of a stage.
+
+    Args:
+        module: The stage.
+        received: Its argument: of the first stage the model's input, of others what
+            the stage before sends, which requires a gradient. Of one micro-batch.
+        loss_fn: Output and target -> scalar, of the last stage; None for others.
+        target: Of the last stage, of one micro-batch.
+        options: As in `profile`.
+
+    Raises:
+        UnsupportedError: The stage hands on something else than one tensor.
+        TraceError: As `profile`.
+    """
+    own_loss = _begin_backward
+    if loss_fn is not None:
+        own_loss = partial(loss_with, loss_fn, target)
+    options = {**options, "loss_fn": own_loss}
+    first = profile(module, received, **options)
+    later = profile(module, received, keeps_gradients=True, **options)
+    return StageStep(first=first, later=later, is_last=loss_fn is not None)

@@ -1,0 +1,227 @@
+"""Really running pipelines on the CPU, and the most that each rank's allocator held.
+
+Ranks are processes that gloo connects. What they hold is counted by
+`allocator_shim.c`, on all threads, to the byte; it takes a C compiler. oneDNN is
+switched off: it keeps memory between steps that no plan knows of.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from autosac.checkpointing import installing
+from autosac.pipelines.plans import PipelinePlan
+from autosac.pipelines.schedules import Schedule
+from autosac.units.policies import OpPolicy
+from benchmarks import allocator_shim
+
+NUM_STEPS = 3  # the last one is measured
+SEED = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a pipeline trains.
+
+    Attributes:
+        make_model: Builds it: a sequence of blocks. A function of a module.
+        make_batch: Makes inputs and targets of so many micro-batches.
+        loss_fn: Output and targets -> mean over the micro-batch.
+        make_optimizer: Builds the optimizer of a stage's parameters.
+    """
+
+    make_model: Callable[[], nn.Sequential]
+    make_batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+
+    def stages(self, starts: Sequence[int]) -> list[nn.Sequential]:
+        """The model, cut before some of its blocks."""
+        torch.manual_seed(SEED)
+        model = self.make_model()
+        stops = [*starts[1:], len(model)]
+        return [model[a:b] for a, b in zip(starts, stops, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """What a rank measured.
+
+    Attributes:
+        peak_bytes: The most it held in a step.
+        losses: Of the micro-batches in the first step, on the last rank.
+        gradients: Of the first step, by name in the model.
+    """
+
+    peak_bytes: int
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A pipeline to run.
+
+    Attributes:
+        recipe: What it trains.
+        schedule: How.
+        starts: First block of each stage.
+        policies: Of each stage's AC units; none if it is empty.
+        plan: Makes the stages instead of these, as users do.
+    """
+
+    recipe: Recipe
+    schedule: Schedule
+    starts: tuple[int, ...]
+    policies: tuple[tuple[OpPolicy, ...], ...] = ()
+    plan: PipelinePlan | None = None
+
+
+def can_count() -> bool:
+    """Whether the allocator can be watched here."""
+    return allocator_shim.library() is not None
+
+
+def run_ranks(job: Job) -> list[RankResult]:
+    """Run a pipeline in as many processes as it has ranks."""
+    with tempfile.TemporaryDirectory() as directory:
+        with mock.patch.dict(os.environ, allocator_shim.environment()):
+            mp.spawn(_rank, (directory, job), nprocs=job.schedule.num_ranks)
+        return [
+            torch.load(f"{directory}/{rank}", weights_only=False)
+            for rank in range(job.schedule.num_ranks)
+        ]
+
+
+@torch.backends.mkldnn.flags(enabled=False)
+def reference(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the micro-batches and gradients, by one process without a pipeline."""
+    recipe, number = job.recipe, job.schedule.num_micro_batches
+    stages = recipe.stages(job.starts)
+    inputs, targets = recipe.make_batch(number)
+    losses = []
+    for x, target in zip(inputs.chunk(number), targets.chunk(number), strict=True):
+        output: Any = x
+        for stage in stages:
+            output = stage(output)
+        loss = recipe.loss_fn(output, target)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses, {
+        name: p.grad / number
+        for stage in stages
+        for name, p in stage.named_parameters()
+        if p.grad is not None
+    }
+
+
+def _rank(rank: int, directory: str, job: Job) -> None:
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=job.schedule.num_ranks,
+    )
+    result = _run(job, rank)
+    torch.save(result, f"{directory}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(job: Job, rank: int) -> RankResult:
+    schedule, recipe = job.schedule, job.recipe
+    dist.barrier()  # which leaves something behind
+    before_bytes = allocator_shim.live_bytes()
+    if job.plan is None:
+        modules, stages = _stages(job, rank)
+        schedule_class = get_schedule_class(schedule.name)
+        runner = schedule_class(
+            stages if schedule.is_looped else stages[0],
+            schedule.num_micro_batches,
+            loss_fn=recipe.loss_fn,
+        )
+    else:
+        torch.manual_seed(SEED)
+        stages = job.plan.stages(recipe.make_model(), job.plan.make_mesh("cpu"))
+        modules = {stage.stage_index: stage.submod for stage in stages}
+        runner = job.plan.schedule(stages, recipe.loss_fn)
+    optimizers = [recipe.make_optimizer(m.parameters()) for m in modules.values()]
+    inputs, targets = recipe.make_batch(schedule.num_micro_batches)
+    args = (inputs,) if 0 in modules else ()
+    is_last = schedule.num_stages - 1 in modules
+    del inputs
+    targets = targets if is_last else None
+    kwargs = {"target": targets} if is_last else {}
+    first_losses, gradients = [], {}
+    for number in range(NUM_STEPS):
+        gc.collect()
+        dist.barrier()
+        allocator_shim.reset()
+        losses: list[torch.Tensor] = []
+        more = {**kwargs, "losses": losses} if is_last else {}
+        runner.step(*args, return_outputs=False, **more)
+        if number == 0:
+            first_losses = [float(loss.detach()) for loss in losses]
+            gradients = {
+                name: p.grad.numpy().copy()  # elsewhere than the allocator's
+                for module in modules.values()
+                for name, p in module.named_parameters()
+                if p.grad is not None
+            }
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return RankResult(
+        peak_bytes=allocator_shim.peak_bytes() - before_bytes,
+        losses=first_losses,
+        gradients={key: torch.from_numpy(grad) for key, grad in gradients.items()},
+    )
+
+
+def _stages(job: Job, rank: int) -> tuple[dict[int, nn.Module], list[PipelineStage]]:
+    """The rank's modules by stage, and PyTorch's stages of them."""
+    schedule = job.schedule
+    own = schedule.stages_of(rank)
+    passed, _ = job.recipe.make_batch(1)
+    modules: dict[int, nn.Module] = {}
+    stages = []
+    for i, module in enumerate(job.recipe.stages(job.starts)):
+        received = passed
+        with torch.random.fork_rng(devices=[]):
+            passed = module(passed).detach().requires_grad_()
+        if i in own:
+            modules[i] = module
+            if job.policies:
+                installing.install(module, job.policies[i])
+            stage = PipelineStage(
+                module,
+                i,
+                schedule.num_stages,
+                torch.device("cpu"),
+                input_args=_example(received),
+                output_args=_example(passed),
+            )
+            stages.append(stage)
+    return modules, stages
+
+
+def _example(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that holds nothing."""
+    empty = torch.empty_like(tensor.detach(), device="meta")
+    return empty.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,219 @@
+"""Whole plans: run on real ranks as users run them, and held against all cuts."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import autosac
+from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.pipelines.blocks import Stage, chain_of
+from autosac.pipelines.planning import _MicroBatch, _Race
+from autosac.pipelines.playing import step_ms
+from autosac.pipelines.schedules import Schedule
+from benchmarks.ranks import fake_group
+from benchmarks.stage_ranks import SEED, Job, can_count, run_ranks
+from tests.pipelines.stages import (
+    LANGUAGE,
+    NUM_TOKENS,
+    WIDTH,
+    Mlp,
+    language_loss,
+    tokens,
+)
+from tests.pipelines.test_rank_memory import assert_alike
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
+]
+
+
+class Model(nn.Module):
+    """A language model as people write them."""
+
+    def __init__(self, num_blocks=3, *, tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Mlp(2) for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, NUM_TOKENS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plan(model, memory_budget, num_micro_batches=4, **options):
+    inputs, target = tokens(4)
+    options = {"optimizer": torch.optim.AdamW, "num_ranks": 2, **options}
+    return autosac.plan_pipeline(
+        model,
+        inputs,
+        target=target,
+        loss_fn=language_loss,
+        num_micro_batches=num_micro_batches,
+        memory_budget=memory_budget,
+        **options,
+    )
+
+
+def least_peak(model, **options):
+    with pytest.raises(InfeasibleBudgetError, match="the lowest peak is") as caught:
+        plan(model, 1000, **options)
+    return caught.value.lowest_peak_bytes
+
+
+@pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
+def test_planned_ranks_keep_the_cap_and_train_as_one_process(tmp_path):
+    torch.manual_seed(SEED)
+    model = LANGUAGE.make_model()
+    with torch.backends.mkldnn.flags(enabled=False):
+        lowest_bytes = least_peak(model, schedules=["1F1B"])
+        tight = plan(model, lowest_bytes, schedules=["1F1B"])
+    tight.save(tmp_path / "plan.json")
+    loaded = autosac.PipelinePlan.load(tmp_path / "plan.json")
+    starts = (0, len(tight.stage_plans[0].fqns))
+    job = Job(recipe=LANGUAGE, schedule=tight.pipeline, starts=starts, plan=loaded)
+
+    results = run_ranks(job)
+
+    assert loaded == tight
+    assert any(stage.policy for stage in tight.stage_plans)
+    for result, predicted in zip(results, tight.rank_peaks, strict=True):
+        assert result.peak_bytes <= predicted <= lowest_bytes
+    assert_alike(job, results)
+
+
+def test_no_cuts_micro_batches_or_schedules_give_a_faster_step():
+    model = Model()
+    budget_bytes = int(1.05 * least_peak(model, num_micro_batches=(2, 4)))
+    own = plan(model, budget_bytes, num_micro_batches=(2, 4))
+
+    inputs, target = tokens(4)
+    times = []
+    for number, name in itertools.product((2, 4), ("1F1B", "GPipe")):
+        micro_batch = _MicroBatch(
+            model=model,
+            inputs=inputs[: len(inputs) // number],
+            target=target[: len(inputs) // number],
+            loss_fn=language_loss,
+            options={"optimizer": torch.optim.AdamW},
+            cluster=None,
+        )
+        schedule = Schedule(name=name, num_ranks=2, num_micro_batches=number)
+        race = _Race(micro_batch, schedule, budget_bytes, 0.0)
+        for cut in range(1, 5):
+            stages = [race.times_of(0, 0, cut), race.times_of(1, cut, 5)]
+            if None not in stages:
+                times.append(step_ms(schedule, stages))
+
+    assert own.step_ms <= 1.005 * min(times)
+    assert own.peak_bytes <= budget_bytes
+
+
+def test_more_memory_is_never_slower():
+    model = Model()
+    lowest_bytes = least_peak(model)
+    times = [plan(model, int(s * lowest_bytes)).step_ms for s in (1, 1.3, 4)]
+    assert times[2] <= times[1] <= times[0]
+    ample = plan(model, "1GiB")
+    assert not any(stage.policy for stage in ample.stage_plans)
+
+
+def test_stages_are_the_model_under_its_own_names():
+    model = Model()
+    inputs, _ = tokens(1)
+    chain = list(chain_of(model, inputs))
+    assert chain == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
+    stages = [Stage(model, chain[:2]), Stage(model, chain[2:])]
+    names = [name for stage in stages for name in stage.state_dict()]
+    assert names == list(model.state_dict())
+    assert torch.equal(stages[1](stages[0](inputs)), model(inputs))
+
+
+def test_a_plan_says_what_each_rank_does():
+    text = plan(Model(), "1GiB", cluster="hgx-h100").report()
+    assert "4 micro-batches on 2 h100" in text
+    assert "of it waiting" in text
+    assert "stage 0   embedding to blocks" in text
+    assert "GPipe, 4 micro-batches: nothing faster fits" in text
+
+
+class Skips(Model):
+    def forward(self, x):
+        first = self.blocks[0](self.embedding(x))
+        return self.head(self.blocks[2](first + self.blocks[1](first)))
+
+
+class Adds(Model):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Hides(Model):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Repeats(Model):
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "message"),
+    [
+        (Skips, "`blocks.2` gets something else than just what comes out of"),
+        (Adds, "returns something else than what its last block does"),
+        (Hides, "`` is in no block"),
+        (Repeats, "`blocks.0` is called several times"),
+        (lambda: Model(tied=True), "`embedding` and `head` share a parameter"),
+    ],
+)
+def test_models_that_are_no_chain_are_refused(make_model, message):
+    with pytest.raises(UnsupportedError, match=message):
+        plan(make_model(), "1GiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 6, "num_micro_batches": 8}, "5 blocks, too few for 6 stages"),
+        ({"num_micro_batches": 3}, "3 micro-batches cannot share evenly"),
+        ({"num_micro_batches": 0}, "whole number of at least 1"),
+        ({"schedules": ["ZBVZeroBubble"]}, "use one of GPipe"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_sentence(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        plan(Model(), "1GiB", **options)
+
+
+def test_a_plan_is_for_its_ranks_and_its_model():
+    own = plan(Model(), "1GiB")
+    with pytest.raises(ArgumentError, match="plan with num_ranks=1"):
+        own.make_mesh("cpu")
+    with fake_group(2):
+        mesh = own.make_mesh("cpu")
+        with pytest.raises(autosac.PlanMismatchError):
+            own.stages(Model(4), mesh)
+        (stage,) = own.stages(Model(), mesh)
+        assert stage.is_first
+        schedule = own.schedule([stage], functional.mse_loss)
+        assert type(schedule).__name__ == f"Schedule{own.pipeline.name}"
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    (tmp_path / "plan.json").write_text('{"format": 1}')
+    with pytest.raises(ValueError, match="Plan again"):
+        autosac.PipelinePlan.load(tmp_path / "plan.json")
