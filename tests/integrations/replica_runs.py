@@ -197,6 +197,7 @@ def accelerate(folder):
 
 def errors(folder):
     """What each process gets where no plan fits or the step cannot be traced."""
+    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     import autosac
@@ -223,6 +224,11 @@ def errors(folder):
         autosac.plan_replicas(torch.nn.Linear(8, 8), inputs, memory_budget=64)
     except autosac.ArgumentError as error:
         told["unwrapped"] = type(error).__name__, str(error)
+    sharded = fully_shard(torch.nn.Linear(8, 8))
+    try:
+        autosac.plan_replicas(sharded, inputs, memory_budget=64)
+    except autosac.ArgumentError as error:
+        told["sharded"] = type(error).__name__, str(error)
     return told
 
 

@@ -71,6 +71,7 @@ def test_an_error_of_the_rank_that_plans_is_raised_in_all(tmp_path):
     assert first["Stops"][0] == "TraceError"
     assert "`c10d.allreduce_.default` in the model's step waits" in first["Talks"][1]
     assert "in one of 2 processes" in first["unwrapped"][1]
+    assert "sharded models are for `autosac.plan_parallel`" in first["sharded"][1]
 
 
 def test_an_infeasible_budget_is_pickled_with_its_figures():
