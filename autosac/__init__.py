@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from autosac.graphs.compiling import compile, compiled_plans
     from autosac.graphs.joint_graphs import joint_graph
+    from autosac.integrations.data_parallel import plan_replicas
     from autosac.parallel.cluster_timing import calibrate_cluster
     from autosac.parallel.clusters import ClusterSpec
     from autosac.parallel.planning import min_gpus, plan_parallel
@@ -99,6 +100,7 @@ __all__ = [
     "pipeline_checkpoint",
     "plan",
     "plan_parallel",
+    "plan_replicas",
     "plotting",
     "policy",
     "profile",
@@ -137,6 +139,7 @@ _NAMES_OF = {
         "compiled_plans",
     ),
     "autosac.graphs.joint_graphs": ("joint_graph",),
+    "autosac.integrations.data_parallel": ("plan_replicas",),
     "autosac.parallel.cluster_timing": ("calibrate_cluster",),
     "autosac.parallel.clusters": ("ClusterSpec",),
     "autosac.parallel.planning": (

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from autosac import _compat
 from autosac.pytrees import mapped
@@ -57,6 +58,29 @@ def is_fsdp_unit(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` was called on a module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def replica_in_forward() -> DistributedDataParallel | None:
+    """The `DistributedDataParallel` whose ``forward`` runs on this thread, or None."""
+    active: DistributedDataParallel | None
+    active = DistributedDataParallel._get_active_ddp_module()
+    return active
+
+
+def clones_outputs(replica: DistributedDataParallel) -> bool:
+    """Whether ``forward`` returns copies of what the model returns (`_DDPSink`)."""
+    looks = replica.find_unused_parameters or replica.static_graph
+    return bool(looks and getattr(replica, "_ddp_sink_clone", True))
+
+
+def first_bucket_bytes() -> int:
+    """Bytes after which DDP closes its first bucket, a small one."""
+    return int(vars(torch.distributed)["_DEFAULT_FIRST_BUCKET_BYTES"])
+
+
+def has_hook(replica: DistributedDataParallel) -> bool:
+    """Whether a hook of the user's communicates gradients, or steps in backward."""
+    return bool(replica._comm_hooks)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class AutosacError(Exception):
@@ -41,6 +42,22 @@ class InfeasibleBudgetError(AutosacError):
         self.budget_bytes = budget_bytes
         self.lowest_peak_bytes = lowest_peak_bytes
         self.composition = dict(composition)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its figures, as one process tells another."""
+        figures = (self.budget_bytes, self.lowest_peak_bytes, self.composition)
+        return _infeasible, (str(self), *figures)
+
+
+def _infeasible(
+    message: str, budget_bytes: int, lowest_peak_bytes: int, composition: dict[str, int]
+) -> InfeasibleBudgetError:
+    return InfeasibleBudgetError(
+        message,
+        budget_bytes=budget_bytes,
+        lowest_peak_bytes=lowest_peak_bytes,
+        composition=composition,
+    )
 
 
 class TraceError(AutosacError):

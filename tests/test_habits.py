@@ -221,8 +221,10 @@ def test_units_that_depart_find_parametrized_weights_as_forward_did():
 
 def test_units_whose_dry_run_is_not_as_simulated_are_left_out_and_said(monkeypatch):
     case = Case(lambda: nn.Sequential(Blocks(Block), Blocks(Folds)), rows, mean_square)
-    profile = autosac.calibrate(case.profile(), progress=False)
-    floor, peak = autosac.floor(profile), profile.baseline_peak_bytes
+    profile, twin = (
+        autosac.calibrate(case.profile(), progress=False) for _ in range(2)
+    )
+    simulated, peak = autosac.floor(twin), profile.baseline_peak_bytes
     install = installing.install
 
     def some(model, policies):
@@ -230,15 +232,13 @@ def test_units_whose_dry_run_is_not_as_simulated_are_left_out_and_said(monkeypat
 
     monkeypatch.setattr(make_plan.installing, "install", some)  # of dry runs
 
-    with (
-        pytest.warns(UserWarning, match="It is left out, and the rest is planned"),
-        pytest.raises(InfeasibleBudgetError) as caught,
-    ):
-        autosac.plan(profile, memory_budget=floor)
-    least_bytes = caught.value.lowest_peak_bytes
-    plan = autosac.plan(profile, memory_budget=least_bytes)
+    with pytest.warns(UserWarning, match="It is left out, and the rest is planned"):
+        floor = autosac.floor(profile)
+    plan = autosac.plan(profile, memory_budget=floor)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        autosac.plan(profile, memory_budget=floor - 1)
 
-    assert floor < least_bytes == autosac.floor(profile) < peak
+    assert simulated < floor == caught.value.lowest_peak_bytes < peak
     assert "other memory than its trace shows" in profile.units.refused["0.blocks.0"]
     assert plan.dry_run
     assert not plan.policy.keys() & profile.units.refused.keys()

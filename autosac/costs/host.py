@@ -32,8 +32,8 @@ def host_ms(
 
 def time_notes(
     step_ms: float, host_ms: float, device: DeviceSpec, calibrated: bool
-) -> list[str]:
-    """Lines for people: what the host takes, and how sure the modelled time is.
+) -> list[tuple[str, str]]:
+    """Names and texts for people: the host's time, how sure the modelled time is.
 
     Args:
         step_ms: Time of the step's kernels.
@@ -45,10 +45,9 @@ def time_notes(
     if host_ms:
         slower = ", which decides how long an eager step takes"
         told = slower if host_ms > step_ms else ""
-        lines.append(f"host  {format_ms(host_ms)} to issue its ops{told}")
+        lines.append(("host", f"{format_ms(host_ms)} to issue its ops{told}"))
     if device.time_error is not None and not calibrated:
-        lines.append(
-            f"sure  within {device.time_error:.0%}: so far off were published steps of"
-            " other transformers at most; convolutions are less sure"
-        )
+        error = f"within {device.time_error:.0%}"
+        published = "so far off were published steps of other transformers at most"
+        lines.append(("sure", f"{error}: {published}; convolutions are less sure"))
     return lines

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from autosac.errors import InfeasibleBudgetError, UnsupportedError
+from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.integrations.replicas import Replica, planned_once
 from autosac.planning.make_plan import lowest_plan, make_plan
+from autosac.planning.plan_batches import together
 from autosac.planning.plans import Plan
-from autosac.planning.unseen_batches import OnMismatch, check_on_mismatch
+from autosac.planning.unseen_batches import (
+    OnMismatch,
+    Replan,
+    check_on_mismatch,
+    most_frugal,
+)
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.step.marks import marks_of
-
-# Losses, norms and counts that a loop keeps over a step: some scalars, and a GPU's
-# allocator hands out 512 bytes for each.
-_SCALARS_BYTES = 16 * 512
 
 
 class BudgetCallback:
@@ -33,7 +37,13 @@ class BudgetCallback:
         exclude: FQNs of modules that must not be AC units.
         opaque: Modules that are never run again, nor cut inside, as in `autosac.plan`.
         on_mismatch: As in `autosac.plan`.
-        report: Gets a text that says what was planned.
+        worst_batch: The largest batch that will come, in the form in which batches
+            come: it is planned for besides the first one, and whatever it covers
+            follows its plan.
+        max_length: Length of the longest sequences that will come: `worst_batch` is
+            then the first batch, repeated up to it.
+        report: Gets a text that says what was planned, in the first of several
+            processes.
 
     Attributes:
         plan: The plan of the last training; None before its first batch.
@@ -46,12 +56,22 @@ class BudgetCallback:
         exclude: tuple[str, ...] = (),
         opaque: Iterable[str | type] = (),
         on_mismatch: OnMismatch = "recompute",
+        worst_batch: Any = None,
+        max_length: int | None = None,
         report: Callable[[str], object] = print,
     ) -> None:
+        check_on_mismatch(on_mismatch)
+        if worst_batch is not None and max_length is not None:
+            raise ArgumentError(
+                "`worst_batch` and `max_length` both say what the largest batch is:"
+                " pass one of them."
+            )
         self.memory_budget = memory_budget
         self.exclude = exclude
         self.opaque = marks_of(opaque)
         self.on_mismatch = on_mismatch
+        self.worst_batch = worst_batch
+        self.max_length = max_length
         self.report = report
         self.plan: Plan | None = None
         self._undo: list[Callable[[], object]] = []
@@ -84,67 +104,130 @@ def forward_replaced(model: torch.nn.Module, forward: Any) -> Iterator[None]:
             model.forward = own
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loop:
+    """How a training loop runs a model's step, and what it holds besides.
+
+    Attributes:
+        forward: Model -> what the loop calls for the loss.
+        num_other_batches: Batches like the step's that are held meanwhile.
+        replica: What DDP adds.
+        options: As in `profile`.
+        scalars_bytes: Losses, norms and counts that are kept over a step.
+    """
+
+    forward: Callable[[Any], Any]
+    num_other_batches: int
+    replica: Replica
+    options: Mapping[str, Any]
+    scalars_bytes: int = 16 * 512  # a GPU's allocator hands out 512 for each
+
+    @contextlib.contextmanager
+    def profiled(
+        self, model: torch.nn.Module, inputs: Any, *, real_step: bool
+    ) -> Iterator[Profile]:
+        """The step of a batch, to be planned inside: the model runs as in the loop."""
+        with forward_replaced(model, self.forward(model)):
+            step = profile(model, inputs, **{"loss_fn": _itself, **self.options})
+            self.replica.check(step)
+            step = calibrated_if_present(step, real_step=real_step)
+            gc.collect()  # a copy of the model refers to itself by its `forward`
+            yield self.replica.holding(step)
+
+    def held_bytes(self, inputs: Any) -> int:
+        """What the loop holds besides the step of a batch, but for what DDP holds."""
+        one_bytes = sum(tensor.nbytes for tensor in tensors_in(inputs))
+        return self.num_other_batches * one_bytes + self.scalars_bytes
+
+    def replanned(self, memory_budget: int | str) -> Replan:
+        """Plans batches that come later: those of least memory where none fits."""
+
+        def replan(model: torch.nn.Module, args: Any, kwargs: Any) -> Plan:
+            inputs = args, kwargs
+            with self.profiled(model, inputs, real_step=False) as step:
+                left_bytes = _budget(memory_budget, step) - self.held_bytes(inputs)
+                try:
+                    return make_plan(step, left_bytes)
+                except InfeasibleBudgetError:
+                    return lowest_plan(step, left_bytes)
+
+        return replan
+
+
 def plan_loss(
     model: torch.nn.Module,
-    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    loop: Loop,
     *,
-    forward: Callable[[Any], Any],
     memory_budget: int | str,
-    num_other_batches: int,
     on_mismatch: OnMismatch,
-    **options: Any,
 ) -> Plan:
-    """Plan the step of a training loop.
+    """Plan the step of a training loop, once for all of its processes.
 
     Args:
         model: The model.
-        inputs: What it is called with.
-        forward: Model -> what the loop calls for the loss.
+        batches: What it is called with now; then other ones that must fit.
+        loop: The loop.
         memory_budget: Of all, in bytes or as text.
-        num_other_batches: Batches like this one that the loop holds meanwhile.
         on_mismatch: As in `autosac.plan`.
-        options: As in `profile`.
 
     Raises:
         InfeasibleBudgetError: No plan fits; the figures are those of all.
     """
     check_on_mismatch(on_mismatch)
 
-    def held_bytes(inputs: Any) -> int:
-        one_bytes = sum(t.nbytes for t in tensors_in(inputs))
-        return num_other_batches * one_bytes + _SCALARS_BYTES
+    def make() -> Plan:
+        plans: list[Plan] = []
+        others_bytes = max(map(loop.held_bytes, batches))
+        for number, inputs in enumerate(batches):
+            with loop.profiled(model, inputs, real_step=number == 0) as step:
+                if all(step.signature not in plan.signatures for plan in plans):
+                    plans.append(_one_plan(step, loop, others_bytes, memory_budget))
+        if on_mismatch == "recompute" and loop.replica.group is not None:
+            plans = [replace(plan, frugal=most_frugal(plan)) for plan in plans]
+        return together(plans) if plans[1:] else plans[0]
 
-    def traced(model: torch.nn.Module, inputs: Any, *, real_step: bool) -> Profile:
-        step_profile = profile(model, inputs, loss_fn=lambda loss: loss, **options)
-        return calibrated_if_present(step_profile, real_step=real_step)
+    size = sum(tensor.numel() for tensor in tensors_in(batches[0]))
+    plan = planned_once(make, size, loop.replica.group)
+    again = loop.replanned(memory_budget) if on_mismatch == "replan" else None
+    return replace(plan, on_mismatch=on_mismatch, replan=again)
 
-    def replan(model: torch.nn.Module, args: Any, kwargs: Any) -> Plan:
-        with forward_replaced(model, forward(model)):
-            step_profile = traced(model, (args, kwargs), real_step=False)
-            left_bytes = budget_bytes - held_bytes((args, kwargs))
-            try:
-                return make_plan(step_profile, left_bytes)
-            except InfeasibleBudgetError:
-                return lowest_plan(step_profile, left_bytes)
 
-    others_bytes = held_bytes(inputs)
+def _one_plan(
+    step: Profile, loop: Loop, others_bytes: int, memory_budget: int | str
+) -> Plan:
+    """The plan for one batch, with figures of all in the error if none fits."""
     try:
-        with forward_replaced(model, forward(model)):
-            step_profile = traced(model, inputs, real_step=True)
-            whole = step_profile.device.memory_bytes
-            budget_bytes = parse_bytes(memory_budget, total_bytes=whole)
-            plan = make_plan(step_profile, budget_bytes - others_bytes)
+        return make_plan(step, _budget(memory_budget, step) - others_bytes)
     except InfeasibleBudgetError as error:
-        error.args = (
-            f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
-            f" ({format_bytes(others_bytes)}) are for batches and figures that the"
-            f" training loop keeps besides. {error}",
-        )
+        of_loop = _held_text(loop.replica.held_bytes)
+        if others_bytes:
+            of_loop = (
+                f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
+                f" ({format_bytes(others_bytes)}) are for batches and figures that the"
+                f" training loop keeps besides.{of_loop}"
+            )
+        error.args = (f"{of_loop} {error}".strip(),)
         error.budget_bytes += others_bytes
         error.lowest_peak_bytes += others_bytes
         raise
-    again = replan if on_mismatch == "replan" else None
-    return replace(plan, on_mismatch=on_mismatch, replan=again)
+
+
+def _itself(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _budget(memory_budget: int | str, step: Profile) -> int:
+    return parse_bytes(memory_budget, total_bytes=step.device.memory_bytes)
+
+
+def _held_text(held_bytes: int) -> str:
+    """What a message says of DDP."""
+    return (
+        f" {format_bytes(held_bytes)} of each process are DDP's buckets."
+        if held_bytes
+        else ""
+    )
 
 
 def checkpointing_already(model: torch.nn.Module) -> str:
@@ -155,12 +238,24 @@ def checkpointing_already(model: torch.nn.Module) -> str:
     return ""
 
 
-def summary(plan: Plan) -> str:
+def figures(plan: Plan) -> dict[str, float]:
+    """What a plan does, in numbers for the log of a trainer."""
+    return {
+        "autosac/budget_bytes": plan.budget_bytes,
+        "autosac/peak_bytes": plan.peak_bytes,
+        "autosac/baseline_peak_bytes": plan.baseline_peak_bytes,
+        "autosac/recompute_ms": plan.recompute_ms,
+        "autosac/step_ms": plan.step_ms,
+    }
+
+
+def summary(plan: Plan, replica: Replica) -> str:
     """What a plan does, in a few lines."""
     lines = [
         f"autosac: this step needs {format_bytes(plan.peak_bytes)} of"
         f" {format_bytes(plan.budget_bytes)}, and"
         f" {format_bytes(plan.baseline_peak_bytes)} without a plan."
+        f"{_held_text(replica.held_bytes)}"
     ]
     if plan.policy:
         lines.append(

@@ -19,16 +19,21 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parallel import DistributedDataParallel
 
 from autosac.checkpointing.batch_variants import steps_by_hand
 from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
     BudgetCallback,
+    Loop,
     checkpointing_already,
+    figures,
     plan_loss,
     refuse,
     summary,
 )
+from autosac.integrations.replicas import replica_of
+from autosac.integrations.worst_batches import lengthened, on_device
 
 _OWN_LOOP = (
     "backward",
@@ -77,30 +82,60 @@ class MemoryBudget(BudgetCallback, Callback):
         self, trainer: Trainer, module: LightningModule, inputs: tuple[Any, ...]
     ) -> Callable[..., None]:
         clips_norm = str(trainer.gradient_clip_algorithm or "norm") == "norm"
-        self.plan = plan_loss(
-            module,
-            (inputs, {}),
+        replica = replica_of(_wrapped(trainer))
+        loop = Loop(
             forward=lambda module: _TrainingStep(module, trainer),
-            memory_budget=self.memory_budget,
             # Of a dataset without a length it fetches a batch ahead, to the CPU.
             num_other_batches=1 if module.device.type == "cpu" else 0,
+            replica=replica,
+            options={
+                "optimizer": trainer.optimizers[0],
+                "accumulate": trainer.accumulate_grad_batches,
+                # Clipping by value takes no memory.
+                "clip_grad_norm": (clips_norm and trainer.gradient_clip_val) or None,
+                "gradients_in_forward": True,
+                "exclude": self.exclude,
+                "opaque": self.opaque,
+            },
+        )
+        batches = [inputs, *self._worst(trainer, inputs)]
+        self.plan = plan_loss(
+            module,
+            [(batch, {}) for batch in batches],
+            loop,
+            memory_budget=self.memory_budget,
             on_mismatch=self.on_mismatch,
-            optimizer=trainer.optimizers[0],
-            accumulate=trainer.accumulate_grad_batches,
-            # Clipping by value takes no memory.
-            clip_grad_norm=(clips_norm and trainer.gradient_clip_val) or None,
-            gradients_in_forward=True,
-            exclude=self.exclude,
-            opaque=self.opaque,
         )
         self.plan.apply(module)
-        self.report(summary(self.plan))
+        for logger in trainer.loggers:
+            logger.log_metrics(figures(self.plan), step=trainer.global_step)
+        if trainer.is_global_zero:
+            self.report(summary(self.plan, replica))
         return steps_by_hand(module)
+
+    def _worst(
+        self, trainer: Trainer, inputs: tuple[Any, ...]
+    ) -> list[tuple[Any, ...]]:
+        """Arguments of `training_step` for the largest batch; none if unknown."""
+        if self.max_length is not None:
+            return [(lengthened(inputs[0], self.max_length), *inputs[1:])]
+        if self.worst_batch is None:
+            return []
+        batch = trainer.precision_plugin.convert_input(self.worst_batch)
+        batch = trainer.strategy.batch_to_device(batch)
+        return [(on_device(batch, trainer.strategy.root_device), *inputs[1:])]
 
     def _clean_up(self, module: LightningModule) -> None:
         if self._begin_step is not None and self.plan is not None:
             self.plan.unapply(module)
         self._begin_step = None
+
+
+def _wrapped(trainer: Trainer) -> torch.nn.Module:
+    """The module, with DDP around it if there is one."""
+    model = trainer.strategy.model
+    assert model is not None
+    return model
 
 
 class _TrainingStep:
@@ -175,10 +210,10 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     step = inspect.signature(module.training_step).parameters
     checkpointing = checkpointing_already(module)
     refused = {
-        "several processes share a step; train in one, or use"
-        " `autosac.plan_parallel`": trainer.world_size > 1,
-        f"{type(strategy).__name__} moves or shards the model; use one device": (
+        f"{type(strategy).__name__} moves or shards the model; use 'ddp' or one device,"
+        " or apply the plan of `autosac.plan_parallel` in a loop of your own": (
             not isinstance(strategy, SingleDeviceStrategy)
+            and not isinstance(strategy.model, DistributedDataParallel)
         ),
         "manual optimization is a loop of its own; use `autosac.plan` there": (
             not module.automatic_optimization

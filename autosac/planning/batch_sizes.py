@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autosac.errors import InfeasibleBudgetError
-from autosac.planning.make_plan import floor, make_plan
+from autosac.planning.make_plan import floor, lowest, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, TracedStep, profile
@@ -191,7 +191,7 @@ class _Steps:
         """Floor of a batch size, before anything is measured for it."""
         if size not in self._floors:
             traced = restricted(self._profile(size), *self._given)
-            self._floors[size] = floor(traced)
+            self._floors[size] = traced.peak_bytes(lowest(traced))
         return self._floors[size]
 
     def measured(self, size: int) -> Profile:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -36,7 +38,7 @@ _Step = TypeVar("_Step", bound=TracedStep)
 Offload = bool | Literal["auto"]
 
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
-_MOST_LOWERED = 4  # solves with less and less memory, where sizes vary
+_TARGETS = 16  # below the plain step's peak, to be planned for where sizes vary
 _MOST_LEFT_OUT = 8  # rounds in which units are left out
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
 
@@ -86,7 +88,7 @@ def floor(
         check_cap(cap)
         profile = restricted(profile, cap=cap)
     profile = restricted(profile, cap=profile.cap, offload=offload)
-    return profile.peak_bytes(lowest(profile))
+    return profile.peak_bytes(_confirmed_lowest(profile))
 
 
 @no_collections()
@@ -155,9 +157,8 @@ def _make_plan(
     for _ in range(_MOST_LEFT_OUT):
         chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
         if profile.redrawn:
-            solution = chosen, bound_ms
             chosen, bound_ms = _for_other_draws(
-                profile, budget_bytes, solution, solving
+                profile, budget_bytes, (chosen, bound_ms), solving
             )
         policies = spell_out(profile, chosen)
         if not (_wants_dry_run(profile, chosen) if dry_run is None else dry_run):
@@ -184,17 +185,27 @@ def _for_other_draws(
 ) -> tuple[Choice, float]:
     """A choice that leaves room for what draws and training make of the step.
 
-    Where that much room does not fit, the choice of least peak has most of it.
+    The targets below the budget are the same for all budgets, so that a larger one
+    tries all that a smaller one does. Where no choice leaves enough room, that of least
+    peak leaves most.
     """
-    for _ in range(_MOST_LOWERED):
-        left_bytes = budget_bytes - redrawn_steps.margin_bytes(profile, solution[0])
-        if profile.peak_bytes(solution[0]) <= left_bytes:
-            break
-        try:
-            solution = choose(profile, left_bytes, **solving)
-        except InfeasibleBudgetError:
-            return lowest(profile), solution[1]
-    return solution
+
+    def leaves_room(choice: Choice) -> bool:
+        needed_bytes = redrawn_steps.margin_bytes(profile, choice)
+        return profile.peak_bytes(choice) + needed_bytes <= budget_bytes
+
+    def tried() -> Iterator[Choice]:
+        yield solution[0]
+        least_bytes = floor(profile)
+        span_bytes = profile.baseline_peak_bytes - least_bytes
+        for height in reversed(range(_TARGETS)):
+            target_bytes = least_bytes + span_bytes * height // _TARGETS
+            if target_bytes < budget_bytes:
+                yield choose(profile, target_bytes, **solving)[0]
+
+    profile.roomy.extend(islice(filter(leaves_room, tried()), 1))
+    fitting = [*filter(leaves_room, profile.roomy), lowest(profile)]
+    return min(fitting, key=recompute_ms), solution[1]
 
 
 def lowest_plan(profile: TracedStep, budget_bytes: int) -> Plan:
@@ -224,14 +235,15 @@ def choose(
 
 
 def _confirmed_lowest(profile: TracedStep) -> Choice:
-    """The choice of least peak among those that reruns do take as simulated."""
-    while True:
-        chosen = lowest(profile)
-        if not _wants_dry_run(profile, chosen):
-            return chosen
-        assert isinstance(profile, Profile)
-        if not _confirm(profile, chosen):
-            return chosen
+    """The choice of least peak among those that reruns do take as simulated.
+
+    That of a large step is not confirmed: its one dry run is for a plan.
+    """
+    chosen = lowest(profile)
+    if isinstance(profile, Profile) and len(profile.tape.ops) <= _MANY_OPS:
+        while _wants_dry_run(profile, chosen) and _confirm(profile, chosen):
+            chosen = lowest(profile)
+    return chosen
 
 
 def lowest(profile: TracedStep) -> Choice:

@@ -79,6 +79,8 @@ class Plan:
         traced: The step it was made for, as plain data, for reports.
         replan: Plans for a batch that comes later; it holds loss and optimizer. Like
             `traced` it is not part of a plan file, nor of a copy: there it is None.
+        frugal: The plan of least memory for the step, for processes that do not know
+            `traced`; not part of a plan file.
     """
 
     policy: dict[str, float]
@@ -108,6 +110,7 @@ class Plan:
     variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
     replan: Replan | None = field(default=None, compare=False, repr=False)
+    frugal: Plan | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "traced": None, "replan": None}
@@ -201,7 +204,7 @@ class Plan:
     def _record(self) -> dict[str, Any]:
         """All that a plan file holds."""
         record = {**vars(self), "variants": [one._record() for one in self.variants]}
-        del record["traced"], record["replan"]
+        del record["traced"], record["replan"], record["frugal"]
         if not self.offloads:  # others read such files, too
             for name in ("offloaded_bytes", "exposed_ms", "offload_dir"):
                 del record[name]
@@ -298,14 +301,11 @@ class Plan:
         if not self.dry_run:
             lines.append("checked   by simulation, without a dry run of its own")
         if self.optimality_gap > LARGE_GAP:
-            lines.append(
-                f"warning   up to {gap} of the recomputation may be avoidable; plan"
-                " with `time_limit_s`=60 to search longer, or with a little more memory"
-            )
+            lines.append(self._why_dear(gap))
         if self.traced is not None:
             device, is_measured = self.traced.device, self.calibrated
             host = time_notes(self.step_ms, self.host_ms or 0.0, device, is_measured)
-            lines += [f"{note[:4]}      {note[6:]}" for note in host]
+            lines += [f"{name:<10}{text}" for name, text in host]
             unsteady = self.traced.calibration.unsteady_fraction
             if unsteady >= _MUCH_UNSTEADY:
                 lines.append(
@@ -326,6 +326,19 @@ class Plan:
             for fqn, ratio in self.policy.items()
         ]
         return "\n".join(lines)
+
+    def _why_dear(self, gap: str) -> str:
+        """A line about a plan that takes much more time than is proven to be needed."""
+        if self.traced is not None and self.traced.redrawn:
+            left = format_bytes(self.budget_bytes - self.peak_bytes)
+            return (
+                f"room      {left} are left for steps of other draws or later in the"
+                f" training; up to {gap} of the recomputation is for that"
+            )
+        return (
+            f"warning   up to {gap} of the recomputation may be avoidable; plan"
+            " with `time_limit_s`=60 to search longer, or with a little more memory"
+        )
 
     def _allocator_advice(self) -> list[str]:
         from autosac.planning.allocator_advice import lines  # like `report`

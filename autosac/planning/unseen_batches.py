@@ -110,7 +110,7 @@ class UnseenBatches:
         is_ample = all(m is not None and m <= self.budget_bytes for m in most)
         what = "It follows the plan of the largest"
         if not is_ample and can_add:
-            branches = tuple(map(_most_frugal, branches))
+            branches = tuple(map(most_frugal, branches))
             what = "All that saves memory is recomputed"
         power = _power(plans, branches[0].signatures[0])
         likely = [_likely_peak(plan, signature, power) for plan in branches]
@@ -160,8 +160,10 @@ def largest(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     return tuple(p for p in by_peak if p.signatures[0] == most.signatures[0])
 
 
-def _most_frugal(plan: Plan) -> Plan:
+def most_frugal(plan: Plan) -> Plan:
     """The plan of least memory for a step; itself, if nothing else is known."""
+    if plan.frugal is not None:
+        return plan.frugal
     if plan.traced is None:
         return plan
     choice = plan.traced.chooser.lowest()

@@ -132,6 +132,7 @@ class Estimate:
             for category, nbytes in self.breakdown.items()
             if nbytes
         ]
+        host = time_notes(self.step_ms, self.host_ms, self.device, self.calibrated)
         return "\n".join(
             [
                 f"peak  {format_bytes(self.peak_bytes)} in {self.phase} of {where}"
@@ -139,7 +140,7 @@ class Estimate:
                 *parts,
                 f"step  {format_ms(self.step_ms)} on {self.device.name}, {basis};"
                 f" {verdict} in {format_bytes(self.device.memory_bytes)}",
-                *time_notes(self.step_ms, self.host_ms, self.device, self.calibrated),
+                *(f"{name}  {text}" for name, text in host),
                 *self._table(),
             ]
         )

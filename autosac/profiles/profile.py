@@ -31,7 +31,7 @@ from autosac.solving.choosing import Chooser
 from autosac.solving.curve_points import formulate_candidates
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
-from autosac.solving.rules_of_thumb import Rules
+from autosac.solving.rules_of_thumb import Choice, Rules
 from autosac.solving.solve_options import read_segments
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step import arguments
@@ -56,7 +56,7 @@ from autosac.units.unit import Unit
 
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
-    *("chooser", "dry_runs", "statistics", "_curves", "with_given_units"),
+    *("chooser", "dry_runs", "roomy", "statistics", "_curves", "with_given_units"),
     *("with_other_caps", "with_offload", "far_units"),
 )
 
@@ -169,12 +169,10 @@ class TracedStep:
     @cached_property
     def far_units(self) -> tuple[FarUnit, ...]:
         """Twins of candidates whose arguments lie in far memory, if it may be used."""
-        link = self.device.link
-        if self.plain is None or link is None:
+        if self.plain is None or (link := self.device.link) is None:
             return ()
-        with no_collections():
-            finder_args = (self.tape, self.units.candidates, self.op_ms, link)
-            return find_far_units(*finder_args, self.host_bytes)
+        finder_args = (self.tape, self.units.candidates, self.op_ms, link)
+        return find_far_units(*finder_args, self.host_bytes)
 
     @cached_property
     def formulation(self) -> Formulation:
@@ -215,6 +213,11 @@ class TracedStep:
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
         """Choices of units and policies that a dry run has confirmed."""
         return set()
+
+    @cached_property
+    def roomy(self) -> list[Choice]:
+        """Choices that leave room for other draws, where these decide sizes."""
+        return []
 
     @cached_property
     def with_given_units(self) -> dict[GivenUnits, TracedStep]:

@@ -14,8 +14,9 @@ from autosac.step.ledger import Ledger
 from autosac.step.tape import Tape
 from autosac.tracing.probing import DRAWS
 
-_FEW, _MANY = 3, 8  # seeds: to see whether draws decide anything, and if they do
-MOST_UPDATES = 2  # training steps before a traced one
+# Seeds: to see whether draws decide anything, and if they do. A traced step comes after
+# fewer than `FEW` training steps.
+FEW, _MANY = 3, 8
 _FORWARD = ("forward", "loss")
 
 
@@ -70,11 +71,11 @@ def largest(
     """
     tapes = {0: tape}
     peaks = {0: plain_peak_bytes(tape)}
-    for variant in range(1, _MANY if drawn else _FEW):
-        if variant == _FEW and len(set(map(_outline, tapes.values()))) == 1:
+    for variant in range(1, _MANY if drawn else FEW):
+        if variant == FEW and len(set(map(_outline, tapes.values()))) == 1:
             break
         try:
-            if variant < _FEW:
+            if variant < FEW:
                 tapes[variant] = traced(variant)
                 peaks[variant] = plain_peak_bytes(tapes[variant])
             else:

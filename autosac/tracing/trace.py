@@ -94,7 +94,7 @@ def _trains(step: Step) -> bool:
 def _become(step: Step, variant: int, *, drawn: bool, trained: bool) -> Step:
     """A step with other random numbers, after some training, or both."""
     step.learned.seed = variant if drawn else 0
-    step.learned.num_updates = min(variant, draws.MOST_UPDATES) if trained else 0
+    step.learned.num_updates = variant % draws.FEW if trained else 0
     return step
 
 

@@ -218,6 +218,38 @@ def test_a_plan_leaves_room_for_other_draws(share):
         assert done.measured_peak_bytes <= chosen.budget_bytes
 
 
+class DropsBlocks(nn.Module):
+    """Blocks of which each is left out one time in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            )
+            for _ in range(8)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            if torch.rand([]) > 0.5:
+                x = x + block(x)
+        return x
+
+
+def test_a_plan_that_leaves_room_is_no_dearer_at_a_larger_budget():
+    torch.manual_seed(0)
+    traced = profile(DropsBlocks(), torch.randn(256, WIDTH), loss_fn=_mean_square)
+    least, most = floor(traced), traced.baseline_peak_bytes
+    times = [
+        plan(traced, memory_budget=least + (most - least) * i // 20).recompute_ms
+        for i in range(21)
+    ]
+
+    assert traced.redrawn
+    assert times == sorted(times, reverse=True)
+
+
 def routed():
     torch.manual_seed(0)
     return stack(Routes)()

@@ -218,6 +218,40 @@ def test_a_budget_below_the_least_says_what_the_loop_keeps_besides(tmp_path):
     assert caught.value.budget_bytes == 2**20 < caught.value.lowest_peak_bytes
 
 
+@pytest.mark.parametrize("how", ["max_length", "worst_batch"])
+def test_batches_up_to_the_largest_are_planned_for_with_the_first(tmp_path, how):
+    rows = torch.ones(4, 96, dtype=torch.int64)
+    worst = dict.fromkeys(("input_ids", "labels", "attention_mask"), rows)
+    options = {"max_length": 96} if how == "max_length" else {"worst_batch": worst}
+    budget = silent("1GiB", on_mismatch="raise", **options)
+    longest = silent("1GiB")
+    train(tmp_path, longest, max_steps=1)
+    lengths = {"dataset": Texts((64,) * 4 + (96,) * 4)}
+    train(
+        tmp_path, budget, max_steps=2, train_sampling_strategy="sequential", **lengths
+    )
+
+    # `on_mismatch`="raise" raises nothing: the second batch was planned for.
+    assert budget.plan.peak_bytes == longest.plan.peak_bytes
+    assert [len(plan.signatures) for plan in budget.plan.each] == [1, 1]
+
+
+def test_what_was_planned_is_in_the_log_of_the_trainer(tmp_path):
+    budget = silent("1GiB")
+    trainer = train(tmp_path, budget, max_steps=1)
+
+    (entry,) = (e for e in trainer.state.log_history if "autosac/peak_bytes" in e)
+    assert entry["autosac/peak_bytes"] == budget.plan.peak_bytes
+    assert entry["step"] == 0
+
+
+def test_two_largest_batches_and_unknown_ways_are_refused_when_they_are_passed():
+    with pytest.raises(ValueError, match="pass one of them"):
+        MemoryBudget("1GiB", worst_batch={}, max_length=3)
+    with pytest.raises(ValueError, match="'recompute', 'replan', 'raise'"):
+        MemoryBudget("1GiB", on_mismatch="stop")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -237,7 +271,7 @@ def test_settings_that_cannot_be_planned_are_refused_by_name(
     [
         ("torch_compile", True),
         ("fp16", True),
-        ("world_size", 2),
+        ("fsdp", "full_shard"),
         ("n_gpu", 2),
         ("deepspeed", "config.json"),
     ],

@@ -179,6 +179,25 @@ def test_larger_batches_are_planned_anew_and_keep_the_budget():
     assert max(peaks) <= budget.memory_budget < max(plain_peaks)
 
 
+def test_the_largest_batch_is_planned_for_with_the_first_and_logged():
+    class Logger(lightning.loggers.logger.DummyLogger):
+        logged = ()
+
+        def log_metrics(self, metrics, step=None):
+            self.logged += (metrics,)
+
+    small, large = list(range(BATCH)), list(range(2 * BATCH))
+    rows, logger = Rows(), Logger()
+    worst = next(iter(DataLoader(rows, batch_sampler=[large])))
+    largest = silent("1GiB")
+    train(largest, batches=[large], max_steps=1)
+    budget = silent("1GiB", worst_batch=worst, on_mismatch="raise")
+    train(budget, batches=[small, large], max_steps=2, logger=logger)
+
+    assert budget.plan.peak_bytes == largest.plan.peak_bytes
+    assert logger.logged[0]["autosac/peak_bytes"] == budget.plan.peak_bytes
+
+
 def test_the_module_is_left_as_it_was_found_and_the_report_says_what_was_done():
     said = []
     module, _ = train(MemoryBudget("1GiB", report=said.append), max_steps=1)

@@ -265,7 +265,8 @@ def dry_runs(monkeypatch):
 
 
 def _plans(traced, num_plans, **options):
-    lowest, highest = autosac.floor(traced), traced.baseline_peak_bytes
+    lowest = traced.peak_bytes(make_plan.lowest(traced))
+    highest = traced.baseline_peak_bytes
     steps = range(num_plans)
     sizes = [lowest + step * (highest - lowest) // num_plans for step in steps]
     return [autosac.plan(traced, memory_budget=size, **options) for size in sizes]
@@ -332,7 +333,7 @@ def test_units_whose_dry_run_disagrees_are_left_out_and_nothing_is_confirmed(
     monkeypatch,
 ):
     traced = profile_of("mlp")
-    floor = autosac.floor(traced)
+    lowest = make_plan.lowest(traced)
     unplanned = dry_run(traced.step, lambda model: None)
     monkeypatch.setattr(make_plan, "dry_run", lambda *_, **__: unplanned)
 
@@ -340,7 +341,7 @@ def test_units_whose_dry_run_disagrees_are_left_out_and_nothing_is_confirmed(
         pytest.warns(UserWarning, match="It is left out"),
         pytest.raises(autosac.InfeasibleBudgetError),
     ):
-        autosac.plan(traced, memory_budget=floor)
+        autosac.plan(traced, memory_budget=traced.peak_bytes(lowest))
 
     assert not any(traced.dry_runs)  # of the plain step at most
 

@@ -1,0 +1,208 @@
+"""One plan for all processes of a data-parallel training.
+
+What `DistributedDataParallel` (DDP) takes besides the step of one process, in torch
+2.10 to 2.15 (torch/nn/parallel/distributed.py and the reducer of
+torch/csrc/distributed/c10d): buckets as large as the gradients of all trained
+parameters, all the time; with `find_unused_parameters` two tables with 4 bytes for each
+of these parameters, and copies of all outputs of the model that need gradients.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+from autosac._compat_distributed import (
+    clones_outputs,
+    first_bucket_bytes,
+    has_hook,
+)
+from autosac.errors import AutosacError, UnsupportedError
+from autosac.planning.plans import Plan
+from autosac.profiles.profile import Profile
+
+_COLLECTIVES = ("c10d.", "_c10d_functional.")  # namespaces of ops
+_TABLE_ENTRY_BYTES = 4  # of which parameters were used: int32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replica:
+    """A model of which every process trains a copy.
+
+    Attributes:
+        module: The model, without DDP around it.
+        group: The processes; None for a single one without DDP.
+        blocks: Sizes in bytes of what DDP allocates for as long as it lives.
+        clones_outputs: Whether DDP returns copies of the model's outputs.
+    """
+
+    module: torch.nn.Module
+    group: Any = None
+    blocks: tuple[int, ...] = ()
+    clones_outputs: bool = False
+
+    @property
+    def held_bytes(self) -> int:
+        """What DDP holds all the time."""
+        return sum(self.blocks)
+
+    def check(self, profile: Profile) -> None:
+        """Refuse steps in which processes talk to each other, where one of them plans.
+
+        Raises:
+            UnsupportedError: Names the first such op.
+        """
+        if self.group is None:
+            return
+        for op in profile.tape.ops:
+            if op.name.startswith(_COLLECTIVES):
+                raise UnsupportedError(
+                    f"A plan for several processes: `{op.name}` in the model's step"
+                    " waits for the other processes, and these wait for the one that"
+                    " plans; plan in each of them by `autosac.plan` before DDP wraps"
+                    " the model, or leave the collective out."
+                )
+
+    def holding(self, profile: Profile) -> Profile:
+        """The profile of a step beside which DDP holds its buckets."""
+        if not self.blocks:
+            return profile
+        return replace(
+            profile,
+            tape=_holding(profile.tape, self.blocks),
+            redrawn=tuple(
+                replace(other, tape=_holding(other.tape, self.blocks))
+                for other in profile.redrawn
+            ),
+        )
+
+    def returned(self, output: Any) -> Any:
+        """What DDP returns in place of a model's output."""
+        return tree_map(_copied, output) if self.clones_outputs else output
+
+
+def _holding(tape: Any, blocks: tuple[int, ...]) -> Any:
+    return replace(tape, library_bytes=(*tape.library_bytes, *blocks))
+
+
+class _Sink(torch.autograd.Function):
+    """Copies a tensor on the way forward, and nothing on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _copied(leaf: Any) -> Any:
+    has_history = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    return _Sink.apply(leaf) if has_history else leaf
+
+
+def replica_of(model: torch.nn.Module) -> Replica:
+    """What DDP adds to a model's step; nothing for a model without DDP.
+
+    Raises:
+        UnsupportedError: A plan could not keep its word under this DDP; says why.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return Replica(module=model)
+    for sentence, applies in _refused(model).items():
+        if applies:
+            raise UnsupportedError(f"A plan for several processes: {sentence}.")
+    trained = [
+        parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    ]
+    blocks = _buckets([p.nbytes for p in trained], model.bucket_bytes_cap)
+    if model.find_unused_parameters:
+        blocks += [_TABLE_ENTRY_BYTES * len(trained)] * 2
+    return Replica(
+        module=model.module,
+        group=model.process_group,
+        blocks=tuple(blocks),
+        clones_outputs=clones_outputs(model),
+    )
+
+
+def _refused(model: DistributedDataParallel) -> dict[str, bool]:
+    """What to say of each setting of DDP -> whether it is set."""
+    synced = (torch.nn.SyncBatchNorm,)
+    return {
+        "a communication hook of DDP makes copies of gradients that no trace shows;"
+        " leave it out": has_hook(model),
+        "`mixed_precision` of DDP casts parameters outside of the model's forward; use"
+        " autocast": model.mixed_precision is not None,
+        "`SyncBatchNorm` talks to other processes in forward, and these would wait for"
+        " a process that only plans; use `BatchNorm`, or plan each process by itself"
+        " with `autosac.plan` before it is converted": any(
+            isinstance(module, synced) for module in model.modules()
+        ),
+    }
+
+
+def _buckets(sizes: list[int], most_bytes: int) -> list[int]:
+    """Bytes of DDP's buckets: the last parameters first, the first bucket is small."""
+    buckets: list[int] = []
+    limit = min(first_bucket_bytes(), most_bytes)
+    open_bytes = 0
+    for nbytes in reversed(sizes):
+        open_bytes += nbytes
+        if open_bytes >= limit:
+            buckets.append(open_bytes)
+            open_bytes, limit = 0, most_bytes
+    return [*buckets, open_bytes] if open_bytes else buckets
+
+
+def planned_once(make: Callable[[], Plan], size: int, group: Any) -> Plan:
+    """One plan for all processes, made by the one with the largest batch.
+
+    All of them must call this. An error of the one that plans is raised by all.
+
+    Args:
+        make: Makes a plan for this process's own batch.
+        size: How large the batch is; of equal ones the first process's counts.
+        group: The processes; None for one.
+
+    Returns:
+        The plan. `Plan.traced` is known to the process that made it.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return make()
+    sizes: list[Any] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(sizes, size, group=group)
+    planner = sizes.index(max(sizes))
+    sent: list[Any] = [None]
+    if dist.get_rank(group) == planner:
+        try:
+            sent = [make()]
+        except Exception as error:  # raised below, by every process
+            sent = [_sendable(error)]
+    own = sent[0]
+    dist.broadcast_object_list(sent, group=group, group_src=planner)
+    answer = sent[0] if own is None else own
+    if isinstance(answer, Exception):
+        raise answer
+    plan: Plan = answer
+    return plan
+
+
+def _sendable(error: Exception) -> Exception:
+    """An error as other processes can get it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever the class of another library does there
+        return AutosacError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,104 @@
+"""Trainers on two processes: budgets by the allocator's counts, weights bit by bit."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from autosac.errors import InfeasibleBudgetError
+from autosac.integrations.worst_batches import lengthened
+from tests import shim
+
+_SCALARS_BYTES = 1024  # of losses, norms and counts; numbers that autograd wraps
+_HELD_BYTES = {  # batches that the loop holds: of 3 tensors of 4 x 96 numbers
+    "huggingface": 3 * 3 * 4 * 96 * 8,
+    "lora": 2 * 3 * 4 * 96 * 8,
+    "lightning": 0,
+    "accelerate": 0,
+}
+
+
+def run_ranks(kind, folder):
+    """What each of two processes measured."""
+    if shim.library() is None:
+        pytest.skip("there is no C compiler to build the counting library with")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    runs = ["-m", "tests.integrations.replica_runs", kind, str(folder)]
+    done = subprocess.run(
+        [*launcher, "--standalone", *runs],
+        env=shim.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["huggingface", "lora", "lightning", "accelerate"])
+def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):
+    pytest.importorskip({"lora": "peft", "huggingface": "transformers"}.get(kind, kind))
+    ranks = run_ranks(kind, tmp_path)
+
+    plain = ranks[0]["plain"]["weights"]
+    for rank in ranks:
+        for training in rank.values():
+            assert all(map(torch.equal, training["weights"].values(), plain.values()))
+        planned, ample = rank["planned"], rank["ample"]
+        assert planned["plan"] == ranks[0]["planned"]["plan"]
+        assert planned["plan"]["policy"]
+        assert not ample["plan"]["policy"]
+        assert max(planned["peaks"]) <= planned["plan"]["budget_bytes"]
+    # The longest batch of Accelerate's run is the second rank's.
+    for training in ("planned", "ample"):
+        measured = max(max(rank[training]["peaks"]) for rank in ranks)
+        predicted = ranks[0][training]["plan"]["peak_bytes"] + _HELD_BYTES[kind]
+        assert abs(measured - predicted) <= _SCALARS_BYTES
+    assert min(ranks[1]["ample"]["peaks"]) > planned["plan"]["budget_bytes"]
+
+
+@pytest.mark.slow
+def test_an_error_of_the_rank_that_plans_is_raised_in_all(tmp_path):
+    first, second = run_ranks("errors", tmp_path)
+
+    assert first == second
+    kind, message = first["Linear"]
+    assert kind == "InfeasibleBudgetError"
+    assert "288 B of each process are DDP's buckets" in message
+    assert first["Stops"][0] == "TraceError"
+    assert "`c10d.allreduce_.default` in the model's step waits" in first["Talks"][1]
+    assert "in one of 2 processes" in first["unwrapped"][1]
+
+
+def test_an_infeasible_budget_is_pickled_with_its_figures():
+    error = InfeasibleBudgetError(
+        "No plan.", budget_bytes=1, lowest_peak_bytes=2, composition={"input": 2}
+    )
+
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert str(copy) == "No plan."
+    assert vars(copy) == vars(error)
+
+
+def test_ids_labels_and_masks_are_repeated_up_to_a_length():
+    ids, scores = torch.arange(6).reshape(2, 3), torch.zeros(2, 5)
+    mask = torch.ones(2, 1, 3, 3, dtype=torch.bool)
+
+    longer = lengthened({"ids": ids, "mask": mask, "scores": scores, "n": 3}, 5)
+
+    assert longer["ids"].tolist() == [[0, 1, 2, 0, 1], [3, 4, 5, 3, 4]]
+    assert longer["mask"].shape == (2, 1, 5, 5)
+    assert longer["scores"] is scores and longer["n"] == 3
+    assert lengthened(ids, 3) is ids
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.ones(2, 3), [torch.ones(2, n).long() for n in (3, 4)]]
+)
+def test_a_batch_without_one_length_asks_for_the_worst_batch(batch):
+    with pytest.raises(ValueError, match=r"`max_length`=8 .*`worst_batch`"):
+        lengthened(batch, 8)
