@@ -206,8 +206,8 @@ class ParallelPlan:
             sharding["units"] = tuple(FsdpUnit(**unit) for unit in sharding["units"])
             record["sharding"] = Sharding(**sharding)
             record["op_policies"] = tuple(
-                OpPolicy(**{**one, "names": tuple(one["names"])})
-                for one in record["op_policies"]
+                OpPolicy(**{k: tuple(v) if isinstance(v, list) else v for k, v in one})
+                for one in map(dict.items, record["op_policies"])
             )
             others = record["alternatives"]
             record["alternatives"] = tuple(Alternative(**other) for other in others)
