@@ -205,10 +205,7 @@ class ParallelPlan:
             sharding = record["sharding"]
             sharding["units"] = tuple(FsdpUnit(**unit) for unit in sharding["units"])
             record["sharding"] = Sharding(**sharding)
-            record["op_policies"] = tuple(
-                OpPolicy(**{k: tuple(v) if isinstance(v, list) else v for k, v in one})
-                for one in map(dict.items, record["op_policies"])
-            )
+            record["op_policies"] = tuple(map(_op_policy, record["op_policies"]))
             others = record["alternatives"]
             record["alternatives"] = tuple(Alternative(**other) for other in others)
             record["model"] = tuple(
@@ -257,6 +254,12 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         return self.report()
+
+
+def _op_policy(record: dict[str, Any]) -> OpPolicy:
+    """An op policy of a file, where tuples are lists."""
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+    return OpPolicy(**fields)
 
 
 def _record(path: str | Path) -> dict[str, Any]:
