@@ -258,7 +258,8 @@ class ParallelPlan:
 
 def _op_policy(record: dict[str, Any]) -> OpPolicy:
     """An op policy of a file, where tuples are lists."""
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+    pairs = record.items()
+    fields: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in pairs}
     return OpPolicy(**fields)
 
 
