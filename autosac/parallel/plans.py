@@ -206,10 +206,7 @@ class ParallelPlan(Summarized):
             sharding = record["sharding"]
             sharding["units"] = tuple(FsdpUnit(**unit) for unit in sharding["units"])
             record["sharding"] = Sharding(**sharding)
-            record["op_policies"] = tuple(
-                OpPolicy(**{**one, "names": tuple(one["names"])})
-                for one in record["op_policies"]
-            )
+            record["op_policies"] = tuple(map(_op_policy, record["op_policies"]))
             others = record["alternatives"]
             record["alternatives"] = tuple(Alternative(**other) for other in others)
             record["model"] = tuple(
@@ -276,6 +273,13 @@ class ParallelPlan(Summarized):
         return Summary(
             title="Parallel plan", facts=tuple(facts), tables=(fsdp_units, ac_units)
         )
+
+
+def _op_policy(record: dict[str, Any]) -> OpPolicy:
+    """An op policy of a file, where tuples are lists."""
+    pairs = record.items()
+    fields: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in pairs}
+    return OpPolicy(**fields)
 
 
 def _record(path: str | Path) -> dict[str, Any]:

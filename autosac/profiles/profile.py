@@ -200,12 +200,10 @@ class TracedStep(Summarized):
     @cached_property
     def far_units(self) -> tuple[FarUnit, ...]:
         """Twins of candidates whose arguments lie in far memory, if it may be used."""
-        link = self.device.link
-        if self.plain is None or link is None:
+        if self.plain is None or (link := self.device.link) is None:
             return ()
-        with no_collections():
-            finder_args = (self.tape, self.units.candidates, self.op_ms, link)
-            return find_far_units(*finder_args, self.host_bytes)
+        finder_args = (self.tape, self.units.candidates, self.op_ms, link)
+        return find_far_units(*finder_args, self.host_bytes)
 
     @cached_property
     def formulation(self) -> Formulation:
