@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 
-from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.errors import (
+    ArgumentError,
+    InfeasibleBudgetError,
+    SolverError,
+    UnsupportedError,
+)
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.planning import cluster_of
 from autosac.pipelines.blocks import Passed, Stage, chain_of, check_cuts, possible_cuts
@@ -30,7 +35,7 @@ from autosac.pipelines.stage_steps import (
     loss_with,
     stage_step,
 )
-from autosac.planning.make_plan import policy_ratios
+from autosac.planning.make_plan import difference_in_dry_run, policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.profiles.fingerprints import fingerprint
 from autosac.profiles.given import calibrated_if_present
@@ -80,6 +85,7 @@ def plan_pipeline(
         UnsupportedError: The model is no chain, or its blocks share parameters that no
             stages can hold together.
         ArgumentError: An argument cannot be read, or the batch cannot be cut so.
+        SolverError: A stage's dry run does not confirm its plan.
     """
     spec = None if cluster is None else cluster_of(cluster, None)
     if spec is not None:
@@ -362,6 +368,10 @@ class _Race:
         times = self.times_of(stage, first, end)
         assert choice is not None
         assert times is not None
+        if choice.choice:
+            difference = difference_in_dry_run(step.later, choice.choice)
+            if difference:
+                raise SolverError(difference)
         return StagePlan(
             fqns=tuple(self.micro_batch.chain)[first:end],
             policy=policy_ratios(step.later, choice.choice),
