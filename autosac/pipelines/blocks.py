@@ -148,6 +148,12 @@ def chain_of(model: nn.Module, inputs: torch.Tensor) -> dict[str, Passed]:
             "The model returns something else than what its last block does, and"
             f" {_ADVICE}; put what it does besides into a block."
         )
+    _check_all_called(model, order)
+    return order
+
+
+def _check_all_called(model: nn.Module, order: Mapping[str, Passed]) -> None:
+    """Refuse parameters that lie in no block, and blocks that are not called."""
     uncalled = {fqn for fqn in block_fqns(model)} - set(order)
     owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     outside = [
@@ -160,7 +166,6 @@ def chain_of(model: nn.Module, inputs: torch.Tensor) -> dict[str, Passed]:
             f"`{min(uncalled) if uncalled else outside[0]}` is in no block that the"
             f" model calls, and {_ADVICE}."
         )
-    return order
 
 
 def possible_cuts(model: nn.Module, chain: Mapping[str, Passed]) -> list[int]:

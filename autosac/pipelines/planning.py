@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 
-from autosac.errors import ArgumentError, InfeasibleBudgetError
+from autosac.errors import (
+    ArgumentError,
+    InfeasibleBudgetError,
+    SolverError,
+    UnsupportedError,
+)
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.planning import cluster_of
 from autosac.pipelines.blocks import Passed, Stage, chain_of, check_cuts, possible_cuts
@@ -26,10 +31,11 @@ from autosac.pipelines.stage_choosing import StageChoice, StageChooser
 from autosac.pipelines.stage_steps import (
     PipelineLoss,
     StageStep,
+    check_step,
     loss_with,
     stage_step,
 )
-from autosac.planning.make_plan import policy_ratios
+from autosac.planning.make_plan import difference_in_dry_run, policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.profiles.fingerprints import fingerprint
 from autosac.profiles.given import calibrated_if_present
@@ -37,6 +43,10 @@ from autosac.profiles.profile import Profile, profile
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
 
+_NOT_IN_PIPELINES = (
+    *("accumulate", "autocast", "clip_grad_norm"),
+    *("gradients_in_forward", "keeps_gradients"),
+)
 _MODEL_PHASES = ("forward", "loss", "backward")
 
 
@@ -75,10 +85,12 @@ def plan_pipeline(
         UnsupportedError: The model is no chain, or its blocks share parameters that no
             stages can hold together.
         ArgumentError: An argument cannot be read, or the batch cannot be cut so.
+        SolverError: A stage's dry run does not confirm its plan.
     """
     spec = None if cluster is None else cluster_of(cluster, None)
     if spec is not None:
         options = {**options, "device": spec.device}
+    _check_options(options)
     numbers = _numbers(num_micro_batches)
     _check_batch(inputs, target, numbers)
     races = []
@@ -120,6 +132,16 @@ def _fastest(races: Sequence[_Race]) -> PipelinePlan:
     if best is None:
         raise _infeasible(races)
     return best[0].plan(best[1], tuple(alternatives))
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse what a pipeline's step does otherwise than a step of one process."""
+    for name in _NOT_IN_PIPELINES:
+        if name in options:
+            raise UnsupportedError(
+                f"`{name}` is not planned in pipelines: leave it out, and out of the"
+                " training loop."
+            )
 
 
 def _numbers(num_micro_batches: int | Sequence[int]) -> list[int]:
@@ -179,6 +201,7 @@ class _MicroBatch:
         loss_fn = partial(loss_with, self.loss_fn, self.target)
         stage = Stage(self.model, list(self.chain))
         whole = profile(stage, self.inputs, loss_fn=loss_fn, **self.options)
+        check_step(whole)
         calibrated = calibrated_if_present(whole)
         assert isinstance(calibrated, Profile)
         return calibrated
@@ -345,6 +368,10 @@ class _Race:
         times = self.times_of(stage, first, end)
         assert choice is not None
         assert times is not None
+        if choice.choice:
+            difference = difference_in_dry_run(step.later, choice.choice)
+            if difference:
+                raise SolverError(difference)
         return StagePlan(
             fqns=tuple(self.micro_batch.chain)[first:end],
             policy=policy_ratios(step.later, choice.choice),

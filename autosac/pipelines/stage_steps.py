@@ -138,5 +138,24 @@ def stage_step(
         own_loss = partial(loss_with, loss_fn, target)
     options = {**options, "loss_fn": own_loss}
     first = profile(module, received, **options)
+    check_step(first)
     later = profile(module, received, keeps_gradients=True, **options)
     return StageStep(first=first, later=later, is_last=loss_fn is not None)
+
+
+def check_step(of_model: Profile) -> None:
+    """Refuse a step that a pipeline would not run as it was traced.
+
+    Raises:
+        UnsupportedError: Values or draws decide sizes, or the optimizer steps in
+            backward.
+    """
+    tape = of_model.tape
+    in_backward = any(
+        op.phase == "optimizer" and op.start < tape.phases["finish"] for op in tape.ops
+    )
+    if of_model.redrawn or in_backward:
+        raise UnsupportedError(
+            "Pipelines are not planned where values or random draws decide sizes, nor"
+            " with optimizers that step in backward; use another model or optimizer."
+        )

@@ -287,7 +287,7 @@ def _wants_dry_run(profile: TracedStep, chosen: Choice) -> bool:
     return len(profile.tape.ops) <= _MANY_OPS or not any(profile.dry_runs)
 
 
-def _difference(profile: Profile, chosen: Choice) -> str:
+def difference_in_dry_run(profile: Profile, chosen: Choice) -> str:
     """What a dry run of the applied model has other than the simulation, in words.
 
     The model runs under fake tensors, and memory must be as simulated: else something
@@ -320,7 +320,7 @@ def _confirm(profile: Profile, chosen: Choice) -> str:
     Raises:
         SolverError: It differs, and by no unit alone.
     """
-    difference = _difference(profile, chosen)
+    difference = difference_in_dry_run(profile, chosen)
     if difference:
         _leave_out(profile, chosen, difference)
     else:
@@ -334,13 +334,13 @@ def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
     Raises:
         SolverError: Each by itself is, or the step differs without any.
     """
-    if _difference(profile, {}):
+    if difference_in_dry_run(profile, {}):
         raise SolverError(difference)
     kinds = {(type(unit), unit.key): unit for unit in chosen}
     inexact = {
         kind
         for kind, unit in kinds.items()
-        if _difference(profile, {unit: chosen[unit]})
+        if difference_in_dry_run(profile, {unit: chosen[unit]})
     }
     alike = (u for u in profile.candidates if (type(u), u.key) in inexact)
     fqns = [fqn for unit in alike for fqn in _modules_of(unit)]

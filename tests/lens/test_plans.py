@@ -13,7 +13,7 @@ from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
 from autosac.lens import attention_choice
 from autosac.lens.mode import lens
-from autosac.planning.make_plan import _difference, floor, make_plan
+from autosac.planning.make_plan import difference_in_dry_run, floor, make_plan
 from autosac.profiles.profile import profile
 from tests.fake_gpu import Attention, Language
 from tests.models import CASES, random_choice
@@ -99,7 +99,7 @@ def test_other_optimizers_step_too(kind):
     chosen = random_choice(traced, 0)
 
     assert any("_foreach" in name for name in names(traced, "optimizer"))
-    assert not _difference(traced, chosen)
+    assert not difference_in_dry_run(traced, chosen)
 
 
 def test_optimizers_in_backward_keep_their_steps_on_the_cpu():
@@ -213,7 +213,7 @@ def test_a_dry_run_confirms_random_plans(name, device, autocast):
 
     for seed in range(3):
         chosen = random_choice(traced, seed)
-        assert not _difference(traced, chosen)
+        assert not difference_in_dry_run(traced, chosen)
 
 
 def meta_gpt():

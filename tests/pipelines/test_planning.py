@@ -1,6 +1,7 @@
 """Whole plans: run on real ranks as users run them, and held against all cuts."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -197,6 +198,14 @@ def test_models_that_are_no_chain_are_refused(make_model, message):
 def test_what_cannot_be_planned_is_said_in_a_sentence(options, message):
     with pytest.raises(ArgumentError, match=message):
         plan(Model(), "1GiB", **options)
+
+
+def test_steps_that_pipelines_run_otherwise_are_refused():
+    with pytest.raises(UnsupportedError, match="`clip_grad_norm` is not planned"):
+        plan(Model(), "1GiB", clip_grad_norm=1.0)
+    in_backward = partial(autosac.OptimizerInBackward, make_optimizer=torch.optim.AdamW)
+    with pytest.raises(UnsupportedError, match="that step in backward"):
+        plan(Model(), "1GiB", optimizer=in_backward)
 
 
 def test_a_plan_is_for_its_ranks_and_its_model():
