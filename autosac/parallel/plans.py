@@ -21,7 +21,7 @@ from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
-from autosac.units.policies import OpPolicy
+from autosac.units.policies import OpPolicy, op_policy_of
 
 _FORMAT_VERSION = 1
 
@@ -206,7 +206,7 @@ class ParallelPlan(Summarized):
             sharding = record["sharding"]
             sharding["units"] = tuple(FsdpUnit(**unit) for unit in sharding["units"])
             record["sharding"] = Sharding(**sharding)
-            record["op_policies"] = tuple(map(_op_policy, record["op_policies"]))
+            record["op_policies"] = tuple(map(op_policy_of, record["op_policies"]))
             others = record["alternatives"]
             record["alternatives"] = tuple(Alternative(**other) for other in others)
             record["model"] = tuple(
@@ -273,13 +273,6 @@ class ParallelPlan(Summarized):
         return Summary(
             title="Parallel plan", facts=tuple(facts), tables=(fsdp_units, ac_units)
         )
-
-
-def _op_policy(record: dict[str, Any]) -> OpPolicy:
-    """An op policy of a file, where tuples are lists."""
-    pairs = record.items()
-    fields: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in pairs}
-    return OpPolicy(**fields)
 
 
 def _record(path: str | Path) -> dict[str, Any]:

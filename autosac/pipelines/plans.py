@@ -23,7 +23,7 @@ from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms
 from autosac.step import arguments
-from autosac.units.policies import OpPolicy
+from autosac.units.policies import OpPolicy, op_policy_of
 
 _FORMAT_VERSION = 1
 
@@ -244,10 +244,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 def _stage_plan(record: dict[str, Any]) -> StagePlan:
     record["fqns"] = tuple(record["fqns"])
-    record["op_policies"] = tuple(
-        OpPolicy(**{**one, "names": tuple(one["names"])})
-        for one in record["op_policies"]
-    )
+    record["op_policies"] = tuple(map(op_policy_of, record["op_policies"]))
     for name in ("received", "sent"):
         passed = record[name]
         record[name] = Passed(tuple(passed["shape"]), passed["dtype"])

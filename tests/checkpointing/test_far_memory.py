@@ -47,6 +47,7 @@ def test_buffers_of_other_sizes_are_others():
 
     assert memory.in_use_bytes == memory.peak_bytes == 30
     for one in sent:
+        one.wait()
         one.release()
     assert memory.pooled_bytes == 30
 

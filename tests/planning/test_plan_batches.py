@@ -122,6 +122,7 @@ class Policies:
     op_policies: tuple
     signatures: tuple
     opening: tuple
+    offload_dir: None = None
 
 
 @pytest.fixture(scope="module")
