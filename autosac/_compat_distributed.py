@@ -120,6 +120,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return unwrapped(tensor)[0]
 
 
+def key_on_rank(tensor: torch.Tensor) -> int:
+    """Address of the storage of what a rank holds, without waiting for a collective."""
+    held: Any = tensor
+    while kind := _kind(type(held)):
+        held = held._local_tensor if kind == "DTensor" else held.elem
+    key: int = held.untyped_storage()._cdata
+    return key
+
+
 def unwrapped(
     tensor: torch.Tensor,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:

@@ -1,6 +1,7 @@
 """Steps whose units have arguments in far memory: bits, peaks, and what is left."""
 
 import gc
+import time
 import warnings
 from dataclasses import dataclass, replace
 
@@ -194,6 +195,8 @@ def fails_in_backward(model, inputs):
     with pytest.raises(ZeroDivisionError):
         model(inputs).backward()
     hook.remove()
+    # PyTorch itself holds a part of the graph that failed until the next backward pass.
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 def stops_early(model, inputs):
@@ -211,6 +214,14 @@ def fail(*_):
     raise ZeroDivisionError
 
 
+def assert_empties(memory):
+    """Nothing is in use once the copies that still run have ended."""
+    deadline = time.monotonic() + 60
+    while memory.in_use_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert memory.in_use_bytes == 0
+
+
 @pytest.mark.parametrize(
     "run",
     [no_backward, evaluates, fails_in_forward, fails_in_backward, stops_early,
@@ -220,13 +231,13 @@ def test_nothing_stays_in_far_memory_and_the_next_step_is_as_ever(planned, run):
     model, memory = planned
     run(model, STEPS["blocks"].inputs())
     gc.collect()
-    assert memory.in_use_bytes == 0
+    assert_empties(memory)
 
     model.zero_grad()
     assert_equal(
         train(STEPS["blocks"], STEPS["blocks"].model()), train(STEPS["blocks"], model)
     )
-    assert memory.in_use_bytes == 0
+    assert_empties(memory)
 
 
 def test_two_backward_passes_get_the_arguments_twice(planned):

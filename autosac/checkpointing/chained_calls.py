@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autosac import _compat_dispatch
+from autosac._compat_distributed import local
 from autosac.checkpointing.call_arguments import (
     Handed,
     leaves,
@@ -127,7 +128,7 @@ class RelayedCall:
 
 def run_onward(record: Record, template: Any) -> Any:
     """What a block returned, made again op by op, with `Handed` in place of tensors."""
-    given = [handed.tensor for handed in leaves(template, Handed)]
+    given = [local(handed.tensor) for handed in leaves(template, Handed)]
     fqn = record.policy.fqn
     if record.outward is None:
         raise RuntimeError(
@@ -137,8 +138,7 @@ def run_onward(record: Record, template: Any) -> Any:
         )
 
     def hand_on(outward: Outward) -> Handed:
-        tensor = outward.tensor_of(given, fqn)
-        return Handed(tensor, is_result=outward.is_result)
+        return Handed(outward.again(given, fqn), is_result=outward.is_result)
 
     try:
         with torch.enable_grad(), _compat_dispatch.below_autograd():

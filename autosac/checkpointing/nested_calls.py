@@ -19,7 +19,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from autosac import _compat, _compat_dispatch
-from autosac._compat_distributed import are_distributed
+from autosac._compat_distributed import (
+    are_distributed,
+    key_on_rank,
+    local,
+    unwrapped,
+)
 from autosac.checkpointing.ambient_state import Present
 from autosac.checkpointing.call_arguments import (
     Handed,
@@ -91,8 +96,9 @@ class _ForwardGlue(_compat.PlainDispatchMode):
             self.begin()
         outer = {key_of(t) for t in given if key_of(t) not in self.own}
         for tensor in leaves(output, torch.Tensor):
-            if id(tensor) not in self.nest.outer and key_of(tensor) not in outer:
-                self.own.add(key_of(tensor))
+            key = key_on_rank(tensor)
+            if id(tensor) not in self.nest.outer and key not in outer:
+                self.own.add(key)
         return output
 
     def __torch_dispatch__(
@@ -296,7 +302,7 @@ class Nest:
         key = key_of(tensor)
         if key in self._outer_versions():
             return True
-        return key not in map(key_of, self.snapshots.take().tensors())
+        return key not in map(key_on_rank, self.snapshots.take().tensors())
 
     def depart(self, what: str) -> None:
         """Let parts keep their arguments from now on."""
@@ -331,7 +337,7 @@ class Nest:
     def _outer_versions(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Arguments, parameters and buffers with their versions, by storage."""
         tensors = ((ref(), version) for ref, version in self.outer.values())
-        return {key_of(t): (t, version) for t, version in tensors if t is not None}
+        return {key_on_rank(t): (t, version) for t, version in tensors if t is not None}
 
     def changed(self) -> set[int]:
         """Storages of tensors from outside that have changed, and are not copied."""
@@ -402,14 +408,18 @@ class Nest:
     def _cut_off(
         self, tensor: torch.Tensor, outer: dict[int, tuple[torch.Tensor, int]]
     ) -> Handed:
-        handed, key = cut_off(tensor), key_of(tensor)
+        handed = cut_off(tensor)
         needs_gradient = handed.tensor.requires_grad  # a leaf that does
-        if key in self.copies:
-            handed.tensor = self.as_before(handed.tensor)
-        elif key in outer:
-            whole, _ = outer[key]
-            with torch.no_grad():
-                handed.tensor = alias_of(whole.detach(), layout_of(tensor))
+        held, wrap = unwrapped(handed.tensor)
+        key = key_of(held)
+        if key in self.copies or key in outer:
+            if key in self.copies:
+                held = self.as_before(held)
+            else:
+                whole = local(outer[key][0])
+                with torch.no_grad():
+                    held = alias_of(whole.detach(), layout_of(held))
+            handed.tensor = held if wrap is None else wrap(held)
         handed.tensor.requires_grad_(needs_gradient)
         return handed
 
@@ -425,8 +435,8 @@ class NestedCall:
 
     def __init__(self, nest: Nest, step: RunsOnward, arguments: Any) -> None:
         tensors = list(leaves(arguments, torch.Tensor))
-        keys = [key_of(tensor) for tensor in tensors]
-        outer = {key_of(handed.tensor) for handed in leaves(nest.template, Handed)}
+        keys = [key_on_rank(tensor) for tensor in tensors]
+        outer = {key_on_rank(given.tensor) for given in leaves(nest.template, Handed)}
         self._relayed = [
             number
             for number, (key, tensor) in enumerate(zip(keys, tensors, strict=True))

@@ -15,7 +15,7 @@ import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac._compat_dispatch import Traits
-from autosac._compat_distributed import finished, local
+from autosac._compat_distributed import finished, local, unwrapped
 from autosac.checkpointing.call_arguments import (
     is_simple,
     leaves,
@@ -130,11 +130,18 @@ class Outward(Part):
 
     Attributes:
         is_result: It requires a gradient and is no leaf.
+        wrap: Makes a distributed tensor of what the rank holds of it; None for others.
     """
 
-    __slots__ = ("is_result",)
+    __slots__ = ("is_result", "wrap")
 
     is_result: bool
+    wrap: Callable[[torch.Tensor], torch.Tensor] | None
+
+    def again(self, given: Sequence[torch.Tensor], fqn: str) -> torch.Tensor:
+        """The tensor made again; arguments as of `Part.tensor_of`."""
+        tensor = self.tensor_of(given, fqn)
+        return tensor if self.wrap is None else self.wrap(tensor)
 
 
 class Record:
@@ -420,6 +427,7 @@ class Record:
     def _outward(self, tensor: torch.Tensor) -> Outward:
         part = Outward()
         part.is_result = tensor.requires_grad and not tensor.is_leaf
+        tensor, part.wrap = unwrapped(tensor)
         self.locate(part, tensor, 0, ONWARD)
         return part
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autosac.devices.links import Link
-from autosac.planning.make_plan import _difference
+from autosac.planning.make_plan import difference_in_dry_run
 from autosac.profiles.profile import profile
 from autosac.profiles.restricting import restricted
 from autosac.solvers import sac
@@ -79,9 +79,9 @@ def test_dry_runs_take_what_was_simulated(name):
     assert step.far_units
     for unit in step.far_units:
         for policy in of_unit[unit].policies:
-            assert not _difference(step, {unit: policy})
+            assert not difference_in_dry_run(step, {unit: policy})
     together = {unit: of_unit[unit].policies[0] for unit in _apart(step.far_units)}
-    assert not _difference(step, together)
+    assert not difference_in_dry_run(step, together)
 
 
 def _apart(units):
