@@ -12,8 +12,9 @@ from autosac.errors import InfeasibleBudgetError
 from autosac.planning.make_plan import floor, lowest, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
-from autosac.profiles.profile import Profile, TracedStep, profile
+from autosac.profiles.profile import Profile, profile
 from autosac.profiles.restricting import restricted
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep, figures_of
 from autosac.step.marks import Marks, marks_of

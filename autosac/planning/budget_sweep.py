@@ -13,8 +13,9 @@ from autosac.errors import InfeasibleBudgetError
 from autosac.planning.make_plan import floor, make_plan, may_offload
 from autosac.planning.plans import Plan
 from autosac.profiles.given import profile_of
-from autosac.profiles.profile import Profile, TracedStep
+from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep, figures_of, reason_of
 from autosac.solvers import sac

@@ -7,8 +7,8 @@ import contextlib
 from autosac.errors import PlanMismatchError
 from autosac.planning.plans import Plan
 from autosac.profiles.fingerprints import first_difference
-from autosac.profiles.profile import TracedStep
 from autosac.profiles.restricting import restricted
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes
 from autosac.units.matching import chosen_by
 from autosac.units.policies import OpPolicy, Policy

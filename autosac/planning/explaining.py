@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from autosac.planning.make_plan import choose
 from autosac.planning.plans import Plan
-from autosac.profiles.profile import TracedStep
 from autosac.profiles.restricting import restricted
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms
 from autosac.solving.incumbents import recompute_ms
 from autosac.step.source_lines import shortened

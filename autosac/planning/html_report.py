@@ -10,7 +10,7 @@ from autosac.planning import plotting, reporting
 from autosac.planning.budget_sweep import sweep
 from autosac.planning.plans import Plan
 from autosac.planning.reporting import Details, Section
-from autosac.profiles.profile import TracedStep
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms
 
 _NUM_BUDGETS = 12  # of the sweep in the report

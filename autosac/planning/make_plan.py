@@ -19,8 +19,9 @@ from autosac.planning import redrawn_steps
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
 from autosac.profiles.mistakes import warn_of_other_formulas
-from autosac.profiles.profile import Profile, TracedStep
+from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_parts
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac

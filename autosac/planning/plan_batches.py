@@ -30,8 +30,9 @@ from autosac.planning.plans import Plan
 from autosac.planning.statistics_plans import StatisticsPlan, plan_statistics
 from autosac.planning.unseen_batches import OnMismatch, Replan, check_on_mismatch
 from autosac.profiles.given import calibrated_if_present, profile_of
-from autosac.profiles.profile import Profile, TracedStep, profile
+from autosac.profiles.profile import Profile, profile
 from autosac.profiles.restricting import restricted
+from autosac.profiles.traced_step import TracedStep
 from autosac.profiles.tracing_again import options_of
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend

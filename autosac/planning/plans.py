@@ -18,7 +18,8 @@ from autosac.planning import plan_files
 from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
 from autosac.profiles.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.profiles.mistakes import check_unplanned, hints
-from autosac.profiles.profile import Profile, TracedStep
+from autosac.profiles.profile import Profile
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.step.batch_signatures import BatchSignature

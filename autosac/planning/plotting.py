@@ -16,7 +16,7 @@ from autosac.pictures.pictures import Grid, Layer, Line, Note, Panel, Picture
 from autosac.planning.checking import chosen
 from autosac.planning.plans import Plan
 from autosac.profiles.memory_history import History, history
-from autosac.profiles.profile import TracedStep
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import byte_unit, format_bytes, format_ms
 from autosac.step.tape import IntArray
 from autosac.units import curves

@@ -16,8 +16,8 @@ from autosac.planning.checking import chosen as chosen_by_plan
 from autosac.planning.make_plan import price_ms_per_byte
 from autosac.planning.plans import Plan
 from autosac.profiles.memory_history import Place, peak_place
-from autosac.profiles.profile import TracedStep
 from autosac.profiles.restricting import restricted
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms
 
 _WIDTH = 120  # of plain text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosac.profiles.profile import TracedStep
+from autosac.profiles.traced_step import TracedStep
 from autosac.solving.rules_of_thumb import Choice
 from autosac.units.policies import OpPolicy
 

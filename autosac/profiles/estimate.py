@@ -15,7 +15,7 @@ from autosac.optional import needed
 from autosac.profiles.given import profile_of
 from autosac.profiles.memory_history import peak_place
 from autosac.profiles.module_tables import ModuleEstimate, table_of
-from autosac.profiles.profile import TracedStep
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.statistics.by_module import with_descendants
 from autosac.summaries import Summarized, Summary, Table

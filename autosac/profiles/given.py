@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autosac.errors import ArgumentError
-from autosac.profiles.profile import Profile, TracedStep, calibrate, profile
+from autosac.profiles.profile import Profile, calibrate, profile
+from autosac.profiles.traced_step import TracedStep
 from autosac.statistics.by_module import Statistics
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autosac.profiles.profile import TracedStep
+from autosac.profiles.traced_step import TracedStep
 from autosac.step.tape import CATEGORIES, IntArray
 from autosac.units.policies import RERUN, Policy
 from autosac.units.unit import Piece, Unit

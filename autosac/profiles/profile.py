@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from autosac.costs.host import host_ms
-from autosac.costs.sources import Calibration, OpCosts, calibration, modelled_costs
-from autosac.devices.allocator_settings import AllocatorSettings, Cap
+from autosac.costs.sources import modelled_costs
+from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
-from autosac.profiles.fingerprints import Fingerprint, fingerprint
+from autosac.profiles.fingerprints import fingerprint
 from autosac.profiles.mistakes import (
     check_options,
     check_unplanned,
@@ -23,315 +20,17 @@ from autosac.profiles.mistakes import (
     warn_of_other_formulas,
     warn_of_summed_outputs,
 )
-from autosac.profiles.module_curves import Curves, ModuleCurve, curve_of, with_curves
 from autosac.profiles.planned_device import planned_device
 from autosac.profiles.real_memory import as_measured, can_be_measured
-from autosac.quantities import format_bytes, format_ms
-from autosac.simulation.simulator import Simulator
-from autosac.solvers.curves import knapsack
-from autosac.solving.choosing import Chooser
-from autosac.solving.curve_points import formulate_candidates
-from autosac.solving.formulation import Formulation
-from autosac.solving.incumbents import Incumbents, most_rules
-from autosac.solving.rules_of_thumb import Choice, Rules
-from autosac.solving.solve_options import read_segments
-from autosac.statistics.by_module import Statistics, module_statistics
+from autosac.profiles.traced_step import TracedStep
 from autosac.step import arguments
-from autosac.step.batch_signatures import BatchSignature, positional_names, signature_of
-from autosac.step.tape import Tape
+from autosac.step.batch_signatures import positional_names, signature_of
 from autosac.step.training_step import LossFn, normalize_inputs
-from autosac.summaries import Summarized, Summary
-from autosac.tracing.collecting import no_collections
 from autosac.tracing.probing import marked_modules
 from autosac.tracing.real_steps import corrected
 from autosac.tracing.step import Step
 from autosac.tracing.trace import trace
-from autosac.units import curves
-from autosac.units.candidates import Units, find_units
-from autosac.units.chains import Chain, find_chains
-from autosac.units.curves import UnitCurve
-from autosac.units.far_units import FarUnit, find_far_units
-from autosac.units.given_units import ALL_UNITS, GivenUnits
-from autosac.units.nests import find_nests
-from autosac.units.policies import Policy
-from autosac.units.slices import find_slices, plain_sequences
-from autosac.units.unit import Unit
-
-_OF_UNITS = (  # what a profile knows of its AC units
-    *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
-    *("chooser", "dry_runs", "roomy", "statistics", "_curves", "with_given_units"),
-    *("with_other_caps", "with_offload", "far_units"),
-)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class TracedStep(Summarized):
-    """What is known of a training step, as plain data: no model, no tensor.
-
-    Attributes:
-        tape: What it did.
-        costs: What every op of the tape costs.
-        device: The device that the step is planned for.
-        exclude: FQNs of modules that must not be AC units.
-        training: Whether the model was traced in training mode.
-        model: Fingerprint of the model.
-        sequences: FQNs of the modules that call their children one after the other.
-        signature: Of its batch.
-        redrawn: The step as it is with other random numbers, or after some training,
-            if these decide sizes.
-        given: Which modules may be AC units, if the user says so.
-        allocator: How the program uses PyTorch's allocator on a GPU.
-        cap: What a budget caps there.
-        plain: The same step without offload; None if this one offloads nothing.
-        host_bytes: Most bytes in far memory; None for as many as one likes.
-    """
-
-    tape: Tape
-    costs: OpCosts
-    device: DeviceSpec
-    exclude: tuple[str, ...]
-    training: bool
-    model: Fingerprint
-    sequences: frozenset[str]
-    signature: BatchSignature
-    redrawn: tuple[TracedStep, ...] = ()
-    given: GivenUnits = ALL_UNITS
-    allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
-    cap: Cap = "allocated"
-    plain: TracedStep | None = None
-    host_bytes: int | None = None
-
-    def summary(self) -> Summary:
-        """Model, batch, peak, time, and how many modules can be AC units."""
-        trained = sum(
-            math.prod(p.shape) * p.itemsize for p in self.tape.parameters if p.trained
-        )
-        basis = "measured" if self.calibrated else "modelled"
-        peak = format_bytes(self.baseline_peak_bytes)
-        can, cannot = len(self.units.candidates), len(self.units.refused)
-        return Summary(
-            title="Profile",
-            facts=(
-                ("model", f"{self.model[0][1]}, {len(self.model)} modules"),
-                ("trained", f"{format_bytes(trained)} of parameters"),
-                ("batch", str(self.signature)),
-                (
-                    "step",
-                    f"{len(self.tape.ops)} ops, {format_ms(self.baseline_ms)} on"
-                    f" {self.device.name}, {basis}",
-                ),
-                ("peak", f"{peak} without a plan"),
-                (
-                    "units",
-                    f"{can} calls of modules can be AC units;"
-                    f" {cannot} modules cannot, see `units.refused`",
-                ),
-            ),
-        )
-
-    @cached_property
-    def calibration(self) -> Calibration:
-        """How far times and workspaces are measured."""
-        return calibration(self.tape.ops, self.costs)
-
-    @property
-    def op_ms(self) -> tuple[float, ...]:
-        """Time of every op of the tape."""
-        return self.costs.op_ms
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether times and workspaces were measured, not modelled."""
-        return self.costs.calibrated
-
-    @property
-    def failures(self) -> Mapping[str, str]:
-        """Name of an op that could not be measured -> why."""
-        return self.costs.failures
-
-    @cached_property
-    def simulator(self) -> Simulator:
-        """The simulator, which replays the tape under plans."""
-        return Simulator(self.tape, self.allocator, self.cap)
-
-    @cached_property
-    def left_out(self) -> dict[str, str]:
-        """FQNs of modules that are no AC units, whatever the tape says -> why."""
-        return dict.fromkeys(self.exclude, "it was excluded")
-
-    def leave_out(self, fqns: Iterable[str], why: str) -> None:
-        """Make modules no AC units from now on; what was worked out is forgotten."""
-        if self.plain is not None:
-            self.plain.leave_out(fqns, why)
-        self.left_out.update(dict.fromkeys(fqns, why))
-        for name in _OF_UNITS:
-            vars(self).pop(name, None)
-
-    @cached_property
-    def units(self) -> Units:
-        """Module calls that can be AC units, and why other modules are none."""
-        with no_collections():
-            units = find_units(self.tape, self.op_ms, exclude=self.left_out)
-        return self.given.of(units, self.tape.modules)
-
-    @cached_property
-    def chains(self) -> tuple[Chain, ...]:
-        """Chains and nests of the AC units."""
-        finder_args = (self.tape, self.units.candidates, self.op_ms)
-        with no_collections():
-            chains = find_chains(*finder_args) + find_nests(*finder_args)
-        return tuple(c for c in chains if self.given.may_be_unit(c, self.tape.modules))
-
-    @cached_property
-    def slices(self) -> tuple[Unit, ...]:
-        """Consecutive layers of sequences that can be AC units."""
-        finder_args = (self.tape, self.op_ms, self.sequences)
-        with no_collections():
-            slices = find_slices(*finder_args, exclude=self.left_out)
-        return tuple(s for s in slices if self.given.may_be_unit(s, self.tape.modules))
-
-    @cached_property
-    def candidates(self) -> tuple[Unit, ...]:
-        """All candidates in forward order, those around others first."""
-        single = [*self.units.candidates, *self.slices]
-        units = [*self.chains, *single, *self.far_units]
-        return tuple(sorted(units, key=lambda u: (u.call.enter, -u.call.exit)))
-
-    @cached_property
-    def far_units(self) -> tuple[FarUnit, ...]:
-        """Twins of candidates whose arguments lie in far memory, if it may be used."""
-        if self.plain is None or (link := self.device.link) is None:
-            return ()
-        finder_args = (self.tape, self.units.candidates, self.op_ms, link)
-        return find_far_units(*finder_args, self.host_bytes)
-
-    @cached_property
-    def formulation(self) -> Formulation:
-        """The MILP's numbers for the candidates that free memory."""
-        with no_collections():
-            return formulate_candidates(
-                self.simulator,
-                self.candidates,
-                (*self.units.candidates, *self.slices),
-                self.chains,
-                self.fronts,
-                self.far_units,
-            )
-
-    @cached_property
-    def fronts(self) -> dict[Hashable, knapsack.Front]:
-        """Pareto points of single units, by key; equal problems are solved once."""
-        alike = {unit.key: unit for unit in (*self.units.candidates, *self.slices)}
-        problems = {key: curves.save_problem(unit) for key, unit in alike.items()}
-        solved = {problem: knapsack.front(problem) for problem in problems.values()}
-        return {key: solved[problem] for key, problem in problems.items()}
-
-    @cached_property
-    def rules(self) -> Rules:
-        """Rules of thumb for what to recompute."""
-        return Rules(self.tape, self.units.candidates, self.fronts)
-
-    @cached_property
-    def chooser(self) -> Chooser:
-        """Chooser of what to recompute under a budget; keeps what it found before."""
-        with no_collections():
-            choices = self.rules.some(most_rules(self.simulator))
-            incumbents = Incumbents(self.simulator, choices)
-            plain = None if self.plain is None else self.plain.chooser
-            return Chooser(self.simulator, self.formulation, incumbents, plain)
-
-    @cached_property
-    def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
-        """Choices of units and policies that a dry run has confirmed."""
-        return set()
-
-    @cached_property
-    def roomy(self) -> list[Choice]:
-        """Choices that leave room for other draws, where these decide sizes."""
-        return []
-
-    @cached_property
-    def with_given_units(self) -> dict[GivenUnits, TracedStep]:
-        """Cache of this step with units that the user has given."""
-        return {}
-
-    @cached_property
-    def with_other_caps(self) -> dict[Cap, TracedStep]:
-        """Cache of this step for budgets that cap something else."""
-        return {}
-
-    @cached_property
-    def with_offload(self) -> dict[int | None, TracedStep]:
-        """Cache of this step with offload, by the most bytes in far memory."""
-        return {}
-
-    @cached_property
-    def parallel(self) -> dict[Hashable, Any]:
-        """Cache of choosers for many GPUs, by their `Setting`."""
-        return {}
-
-    @cached_property
-    def figures(self) -> Statistics:
-        """Where memory and time go, module by module; without trade-off curves."""
-        return module_statistics(self.tape, self.op_ms)
-
-    @cached_property
-    def statistics(self) -> Statistics:
-        """Where memory and time go, module by module: `autosac.plan` takes them too."""
-        return with_curves(self.figures, self._curves)
-
-    @cached_property
-    def _curves(self) -> Curves:
-        """Modules that can be AC units, each with its curve if it frees memory."""
-        pairs = zip(self.formulation.units, self.formulation.curves, strict=True)
-        of_unit = dict(pairs)
-        curves: dict[str, tuple[Unit, UnitCurve | None]] = {}
-        for unit in self.units.candidates:
-            curves.setdefault(unit.fqn, (unit, of_unit.get(unit)))
-        return curves
-
-    def curve(self, fqn: str, *, segments: int = 3) -> ModuleCurve:
-        """What it takes to keep less of a module's activation memory.
-
-        Args:
-            fqn: The module; of one that is called several times, its first call.
-            segments: Most linear segments of the fit.
-
-        Raises:
-            ArgumentError: The module has no curve, and why; or `segments` is no whole
-                number above 0.
-        """
-        number = read_segments(segments)
-        return curve_of(fqn, self._curves, self.units.refused, number)
-
-    @property
-    def baseline_peak_bytes(self) -> int:
-        """Peak of the step when nothing is recomputed."""
-        return self.peak_bytes({})
-
-    def peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
-        """Peak of the step when units run under policies, as the device counts it."""
-        return self.simulator.true_peak_bytes(chosen)
-
-    def composition(self, chosen: Mapping[Unit, Policy]) -> dict[str, int]:
-        """Bytes alive at the peak, per category."""
-        by_category = self.simulator.composition(chosen)
-        rest = self.peak_bytes(chosen) - sum(by_category.values())
-        return {**by_category, "fragmentation": rest} if rest else by_category
-
-    @cached_property
-    def baseline_ms(self) -> float:
-        """Time of the step when nothing is recomputed."""
-        return sum(self.op_ms)
-
-    @cached_property
-    def host_ms(self) -> float:
-        """Time in which the host issues the step's ops, see `costs.host`."""
-        return host_ms(self.tape, self.device)
-
-    def traced(self) -> TracedStep:
-        """The step without the user's objects: this one."""
-        return self
+from autosac.units.slices import plain_sequences
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from autosac.devices.allocator_settings import Cap
 from autosac.errors import ArgumentError
-from autosac.profiles.profile import TracedStep
+from autosac.profiles.traced_step import TracedStep
 from autosac.step.marks import Marks, marked
 from autosac.units.given_units import GivenUnits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosac.profiles.profile import TracedStep
+from autosac.profiles.traced_step import TracedStep
 from autosac.solving.rules_of_thumb import policy_saving
 from autosac.units.curves import UnitCurve
 from autosac.units.unit import Unit
