@@ -10,7 +10,8 @@ import torch
 
 import autosac
 from autosac.cli.demo import GPT
-from autosac.solving.incumbents import recompute_ms
+from autosac.simulation.simulator import Simulator
+from autosac.solving.incumbents import most_rules, recompute_ms
 from autosac.solving.solve_options import SolveOptions
 from autosac.units.curves import kept, trade_off
 from tests.busy import alone_and_in_turns
@@ -150,6 +151,29 @@ def test_a_large_gap_is_a_warning_that_says_what_to_do():
 
     assert "warning" not in str(replace(plan, bound_ms=plan.recompute_ms))
     assert "time_limit_s" in str(replace(plan, bound_ms=plan.recompute_ms * 0.94))
+
+
+def test_rules_that_all_peak_in_the_optimizer_are_not_all_replayed(monkeypatch):
+    replays = []
+    replay = Simulator.replay
+    monkeypatch.setattr(
+        Simulator, "replay", lambda *a, **k: replays.append(a) or replay(*a, **k)
+    )
+    with torch.device("meta"):
+        model = GPT(num_layers=24, width=320, num_heads=5, vocabulary=1000, length=3)
+    step = autosac.profile(
+        model, torch.zeros(1, 3, dtype=torch.long), optimizer="adam", device="h100",
+        loss_fn=lambda logits: logits.square().mean(),
+    )  # fmt: skip
+    rules = list(step.rules.some(most_rules(step.simulator)))
+
+    floor = autosac.floor(step)
+    with pytest.raises(autosac.InfeasibleBudgetError):
+        autosac.plan(step, memory_budget=floor - 1)
+
+    peaks = {step.simulator.peak_bytes(rule) for rule in rules}
+    assert len(rules) > 100 and len(peaks) == 1
+    assert len(replays) < len(rules) / 2
 
 
 @pytest.mark.parametrize("setting", ["h100", "cpu"])

@@ -178,6 +178,11 @@ class Simulator:
             self._allocator_peaks[key] = peaks
         return self._allocator_peaks[key]
 
+    def takes_replay(self, chosen: Mapping[Unit, Policy]) -> bool:
+        """Whether nobody has asked for a true peak before, which takes a replay."""
+        is_known = frozenset(chosen.items()) in self._allocator_peaks
+        return self.tape.device_type == "cuda" and not is_known
+
     def num_replays(self, most: int) -> int:
         """How many true peaks to ask for: as many as `most`, fewer of a long step."""
         affordable = _MOST_BLOCKS // max(1, len(self.tape.storages))

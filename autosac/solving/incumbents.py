@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from autosac.simulation.simulator import Simulator
 from autosac.solving.rules_of_thumb import Choice
 from autosac.units import curves
 
 _MOST_PIECES = 10_000_000  # of memory in all simulations of the rules of one step
+_MOST_REPLAYS = 32  # of an allocator for one budget, but for choices replayed before
 
 
 def recompute_ms(choice: Choice) -> float:
@@ -56,14 +58,26 @@ class Incumbents:
         insort(self._by_time, entry, key=lambda other: other.time_ms)
 
     def cheapest(self, budget_bytes: int) -> Choice | None:
-        """The choice of least time whose true peak is within a budget."""
-        for entry in self._by_time:
-            # The allocator hands out no less than is asked of it.
-            if entry.simulated_peak_bytes <= budget_bytes:
-                peak_bytes = self._simulator.true_peak_bytes(entry.choice)
-                if peak_bytes <= budget_bytes:
-                    return entry.choice
+        """The choice of least time whose true peak is within a budget.
+
+        Of those that it takes a replay of the allocator to know some may be passed by.
+        """
+        # The allocator hands out no less than is asked of it.
+        able = (e for e in self._by_time if e.simulated_peak_bytes <= budget_bytes)
+        for choice in self._affordable(able):
+            if self._simulator.true_peak_bytes(choice) <= budget_bytes:
+                return choice
         return None
+
+    def _affordable(self, entries: Iterable[_Incumbent]) -> Iterator[Choice]:
+        """Choices whose true peaks are known, and of the others as many as pay."""
+        replays_left = self._simulator.num_replays(_MOST_REPLAYS)
+        for entry in entries:
+            if self._simulator.takes_replay(entry.choice):
+                if not replays_left:
+                    continue
+                replays_left -= 1
+            yield entry.choice
 
     def lowest(self, best: Choice | None = None) -> Choice:
         """The choice of least true peak.
@@ -74,10 +88,10 @@ class Incumbents:
         """
         best = {} if best is None else best
         best_bytes = self._simulator.true_peak_bytes(best)
-        for entry in sorted(self._by_time, key=lambda e: e.simulated_peak_bytes):
-            if entry.simulated_peak_bytes >= best_bytes:
-                break
-            peak_bytes = self._simulator.true_peak_bytes(entry.choice)
+        ascending = sorted(self._by_time, key=lambda e: e.simulated_peak_bytes)
+        able = takewhile(lambda e: e.simulated_peak_bytes < best_bytes, ascending)
+        for choice in self._affordable(able):
+            peak_bytes = self._simulator.true_peak_bytes(choice)
             if peak_bytes < best_bytes:
-                best, best_bytes = entry.choice, peak_bytes
+                best, best_bytes = choice, peak_bytes
         return best
