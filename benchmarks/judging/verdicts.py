@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.judging.job import PLANNING, SHARES, STEPS
@@ -20,6 +21,35 @@ MOST_REFUSED = 0.03
 LEAST_JUDGED = 300
 _FAR, _FAR_BYTES = 0.002, 4096  # a prediction further off than both is listed
 _WIDE = 0.05  # a gap above it is listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """What models were drawn from.
+
+    Attributes:
+        title: Of the page.
+        text: Says which models these are.
+        sources: Beginnings of their names.
+        least_judged: Models that are asked for.
+    """
+
+    title: str
+    text: str
+    sources: tuple[str, ...]
+    least_judged: int
+
+
+LIBRARIES = Draw(
+    title="Breadth: models that nobody chose by hand",
+    text=(
+        "All models of torchvision, one of each family of timm, every architecture of"
+        " Transformers (from a configuration made small) and every module of"
+        " `torch.testing`'s list, in an order drawn by number."
+    ),
+    sources=SOURCES,
+    least_judged=LEAST_JUDGED,
+)
 
 
 def verdict(record: Record) -> str:
@@ -81,16 +111,18 @@ def is_far(record: Record) -> bool:
     )
 
 
-def summary(records: Iterable[Record]) -> list[tuple[str, str, bool]]:
+def summary(
+    records: Iterable[Record], least_judged: int = LEAST_JUDGED
+) -> list[tuple[str, str, bool]]:
     """What is asked for, what came of it, whether that is enough."""
     counts = Counter(verdict(record) for record in records)
     num_judged = sum(counts[kind] for kind in VERDICTS)
     most = int(MOST_REFUSED * num_judged)
     rows = [
         (
-            f"at least {LEAST_JUDGED} models judged",
+            f"at least {least_judged} models judged",
             f"{num_judged}",
-            num_judged >= LEAST_JUDGED,
+            num_judged >= least_judged,
         )
     ]
     for kind in (OVER, BITS, RAW, SLOW):
@@ -100,14 +132,12 @@ def summary(records: Iterable[Record]) -> list[tuple[str, str, bool]]:
     return rows
 
 
-def page(whole: Record) -> Iterator[str]:
+def page(whole: Record, draw: Draw = LIBRARIES) -> Iterator[str]:
     """All of it as Markdown."""
     records = whole["records"]
-    yield "# Breadth: models that nobody chose by hand\n"
+    yield f"# {draw.title}\n"
     yield (
-        "All models of torchvision, one of each family of timm, every architecture of"
-        " Transformers (from a configuration made small) and every module of"
-        " `torch.testing`'s list, in an order drawn by number. Each is planned at"
+        f"{draw.text} Each is planned at"
         f" {', '.join(f'{share:.0%}' for share in SHARES)} of the way from its floor"
         " to the plain step's peak (CPU, fp32, one thread, calibrated), and each"
         " plan really trains for two steps: loss, gradients, parameters, buffers,"
@@ -118,9 +148,9 @@ def page(whole: Record) -> Iterator[str]:
     )
     yield f"    {whole['command']}\n"
     yield "| asked for | result | |\n| --- | --- | --- |"
-    for asked, result, is_kept in summary(records):
+    for asked, result, is_kept in summary(records, draw.least_judged):
         yield f"| {asked} | {result} | {'PASS' if is_kept else '**FAIL**'} |"
-    yield from _by_source(records)
+    yield from _by_source(records, draw.sources)
     yield from _quantiles(records)
     yield from _failures(records)
     yield from _refusals(records)
@@ -129,12 +159,14 @@ def page(whole: Record) -> Iterator[str]:
     yield f"\n{where}.\n"
 
 
-def _by_source(records: list[Record]) -> Iterator[str]:
+def _by_source(records: list[Record], sources: Iterable[str]) -> Iterator[str]:
     kinds = (*VERDICTS, NOT_JUDGED)
     yield f"\n| source | {' | '.join(kinds)} | drawn |"
     yield f"| --- |{' ---: |' * (len(kinds) + 1)}"
-    for source in (*SOURCES, ""):
-        of_source = [r for r in records if r["model"].startswith(source)]
+    for source in (*sources, ""):
+        of_source = [
+            r for r in records if r["model"].startswith(f"{source}/" if source else "")
+        ]
         counts = Counter(verdict(record) for record in of_source)
         row = [str(counts[kind]) for kind in kinds]
         yield f"| {source or 'all'} | {' | '.join(row)} | {len(of_source)} |"
