@@ -176,8 +176,9 @@ def _draw_of_packages(names: list[str]) -> verdicts.Draw:
     return verdicts.Draw(
         title="Breadth: models of packages that nobody tuned for",
         text=(
-            f"Of each package at most {packages.MOST} models, drawn by number from its"
-            " own list of classes, small, on batches that their signatures allow."
+            f"Of each package {packages.LEAST} models or one in {packages.SHARE}, drawn"
+            " by number from its own list of classes, small, on batches that their"
+            " signatures allow."
             " Losses are those of the package where it has one, else the mean squares"
             " of the outputs. The packages are optional: what is installed is drawn."
         ),

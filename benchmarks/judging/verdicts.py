@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -14,8 +15,8 @@ from benchmarks.models.drawn import SOURCES
 
 Record = dict[str, Any]
 EXACT, BITS, OVER, RAW = "exact", "other bits", "over budget", "raw exception"
-REFUSED, SLOW = "refused", "too slow"
-VERDICTS = (EXACT, OVER, BITS, RAW, REFUSED, SLOW)
+DEARER, REFUSED, SLOW = "dearer with more", "refused", "too slow"
+VERDICTS = (EXACT, OVER, BITS, RAW, DEARER, REFUSED, SLOW)
 NOT_JUDGED = "not judged"
 MOST_REFUSED = 0.03
 LEAST_JUDGED = 300
@@ -66,6 +67,9 @@ def verdict(record: Record) -> str:
         return BITS
     if any(cell["measured_bytes"] > cell["budget_bytes"] for cell in cells):
         return OVER
+    times = record.get("recompute_ms", [])
+    if any(more > less for less, more in itertools.pairwise(times)):
+        return DEARER
     return EXACT
 
 
@@ -84,6 +88,8 @@ def why(record: Record) -> str:
         return "; ".join([*most, *record.get("warnings", [])[:1]])
     if kind == BITS:
         return next(text for c in _cells(record) for text in c["differences"])
+    if kind == DEARER:
+        return ", ".join(f"{time:.4f} ms" for time in record["recompute_ms"])
     if kind == NOT_JUDGED and record["status"] == "done":
         return f"two plain runs differ: {record['plain']['differences'][0]}"
     phase = record.get("phase")
@@ -97,7 +103,7 @@ def _cells(record: Record) -> list[Record]:
 
 def errors(record: Record) -> list[float]:
     """Predicted over measured peak, less one, of each plan; exact bits only."""
-    if verdict(record) not in (EXACT, OVER):
+    if verdict(record) not in (EXACT, OVER, DEARER):
         return []
     return [c["predicted_bytes"] / c["measured_bytes"] - 1 for c in _cells(record)]
 
@@ -125,7 +131,7 @@ def summary(
             num_judged >= least_judged,
         )
     ]
-    for kind in (OVER, BITS, RAW, SLOW):
+    for kind in (OVER, BITS, RAW, DEARER, SLOW):
         rows.append((f"{kind}: 0", f"{counts[kind]}", counts[kind] == 0))
     refused = counts[REFUSED]
     rows.append((f"refused: at most {MOST_REFUSED:.0%}", f"{refused}", refused <= most))
@@ -177,7 +183,7 @@ def _quantiles(records: list[Record]) -> Iterator[str]:
     plain = [
         abs(record["plain"]["predicted_bytes"] / record["plain"]["measured_bytes"] - 1)
         for record in records
-        if verdict(record) in (EXACT, OVER)
+        if verdict(record) in (EXACT, OVER, DEARER)
     ]
     gaps = [gap for record in records for gap in record.get("gaps", ())]
     yield "\n| | median | 95 % | most |\n| --- | ---: | ---: | ---: |"
@@ -210,7 +216,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 def _failures(records: list[Record]) -> Iterator[str]:
-    for kind in (OVER, BITS, RAW, SLOW):
+    for kind in (OVER, BITS, RAW, DEARER, SLOW):
         of_kind = [record for record in records if verdict(record) == kind]
         if of_kind:
             yield f"\n## {kind.capitalize()}\n"

@@ -103,8 +103,8 @@ def test_a_name_is_of_one_source_only():
 
     page = "\n".join(verdicts.page(whole, draw))
 
-    assert "| x | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in page
-    assert "| x-more | 0 | 0 | 0 | 0 | 1 | 0 | 0 | 1 |" in page
+    assert "| x | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in page
+    assert "| x-more | 0 | 0 | 0 | 0 | 0 | 1 | 0 | 0 | 1 |" in page
 
 
 def test_packages_that_are_not_installed_are_not_drawn():

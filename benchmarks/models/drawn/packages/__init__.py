@@ -28,7 +28,7 @@ PACKAGES = {
         *(other.DEEPCTR, other.ZUKO, other.NFLOWS, other.GPYTORCH, other.TORCHRL),
     )
 }
-MOST = 12  # models of a package
+LEAST, SHARE = 12, 5  # models of a package: so many, or one in so many of its list
 LEAST_JUDGED = 60
 SEED = 17
 
@@ -54,8 +54,8 @@ def names(distribution: str) -> tuple[str, ...]:
         distribution: One of `PACKAGES`, installed.
     """
     listed = sorted(PACKAGES[distribution].models())
-    drawn = random.Random(SEED).sample(listed, min(MOST, len(listed)))
-    return tuple(sorted(drawn))
+    order = random.Random(SEED).sample(listed, len(listed))
+    return tuple(sorted(order[: max(LEAST, len(listed) // SHARE)]))
 
 
 def build(distribution: str, name: str) -> Workload:

@@ -157,7 +157,15 @@ E3NN = Package(
         "edge_dst": _ARCS[1],
         "edge_attr": normal(_EDGES, 4),
         "edge_scalars": normal(_EDGES, 8),
-        "data": {"pos": normal(_NODES, 3), "x": normal(_NODES, _IRREPS_WIDTH)},
+        "data": {
+            "pos": normal(_NODES, 3),
+            **{name: normal(_NODES, _IRREPS_WIDTH) for name in ("x", "node_input")},
+            "node_attr": normal(_NODES, 4),
+            "edge_attr": normal(_EDGES, 4),
+            "edge_src": _ARCS[0],
+            "edge_dst": _ARCS[1],
+            "batch": _GRAPHS,
+        },
     },
 )
 
@@ -196,6 +204,16 @@ NEURALOPERATOR = Package(
             "hidden_variable_codimension": 2,
             "use_positional_encoding": False,
             "scalings": [[1, 1], [1, 1], [1, 1], [1, 1]],
+        },
+        {
+            "n_modes": [[8, 8]] * 4,
+            "n_layers": 4,
+            "n_heads": [2] * 4,
+            "attention_scaling_factors": [1] * 4,
+            "per_channel_attention": False,
+            "output_variable_codimension": 3,
+            "lifting_channels": 16,
+            "projection_channels": 16,
         },
         {
             "in_channels": 3,

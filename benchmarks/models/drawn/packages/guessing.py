@@ -125,7 +125,7 @@ def _tries(
     package: Package, title: str, model_class: Callable[..., Any]
 ) -> Iterator[Callable[[], Workload]]:
     for settings in package.settings:
-        for only_needed in (False, True):
+        for only_needed in (False,) if package.is_large else (False, True):
             make = partial(
                 _made, model_class, settings, only_needed, around=package.around
             )

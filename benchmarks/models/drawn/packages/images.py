@@ -183,6 +183,9 @@ MONAI = Package(
             "block_inplanes": (8, 16, 32, 64),
             "unet_out_channels": 8,
             "final_conv_channels": (8, 8),
+            "in_planes": 8,
+            "planes": 8,
+            "dim": lambda default: 16 if isinstance(default, type) else default,
         }
         for dims in (2, 3)
     ),
@@ -311,8 +314,8 @@ _DIFFUSERS = {
     "hidden_size": 64,
     "inner_dim": 64,
     "mlp_ratio": 2.0,
-    "in_channels": lambda default: default if isinstance(default, int) else 4,
-    "out_channels": lambda default: default,
+    "in_channels": 16,
+    "out_channels": lambda default: default and 16,
     "axes_dims_rope": (4, 6, 6),
     "axes_dim_rope": (4, 6, 6),
     "sample_size": 16,
@@ -328,27 +331,32 @@ _DIFFUSERS = {
 }
 
 
-def _layouts(*channels: int) -> list[torch.Tensor]:
-    """Latents of images, of videos, and as tokens."""
-    return [
-        *(normal(_BATCH, width, 16, 16) for width in channels),
-        *(normal(_BATCH, width, 5, 16, 16) for width in channels),
-        normal(_BATCH, 64, 64),
-    ]
-
-
+# Latents of images and of videos, and as tokens.
+_LATENTS = [
+    normal(_BATCH, 16, 16, 16),
+    normal(_BATCH, 16, 5, 16, 16),
+    normal(_BATCH, 64, 16),
+    normal(_BATCH, 3, 64, 64),
+    normal(_BATCH, 3, 5, 64, 64),
+    normal(_BATCH, 4, 32, 32),
+]
+_OWN_CHANNELS = {k: v for k, v in _DIFFUSERS.items() if not k.endswith("_channels")}
 DIFFUSERS = Package(
     distribution="diffusers",
     models=_diffusers,
     settings=(
         _DIFFUSERS,
         {**_DIFFUSERS, "cross_attention_dim": _TEXT},
-        {**_WIDTHS, "cross_attention_dim": _TEXT},
+        {**_OWN_CHANNELS, "cross_attention_dim": _TEXT, "block_out_channels": _narrow},
     ),
     batches={
-        "hidden_states": _layouts(4, 16),
-        "sample": _layouts(3, 4),
-        "x": _layouts(3, 4),
+        **{name: _LATENTS for name in ("hidden_states", "sample", "x")},
+        "t": normal(_BATCH).sigmoid(),
+        "cap_feats": [[normal(8, _TEXT)] * _BATCH],
+        "timestep_ratio": normal(_BATCH).sigmoid(),
+        "encoder_mask": torch.ones(_BATCH, 8),
+        "clip_text_pooled": normal(_BATCH, 1, _TEXT),
+        "global_hidden_states": normal(_BATCH, 1, _TEXT),
         "timestep": integers(1000, _BATCH).float(),
         "encoder_hidden_states": normal(_BATCH, 8, _TEXT),
         "encoder_attention_mask": torch.ones(_BATCH, 8),

@@ -123,11 +123,16 @@ class Points(nn.Module):
         return moved.square().mean() - logarithm.mean()
 
 
+def _residual_net(inputs: int, outputs: int) -> nn.Module:
+    from nflows.nn.nets import ResidualNet  # optional
+
+    net: nn.Module = ResidualNet(inputs, outputs, hidden_features=32)
+    return net
+
+
 NFLOWS = Package(
     distribution="nflows",
-    models=lambda: classes_in(
-        *("nflows.flows", "nflows.transforms", "nflows.distributions")
-    ),
+    models=lambda: classes_in(*("nflows.flows", "nflows.transforms")),
     settings=(
         {
             "features": 8,
@@ -139,6 +144,8 @@ NFLOWS = Package(
             "mask": torch.arange(8) % 2,
             "shape": (8,),
             "tails": "linear",
+            "num_bins": 8,
+            "transform_net_create_fn": lambda _: _residual_net,
         },
     ),
     batches={"x": normal(64, 8).sigmoid()},
@@ -258,6 +265,7 @@ def _small_clip(name: str) -> nn.Module:
         elif isinstance(part.get("layers"), list):
             part |= {"layers": [1, 1, 1, 1], "width": 16}
         part |= {"heads": 4} if "heads" in part else {}
+    text |= {"context_length": 77} if "context_length" in text else {}
     text |= {"vocab_size": 512} if "vocab_size" in text else {}
     vision |= {"image_size": 64, "timm_model_pretrained": False}
     vision |= {"head_width": 16} if isinstance(vision.get("layers"), int) else {}
@@ -351,18 +359,22 @@ class Detection(nn.Module):
         return total
 
 
-_BOXES = 6
+_BOXES, _CLASSES = 6, integers(10, 2)
 ULTRALYTICS = Package(
     distribution="ultralytics",
     models=_detectors,
     batches={
-        "batch": {
-            "img": normal(2, 3, 128, 128).sigmoid(),
-            "cls": integers(10, _BOXES, 1).float(),
-            "bboxes": normal(_BOXES, 4).sigmoid() * 0.4 + 0.1,
-            "batch_idx": torch.tensor([0.0, 0, 0, 1, 1, 1]),
-            "masks": integers(2, 2, 32, 32).float(),
-        }
+        "batch": [
+            {
+                "img": normal(2, 3, 128, 128).sigmoid(),
+                "cls": integers(10, *size).float() if len(size) > 1 else _CLASSES,
+                "bboxes": normal(_BOXES, width).sigmoid() * 0.4 + 0.1,
+                "batch_idx": torch.tensor([0.0, 0, 0, 1, 1, 1]),
+                "masks": integers(2, 2, 32, 32).float(),
+                "keypoints": normal(_BOXES, 17, 3).sigmoid(),
+            }
+            for size, width in (((_BOXES, 1), 4), ((_BOXES, 1), 5), ((2,), 4))
+        ]
     },
     around=Detection,
 )

@@ -248,17 +248,32 @@ def _xlstm(_: Any) -> Any:
     )
 
 
+def _prepared(block: Any, layer: str) -> Any:
+    """A configuration of a block with the widths that a stack would give it."""
+    inside = getattr(block, layer)
+    inside.embedding_dim, inside.context_length = _WIDTH, _LENGTH
+    block.__post_init__()
+    inside.__post_init__()
+    return block
+
+
 XLSTM = Package(
     distribution="xlstm",
     models=lambda: classes_in("xlstm"),
-    settings=({"config": _xlstm},),
+    settings=(
+        {"config": _xlstm},
+        {"config": lambda _: _prepared(_xlstm(None).mlstm_block, "mlstm")},
+        {"config": lambda _: _prepared(_xlstm(None).slstm_block, "slstm")},
+        {"config": lambda _: _prepared(_xlstm(None).mlstm_block, "mlstm").mlstm},
+        {"config": lambda _: _prepared(_xlstm(None).slstm_block, "slstm").slstm},
+    ),
     batches={"x": _HIDDEN, "idx": _TOKENS},
 )
 
 _SOUND, _SPECTRUM = normal(2, 8000), normal(2, 100, 40)
 TORCHAUDIO = Package(
     distribution="torchaudio",
-    models=lambda: classes_in("torchaudio.models", "torchaudio.transforms"),
+    models=lambda: classes_in("torchaudio.models"),
     settings=(
         {
             "input_dim": 40,
