@@ -2,6 +2,11 @@
 
     python -m benchmarks.breadth [--sources torchvision,modules] [--jobs 2]
     python -m benchmarks.breadth --models timm/dla,transformers/bart --work FOLDER
+    python -m benchmarks.breadth --packages [monai diffusers ...]
+
+With `--packages` models of other packages are drawn, each from the package's own list:
+of those that are named, or of all in `benchmarks.models.drawn.packages` that are
+installed. None is needed for anything else; their page is results/packages.md.
 
 What is done is not done again: every model leaves a file in the folder of work, and the
 page is of all files that are there. The records lie beside the page, too: what they
@@ -27,11 +32,10 @@ from typing import Any
 
 from benchmarks.environment import environment, package_version
 from benchmarks.judging import job, verdicts
-from benchmarks.models.drawn import SEED, SOURCES, every
+from benchmarks.models.drawn import SEED, SOURCES, every, packages
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
-_RECORDS = "breadth.json"
 _WALL_OF_CPU = 4  # a process may wait this many times as long as it may work
 Record = dict[str, Any]
 
@@ -63,6 +67,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
     work = Path(tempfile.gettempdir()) / "autosac-breadth"
     parser.add_argument("--sources", type=words, default=list(SOURCES))
+    parser.add_argument("--packages", nargs="*", help="optional; default: all there")
     parser.add_argument("--models", type=words, help="such as timm/dla; default: all")
     parser.add_argument("--again", type=words, default=[], help="verdicts to redo")
     parser.add_argument("--jobs", type=int, default=1, help="models side by side")
@@ -73,8 +78,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     options.given = sys.argv[1:] if arguments is None else arguments
-    if unknown := sorted(set(options.sources) - set(SOURCES)):
-        parser.error(f"unknown {unknown}; known are {list(SOURCES)}")
+    known, options.page = list(SOURCES), "breadth"
+    if options.packages is not None:
+        known, options.page = packages.installed(), "packages"
+        options.sources = options.packages or known
+        options.work /= options.page
+    if unknown := sorted(set(options.sources) - set(known)):
+        parser.error(f"unknown {unknown}; known are {known}")
     return options
 
 
@@ -91,7 +101,7 @@ def _path(options: argparse.Namespace, name: str) -> Path:
 
 def _restore(options: argparse.Namespace) -> None:
     """Records of earlier runs, where the folder of work has none, as files."""
-    known = options.output / _RECORDS
+    known = options.output / f"{options.page}.json"
     if not known.exists():
         return
     for record in json.loads(known.read_text()):
@@ -144,6 +154,10 @@ def _write(options: argparse.Namespace) -> list[tuple[str, str, bool]]:
     records = [json.loads(path.read_text()) for path in paths]
     records = [record for record in records if record["status"] != "unfinished"]
     where = {**environment(), "timm": package_version("timm")}
+    draw = verdicts.LIBRARIES
+    if options.packages is not None:
+        draw = _draw_of_packages(options.sources)
+        where |= {name: packages.version(name) for name in options.sources}
     whole = {
         "records": records,
         "num_names": sum(len(every(source)) for source in options.sources),
@@ -151,11 +165,26 @@ def _write(options: argparse.Namespace) -> list[tuple[str, str, bool]]:
         "command": _command(options.given),
     }
     options.output.mkdir(parents=True, exist_ok=True)
-    page = "\n".join(verdicts.page(whole))
-    (options.output / "breadth.md").write_text(page)
+    page = "\n".join(verdicts.page(whole, draw))
+    (options.output / f"{options.page}.md").write_text(page)
     lines = ",\n".join(map(json.dumps, records))
-    (options.output / _RECORDS).write_text(f"[\n{lines}\n]\n")
-    return verdicts.summary(records)
+    (options.output / f"{options.page}.json").write_text(f"[\n{lines}\n]\n")
+    return verdicts.summary(records, draw.least_judged)
+
+
+def _draw_of_packages(names: list[str]) -> verdicts.Draw:
+    return verdicts.Draw(
+        title="Breadth: models of packages that nobody tuned for",
+        text=(
+            f"Of each package {packages.LEAST} models or one in {packages.SHARE}, drawn"
+            " by number from its own list of classes, small, on batches that their"
+            " signatures allow."
+            " Losses are those of the package where it has one, else the mean squares"
+            " of the outputs. The packages are optional: what is installed is drawn."
+        ),
+        sources=tuple(names),
+        least_judged=packages.LEAST_JUDGED,
+    )
 
 
 def _command(given: list[str]) -> str:

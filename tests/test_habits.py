@@ -1,6 +1,7 @@
 """Models of habits that no op tells of: planned near the floor, trained bit by bit."""
 
 import collections
+import copy
 import warnings
 
 import pytest
@@ -96,6 +97,14 @@ class MarksDirty(Block):
         return x + self.down(_Double.apply(functional.gelu(self.up(x))))
 
 
+class CopiesPart(Block):
+    """Copies a part of itself, frozen, in every step."""
+
+    def forward(self, x):
+        frozen = copy.deepcopy(self.up).requires_grad_(False)
+        return super().forward(x) + frozen(x).mean(1, keepdim=True)
+
+
 class Vectorized(Block):
     """Calls modules under `torch.vmap`."""
 
@@ -157,7 +166,7 @@ def of(block):
 
 HABITS = (
     *(KeepsTable, KeepsBuffers, KeepsLatest, Checkpointed, MarksDirty, Vectorized),
-    *(Folds, Picks, Parametrized),
+    *(Folds, Picks, Parametrized, CopiesPart),
 )
 
 

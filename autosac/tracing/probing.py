@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
+import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +91,36 @@ class Probe:
             raise
         self.recorder.leave(call, args, kwargs, output)
         return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A module that the model copies as it runs is no module of the model."""
+        return _own_forward(self.forward, memo)
+
+
+_Forward = Callable[..., Any]
+
+
+class _OwnForward:
+    """The ``forward`` of a copied module, which dies with the last who holds it."""
+
+    def __init__(self, method: Callable[..., Any], module: torch.nn.Module) -> None:
+        self.method = method
+        self.module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.method(self.module(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return _own_forward(self.method.__get__(self.module()), memo)
+
+
+def _own_forward(forward: Callable[..., Any], memo: dict[int, Any]) -> _Forward:
+    """What stands in for a ``forward`` whose module is copied."""
+    module = memo.get(id(getattr(forward, "__self__", None)))
+    if isinstance(forward, MethodType) and isinstance(module, torch.nn.Module):
+        return _OwnForward(forward.__func__, module)
+    copied: _Forward = copy.deepcopy(forward, memo)  # one that the user set
+    return copied
 
 
 class Call:

@@ -202,6 +202,7 @@ def _judge(name: str, notes: _Notes) -> None:
             budget_bytes = floor_bytes + int(share * (baseline_bytes - floor_bytes))
             plans.append(autosac.plan(profile, memory_budget=budget_bytes))
     record["num_units"] = [len(plan.policy) for plan in plans]
+    record["recompute_ms"] = [plan.recompute_ms for plan in plans]
     record["gaps"] = [round(plan.optimality_gap, 5) for plan in plans]
     del profile
     with notes.phase(STEPS):

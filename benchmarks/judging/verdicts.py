@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.judging.job import PLANNING, SHARES, STEPS
@@ -13,13 +15,42 @@ from benchmarks.models.drawn import SOURCES
 
 Record = dict[str, Any]
 EXACT, BITS, OVER, RAW = "exact", "other bits", "over budget", "raw exception"
-REFUSED, SLOW = "refused", "too slow"
-VERDICTS = (EXACT, OVER, BITS, RAW, REFUSED, SLOW)
+DEARER, REFUSED, SLOW = "dearer with more", "refused", "too slow"
+VERDICTS = (EXACT, OVER, BITS, RAW, DEARER, REFUSED, SLOW)
 NOT_JUDGED = "not judged"
 MOST_REFUSED = 0.03
 LEAST_JUDGED = 300
 _FAR, _FAR_BYTES = 0.002, 4096  # a prediction further off than both is listed
 _WIDE = 0.05  # a gap above it is listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """What models were drawn from.
+
+    Attributes:
+        title: Of the page.
+        text: Says which models these are.
+        sources: Beginnings of their names.
+        least_judged: Models that are asked for.
+    """
+
+    title: str
+    text: str
+    sources: tuple[str, ...]
+    least_judged: int
+
+
+LIBRARIES = Draw(
+    title="Breadth: models that nobody chose by hand",
+    text=(
+        "All models of torchvision, one of each family of timm, every architecture of"
+        " Transformers (from a configuration made small) and every module of"
+        " `torch.testing`'s list, in an order drawn by number."
+    ),
+    sources=SOURCES,
+    least_judged=LEAST_JUDGED,
+)
 
 
 def verdict(record: Record) -> str:
@@ -36,6 +67,9 @@ def verdict(record: Record) -> str:
         return BITS
     if any(cell["measured_bytes"] > cell["budget_bytes"] for cell in cells):
         return OVER
+    times = record.get("recompute_ms", [])
+    if any(more > less for less, more in itertools.pairwise(times)):
+        return DEARER
     return EXACT
 
 
@@ -54,6 +88,8 @@ def why(record: Record) -> str:
         return "; ".join([*most, *record.get("warnings", [])[:1]])
     if kind == BITS:
         return next(text for c in _cells(record) for text in c["differences"])
+    if kind == DEARER:
+        return ", ".join(f"{time:.4f} ms" for time in record["recompute_ms"])
     if kind == NOT_JUDGED and record["status"] == "done":
         return f"two plain runs differ: {record['plain']['differences'][0]}"
     phase = record.get("phase")
@@ -67,7 +103,7 @@ def _cells(record: Record) -> list[Record]:
 
 def errors(record: Record) -> list[float]:
     """Predicted over measured peak, less one, of each plan; exact bits only."""
-    if verdict(record) not in (EXACT, OVER):
+    if verdict(record) not in (EXACT, OVER, DEARER):
         return []
     return [c["predicted_bytes"] / c["measured_bytes"] - 1 for c in _cells(record)]
 
@@ -81,33 +117,33 @@ def is_far(record: Record) -> bool:
     )
 
 
-def summary(records: Iterable[Record]) -> list[tuple[str, str, bool]]:
+def summary(
+    records: Iterable[Record], least_judged: int = LEAST_JUDGED
+) -> list[tuple[str, str, bool]]:
     """What is asked for, what came of it, whether that is enough."""
     counts = Counter(verdict(record) for record in records)
     num_judged = sum(counts[kind] for kind in VERDICTS)
     most = int(MOST_REFUSED * num_judged)
     rows = [
         (
-            f"at least {LEAST_JUDGED} models judged",
+            f"at least {least_judged} models judged",
             f"{num_judged}",
-            num_judged >= LEAST_JUDGED,
+            num_judged >= least_judged,
         )
     ]
-    for kind in (OVER, BITS, RAW, SLOW):
+    for kind in (OVER, BITS, RAW, DEARER, SLOW):
         rows.append((f"{kind}: 0", f"{counts[kind]}", counts[kind] == 0))
     refused = counts[REFUSED]
     rows.append((f"refused: at most {MOST_REFUSED:.0%}", f"{refused}", refused <= most))
     return rows
 
 
-def page(whole: Record) -> Iterator[str]:
+def page(whole: Record, draw: Draw = LIBRARIES) -> Iterator[str]:
     """All of it as Markdown."""
     records = whole["records"]
-    yield "# Breadth: models that nobody chose by hand\n"
+    yield f"# {draw.title}\n"
     yield (
-        "All models of torchvision, one of each family of timm, every architecture of"
-        " Transformers (from a configuration made small) and every module of"
-        " `torch.testing`'s list, in an order drawn by number. Each is planned at"
+        f"{draw.text} Each is planned at"
         f" {', '.join(f'{share:.0%}' for share in SHARES)} of the way from its floor"
         " to the plain step's peak (CPU, fp32, one thread, calibrated), and each"
         " plan really trains for two steps: loss, gradients, parameters, buffers,"
@@ -118,9 +154,9 @@ def page(whole: Record) -> Iterator[str]:
     )
     yield f"    {whole['command']}\n"
     yield "| asked for | result | |\n| --- | --- | --- |"
-    for asked, result, is_kept in summary(records):
+    for asked, result, is_kept in summary(records, draw.least_judged):
         yield f"| {asked} | {result} | {'PASS' if is_kept else '**FAIL**'} |"
-    yield from _by_source(records)
+    yield from _by_source(records, draw.sources)
     yield from _quantiles(records)
     yield from _failures(records)
     yield from _refusals(records)
@@ -129,12 +165,14 @@ def page(whole: Record) -> Iterator[str]:
     yield f"\n{where}.\n"
 
 
-def _by_source(records: list[Record]) -> Iterator[str]:
+def _by_source(records: list[Record], sources: Iterable[str]) -> Iterator[str]:
     kinds = (*VERDICTS, NOT_JUDGED)
     yield f"\n| source | {' | '.join(kinds)} | drawn |"
     yield f"| --- |{' ---: |' * (len(kinds) + 1)}"
-    for source in (*SOURCES, ""):
-        of_source = [r for r in records if r["model"].startswith(source)]
+    for source in (*sources, ""):
+        of_source = [
+            r for r in records if r["model"].startswith(f"{source}/" if source else "")
+        ]
         counts = Counter(verdict(record) for record in of_source)
         row = [str(counts[kind]) for kind in kinds]
         yield f"| {source or 'all'} | {' | '.join(row)} | {len(of_source)} |"
@@ -145,7 +183,7 @@ def _quantiles(records: list[Record]) -> Iterator[str]:
     plain = [
         abs(record["plain"]["predicted_bytes"] / record["plain"]["measured_bytes"] - 1)
         for record in records
-        if verdict(record) in (EXACT, OVER)
+        if verdict(record) in (EXACT, OVER, DEARER)
     ]
     gaps = [gap for record in records for gap in record.get("gaps", ())]
     yield "\n| | median | 95 % | most |\n| --- | ---: | ---: | ---: |"
@@ -178,7 +216,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 def _failures(records: list[Record]) -> Iterator[str]:
-    for kind in (OVER, BITS, RAW, SLOW):
+    for kind in (OVER, BITS, RAW, DEARER, SLOW):
         of_kind = [record for record in records if verdict(record) == kind]
         if of_kind:
             yield f"\n## {kind.capitalize()}\n"

@@ -39,6 +39,8 @@ def record(*cells, plain=(), **more):
         (record(cell(), cell(9)), verdicts.EXACT),
         (record(cell(), cell(11)), verdicts.OVER),
         (record(cell(11), cell(differences=["loss"])), verdicts.BITS),
+        (record(cell(), cell(), recompute_ms=[1.0, 2.0]), verdicts.DEARER),
+        (record(cell(), cell(), recompute_ms=[1.0, 1.0]), verdicts.EXACT),
         (record(cell(differences=["loss"]), plain=["loss"]), verdicts.NOT_JUDGED),
         (record(status="refused", reason="No."), verdicts.REFUSED),
         (record(status="raw error", reason="KeyError: 1"), verdicts.RAW),
@@ -57,6 +59,7 @@ def test_every_way_to_fail_has_a_verdict(observed, expected):
         (record(cell(11), cell(), cell()), "over budget: 0"),
         (record(cell(differences=["loss"])), "other bits: 0"),
         (record(status="raw error", reason="KeyError: 1"), "raw exception: 0"),
+        (record(*[cell()] * 2, recompute_ms=[1.0, 2.0]), "dearer with more: 0"),
         (record(status="ended", phase="floor", reason="late"), "too slow: 0"),
         (record(status="refused", reason="No."), "refused: at most 3%"),
     ],
@@ -159,7 +162,7 @@ def test_a_process_for_each_model_and_none_for_what_is_done(tmp_path, capsys):
     assert breadth.main(given) == 1
 
     assert "not done in 1 s of work" in late
-    assert "| modules | 2 | 0 | 0 | 0 | 0 | 0 | 0 | 2 |" in page
+    assert "| modules | 2 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 2 |" in page
     assert "expected" not in page and str(tmp_path) not in page
     assert capsys.readouterr().out == ""  # nothing was left to do
 

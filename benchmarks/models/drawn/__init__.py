@@ -1,7 +1,8 @@
-"""Models that nobody chose: drawn by number from the lists of three libraries.
+"""Models that nobody chose: drawn by number from the lists of libraries.
 
 A model has a name such as ``transformers/opt``, ``timm/regnetx_002`` or
-``torchvision/vgg11``, and everything about its step follows from the name.
+``torchvision/vgg11``, and everything about its step follows from the name. Those of
+packages that are optional are called ``monai/UNet``.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def every(source: str) -> tuple[str, ...]:
     """All names of a source: a family of timm is one, named after its file.
 
     Args:
-        source: One of `SOURCES`.
+        source: One of `SOURCES`, or an optional package that is installed.
     """
     if source == "transformers":
         from benchmarks.models.drawn import of_transformers  # as in `drawn`
@@ -107,6 +108,10 @@ def every(source: str) -> tuple[str, ...]:
         from benchmarks.models.drawn import of_modules  # as in `drawn`
 
         names = of_modules.names()
+    elif source not in SOURCES:
+        from benchmarks.models.drawn import packages  # as in `drawn`
+
+        names = packages.names(source)
     else:
         from benchmarks.models.drawn import of_vision  # as in `drawn`
 
@@ -137,6 +142,10 @@ def build_small(name: str) -> Workload:
         from benchmarks.models.drawn import of_modules  # as in `drawn`
 
         return of_modules.build(own)
+    if source not in SOURCES:
+        from benchmarks.models.drawn import packages  # as in `drawn`
+
+        return packages.build(source, own)
     from benchmarks.models.drawn import small_vision  # as in `drawn`
 
     if source == "timm":
