@@ -13,11 +13,11 @@ WIDTH = 16
 VOID = {"br"}
 
 
-def layers():
+def layers(num=48):
     return nn.Sequential(
         *(
             nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
-            for _ in range(48)
+            for _ in range(num)
         )
     )
 
@@ -45,7 +45,7 @@ def results(traced):
         memory_budget="1GiB",
     )
     pipeline = autosac.plan_pipeline(
-        layers(),
+        layers(4),
         torch.randn(64, WIDTH),
         target=torch.randn(64, WIDTH),
         loss_fn=lambda output, target: (output - target).square().mean(),
