@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat_compiler
 from autosac.errors import ArgumentError
 from autosac.pytrees import tensors_in
 from autosac.step import source_lines
@@ -50,7 +50,7 @@ def check_kind(model: Any) -> None:
         )
     for fqn, module in model.named_modules():
         name = f"`{fqn}`" if fqn else "`model`"
-        if _compat.is_compiled(module):
+        if _compat_compiler.is_compiled(module):
             raise ArgumentError(
                 f"{name} is compiled by torch.compile, and a plan is for ops that run"
                 " one by one: pass the model as it was before that, or cap the memory"
