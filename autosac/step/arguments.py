@@ -216,6 +216,16 @@ def read_optimizer(optimizer: Any, model: torch.nn.Module) -> Any:
     return optimizer
 
 
+def optimizer_name(optimizer: Any) -> str:
+    """Name of an optimizer's class, for people; '' if there is none, or unknown."""
+    if isinstance(optimizer, OptimizerInBackward):
+        return "optimizer in backward"
+    maker = getattr(optimizer, "func", optimizer)  # of a `functools.partial`
+    if isinstance(optimizer, torch.optim.Optimizer):
+        maker = type(optimizer)
+    return maker.__name__ if isinstance(maker, type) else ""
+
+
 def optimizer_for(make_optimizer: Any, model: torch.nn.Module) -> AnyOptimizer | None:
     """Build the optimizer of a model.
 
