@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -460,12 +459,3 @@ def fake_like(
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """ATen's `suggest_memory_format`: channels last if the strides say so."""
     return torch._prims_common.suggest_memory_format(tensor)
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is, or was, given to ``torch.compile``."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded by what compiles
-    in_place = getattr(module, "_compiled_call_impl", None) is not None
-    return in_place or (
-        compiler is not None and isinstance(module, compiler.OptimizedModule)
-    )

@@ -145,7 +145,7 @@ def test_the_table_names_every_module_and_its_figures():
     lines = str(info).splitlines()
     assert len(lines) == 1 + len(info.modules)
     figures = "1.02e+04 1.23e+04 512 B 1.0 KiB 2.0 KiB 2.5 KiB 3.5 KiB"
-    assert " ".join(lines[1].split()) == f"(all) Sequential {figures}"
+    assert " ".join(lines[1].split()) == f"(all) (Sequential) {figures}"
     assert list(frame.fqn) == ["", "0", "1", "2"]
     assert frame.fwd_mem_in.sum() == sum(one.fwd_mem_in for one in info.modules)
     assert [one.fqn for one in info.leaves] == ["0", "1", "2"]

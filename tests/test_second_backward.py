@@ -437,18 +437,75 @@ def test_hessians_are_those_of_the_plain_model(name, vectorize):
     assert torch.equal(*observed)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_planned_model_that_is_compiled_says_what_to_do(in_place):
+def whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def a_part(model):
+    part = next(m for m in model.modules() if isinstance(m, nn.Linear))
+    return in_place(part) and model
+
+
+def in_a_function(model):
+    return torch.compile(lambda x: model(x).sum(), backend="eager")
+
+
+def exported(model):
+    return lambda x: torch.export.export(model, (x,))
+
+
+@pytest.mark.parametrize("how", [whole, in_place, a_part, in_a_function, exported])
+def test_a_planned_model_that_is_compiled_says_what_to_do(how):
     model = SMOOTH.model()
-    installing.install(model, random_policies(SMOOTH))
-    compiled = model
-    if in_place:
-        model.compile(backend="eager")
-    else:
-        compiled = torch.compile(model, backend="eager")
+    x = rows()
+    profile = autosac.profile(model, x, loss_fn=torch.sum)
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    plan.apply(model)
+    compiled = how(model)
 
     with pytest.raises(autosac.errors.UnsupportedError, match=r"plan\.unapply\(model"):
-        compiled(rows())
+        compiled(x)
+
+
+def test_units_that_are_compiled_say_what_to_do():
+    model = SMOOTH.model()
+    installing.install(model, random_policies(SMOOTH))
+
+    with pytest.raises(autosac.errors.UnsupportedError, match=r"AC unit `.*compiled"):
+        whole(model)(rows())
+
+
+class Fused(nn.Module):
+    """Runs compiled code; a value may decide something before that."""
+
+    def __init__(self, decides):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.gate = torch.compile(lambda x: x * torch.sigmoid(x), backend="eager")
+        self.decides = decides
+
+    def forward(self, x):
+        x = self.layer(x)
+        if self.decides and x.sum().item() > 1e9:
+            x = x + 1
+        return self.gate(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own
+@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_compiled_code_inside_a_model_is_no_step_to_plan(decides, is_warm):
+    model, x = Fused(decides), torch.randn(4, 8)
+    if is_warm:
+        model(x)
+
+    with pytest.raises(autosac.errors.TraceError, match=r"compiled by torch\.compile"):
+        autosac.profile(model, x, loss_fn=torch.sum)
 
 
 # --- memory ---------------------------------------------------------------------

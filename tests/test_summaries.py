@@ -13,11 +13,11 @@ WIDTH = 16
 VOID = {"br"}
 
 
-def layers():
+def layers(num=48):
     return nn.Sequential(
         *(
             nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
-            for _ in range(48)
+            for _ in range(num)
         )
     )
 
@@ -44,9 +44,24 @@ def results(traced):
         num_gpus=8,
         memory_budget="1GiB",
     )
+    pipeline = autosac.plan_pipeline(
+        layers(4),
+        torch.randn(64, WIDTH),
+        target=torch.randn(64, WIDTH),
+        loss_fn=lambda output, target: (output - target).square().mean(),
+        num_ranks=2,
+        num_micro_batches=2,
+        memory_budget="1GiB",
+        schedules=["1F1B"],
+    )
+    inputs = torch.randn(64, WIDTH)
     return (
         traced,
         plan,
+        autosac.advise(traced, memory_budget=budget),
+        autosac.verify(plan, layers, lambda: inputs, loss_fn=mean_square),
+        pipeline,
+        autosac.graph_info(layers(), inputs),
         autosac.estimate(traced),
         autosac.sweep(traced, n=64),
         traced.statistics,

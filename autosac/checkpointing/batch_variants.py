@@ -15,6 +15,7 @@ import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac._compat_distributed import WAITS, are_distributed
+from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import thread
 from autosac.checkpointing.installing import (
     CountedForward,
@@ -237,7 +238,12 @@ class BatchForward(StandIn):
             variants.close()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A step begins: follow the plan for its batch."""
+        """A step begins: follow the plan for its batch.
+
+        Raises:
+            UnsupportedError: The model is compiled, or a part of it.
+        """
+        compiled_parts.check(self.module)
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
         numbers = variants.by_signature.get(signature)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import types
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from autosac import _compat_dispatch
 from autosac._compat_distributed import local
+from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import Present, thread
 from autosac.checkpointing.call_arguments import Kept, Source, leaves
 from autosac.checkpointing.chained_calls import RelayedCall
@@ -31,7 +34,6 @@ from autosac.checkpointing.op_programs import KnownMode, Program
 from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.recording_mode import RecordingMode
 from autosac.checkpointing.saved_tensors import Frame
-from autosac.errors import UnsupportedError
 from autosac.units.policies import OpPolicy
 
 _MOST_LOSSES = 3  # batches that differ have lost as often: look at every op then
@@ -132,6 +134,12 @@ class StandIn:
         return self.__wrapped__(*args, **kwargs)
 
     @property
+    def __code__(self) -> types.CodeType:
+        """For torch.export, which looks at a signature before it calls anything."""
+        code: types.CodeType = inspect.unwrap(self).__code__
+        return code
+
+    @property
     def __wrapped__(self) -> Callable[..., Any]:
         own: Callable[..., Any] | None = self.own_forward
         if own is not None:
@@ -174,7 +182,7 @@ class CheckpointedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         may_compile = torch.compiler.is_compiling() and torch.is_grad_enabled()
         if may_compile and self.module.training == self.training:
-            _refuse_to_compile(self.fqn)  # before all that Dynamo cannot follow
+            compiled_parts.refuse(self.fqn)  # before all that Dynamo cannot follow
         forward = self.__wrapped__
         if self.step.onward is not None:
             return self.step.onward.meet(self.fqn, forward, args, kwargs)
@@ -274,16 +282,6 @@ class CheckpointedForward(StandIn):
                 stacklevel=2,
             )
         return self.policies.get(index)
-
-
-@_compat_dispatch.called_at_run_time
-def _refuse_to_compile(fqn: str) -> NoReturn:
-    raise UnsupportedError(
-        f"AC unit `{fqn}` of a plan is about to be compiled, but torch.compile and"
-        " torch.export make ops of their own, which no plan knows. Call"
-        " `plan.unapply(model)` first; `autosac.compile(model, memory_budget=...)`"
-        " compiles under a budget."
-    )
 
 
 def _warn_of_transform(fqn: str) -> None:

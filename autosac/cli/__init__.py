@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autosac.cli import demo, grids, models, tables
+    from autosac.cli import compiled, demo, grids, models, tables
 
-__all__ = ["demo", "grids", "models", "tables"]
+__all__ = ["compiled", "demo", "grids", "models", "tables"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autosac.cli import config_batches
 from autosac.cli.usage import UsageError, usage
 from autosac.devices.specs import device_spec
 from autosac.errors import AutosacError
@@ -304,15 +305,15 @@ def _from_config(
         raise UsageError(f"{path}: this transformers has no {names[0]}.")
     config = transformers.AutoConfig.for_model(**record)
     _check_entries(kind, transformers.AutoConfig.for_model(kind), changes)
-    longest = getattr(config, "max_position_embeddings", None) or length
-    if length > longest:
+    longest = getattr(config, "max_position_embeddings", None) or 0
+    if 0 < longest < length:  # XLNet says -1
         raise UsageError(
             f"--length {length} is longer than the {longest} positions of {path}; use"
             f" --set max_position_embeddings={length} for a model that has as many."
         )
     config.use_cache = False  # a cache of keys is for generation
     model = architecture(config).train()
-    return {"model": model, "inputs": _inputs(names[0], config, batch, length)}
+    return {"model": model, "inputs": config_batches.batch_for(model, batch, length)}
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -333,43 +334,3 @@ def _check_entries(kind: str, plain: Any, changes: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(key, sorted(entries), 1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
             raise UsageError(f"--set {key}: a config of {kind} has no {key!r}{hint}")
-
-
-_TEXT_HEADS = (
-    "ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration",
-    "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
-)  # fmt: skip
-
-
-def _text_labels(
-    name: str, config: Any, tokens: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """What a head wants to be told of a batch of tokens."""
-    batch, length = tokens.shape
-    if name.endswith("ForSequenceClassification"):
-        if config.pad_token_id is None:  # where texts end, which is asked of batches
-            config.pad_token_id = 0
-        return {"labels": torch.randint(config.num_labels, (batch,))}
-    if name.endswith("ForTokenClassification"):
-        return {"labels": torch.randint(config.num_labels, (batch, length))}
-    if name.endswith("ForQuestionAnswering"):
-        places = torch.randint(length, (batch,))
-        return {"start_positions": places, "end_positions": places}
-    return {"labels": tokens}
-
-
-def _inputs(name: str, config: Any, batch: int, length: int) -> dict[str, Any]:
-    """A batch for an architecture, with labels, so that it computes its own loss."""
-    if name.endswith(_TEXT_HEADS):
-        tokens = torch.randint(config.vocab_size, (batch, length))
-        return {"input_ids": tokens, **_text_labels(name, config, tokens)}
-    if name.endswith("ForImageClassification"):
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        pixels = torch.randn(batch, config.num_channels, height, width)
-        labels = torch.randint(config.num_labels, (batch,))
-        return {"pixel_values": pixels, "labels": labels}
-    raise UsageError(
-        f"autosac knows no batch for {name}; write a factory that returns (model,"
-        " inputs) and name it as package.module:factory."
-    )

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from autosac.devices.specs import DeviceSpec
+from autosac.graphs.compiling import CompiledPlan
 from autosac.parallel.plans import ParallelPlan
 from autosac.planning.advising import Advice
 from autosac.planning.plans import Plan
@@ -30,6 +31,11 @@ _PARALLEL_FIELDS = (
     "torch_version",
 )  # fmt: skip
 
+_GRAPH_FIELDS = (
+    "budget_bytes", "baseline_peak_bytes", "recompute_ms", "bound_ms",
+    "optimality_gap", "strategy",
+)  # fmt: skip
+
 
 def plan_record(plan: Plan) -> dict[str, Any]:
     """The figures of a plan; what happens to every op is in its file."""
@@ -42,6 +48,16 @@ def parallel_record(plan: ParallelPlan) -> dict[str, Any]:
     units = [asdict(unit) for unit in plan.sharding.units]
     others = [asdict(other) for other in plan.alternatives]
     return {**record, "fsdp_units": units, "alternatives": others}
+
+
+def compiled_record(plan: CompiledPlan) -> dict[str, Any]:
+    """The figures of the plan of a compiled graph."""
+    graph = {name: getattr(plan.graph, name) for name in _GRAPH_FIELDS}
+    return {
+        **graph,
+        "peak_bytes": plan.peak_bytes,
+        "num_rerun": len(plan.graph.recomputed),
+    }
 
 
 def sweep_record(sweep: Sweep) -> dict[str, Any]:

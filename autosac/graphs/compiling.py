@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import fx
 
-from autosac import _compat, _compat_graphs
+from autosac import _compat_compiler, _compat_graphs
 from autosac.errors import AutosacError, InfeasibleBudgetError, UnsupportedError
 from autosac.graphs import compiled_runs
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
@@ -102,7 +102,7 @@ def compile(
         raise TypeError(f"`model` must be a module, got {type(model).__name__}.")
     check_unplanned(model)
     for fqn, module in model.named_modules():
-        if _compat.is_compiled(module):
+        if _compat_compiler.is_compiled(module):
             raise ValueError(
                 f"`{fqn or 'model'}` is compiled already; the budget caps one graph:"
                 " compile the whole model with `autosac.compile`, or leave it out."

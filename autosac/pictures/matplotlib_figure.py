@@ -23,21 +23,19 @@ def figure(picture: Picture) -> Any:
     axes = drawn.subplots(num_rows, num_columns, squeeze=False)
     for axis in axes.flat[len(picture.panels) :]:
         axis.set_axis_off()
+    known: set[str] = set()  # one legend is enough for panels that share it
     for axis, panel in zip(axes.flat, picture.panels, strict=False):
         if isinstance(panel, Grid):
             _draw_grid(axis, panel)
         else:
             draw_panel(axis, panel)
-            if labelled(panel):
+            labels = set(axis.get_legend_handles_labels()[1])
+            if not labels <= known:
+                known |= labels
                 axis.legend(fontsize=7, framealpha=0.9, **_legend_place(panel))
     if picture.title:
         drawn.suptitle(picture.title, fontsize=11)
     return drawn
-
-
-def labelled(panel: Panel) -> bool:
-    """Whether a panel needs a legend."""
-    return bool(panel.stack) or any(line.label for line in panel.lines)
 
 
 def _legend_place(panel: Panel) -> dict[str, Any]:

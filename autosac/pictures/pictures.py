@@ -196,6 +196,19 @@ class Picture:
         """The picture as an ``<svg>`` element, drawn by Matplotlib."""
         return _svg(self.matplotlib())
 
+    def html(self, *, brings_plotly: bool) -> str:
+        """The picture as an interactive element of a page, drawn by Plotly.
+
+        Args:
+            brings_plotly: It has Plotly's script in it, for itself and what follows.
+        """
+        text: str = self.plotly().to_html(
+            full_html=False,
+            include_plotlyjs=brings_plotly,
+            config={"displaylogo": False, "responsive": True},
+        )
+        return text
+
     def save(self, path: str | Path) -> None:
         """Write the picture; the suffix says how.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from plotly import graph_objects, subplots
 
-from autosac.pictures.pictures import FILLS, Grid, Line, Panel, Picture
+from autosac.pictures.pictures import FILLS, Dash, Grid, Line, Panel, Picture
 
 _PATTERNS = ("", ".", "/", "\\", "|", "", "x", "-")
 _SYMBOLS = {
@@ -15,17 +15,23 @@ _SYMBOLS = {
     "*": "star-open",
 }  # fmt: skip
 _DASHES = {"solid": "solid", "dashed": "dash", "dotted": "dot", "dashdot": "dashdot"}
-_PANEL_PIXELS = 360
+_PANEL_PIXELS, _BETWEEN_PIXELS, _ROOM_PIXELS = 340, 105, 70
+_AT_THE_TOP = {
+    "xref": "x domain", "yref": "y domain", "y": 1, "align": "left", "xanchor": "left",
+    "showarrow": False,
+}  # fmt: skip
 
 
 def figure(picture: Picture) -> Any:
     """An interactive figure."""
     num_columns = min(picture.num_columns, len(picture.panels))
     num_rows = -(-len(picture.panels) // num_columns)
+    height = _ROOM_PIXELS + _PANEL_PIXELS * num_rows
     drawn = subplots.make_subplots(
         rows=num_rows,
         cols=num_columns,
-        subplot_titles=[panel.title for panel in picture.panels],
+        vertical_spacing=_BETWEEN_PIXELS / height,
+        horizontal_spacing=0.22 / num_columns,
     )
     seen: set[str] = set()
     for index, panel in enumerate(picture.panels):
@@ -34,9 +40,14 @@ def figure(picture: Picture) -> Any:
             _draw_grid(drawn, panel, place)
         else:
             _draw_panel(drawn, panel, place, seen, group=f"stack{index}")
+        drawn.add_annotation(
+            text=panel.title.replace("\n", "<br>"),
+            **_AT_THE_TOP, x=0, yanchor="bottom", font={"size": 12}, **place,
+        )  # fmt: skip
     drawn.update_layout(
-        title=picture.title,
-        height=120 + _PANEL_PIXELS * num_rows,
+        title={"text": picture.title, "font": {"size": 16}, "x": 0.01},
+        height=height,
+        margin={"l": 60, "r": 20, "t": 90, "b": 60},
         template="simple_white",
     )
     return drawn
@@ -51,7 +62,7 @@ def _draw_panel(
             y=layer.y,
             name=layer.label,
             legendgroup=layer.label,
-            showlegend=_is_new(layer.label, seen),
+            showlegend=bool(layer.label) and _is_new(layer.label, seen),
             stackgroup=group,
             mode="lines",
             line={"width": 0.5, "color": "#404040"},
@@ -65,17 +76,20 @@ def _draw_panel(
         canvas.add_trace(area, **place)
     for line in panel.lines:
         canvas.add_trace(_scatter(line, seen), **place)
-    begins = [(x, "dotted", name) for x, name in panel.stretches]
-    for x, dash, label in (*panel.verticals, *begins):
-        canvas.add_vline(
-            x=x,
-            line={"dash": _DASHES[dash], "color": "#505050", "width": 1},
-            annotation={"text": label, "textangle": -90, "font": {"size": 10}},
-            annotation_position="top left",
-            **place,
-        )
+    for x, dash, label in panel.verticals:
+        _draw_vertical(canvas, x, dash, place)
+        nowhere = (float("nan"),)  # the line itself is no trace, and in no legend
+        alike = Line(label=label, x=nowhere, y=nowhere, dash=dash, grey=0.3)
+        canvas.add_trace(_scatter(alike, seen), **place)
+    for x, name in panel.stretches:
+        _draw_vertical(canvas, x, "dotted", place)
+        named = {**_AT_THE_TOP, "xref": "x", "yanchor": "top"}
+        canvas.add_annotation(x=x, text=name, font={"size": 10}, **named, **place)
     for note in panel.notes:
-        canvas.add_annotation(x=note.x, y=note.y, text=note.text, **place)
+        canvas.add_annotation(
+            x=note.x, y=note.y, text=note.text, ax=70, ay=-24, arrowhead=2,
+            bgcolor="white", bordercolor="#666666", borderwidth=0.5, **place,
+        )  # fmt: skip
     lower = "tozero" if panel.x_min == 0.0 else "normal"
     canvas.update_xaxes(
         title=panel.x_label, rangemode=lower, range=_range(panel.x_max), **place
@@ -83,6 +97,11 @@ def _draw_panel(
     canvas.update_yaxes(
         title=panel.y_label, rangemode="tozero", range=_range(panel.y_max), **place
     )
+
+
+def _draw_vertical(canvas: Any, x: float, dash: Dash, place: dict[str, int]) -> None:
+    style = {"dash": _DASHES[dash], "color": "#505050", "width": 1}
+    canvas.add_vline(x=x, line=style, **place)
 
 
 def _range(top: float | None) -> list[float] | None:

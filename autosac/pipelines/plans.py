@@ -23,6 +23,7 @@ from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms
 from autosac.step import arguments
+from autosac.summaries import Summarized, Summary, Table, equal_rows_once
 from autosac.units.policies import OpPolicy, op_policy_of
 
 _FORMAT_VERSION = 1
@@ -56,8 +57,8 @@ class StagePlan:
     sent: Passed
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PipelinePlan(Summarized):
     """Stages of a model on the ranks of a pipeline, with what a step then takes.
 
     Attributes:
@@ -211,29 +212,51 @@ class PipelinePlan:
 
     def report(self) -> str:
         """The plan as text for people."""
-        pipeline = self.pipeline
-        lines = [
-            f"pipeline  {pipeline.name}, {pipeline.num_micro_batches} micro-batches on"
-            f" {self.num_ranks} {self.device}",
-            f"budget    {format_bytes(self.budget_bytes)} a rank",
-            f"time      {format_ms(self.step_ms)} a step, {self.bubble_fraction:.1%} of"
-            " it waiting",
-        ]
-        lines += [f"not       {alternative}" for alternative in self.alternatives]
-        for index, stage in enumerate(self.stage_plans):
-            first, last = stage.fqns[0], stage.fqns[-1]
-            lines.append(
-                f"stage {index}   {first} to {last}: {format_bytes(stage.peak_bytes)},"
-                f" {format_ms(stage.forward_ms)} forward,"
-                f" {format_ms(stage.backward_ms)} backward with"
-                f" {format_ms(stage.recompute_ms)} recomputation,"
-                f" {pipeline.most_in_flight(index)} in flight"
-            )
-            lines += [f"  {fqn}  {ratio:.1%}" for fqn, ratio in stage.policy.items()]
-        return "\n".join(lines)
+        return self.summary().text()
 
-    def __str__(self) -> str:
-        return self.report()
+    def summary(self) -> Summary:
+        """Schedule, budget, time; the stages, and what each of them recomputes."""
+        pipeline = self.pipeline
+        waiting = f"{100 * self.bubble_fraction:.1f} %"
+        facts = [
+            (
+                "pipeline",
+                f"{pipeline.name}, {pipeline.num_micro_batches} micro-batches on"
+                f" {self.num_ranks} {self.device}",
+            ),
+            ("budget", f"{format_bytes(self.budget_bytes)} a rank"),
+            ("peak", f"{format_bytes(self.peak_bytes)} predicted"),
+            ("time", f"{format_ms(self.step_ms)} a step, {waiting} of it waiting"),
+            *(("not", alternative) for alternative in self.alternatives),
+        ]
+        rows = [
+            (
+                str(index),
+                f"{stage.fqns[0]} to {stage.fqns[-1]}",
+                format_bytes(stage.peak_bytes),
+                format_ms(stage.forward_ms),
+                format_ms(stage.backward_ms),
+                format_ms(stage.recompute_ms),
+                str(pipeline.most_in_flight(index)),
+            )
+            for index, stage in enumerate(self.stage_plans)
+        ]
+        stages = Table(
+            heads=(
+                *("stage", "blocks", "peak", "forward", "backward"),
+                *("of it recomputation", "in flight"),
+            ),
+            rows=tuple(rows),
+            left=frozenset({0, 1}),
+        )
+        ratios = [
+            (fqn, f"{ratio:.1%}")
+            for stage in self.stage_plans
+            for fqn, ratio in stage.policy.items()
+        ]
+        units = Table(heads=("AC unit", "recomputed"), rows=equal_rows_once(ratios))
+        tables = (stages, units)
+        return Summary(title="Pipeline plan", facts=tuple(facts), tables=tables)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -14,6 +14,7 @@ from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.results.rows import Row, Sweep, figures_of, reason_of
+from autosac.summaries import Summary, Table
 
 AS_IT_IS = "as it is"
 _ORDER = ("same", "rounded", "other")
@@ -36,12 +37,15 @@ class Advice(Sweep):
 
     not_simulated: dict[str, str]
 
-    def __repr__(self) -> str:
-        lines = [Sweep.__repr__(self)]
-        lines += [
-            f"not simulated: {name}: {why}" for name, why in self.not_simulated.items()
-        ]
-        return "\n".join(lines)
+    def summary(self) -> Summary:
+        """The changes that help, then those of which nothing is known."""
+        changes = Sweep.summary(self).tables[0]
+        others = Table(
+            heads=("not simulated", "because"),
+            rows=tuple(self.not_simulated.items()),
+            left=frozenset({0, 1}),
+        )
+        return Summary(title="Advice", tables=(changes, others))
 
     def text_table(self) -> list[tuple[str, ...]]:
         """Heads, then each row, as people read them."""

@@ -264,20 +264,28 @@ class Plan(Summarized):
 
         return report(self._shown(profile), profile)
 
-    def to_html(self, path: str | Path, profile: TracedStep | None = None) -> None:
+    def to_html(
+        self,
+        path: str | Path,
+        profile: TracedStep | None = None,
+        *,
+        interactive: bool = False,
+    ) -> None:
         """Write the report with its pictures as one HTML file that needs no other.
 
         Args:
             path: Where to.
             profile: As in `report`.
+            interactive: Pictures that answer the mouse, by Plotly: 5 MB more, and
+                scripts. Otherwise they are drawn by Matplotlib.
 
         Raises:
-            ImportError: Matplotlib is not installed.
+            ImportError: Matplotlib, or Plotly, is not installed.
             PlanMismatchError: The profile is of another step.
         """
         from autosac.planning.html_report import page  # like `report`
 
-        text = page(self._shown(profile), profile)
+        text = page(self._shown(profile), profile, interactive=interactive)
         Path(path).write_text(text, encoding="utf-8")
 
     def export(self, target: str, profile: Profile) -> Export:

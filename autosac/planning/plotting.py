@@ -28,6 +28,8 @@ _ORDER = (
     "parameter", "buffer", "optimizer", "gradient", "input", "activation", "temporary",
     "workspace",
 )  # fmt: skip
+_NO_CHOICE = 2  # points of a kind of modules: all or nothing
+_SEEN_FRACTION = 0.004  # of the height of a panel: thinner layers are in no legend
 _NAMED_FRACTION = 0.08  # of a step: a shorter phase has no room for its name
 
 
@@ -72,18 +74,19 @@ def trade_offs(
     plan: Plan,
     profile: TracedStep | None = None,
     *,
-    segments: int = 3,
+    segments: int | None = None,
     most: int = 6,
 ) -> Picture:
     """What freeing memory costs in each kind of module, and what the plan chose.
 
-    Modules that behave alike share a panel; those that free most come first.
+    Modules that behave alike share a panel; those that free most come first. Kinds that
+    leave no choice but all or nothing are left out, unless the plan uses them.
 
     Args:
         plan: The plan.
         profile: As in `memory`.
-        segments: Linear segments of the fitted curve (pwlf, lifted so that it never
-            understates a point).
+        segments: Linear segments of a fitted curve (pwlf, lifted so that it never
+            understates a point); None for the points alone, which plans use.
         most: Panels at most.
 
     Raises:
@@ -107,7 +110,14 @@ def trade_offs(
         is_chosen = any(unit in picked for unit in units)
         return is_chosen, curve_of[key].points.max_freed_bytes * len(units)
 
-    shown = sorted(alike, key=weight, reverse=True)[:most]
+    def leaves_a_choice(key: int) -> bool:
+        front = curve_of[key].front
+        return weight(key)[0] or (
+            front is not None and len(front.saved_bytes) > _NO_CHOICE
+        )
+
+    kinds = sorted(alike, key=weight, reverse=True)
+    shown = (list(filter(leaves_a_choice, kinds)) or kinds)[:most]
     panels = [
         _trade_off_panel(curve_of[key], alike[key], picked, segments) for key in shown
     ]
@@ -174,13 +184,17 @@ def _memory_panel(
     ends = [*(ms for _, ms in begins[1:]), step_history.end_ms]
     return Panel(
         title=f"{title}: {format_bytes(step_history.peak_bytes)} in"
-        f" {step_history.place} ({step_history.place.op})",
+        f" {step_history.place}",
         x_label="time in the step [ms]",
         y_label=f"live memory [{unit}]",
         lines=(cap, mark),
         stack_x=tuple(times.tolist()),
         stack=tuple(
-            Layer(label=name, y=tuple((rows[name] / size).tolist()), style=style)
+            Layer(
+                label=name if rows[name].max() > _SEEN_FRACTION * y_max * size else "",
+                y=tuple((rows[name] / size).tolist()),
+                style=style,
+            )
             for style, name in enumerate(_ORDER)
             if rows[name].any()
         ),
@@ -222,11 +236,10 @@ def _trade_off_panel(
     unit_curve: curves.UnitCurve,
     units: Sequence[Unit],
     picked: Mapping[Unit, Policy],
-    segments: int,
+    segments: int | None,
 ) -> Panel:
     most = max(units[0].activation_bytes, units[0].sole_bytes, 1)
     unit, size = byte_unit(most)
-    fitted = unit_curve.fit(segments)
     own = [(u, picked[u]) for u in units if u in picked]
 
     def line(label: str, points: Iterable[tuple[int, float]], **style: Any) -> Line:
@@ -239,7 +252,6 @@ def _trade_off_panel(
         front = unit_curve.front
         freed_bytes = (most - front.saved_bytes).tolist()
         pareto = list(zip(freed_bytes, front.recompute_ms.tolist(), strict=True))
-    fit = zip(fitted.freed_bytes, fitted.recompute_ms, strict=True)
     points = [
         (most - curves.kept(u, policy), curves.recompute_ms(u, policy))
         for u, policy in own
@@ -247,17 +259,17 @@ def _trade_off_panel(
     lines = [
         line("Pareto points", pareto, dash="none", marker="o", grey=0.55, size=3.0),
     ]
-    num_segments = fitted.num_segments
-    if num_segments:
-        name = f"fit, {num_segments} segment" + "s" * (num_segments > 1)
-        lines.append(line(name, fit, grey=0.3))
+    fitted = None if segments is None else unit_curve.fit(segments)
+    if fitted is not None and fitted.num_segments:
+        fit = zip(fitted.freed_bytes, fitted.recompute_ms, strict=True)
+        lines.append(line(f"fit, {segments} segments at most", fit, grey=0.3))
     if points:
         lines.append(line("chosen", points, dash="none", marker="X", size=8.0))
     name = units[0].fqn
     if len(units) > 1:
         name += f" and {len(units) - 1} alike"
     return Panel(
-        title=f"{name}: {len(own)} of {len(units)} chosen",
+        title=f"{name}\n{len(own)} of {len(units)} chosen",
         x_label=f"memory freed in each [{unit}]",
         y_label="recomputation of each [ms]",
         lines=tuple(lines),

@@ -146,7 +146,11 @@ def price_lines(details: Details) -> list[str]:
             f"Price of memory at the margin: {explaining.priced(details.price, unit)}"
             " (dual of the budget in the LP relaxation)."
         )
+    saved_ms = 0.0
     for offer in details.offers:
+        if offer.saved_ms <= saved_ms:
+            continue  # more memory for nothing more
+        saved_ms = offer.saved_ms
         lines.append(
             f"{format_bytes(offer.more_bytes)} more would save"
             f" {format_ms(offer.saved_ms)} a step (planned anew:"

@@ -29,15 +29,19 @@ class Place:
         fqn: The module it belongs to; '' for the model itself.
         phase: forward, loss, backward, recomputation or optimizer.
         op: Overload name of the op; '' if none runs.
+        is_loss: In backward: it belongs to the loss.
     """
 
     fqn: str
     phase: str
     op: str
+    is_loss: bool = False
 
     def __str__(self) -> str:
-        module = f"`{self.fqn}`" if self.fqn else "the model itself"
-        return f"{self.phase} of {module}"
+        if self.phase in ("loss", "optimizer"):
+            return f"the {self.phase}"
+        own = "the loss" if self.is_loss else "the model itself"
+        return f"{self.phase} of {f'`{self.fqn}`' if self.fqn else own}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +130,9 @@ def _place(profile: TracedStep, chosen: Mapping[Unit, Policy], key: int) -> Plac
         for op in tape.ops:
             if op.start * span <= key <= op.end * span:
                 fqn = tape.modules[op.module].fqn
-                return Place(fqn=fqn, phase=op.phase, op=op.name)
+                begins = tape.phases.get("model backward", 0)
+                is_loss = op.phase == "backward" and op.end < begins
+                return Place(fqn=fqn, phase=op.phase, op=op.name, is_loss=is_loss)
         begun = [name for name, tick in tape.phases.items() if tick * span <= key]
         return Place(fqn="", phase=begun[-1] if begun else "forward", op="")
     for piece in _pieces(chosen):

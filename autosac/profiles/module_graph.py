@@ -7,7 +7,6 @@ each byte is one that the simulation counts as well.
 
 from __future__ import annotations
 
-import io
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,8 +14,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import fx
 from torch.utils._pytree import tree_map
 
@@ -30,8 +27,8 @@ from autosac.quantities import format_bytes
 from autosac.statistics.by_module import OpenCalls
 from autosac.step.tape import Op, Tape
 from autosac.step.training_step import LossFn, default_loss
+from autosac.summaries import Summarized, Summary, Table
 
-_TABLE_WIDTH = 120
 _PLACEHOLDERS = ("parameter", "buffer", "input")
 
 
@@ -107,8 +104,8 @@ class GraphNode(Staged):
         return self.saved_bytes > 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphInfo:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GraphInfo(Summarized):
     """Figures of a module and of all that are called inside it.
 
     Attributes:
@@ -149,20 +146,20 @@ class GraphInfo:
             [asdict(info) for info in self.modules], columns=[*columns, *FIGURES]
         )
 
-    def __str__(self) -> str:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("module", overflow="fold")
-        for name in FIGURES:
-            table.add_column(name, justify="right", no_wrap=True)
-        for info in self.modules:
-            name = info.fqn.rpartition(".")[2] or "(all)"
-            figures = [f"{info.fwd_flop:.3g}", f"{info.bwd_flop:.3g}"]
-            figures += [format_bytes(getattr(info, name)) for name in FIGURES[2:]]
-            indented = "  " * info.depth + f"{name} {info.class_name}"
-            table.add_row(indented, *figures)
-        text = io.StringIO()
-        Console(file=text, width=_TABLE_WIDTH, color_system=None).print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    def summary(self) -> Summary:
+        """The modules as a tree; the middle of many is left out."""
+        rows = tuple(
+            (
+                "  " * info.depth
+                + f"{info.fqn.rpartition('.')[2] or '(all)'} ({info.class_name})",
+                f"{info.fwd_flop:.3g}",
+                f"{info.bwd_flop:.3g}",
+                *(format_bytes(getattr(info, name)) for name in FIGURES[2:]),
+            )
+            for info in self.modules
+        )
+        table = Table(heads=("module", *FIGURES), rows=rows, clips=True)
+        return Summary(title="Figures of modules", tables=(table,))
 
 
 def graph_info(

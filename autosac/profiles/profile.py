@@ -147,6 +147,7 @@ def profile(
         sequences=plain_sequences(model),
         signature=signature_of(args, kwargs, positional_names(model)),
         allocator=allocator or AllocatorSettings(),
+        optimizer=arguments.optimizer_name(step.optimizer),
     )
     return replace(new_profile, redrawn=_redrawn(new_profile))
 

@@ -66,6 +66,7 @@ class TracedStep(Summarized):
         cap: What a budget caps there.
         plain: The same step without offload; None if this one offloads nothing.
         host_bytes: Most bytes in far memory; None for as many as one likes.
+        optimizer: Name of the optimizer's class; '' for none.
     """
 
     tape: Tape
@@ -82,6 +83,7 @@ class TracedStep(Summarized):
     cap: Cap = "allocated"
     plain: TracedStep | None = None
     host_bytes: int | None = None
+    optimizer: str = ""
 
     def summary(self) -> Summary:
         """Model, batch, peak, time, and how many modules can be AC units."""
@@ -97,6 +99,7 @@ class TracedStep(Summarized):
                 ("model", f"{self.model[0][1]}, {len(self.model)} modules"),
                 ("trained", f"{format_bytes(trained)} of parameters"),
                 ("batch", str(self.signature)),
+                ("optimizer", self.optimizer or "none"),
                 (
                     "step",
                     f"{len(self.tape.ops)} ops, {format_ms(self.baseline_ms)} on"

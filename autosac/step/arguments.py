@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat_compiler
 from autosac.errors import ArgumentError
 from autosac.pytrees import tensors_in
 from autosac.step import source_lines
@@ -50,7 +50,7 @@ def check_kind(model: Any) -> None:
         )
     for fqn, module in model.named_modules():
         name = f"`{fqn}`" if fqn else "`model`"
-        if _compat.is_compiled(module):
+        if _compat_compiler.is_compiled(module):
             raise ArgumentError(
                 f"{name} is compiled by torch.compile, and a plan is for ops that run"
                 " one by one: pass the model as it was before that, or cap the memory"
@@ -214,6 +214,16 @@ def read_optimizer(optimizer: Any, model: torch.nn.Module) -> Any:
             " or name, or a function of the model's parameters."
         )
     return optimizer
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """Name of an optimizer's class, for people; '' if there is none, or unknown."""
+    if isinstance(optimizer, OptimizerInBackward):
+        return "optimizer in backward"
+    maker = getattr(optimizer, "func", optimizer)  # of a `functools.partial`
+    if isinstance(optimizer, torch.optim.Optimizer):
+        maker = type(optimizer)
+    return maker.__name__ if isinstance(maker, type) else ""
 
 
 def optimizer_for(make_optimizer: Any, model: torch.nn.Module) -> AnyOptimizer | None:

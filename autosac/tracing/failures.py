@@ -6,7 +6,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from autosac import _compat
+from autosac import _compat, _compat_compiler
 from autosac.errors import TraceError
 from autosac.step import source_lines
 
@@ -22,6 +22,11 @@ _TRANSFORMED = (
     " forward-mode autograd by itself, let no trace see what they save: use"
     " `torch.autograd.grad(..., create_graph=True)` in their place, or train this model"
     " without a plan."
+)
+_COMPILED = (
+    "runs code that is compiled by torch.compile, and a plan is for ops that run one by"
+    " one: call it as it was before that, or cap the memory of the whole model by"
+    " `autosac.compile(model, memory_budget=...)`."
 )
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
@@ -47,6 +52,8 @@ def explanation(error: BaseException, place: str) -> str:
     is_elsewhere = any(words in str(error) for words in _ELSEWHERE)
     if is_elsewhere and "meta" in str(error):
         advice = _META
+    if _compat_compiler.is_of_compiled_code(error):
+        return f"The step cannot be traced: {place}{where} {_COMPILED}"
     if _REFUSES_HOOKS in str(error):
         return differentiates(place, line)
     return (

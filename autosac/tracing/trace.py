@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_distributed, _compat_plain
+from autosac import _compat, _compat_compiler, _compat_distributed, _compat_plain
 from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
@@ -310,7 +310,8 @@ def _run_on(
         except (AutosacError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever the user's code raises
-            if mode is not None and step.is_present:
+            is_final = mode is None or _compat_compiler.is_of_compiled_code(error)
+            if step.is_present and not is_final:
                 step.learned.real = True  # values decide, or a fake kernel refuses
                 raise Retrace from error
             raise TraceError(explanation(error, recorder.place())) from error
@@ -377,6 +378,7 @@ def _recorded(
         real_one_hot(recorder),
         _compat_distributed.unseen_propagation(),
         idle_conversions(),
+        _compat_compiler.without_compiled_code(on_fakes=mode is not None),
         _compat_plain.fakes_of(mode),
         torch.enable_grad(),
         one_thread,

@@ -24,6 +24,7 @@ from autosac.step.training_step import (
     normalize_inputs,
     training_step,
 )
+from autosac.summaries import Summarized, Summary, Table
 from autosac.verification.measuring import (
     State,
     capture_state,
@@ -46,8 +47,8 @@ class AppliesToModel(Protocol):
     def apply(self, model: torch.nn.Module) -> object: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Verification(Summarized):
     """What real steps showed about a plan.
 
     Attributes:
@@ -84,28 +85,35 @@ class Verification:
         """Predicted over measured peak, less one: negative if understated."""
         return self.predicted_peak_bytes / self.measured_peak_bytes - 1
 
-    def __str__(self) -> str:
-        baseline = format_bytes(self.baseline_peak_bytes)
-        measured = format_bytes(self.measured_peak_bytes)
-        predicted = format_bytes(self.predicted_peak_bytes)
+    def summary(self) -> Summary:
+        """The measured peak against budget and prediction; time; the state's bits."""
         verdict = "kept" if self.within_budget else "EXCEEDED"
-        slowdown = self.step_ms / self.baseline_step_ms - 1
-        lines = [
-            f"{'':7}{'baseline':>12}{'with plan':>12}",
-            f"{'peak':7}{baseline:>12}{measured:>12}"
-            f"  predicted {predicted} ({self.prediction_error:+.2%}),"
-            f" budget {format_bytes(self.budget_bytes)} {verdict}",
+        facts = [
+            ("budget", f"{format_bytes(self.budget_bytes)} {verdict}"),
+            (
+                "peak",
+                f"{format_bytes(self.measured_peak_bytes)} measured,"
+                f" {format_bytes(self.predicted_peak_bytes)} predicted"
+                f" ({100 * self.prediction_error:+.2f} %),"
+                f" {format_bytes(self.baseline_peak_bytes)} without the plan",
+            ),
         ]
+        slowdown = self.step_ms / self.baseline_step_ms - 1
         if not math.isnan(slowdown):
-            lines.append(
-                f"{'step':7}{format_ms(self.baseline_step_ms):>12}"
-                f"{format_ms(self.step_ms):>12}  {slowdown:+.1%}"
+            facts.append(
+                (
+                    "step",
+                    f"{format_ms(self.step_ms)} measured,"
+                    f" {format_ms(self.baseline_step_ms)} without the plan"
+                    f" ({100 * slowdown:+.1f} %)",
+                )
             )
-        if self.identical:
-            lines.append("state  bit-identical after the last step")
-        else:
-            lines += ["state  DIFFERS", *(f"  {line}" for line in self.differences)]
-        return "\n".join(lines)
+        same = "bit-identical after the last step"
+        facts.append(("state", same if self.identical else "DIFFERS"))
+        differing = Table(
+            heads=("differs",), rows=tuple((d,) for d in self.differences)
+        )
+        return Summary(title="Verification", facts=tuple(facts), tables=(differing,))
 
 
 def verify(

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 from importlib import metadata
 
 import pytest
@@ -19,8 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GPT = "tests.factories:gpt"
 COMMANDS = [
     "demo", "plan", "sweep", "estimate", "verify", "report", "devices", "calibrate",
-    "batch-size", "parallel", "min-gpus", "advise",
-    "export",
+    "batch-size", "parallel", "min-gpus", "advise", "export", "graph-info", "compile",
 ]  # fmt: skip
 
 
@@ -154,24 +154,56 @@ def test_a_config_makes_a_model_and_a_batch_without_a_download(tmp_path):
     assert parts["model"](**parts["inputs"]).loss.isfinite()
 
 
+SMALL = {
+    "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32,
+    "num_hidden_layers": 1, "vocab_size": 64, "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+SMALL_PAIR = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 32,
+}  # fmt: skip
+HEADS = {
+    "bert": (
+        SMALL,
+        ("BertForSequenceClassification", "BertForTokenClassification"),
+        ("BertForQuestionAnswering", "BertForMaskedLM", "BertLMHeadModel"),
+    ),
+    "bart": (
+        SMALL_PAIR,
+        ("BartForConditionalGeneration", "BartForSequenceClassification"),
+    ),
+    "vit": (SMALL, ("ViTForImageClassification",)),
+    "resnet": (
+        {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]},
+        ("ResNetForImageClassification",),
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "head",
-    [
-        *("SequenceClassification", "TokenClassification", "QuestionAnswering"),
-        *("MaskedLM", "CausalLM"),
-    ],
+    ("kind", "head"),
+    [(kind, head) for kind, (_, *heads) in HEADS.items() for head in sum(heads, ())],
 )
-def test_common_heads_get_the_labels_they_want(head, tmp_path):
+def test_common_heads_get_the_labels_they_want(kind, head, tmp_path):
     path = tmp_path / "config.json"
-    small = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
-    record = {"model_type": "bert", "architectures": [f"BertFor{head}"], **small}
-    if head == "CausalLM":
-        record["architectures"] = ["BertLMHeadModel"]
-    path.write_text(json.dumps({**record, "num_hidden_layers": 1, "vocab_size": 64}))
+    record = {"model_type": kind, "architectures": [head], **HEADS[kind][0]}
+    path.write_text(json.dumps(record))
 
     parts = _target(f"hf:{path}", []).parts()
 
     assert parts["model"](**parts["inputs"]).loss.isfinite()
+
+
+def test_a_model_of_another_kind_of_head_wants_a_factory(tmp_path):
+    path = tmp_path / "config.json"
+    record = {"model_type": "bert", "architectures": ["BertForMultipleChoice"]}
+    path.write_text(json.dumps({**record, **SMALL}))
+
+    result = run("estimate", f"hf:{path}", "--on", "meta", "--device", "h100")
+
+    assert result.exit_code == cli.EXIT_USAGE
+    assert "no batch for BertForMultipleChoice; write a factory" in result.stderr
 
 
 def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
@@ -394,6 +426,38 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
 
 def test_the_version_is_that_of_the_package():
     assert run("--version").stdout == f"autosac {metadata.version('autosac')}\n"
+
+
+def test_the_version_of_a_tree_that_is_not_installed_is_a_sentence(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    result = run("--version")
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith("autosac is not installed: run from ")
+
+
+def test_graph_info_has_the_figures_of_the_python_function():
+    rows = run_json("graph-info", GPT, "--set", "layers=1")
+    model, tokens, loss_fn = factories.gpt(layers=1)
+    expected = autosac.graph_info(model, tokens, loss_fn=loss_fn)
+
+    assert rows == [asdict(info) for info in expected.modules]
+    assert run("graph-info", GPT, "--set", "layers=1").stdout == f"{expected}\n"
+
+
+def test_a_compiled_budget_is_kept_or_infeasible():
+    plain = run_json("compile", GPT, "-b", "1GiB")
+    least = run_json("compile", GPT, "-b", "1KiB", code=cli.EXIT_INFEASIBLE)
+    budget = (plain["peak_bytes"] + least["lowest_peak_bytes"]) // 2
+    record = run_json("compile", GPT, "-b", f"{budget}B")
+    wrong = run("compile", GPT, "-b", "1GiB", "--backend", "nothing")
+
+    assert plain["num_rerun"] == 0 < record["num_rerun"]
+    assert record["peak_bytes"] <= budget
+    assert wrong.exit_code == cli.EXIT_USAGE and "'nothing'" in wrong.stderr
 
 
 def test_a_plan_is_verified_by_real_steps(plan_file):

@@ -142,7 +142,8 @@ def test_a_plan_says_what_each_rank_does():
     text = plan(Model(), "1GiB", cluster="hgx-h100").report()
     assert "4 micro-batches on 2 h100" in text
     assert "of it waiting" in text
-    assert "stage 0   embedding to blocks" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert any(row[:3] == ["0", "embedding", "to"] for row in rows)
     assert "GPipe, 4 micro-batches: nothing faster fits" in text
 
 

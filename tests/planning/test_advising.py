@@ -163,7 +163,10 @@ def test_a_loss_that_needs_logits_is_not_said_to_be_chunked():
     advice = autosac.advise(profiled(Model2()))
 
     assert "square" in advice.not_simulated["chunked cross entropy"]
-    assert "not simulated: chunked cross entropy" in repr(advice)
+    assert any(
+        line.startswith("chunked cross entropy") and "square" in line
+        for line in repr(advice).partition("not simulated")[2].splitlines()
+    )
     assert all("chunked" not in row.cell["change"] for row in advice)
 
 

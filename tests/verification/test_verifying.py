@@ -251,11 +251,11 @@ def test_reads_as_a_short_table():
 
     assert found.prediction_error == -0.25
     assert str(found).splitlines() == [
-        "           baseline   with plan",
-        "peak        4.0 MiB     2.0 MiB  predicted 1.5 MiB (-25.00%),"
-        " budget 2.0 MiB kept",
-        "step        10.0 ms     12.5 ms  +25.0%",
-        "state  bit-identical after the last step",
+        "budget    2.0 MiB kept",
+        "peak      2.0 MiB measured, 1.5 MiB predicted (-25.00 %),"
+        " 4.0 MiB without the plan",
+        "step      12.5 ms measured, 10.0 ms without the plan (+25.0 %)",
+        "state     bit-identical after the last step",
     ]
 
 

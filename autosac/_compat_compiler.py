@@ -1,0 +1,51 @@
+"""What is private of torch.compile: whether code is compiled (torch 2.10 to 2.15)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_STANCE: Literal["fail_on_recompile"] = "fail_on_recompile"
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module is, or was, given to ``torch.compile``."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded by what compiles
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or (
+        compiler is not None and isinstance(module, compiler.OptimizedModule)
+    )
+
+
+class _NewGuards(TorchFunctionMode):
+    """Does nothing, but compiled code was not made for calls under it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_compiled_code(*, on_fakes: bool) -> Iterator[None]:
+    """Inside, a call of code that torch.compile made, or would make, raises.
+
+    Args:
+        on_fakes: Calls are on fake tensors, for which no code was made either way.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing can be compiled
+        yield
+        return
+    guards = contextlib.nullcontext() if on_fakes else _NewGuards()
+    with torch.compiler.set_stance(_STANCE), guards:
+        yield
+
+
+def is_of_compiled_code(error: BaseException) -> bool:
+    """Whether an error was raised by `without_compiled_code`."""
+    return _STANCE in str(error)

@@ -1,0 +1,50 @@
+"""Commands about graphs: what modules keep for backward, and compiled budgets."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+import autosac
+from autosac import cli
+from autosac.cli.app import EPILOG, Budget, Json, Model, Options, app, exit_codes, show
+from autosac.cli.step_options import takes_step
+from autosac.cli.usage import usage
+
+_PANEL = "Graphs"
+
+
+@app.command("graph-info", epilog=EPILOG, rich_help_panel=_PANEL)
+@takes_step("optimizer", "accumulate", "exclude", "opaque")
+def graph_info(model: Model, options: Options, as_json: Json = False) -> None:
+    """Say what forward keeps and backward needs, module by module."""
+    with exit_codes(as_json):
+        step = cli.models.asked(model, **options)
+        parts = step.parts()
+        info = autosac.graph_info(
+            parts["model"], parts["inputs"], loss_fn=parts.get("loss_fn"),
+            device=step.options.get("device"), autocast=step.options.get("autocast"),
+        )  # fmt: skip
+        show(as_json, lambda: [asdict(one) for one in info.modules], str(info))
+
+
+@app.command("compile", epilog=EPILOG, rich_help_panel=_PANEL)
+@takes_step("optimizer", "device", "autocast", "accumulate", "exclude", "opaque")
+def compile_model(
+    model: Model,
+    budget: Budget,
+    options: Options,
+    backend: Annotated[str, typer.Option(help="aot_eager or inductor.")] = "aot_eager",
+    strategy: Annotated[str, typer.Option(help="milp or capuchin.")] = "milp",
+    as_json: Json = False,
+) -> None:
+    """Compile forward and loss under a budget, run them once, and show the plan."""
+    with exit_codes(as_json):
+        parts = cli.models.asked(model, **options).parts()
+        with usage():
+            plan = cli.compiled.plan_of(
+                parts, memory_budget=budget, backend=backend, strategy=strategy
+            )
+        show(as_json, lambda: cli.tables.compiled_record(plan), str(plan))
