@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from autosac import _compat_dispatch
-from autosac._compat_distributed import local
+from autosac._compat_distributed import hide_propagation, local
 from autosac.checkpointing.ambient_state import Present, thread
 from autosac.checkpointing.call_arguments import Kept, Source, leaves
 from autosac.checkpointing.chained_calls import RelayedCall
@@ -418,6 +418,7 @@ def install(
         policies: What its units do.
         step: What they share; None makes one.
     """
+    hide_propagation()
     step = Step() if step is None else step
     by_fqn: dict[str, list[OpPolicy]] = {}
     sliced: dict[str, list[OpPolicy]] = {}

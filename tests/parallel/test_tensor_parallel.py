@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import autosac
-from benchmarks.ranks import fake_group
+from autosac._compat_distributed import fake_group
 
 NUM_TOKENS, WIDTH, HIDDEN, NUM_BLOCKS = 96, 32, 128, 3
 STYLES = ("tensor", "sequence")
