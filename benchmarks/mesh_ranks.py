@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -184,7 +183,8 @@ class Row:
 
     Attributes:
         cell: What ran.
-        peaks: Median of the measured steps, by rank.
+        peaks: The least of the measured steps, by rank: all do the same, and slow
+            threads only add.
         highest_bytes: The most in any step of any rank.
         loss_difference: Largest relative one to one process,
         gradient_difference: and of gradients, relative to the largest element of any.
@@ -273,7 +273,7 @@ def _row(
     assert all(result.gradients.keys() == gradients.keys() for result in results)
     return Row(
         cell=cell,
-        peaks=tuple(int(statistics.median(result.peaks)) for result in results),
+        peaks=tuple(min(result.peaks) for result in results),
         highest_bytes=max(max(result.peaks) for result in results),
         loss_difference=max(
             abs(result.loss / losses[rank // 2] - 1)
@@ -374,7 +374,8 @@ def _table(rows: list[Row]) -> list[str]:
         f" {LARGEST_DIFFERENCE:.0e} of one process that holds all.",
         "",
         "Peaks in MiB. *measured*: what the allocator of each rank held at most, on all"
-        f" threads, median of {NUM_STEPS - 1} steps; *highest*: the most in any step of"
+        f" threads, in the step of {NUM_STEPS - 1} in which gloo's threads were least late;"
+        " *highest*: the most in any step of"
         " any rank; *error*: of the prediction at the rank with the highest peak.",
         "",
         "```",

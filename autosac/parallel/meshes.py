@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from autosac._compat_distributed import fake_group
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.formulating import Setting
 from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.racing import LATE
 from autosac.parallel.tp_finding import find_styles
 from autosac.parallel.tp_styles import TensorParallel, check, expanded
-from autosac.parallel.tp_tracing import exchange_ms, late_bytes, rank_profile
+from autosac.parallel.tp_tracing import draws, exchange_ms, late_bytes, rank_profile
 from autosac.profiles.profile import Profile
 from autosac.quantities import format_bytes, format_ms, format_parts
 
@@ -75,6 +75,7 @@ def cheapest_mesh(
     budget_bytes: int,
     degrees: tuple[int, ...],
     tp_plan: TpPlan,
+    setting: Setting,
     make_plan: MakePlan,
 ) -> ParallelPlan:
     """The plan whose batches take least time on a GPU.
@@ -85,6 +86,7 @@ def cheapest_mesh(
         budget_bytes: Cap on the peak of a rank.
         degrees: Of tensor parallelism.
         tp_plan: Styles; or which to find, None for both kinds.
+        setting: What is decided already.
         make_plan: Plans FSDP2 and recomputation.
 
     Raises:
@@ -92,7 +94,7 @@ def cheapest_mesh(
         InfeasibleBudgetError: No mesh fits.
         UnsupportedError: The step cannot be divided.
     """
-    search = _Search(profile, spec, budget_bytes, make_plan)
+    search = _Search(profile, spec, budget_bytes, setting, make_plan)
     for degree in degrees:
         for tensor in _divisions(profile, degree, tp_plan, search):
             search.enter(tensor)
@@ -113,7 +115,6 @@ def _divisions(
     if degree == 1:
         return [TensorParallel()]
     model = profile.step.model
-    draws = any(op.random and op.phase == "forward" for op in profile.tape.ops)
     found: list[dict[str, str]] = []
     try:
         if isinstance(tp_plan, Mapping):
@@ -135,7 +136,8 @@ def _divisions(
         search.refused[degree] = str(error)
         return []
     return [
-        TensorParallel(degree=degree, styles=styles, draws=draws) for styles in found
+        TensorParallel(degree=degree, styles=styles, draws=draws(profile))
+        for styles in found
     ]
 
 
@@ -155,6 +157,7 @@ class _Search:
         profile: The step of the whole model,
         spec: the cluster,
         budget_bytes: and the cap on the peak of a rank.
+        setting: What is decided already.
         make_plan: Plans FSDP2 and recomputation.
         best: The cheapest plan so far.
         least: The least peak of a mesh that does not fit, with its division.
@@ -166,6 +169,7 @@ class _Search:
     profile: Profile
     spec: ClusterSpec
     budget_bytes: int
+    setting: Setting
     make_plan: MakePlan
     best: ParallelPlan | None = None
     least: tuple[InfeasibleBudgetError, TensorParallel] | None = None
@@ -225,13 +229,12 @@ class _Search:
         _check_step(self.profile)
         per_node = self.spec.gpus_per_node // tensor.degree
         others = replace(self.spec, gpus_per_node=per_node)
-        with fake_group(tensor.degree):
-            rank = rank_profile(self.profile, tensor, self.spec)
-            late = late_bytes(rank, tensor.degree)
-            try:
-                plan = self.make_plan(rank, others, self.budget_bytes - late)
-            except InfeasibleBudgetError as error:
-                raise _with_late(error, late) from error
+        rank = rank_profile(self.profile, tensor, self.spec, self.setting)
+        late = late_bytes(rank, tensor.degree)
+        try:
+            plan = self.make_plan(rank, others, self.budget_bytes - late)
+        except InfeasibleBudgetError as error:
+            raise _with_late(error, late) from error
         return replace(
             plan,
             tensor=tensor,

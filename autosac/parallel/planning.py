@@ -130,7 +130,9 @@ def plan_parallel(
 
     if tp_degrees == (1,):
         return fastest(profile, spec, budget_bytes)
-    return cheapest_mesh(profile, spec, budget_bytes, tp_degrees, tp_plan, fastest)
+    return cheapest_mesh(
+        profile, spec, budget_bytes, tp_degrees, tp_plan, setting, fastest
+    )
 
 
 def min_gpus(

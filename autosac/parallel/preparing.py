@@ -30,7 +30,7 @@ def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
 def chooser_of(profile: Profile, setting: Setting) -> ParallelChooser:
     """The chooser for a setting; the profile keeps it."""
     if setting not in profile.parallel:
-        typed = _in_gathered_type(profile, setting)
+        typed = in_gathered_type(profile, setting)
         form = ParallelFormulation(typed, setting)
         profile.parallel[setting] = ParallelChooser(form)
     chooser: ParallelChooser = profile.parallel[setting]
@@ -81,9 +81,9 @@ def profile_for(
     return profile
 
 
-def _in_gathered_type(profile: Profile, setting: Setting) -> Profile:
+def in_gathered_type(profile: Profile, setting: Setting) -> Profile:
     """The step as it runs under a mixed-precision policy."""
-    if setting.param_dtype is None:
+    if setting.param_dtype is None or profile.step.compute_dtype is not None:
         return profile
     # Checks the names before the step is traced once more.
     Sharding(

@@ -14,7 +14,13 @@ from typing import Any
 from torch import nn
 
 from autosac.errors import ArgumentError, UnsupportedError
-from autosac.parallel.tp_styles import STYLES, Styles, expanded
+from autosac.parallel.tp_styles import (
+    STYLES,
+    Styles,
+    counts_can_be_local,
+    expanded,
+    head_counts_read,
+)
 
 # Names of linear layers in one module: those that are cut by rows, and by columns.
 _PAIRS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -33,7 +39,10 @@ _PAIRS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("lin1",), ("lin2",)),
     (("up",), ("down",)),
     (("fc_in",), ("fc_out",)),
+    (("self.query", "self.key", "self.value"), ("output.dense",)),
+    (("intermediate.dense",), ("output.dense",)),
 )
+_BIAS = "relative_attention_bias"  # of T5: a value for each head
 _EMBEDDINGS = ("embed_tokens", "tok_embeddings", "wte", "token", "tokens", "shared")
 _HEADS = ("lm_head", "output", "head")
 # What may lie between two linear layers of a sequence that are cut.
@@ -58,7 +67,7 @@ def find_styles(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
             " parallelism; pass `tp_plan`, a dict of names or patterns to styles such"
             " as {'blocks.*.mlp.up': 'colwise', 'blocks.*.mlp.down': 'rowwise'}."
         )
-    styles = {**styles, **_ties(model, styles), **_whole_inputs(model, styles)}
+    styles = {**styles, **_ties(model, styles), **_around(model, styles)}
     if sequence:
         styles = _by_sequence(model, styles)
     return expanded(styles, model)
@@ -95,19 +104,43 @@ def _by_name(model: nn.Module) -> dict[str, str]:
     styles: dict[str, str] = {}
     for fqn, module in model.named_modules():
         prefix = f"{fqn}." if fqn else ""
-        children = {n for n, c in module.named_children() if isinstance(c, nn.Linear)}
         for rows, columns in _PAIRS:
-            column = [name for name in columns if name in children]
-            taken = any(prefix + name in styles for name in rows)
-            if children.issuperset(rows) and column and not taken:
+            column = [name for name in columns if _fits(module, rows, name)]
+            if column and not any(prefix + name in styles for name in rows):
                 styles.update(dict.fromkeys((prefix + n for n in rows), "colwise"))
                 styles[prefix + column[0]] = "rowwise"
         if isinstance(module, nn.Sequential):
             styles.update(_in_sequence(prefix, module))
-        bias = getattr(module, "relative_attention_bias", None)
+        bias = getattr(module, _BIAS, None)
         if f"{prefix}q" in styles and isinstance(bias, nn.Embedding):
-            styles[f"{prefix}relative_attention_bias"] = "local_bias"
+            styles[prefix + _BIAS] = "local_bias"
     return {**styles, **_vocabulary(model)} if styles else {}
+
+
+def _fits(module: nn.Module, rows: tuple[str, ...], column: str) -> bool:
+    """Whether what some linear layers put out is what another one takes, as it is.
+
+    In an attention nothing else may have parameters: norms of heads would get a part of
+    their gradients on each rank.
+    """
+    first, last = _linear(module, rows[0]), _linear(module, column)
+    if last is None or first is None or not all(_linear(module, n) for n in rows):
+        return False
+    if first.out_features != last.in_features:
+        return False
+    if len(rows) < 3:
+        return True
+    around = rows[0].rpartition(".")[0]
+    attention = module.get_submodule(around)
+    own = {name.rpartition(".")[2] for name in (*rows, column)} | {_BIAS}
+    named = {name for name, _ in _trained(attention)}
+    return named <= own and not any(True for _ in attention.parameters(recurse=False))
+
+
+def _linear(module: Any, path: str) -> nn.Linear | None:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module if isinstance(module, nn.Linear) else None
 
 
 def _in_sequence(prefix: str, sequence: nn.Sequential) -> dict[str, str]:
@@ -152,17 +185,20 @@ def _ties(model: nn.Module, styles: Styles) -> dict[str, str]:
     }
 
 
-def _whole_inputs(model: nn.Module, styles: Styles) -> dict[str, str]:
-    """Modules that hand one argument to several that are cut by rows.
+def _around(model: nn.Module, styles: Styles) -> dict[str, str]:
+    """Modules that count heads, or hand one argument to several that are cut by rows.
 
-    Only if nothing else in them has parameters: that would meet a distributed tensor.
+    The latter only if nothing else in them has parameters: that would meet a
+    distributed tensor. A module has one style: counted heads go first.
     """
     own = expanded(styles, model)
     found = {}
     for fqn, module in model.named_modules():
         names = [f"{fqn}.{name}" if fqn else name for name, _ in _trained(module)]
         cut = [name for name in names if own.get(name) == "colwise"]
-        if len(cut) > 1 and all(name in own for name in names):
+        if cut and head_counts_read(module) and counts_can_be_local(module):
+            found[fqn] = "local_heads"
+        elif len(cut) > 1 and all(name in own for name in names):
             found[fqn] = "whole_input"
     return found
 

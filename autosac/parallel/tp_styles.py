@@ -14,10 +14,13 @@ modules there are plain tensors, whole or a rank's part of them:
     replicated_with_grad_allreduce   whole             some heads        some heads
     whole_input                      (of its children) whole             its own
     local_bias                       heads of a table  whole             some heads
+    local_heads                      (counts heads)    as it is          as it is
 
 "A part" is of the last dimension; "some heads" of the third. `whole_input` is for
 modules that hand one argument to several modules of style ``colwise``, such as an
 attention: backward then sums the parts of its gradient before it reduces them, once.
+`local_heads` is for an attention whose forward reads how many heads it has: what counts
+them says how many the rank has.
 
 A part of the sequence (dimension 1) between modules instead of the whole:
 
@@ -38,6 +41,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -103,6 +107,17 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+class _LocalHeads(ParallelStyle):
+    """Lets the attributes of a module that count heads count those of the rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in _HEAD_COUNTS:
+            number = getattr(module, name, None)
+            if isinstance(number, int):
+                setattr(module, name, number // device_mesh.size())
+        return module
+
+
 class _GatheredSequence(SequenceParallel):
     """`SequenceParallel` with whole outputs."""
 
@@ -128,6 +143,7 @@ _MAKE: dict[str, Callable[[], ParallelStyle]] = {
     ),
     "whole_input": lambda: _FirstArgument(Replicate(), Replicate(), is_plain=False),
     "local_bias": ColwiseParallel,
+    "local_heads": _LocalHeads,
     "sequence_parallel": lambda: SequenceParallel(
         sequence_dim=_SEQUENCE, use_local_output=True
     ),
@@ -168,12 +184,33 @@ class TensorParallel:
     def apply(
         self, model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0
     ) -> None:
-        """Divide a model, in place: see `apply`."""
+        """Divide a model, in place: see `apply`.
+
+        Raises:
+            ArgumentError: As `apply`; or the step draws random numbers, and ranks that
+                must draw the same ones have other seeds.
+        """
+        if self.draws:
+            _check_seeds(mesh)
         if self.degree > 1:
             apply(model, mesh, self.styles, src_data_rank=src_data_rank)
 
 
 WHOLE = TensorParallel()
+
+
+def _check_seeds(mesh: DeviceMesh) -> None:
+    group = mesh.get_group()
+    if dist.get_backend(group) == "fake":
+        return
+    seeds: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(seeds, torch.initial_seed(), group=group)
+    if len(set(seeds)) > 1:
+        raise ArgumentError(
+            f"Ranks that share slices have seeds {seeds}, and the step draws random"
+            " numbers, such as those of dropout, which must be the same on them: call"
+            " torch.manual_seed with one number on all of them before `apply`."
+        )
 
 
 def expanded(styles: Styles, model: nn.Module) -> dict[str, str]:
@@ -268,10 +305,35 @@ _PACKED = re.compile(
 _HEAD_COUNTS = frozenset(
     {
         *("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead"),
-        *("num_key_value_heads", "n_kv_heads", "num_kv_heads", "all_head_size"),
-        *("n_local_heads", "n_local_kv_heads", "inner_dim", "embed_dim"),
+        *("num_key_value_heads", "n_kv_heads", "num_kv_heads"),
+        *("n_local_heads", "n_local_kv_heads", "all_head_size", "inner_dim"),
     }
 )
+_WIDTHS = frozenset({"embed_dim", "hidden_size", "d_model", "n_embd", "dim"})
+_HEAD_SIZES = frozenset(
+    {"head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv"}
+)
+
+
+def head_counts_read(module: nn.Module) -> list[str]:
+    """Attributes that count all heads or their widths, read by a module's forward."""
+    read = _read(module) & (_HEAD_COUNTS | _WIDTHS)
+    return sorted(n for n in read if isinstance(getattr(module, n, None), int))
+
+
+def counts_can_be_local(module: nn.Module) -> bool:
+    """Whether a forward that reads how many heads there are also reads their size.
+
+    Then it is right with fewer of them; else it may take the size from their number.
+    """
+    read = _read(module)
+    return not read & _WIDTHS and bool(read & _HEAD_SIZES)
+
+
+def _read(module: nn.Module) -> frozenset[str]:
+    """Names of attributes that a module's forward reads."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return frozenset(code.co_names) if code else frozenset()
 
 
 def check(model: nn.Module, styles: Styles, degree: int) -> None:
@@ -288,7 +350,10 @@ def check(model: nn.Module, styles: Styles, degree: int) -> None:
             _check_packed(fqn)
             _check_divides(fqn, "outputs", linear.out_features, degree)
             if style == "colwise":
+                name = fqn.rpartition(".")[0]
                 _check_heads(fqn, linear, around, degree)
+                _check_counts(name, around, styles.get(name))
+                _check_norms(name, around, styles)
         elif style in _OF_COLUMNS:
             linear = _of_kind(fqn, module, style, nn.Linear)
             _check_divides(fqn, "inputs", linear.in_features, degree)
@@ -298,6 +363,10 @@ def check(model: nn.Module, styles: Styles, degree: int) -> None:
         elif style == "local_bias":
             table = _of_kind(fqn, module, style, nn.Embedding)
             _check_divides(fqn, "heads", table.embedding_dim, degree)
+        elif style == "local_heads":
+            for name in _HEAD_COUNTS:
+                if isinstance(number := getattr(module, name, None), int):
+                    _check_divides(fqn, f"as `{name}`", number, degree)
 
 
 def _of_kind(fqn: str, module: Any, style: str, kind: type) -> Any:
@@ -329,7 +398,7 @@ def _check_divides(fqn: str, what: str, number: int, degree: int) -> None:
 
 
 def _check_heads(fqn: str, linear: nn.Linear, around: nn.Module, degree: int) -> None:
-    """Refuse to cut through heads, or where all heads are counted in forward."""
+    """Refuse to cut through heads."""
     head_dim = getattr(around, "head_dim", None)
     if isinstance(head_dim, int) and head_dim > 0:
         num_heads = linear.out_features // head_dim
@@ -339,15 +408,31 @@ def _check_heads(fqn: str, linear: nn.Linear, around: nn.Module, degree: int) ->
                 f" not divide: take a degree that divides {num_heads}, or leave the"
                 " attention out of `tp_plan`."
             )
-    forward = inspect.unwrap(type(around).forward)
-    used = getattr(forward, "__code__", None)
-    counts = sorted(_HEAD_COUNTS & set(used.co_names)) if used else []
-    counts = [name for name in counts if isinstance(getattr(around, name, None), int)]
-    if counts:
-        name = fqn.rpartition(".")[0]
+
+
+def _check_counts(name: str, around: nn.Module, style: str | None) -> None:
+    """Refuse a forward that counts all heads, unless what counts them is changed."""
+    counts = head_counts_read(around)
+    if counts and style != "local_heads":
         raise ArgumentError(
             f"The forward of `{name}` ({type(around).__name__}) reads"
             f" `{counts[0]}`, which counts all heads, and a rank has some of them:"
             " write `-1` for their number in its views, as in"
-            " x.view(batch, length, -1, head_dim), or leave it out of `tp_plan`."
+            " x.view(batch, length, -1, head_dim); or give it the style 'local_heads',"
+            " if that attribute is used for nothing else; or leave its projections out"
+            " of `tp_plan`."
         )
+
+
+def _check_norms(name: str, around: nn.Module, styles: Styles) -> None:
+    """Refuse norms of heads that would get a part of their gradients on each rank."""
+    head_dim = getattr(around, "head_dim", None)
+    for child_name, child in around.named_children():
+        fqn = f"{name}.{child_name}" if name else child_name
+        shapes = {tuple(p.shape) for p in child.parameters(recurse=False)}
+        if shapes == {(head_dim,)} and fqn not in styles:
+            raise ArgumentError(
+                f"`{fqn}` sees some of the heads on each rank, so that its gradients"
+                " must be summed over the ranks: give it the style"
+                " 'replicated_with_grad_allreduce' in `tp_plan`."
+            )

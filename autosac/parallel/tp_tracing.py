@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +19,16 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 
+from autosac._compat_distributed import fake_group
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.formulating import Setting
 from autosac.parallel.fsdp_memory import GLOO_THREADS
+from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
 from autosac.solvers.fsdp.collectives import Collective, Group
+from autosac.step.op_signatures import Signature
 from autosac.step.tape import Op
 from autosac.step.training_step import OptimizerInBackward
 from autosac.tracing.copying import AnyCopies
@@ -39,22 +43,32 @@ _KINDS: dict[str, Collective] = {
 
 
 def rank_profile(
-    traced: Profile, tensor: TensorParallel, cluster: ClusterSpec
+    traced: Profile, tensor: TensorParallel, cluster: ClusterSpec, setting: Setting
 ) -> Profile:
-    """The step of the first of the ranks that share slices.
-
-    The caller has made a group of as many ranks (`fake_group`), which must stay while
-    the profile is used.
+    """The step of the first of the ranks that share slices; the profile keeps it.
 
     Args:
         traced: The step of the whole model, which is not changed.
         tensor: What is divided, and over how many ranks.
         cluster: Its links time the collectives.
+        setting: Says in which type parameters are gathered.
 
     Raises:
         ArgumentError: As `tp_styles.check`.
         TraceError: The divided model cannot be traced.
     """
+    styles = tuple(tensor.styles.items())
+    key = ("rank", tensor.degree, styles, cluster.fabric, setting.param_dtype)
+    if key not in traced.parallel:
+        with fake_group(tensor.degree):
+            rank = in_gathered_type(_divided(traced, tensor), setting)
+        traced.parallel[key] = _priced(rank, cluster, tensor.degree)
+    profile: Profile = traced.parallel[key]
+    return profile
+
+
+def _divided(traced: Profile, tensor: TensorParallel) -> Profile:
+    """The step of a divided copy of the model, in a group that is there."""
     step = traced.step
     with AnyCopies():
         model = copy.deepcopy(step.model)
@@ -62,8 +76,7 @@ def rank_profile(
     tensor.apply(model, mesh, src_data_rank=None)
     # A plain function: what else is called is copied with all that it knows.
     make = None if step.optimizer is None else lambda own: _optimizer(step, own)
-    rank = traced_again(traced, model=model, options={"optimizer": make})
-    return _priced(rank, cluster, tensor.degree)
+    return traced_again(traced, model=model, options={"optimizer": make})
 
 
 def _optimizer(step: Step, parameters: Iterable[torch.nn.Parameter]) -> Any:
@@ -90,6 +103,21 @@ def _optimizer(step: Step, parameters: Iterable[torch.nn.Parameter]) -> Any:
         )
         made.register_step_post_hook(lambda *_: as_replicated.close())
     return made
+
+
+def draws(profile: Profile) -> bool:
+    """Whether a step draws random numbers before its loss: attention may, or not."""
+    ops = (op for op in profile.tape.ops if op.phase in ("forward", "loss"))
+    return any(op.random and _dropout_of(op.signature) != 0.0 for op in ops)
+
+
+def _dropout_of(call: Hashable) -> Any:
+    """The probability that an op is called with; None if it takes none."""
+    if not isinstance(call, Signature):
+        return None
+    names = [argument.name for argument in call.func._schema.arguments]
+    given = {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}
+    return given.get("dropout_p", 0.0) if "dropout_p" in names else None
 
 
 def collective_of(op: Op, degree: int) -> tuple[Collective, int] | None:
