@@ -23,7 +23,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 __all__ = [
     "DEVICE",
@@ -221,6 +225,14 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 def no_modes() -> contextlib.AbstractContextManager[Any]:
     """Suspend all dispatch modes."""
     return _disable_current_modes()
+
+
+def has_own_modes() -> bool:
+    """Whether a dispatch mode of autosac is active."""
+    return any(
+        type(mode).__module__.startswith("autosac.")
+        for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def no_dispatch() -> contextlib.AbstractContextManager[Any]:

@@ -10,14 +10,17 @@ the collective when an op reads it. A dispatch mode that leaves ops on both to t
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from autosac import _compat
+from autosac.errors import ArgumentError
 from autosac.pytrees import mapped
 
 # These wait for a collective, or let who reads its result do so, and return that. Eager
@@ -83,29 +86,28 @@ def has_hook(replica: DistributedDataParallel) -> bool:
     return bool(replica._comm_hooks)
 
 
-@contextlib.contextmanager
-def unseen_propagation() -> Iterator[None]:
-    """Keep modes from seeing the ops by which `DTensor` finds out shapes.
+def hide_propagation() -> None:
+    """Keep autosac's modes from seeing the ops by which `DTensor` finds out shapes.
 
     It runs them once for every kind of call, on fakes of the mode that is active, else
     on its own (`ShardingPropagator` in torch/distributed/tensor/_sharding_prop.py).
     """
     module = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if module is None:
-        yield
         return
-    propagator = module.ShardingPropagator
+    propagator: Any = module.ShardingPropagator
     of_torch = propagator._propagate_tensor_meta_non_cached
+    if hasattr(of_torch, "__wrapped__"):
+        return
 
+    @functools.wraps(of_torch)
     def unseen(*args: Any) -> Any:
-        with _compat.no_modes():
+        with (
+            _compat.no_modes() if _compat.has_own_modes() else contextlib.nullcontext()
+        ):
             return of_torch(*args)
 
     propagator._propagate_tensor_meta_non_cached = unseen
-    try:
-        yield
-    finally:
-        propagator._propagate_tensor_meta_non_cached = of_torch
 
 
 def finished(func: Any, result: Any) -> Any:
@@ -149,3 +151,27 @@ def unwrapped(
     if kind:
         return held.trigger_wait(), None
     return tensor, None
+
+
+@contextlib.contextmanager
+def fake_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """This process is one of many ranks; collectives do nothing.
+
+    Raises:
+        ArgumentError: It is a rank of real ones already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # slow to import
+
+    if dist.is_initialized():
+        raise ArgumentError(
+            "Tensor parallelism is planned in a group that stands for the ranks, and"
+            " this process has a real one: plan before `init_process_group`, save the"
+            " plan, and load it on every rank."
+        )
+    hook = sys.excepthook  # which the group replaces
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook

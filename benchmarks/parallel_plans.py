@@ -22,8 +22,8 @@ import autosac
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
-from autosac.parallel.planning import make_parallel_plan
 from autosac.parallel.plans import ParallelPlan
+from autosac.parallel.racing import make_parallel_plan
 from autosac.parallel.solving import ParallelChooser
 from autosac.quantities import format_ms
 from benchmarks.environment import environment

@@ -28,8 +28,8 @@ import autosac
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
-from autosac.parallel.planning import shard_degrees
 from autosac.parallel.plans import ParallelPlan
+from autosac.parallel.racing import shard_degrees
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
 from autosac.solving.solve_options import SolveOptions

@@ -14,7 +14,7 @@ import multiprocessing
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile as profiler
 from torch.profiler import record_function
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from autosac._compat_distributed import fake_group
 from autosac.checkpointing import installing
 from autosac.devices.allocator_events import (
     cpu_events,
@@ -378,16 +378,6 @@ def reference(
 
 
 # --- process groups -----------------------------------------------------------
-
-
-@contextlib.contextmanager
-def fake_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
-    """This process is one of many ranks; collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def run_fake_rank(

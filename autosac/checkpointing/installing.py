@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from autosac import _compat_dispatch
-from autosac._compat_distributed import local
+from autosac._compat_distributed import hide_propagation, local
 from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import Present, thread
 from autosac.checkpointing.call_arguments import Kept, Source, leaves
@@ -416,6 +416,7 @@ def install(
         policies: What its units do.
         step: What they share; None makes one.
     """
+    hide_propagation()
     step = Step() if step is None else step
     by_fqn: dict[str, list[OpPolicy]] = {}
     sliced: dict[str, list[OpPolicy]] = {}

@@ -25,7 +25,7 @@ def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: As `check_mesh`.
     """
-    check_mesh(sharding, mesh)
+    check_mesh(sharding.mesh_shape, sharding.mesh_dim_names, mesh)
     policy = MixedPrecisionPolicy(
         param_dtype=_dtype(sharding.param_dtype),
         reduce_dtype=_dtype(sharding.reduce_dtype),
@@ -40,24 +40,26 @@ def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
         )
 
 
-def check_mesh(sharding: Sharding, mesh: DeviceMesh) -> None:
-    """Refuse a mesh that a sharding does not fit.
+def check_mesh(
+    shape: tuple[int, ...], names: tuple[str, ...], mesh: DeviceMesh
+) -> None:
+    """Refuse a mesh that a plan does not fit.
 
     Raises:
-        ValueError: The mesh has another shape, or ``fully_shard`` wants names of its
-            dimensions and it has none.
+        ValueError: The mesh has another shape; or its dimensions have no names where
+            there are several, or other ones with tensor parallelism.
     """
-    shape = sharding.mesh_shape
     if tuple(mesh.shape) != shape:
         raise ValueError(
-            f"`mesh` has shape {tuple(mesh.shape)}, and the sharding wants {shape};"
+            f"`mesh` has shape {tuple(mesh.shape)}, and the plan wants {shape};"
             " `plan.make_mesh()` makes it."
         )
-    if len(shape) > 1 and mesh.mesh_dim_names is None:
+    given = mesh.mesh_dim_names
+    if len(shape) > 1 and (given is None or ("tp" in names and given != names)):
         raise ValueError(
-            "`mesh` has no names, which `fully_shard` wants where there are replicas;"
-            " make it with `plan.make_mesh()`, or pass mesh_dim_names="
-            f"{sharding.mesh_dim_names}."
+            f"`mesh` has dimensions named {given}, and the plan wants"
+            f" {names}; make it with `plan.make_mesh()`, or pass"
+            f" mesh_dim_names={names}."
         )
 
 

@@ -42,7 +42,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autosac import _compat
-from autosac._compat_distributed import are_distributed
 from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
 from autosac.parallel.fsdp_optimizer import Shards, find_shards
@@ -379,12 +378,6 @@ def _check_step(profile: Profile) -> None:
         raise UnsupportedError(
             "An `OptimizerInBackward` under FSDP2 is not modelled; pass a plain"
             " optimizer."
-        )
-    if are_distributed(map(type, profile.step.model.parameters())):
-        raise UnsupportedError(
-            "`model` has parameters that are distributed tensors: FSDP2 on top of that"
-            " is not modelled. Plan recomputation on one of its ranks with"
-            " `autosac.plan`, or pass the model as it was before."
         )
     for parameter in profile.tape.parameters:
         if parameter.other_states:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from autosac.checkpointing import installing
 from autosac.parallel import fsdp_applying
 from autosac.parallel.sharding import FsdpUnit, Sharding
+from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.planning.plans import LARGE_GAP, check_model
 from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.mistakes import check_unplanned
@@ -23,17 +25,19 @@ from autosac.step import arguments
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
 from autosac.units.policies import OpPolicy, op_policy_of
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A sharding degree that was not taken.
+    """A sharding degree, or a mesh, that was not taken.
 
     Attributes:
         shard_degree: Ranks over which parameters are sharded.
         replicate_degree: How many such groups there are.
         reason: Why it lost.
+        tp_degree: Ranks that share slices of tensors,
+        sequence_parallel: and each have a part of the sequence between blocks.
         step_ms: Predicted time of its best step, None if it was not worked out.
         peak_bytes: Peak of a rank in that step.
     """
@@ -41,8 +45,22 @@ class Alternative:
     shard_degree: int
     replicate_degree: int
     reason: str
+    tp_degree: int = 1
+    sequence_parallel: bool = False
     step_ms: float | None = None
     peak_bytes: int | None = None
+
+    def __str__(self) -> str:
+        words = []
+        if self.tp_degree > 1:
+            kind = " and sequence" if self.sequence_parallel else ""
+            words.append(f"tensor{kind} parallelism over {self.tp_degree} ranks")
+        if self.shard_degree:
+            words.append(
+                f"sharded {self.shard_degree} times with {self.replicate_degree}"
+                " replicas"
+            )
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -74,6 +92,8 @@ class ParallelPlan(Summarized):
         calibrated: Times of ops were measured, not modelled.
         model: Fingerprint of the model the plan is for.
         torch_version: PyTorch that the model was traced with.
+        tensor: How tensors are divided among ranks that see the same batch.
+        exchange_ms: What of `compute_ms` these ranks spend on collectives.
     """
 
     sharding: Sharding
@@ -95,16 +115,25 @@ class ParallelPlan(Summarized):
     calibrated: bool
     model: Fingerprint
     torch_version: str
+    tensor: TensorParallel = WHOLE
+    exchange_ms: float = 0.0
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """Shape of the mesh: ``(shard,)``, or ``(replicate, shard)`` with replicas."""
-        return self.sharding.mesh_shape
+        """Ranks by dimension of the mesh: replicas if there are, shards, tensors."""
+        tp = self.tensor.degree
+        return (*self.sharding.mesh_shape, *((tp,) if tp > 1 else ()))
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """Names of these: ``"replicate"``, ``"shard"`` and ``"tp"``."""
+        names = self.sharding.mesh_dim_names
+        return (*names, "tp") if self.tensor.degree > 1 else names
 
     @property
     def num_gpus(self) -> int:
         """GPUs that take part."""
-        return self.sharding.replicate_degree * self.sharding.shard_degree
+        return math.prod(self.mesh_shape)
 
     @property
     def highest_peak_bytes(self) -> int:
@@ -123,8 +152,11 @@ class ParallelPlan(Summarized):
 
     @property
     def batches_per_s(self) -> float:
-        """Throughput of all GPUs in batches, of which each GPU has one a step."""
-        return 1e3 * self.num_gpus / self.step_ms
+        """Throughput of all GPUs in batches, of which each GPU has one a step.
+
+        GPUs that share slices of tensors have one together.
+        """
+        return 1e3 * self.num_gpus / self.tensor.degree / self.step_ms
 
     @property
     def optimality_gap(self) -> float:
@@ -138,8 +170,7 @@ class ParallelPlan(Summarized):
             device_type: Of the ranks' devices, such as ``"cuda"``.
 
         Returns:
-            A mesh of shape `mesh_shape`, its dimensions named ``"replicate"`` (if there
-            are replicas) and ``"shard"``.
+            A mesh of shape `mesh_shape`, its dimensions named as `mesh_dim_names`.
 
         Raises:
             ValueError: There are more or fewer ranks than `num_gpus`.
@@ -152,11 +183,11 @@ class ParallelPlan(Summarized):
                 f" num_gpus={num_ranks}."
             )
         return init_device_mesh(
-            device_type, self.mesh_shape, mesh_dim_names=self.sharding.mesh_dim_names
+            device_type, self.mesh_shape, mesh_dim_names=self.mesh_dim_names
         )
 
     def apply(self, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        """Install the AC units, then shard the model, in place.
+        """Divide tensors, install the AC units, then shard the model, in place.
 
         Make the optimizer after that. Parameters of a model on the meta device are
         made with ``model.to_empty(device=...)`` and initialised or loaded then.
@@ -184,7 +215,10 @@ class ParallelPlan(Summarized):
         arguments.check_kind(model)
         check_unplanned(model)
         check_model(self.model, model)
-        fsdp_applying.check_mesh(self.sharding, mesh)
+        fsdp_applying.check_mesh(self.mesh_shape, self.mesh_dim_names, mesh)
+        if self.tensor.degree > 1:
+            self.tensor.apply(model, mesh["tp"])
+            mesh = mesh[self.sharding.mesh_dim_names]
         installing.install(model, self.op_policies)
         fsdp_applying.shard(model, self.sharding, mesh)
         return model
@@ -206,6 +240,7 @@ class ParallelPlan(Summarized):
             sharding = record["sharding"]
             sharding["units"] = tuple(FsdpUnit(**unit) for unit in sharding["units"])
             record["sharding"] = Sharding(**sharding)
+            record["tensor"] = TensorParallel(**record["tensor"])
             record["op_policies"] = tuple(map(op_policy_of, record["op_policies"]))
             others = record["alternatives"]
             record["alternatives"] = tuple(Alternative(**other) for other in others)
@@ -248,14 +283,9 @@ class ParallelPlan(Summarized):
             gap = f"up to {self.optimality_gap:.1%} of the step may be avoidable"
             way_out = "plan with `time_limit_s`=60 to search longer"
             facts.append(("warning", f"{gap}; {way_out}, or with a little more memory"))
-        facts += [
-            (
-                "not",
-                f"sharded {other.shard_degree} times with"
-                f" {other.replicate_degree} replicas: {other.reason}",
-            )
-            for other in self.alternatives
-        ]
+        if self.tensor.degree > 1:
+            facts.append(("tensors", self._tensors()))
+        facts += [("not", f"{other}: {other.reason}") for other in self.alternatives]
         sharded = [
             (
                 unit.fqn or "(the model)",
@@ -272,6 +302,15 @@ class ParallelPlan(Summarized):
         ac_units = Table(heads=("AC unit", "recomputed"), rows=equal_rows_once(rows))
         return Summary(
             title="Parallel plan", facts=tuple(facts), tables=(fsdp_units, ac_units)
+        )
+
+    def _tensors(self) -> str:
+        """How tensors are divided, and what that exchanges."""
+        kind = " and sequence" if self.tensor.cuts_sequences else ""
+        return (
+            f"{len(self.tensor.styles)} modules with styles of tensor{kind} parallelism"
+            f" over {self.tensor.degree} ranks of a node, which see one batch together;"
+            f" {format_ms(self.exchange_ms)} of the compute is their collectives"
         )
 
 

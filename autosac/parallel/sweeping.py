@@ -10,13 +10,13 @@ import torch
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import Setting
-from autosac.parallel.planning import (
+from autosac.parallel.preparing import (
     chooser_of,
     cluster_of,
-    make_parallel_plan,
     profile_for,
     with_given_units,
 )
+from autosac.parallel.racing import make_parallel_plan
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes

@@ -21,7 +21,7 @@ from autosac.errors import (
     UnsupportedError,
 )
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.planning import cluster_of
+from autosac.parallel.preparing import cluster_of
 from autosac.pipelines.blocks import Passed, Stage, chain_of, check_cuts, possible_cuts
 from autosac.pipelines.cutting import Cutting
 from autosac.pipelines.plans import PipelinePlan, StagePlan

@@ -167,7 +167,7 @@ class Parameter:
 
     Attributes:
         fqns: All its names; several if modules share it.
-        shape: Its shape,
+        shape: Its shape, of what a rank holds of it,
         dtype: and its type in the user's model, such as ``float32``.
         itemsize: Bytes of one of its elements in the user's model,
         traced_itemsize: and in the trace, which may hold it in another type.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from autosac._compat_distributed import local
 from autosac.pytrees import tensors_in
 from autosac.step.tape import Parameter
 from autosac.step.training_step import AnyOptimizer
@@ -38,7 +39,7 @@ def find_parameters(
         parameters.append(
             Parameter(
                 fqns=tuple(names[id(original)]),
-                shape=tuple(original.shape),
+                shape=tuple(local(original).shape),
                 dtype=dtype_name(original.dtype),
                 itemsize=original.itemsize,
                 traced_itemsize=parameter.itemsize,

@@ -374,9 +374,9 @@ def _recorded(
     # On a GPU backward would run on a thread of its own, whose last references go at
     # any moment after it.
     one_thread = torch.autograd.set_multithreading_enabled(False)
+    _compat_distributed.hide_propagation()
     with (
         real_one_hot(recorder),
-        _compat_distributed.unseen_propagation(),
         idle_conversions(),
         _compat_compiler.without_compiled_code(on_fakes=mode is not None),
         _compat_plain.fakes_of(mode),

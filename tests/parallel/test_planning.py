@@ -9,15 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import autosac
+from autosac._compat_distributed import fake_group
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import ParallelFormulation, Setting
-from autosac.parallel.planning import (
-    chooser_of,
-    make_parallel_plan,
-    shard_degrees,
-)
+from autosac.parallel.preparing import chooser_of
+from autosac.parallel.racing import make_parallel_plan, shard_degrees
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import ParallelChooser
 from autosac.solvers import fsdp
@@ -27,7 +25,7 @@ from autosac.solvers.fsdp.step_time import linear
 from autosac.solving.solve_options import SolveOptions
 from autosac.units.curves import policy_of, save_problem
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
-from benchmarks.ranks import Recipe, fake_group, reference, run_gloo_ranks, run_rank
+from benchmarks.ranks import Recipe, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -440,7 +438,7 @@ def test_a_plan_with_replicas_makes_a_mesh_that_it_can_be_applied_on(
         hybrid.make_mesh("cpu")
     with fake_group(4):
         model = GPT.model()
-        with pytest.raises(ValueError, match="no names"):
+        with pytest.raises(ValueError, match="dimensions named None"):
             hybrid.apply(model, init_device_mesh("cpu", hybrid.mesh_shape))
         mesh = hybrid.make_mesh("cpu")
         assert mesh.mesh_dim_names == ("replicate", "shard")

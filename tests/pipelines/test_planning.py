@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn import functional
 
 import autosac
+from autosac._compat_distributed import fake_group
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.pipelines.blocks import Stage, chain_of
 from autosac.pipelines.planning import _MicroBatch, _Race
 from autosac.pipelines.playing import step_ms
 from autosac.pipelines.schedules import Schedule
-from benchmarks.ranks import fake_group
 from benchmarks.stage_ranks import SEED, Job, can_count, run_ranks
 from tests.pipelines.stages import (
     LANGUAGE,

@@ -4,9 +4,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
+from autosac._compat_distributed import fake_group
 from autosac.errors import ArgumentError
 from autosac.pipelines.schedules import Schedule
-from benchmarks.ranks import fake_group
 
 
 def schedule(name, num_ranks, num_micro_batches, stages_per_rank=1):

@@ -1,0 +1,96 @@
+"""What a parallel plan begins with: the cluster, the traced step, its units."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autosac._compat_distributed import are_distributed
+from autosac.errors import UnsupportedError
+from autosac.parallel.clusters import ClusterSpec, cluster_spec
+from autosac.parallel.formulating import ParallelFormulation, Setting
+from autosac.parallel.sharding import Sharding, fsdp_units
+from autosac.parallel.solving import ParallelChooser
+from autosac.profiles.compute_dtype import in_compute_dtype
+from autosac.profiles.given import profile_of
+from autosac.profiles.profile import Profile, calibrate
+from autosac.profiles.restricting import restricted
+from autosac.step.marks import Marks, marked, marks_of
+
+
+def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
+    """The cluster that was passed or named, with so many GPUs."""
+    if isinstance(cluster, str):
+        return cluster_spec(cluster, num_gpus=num_gpus)
+    return cluster if num_gpus is None else cluster.resized(num_gpus)
+
+
+def chooser_of(profile: Profile, setting: Setting) -> ParallelChooser:
+    """The chooser for a setting; the profile keeps it."""
+    if setting not in profile.parallel:
+        typed = in_gathered_type(profile, setting)
+        form = ParallelFormulation(typed, setting)
+        profile.parallel[setting] = ParallelChooser(form)
+    chooser: ParallelChooser = profile.parallel[setting]
+    return chooser
+
+
+def with_given_units(
+    profile: Profile,
+    setting: Setting,
+    ac_units: Marks | None,
+    fsdp_units: Marks | None,
+) -> tuple[Profile, Setting]:
+    """Both with the only units that there may be, as in `plan_parallel`."""
+    if fsdp_units is not None:
+        tree = profile.tape.modules
+        own = marked(marks_of(fsdp_units), tree, name="fsdp_units")
+        setting = replace(setting, fsdp_units=frozenset(tree[i].fqn for i in own))
+    only = None if ac_units is None else marks_of(ac_units)
+    return restricted(profile, only), setting
+
+
+def profile_for(
+    spec: ClusterSpec,
+    model: torch.nn.Module | Profile,
+    inputs: Any,
+    options: dict[str, Any],
+) -> Profile:
+    """The profile that was passed, or a new one, on a GPU of the cluster."""
+    if "device" in options:
+        raise ValueError("`device` is that of `cluster`; leave it out.")
+    if isinstance(model, Profile):
+        profile = profile_of(model, inputs, options)
+        if profile.device.name != spec.device.name:
+            raise ValueError(
+                f"The profile is for {profile.device.name!r}, and cluster"
+                f" {spec.name!r} has {spec.device.name!r}; profile the model with that"
+                " device."
+            )
+    else:
+        profile = profile_of(model, inputs, {**options, "device": spec.device})
+    assert isinstance(profile, Profile)
+    if are_distributed(map(type, profile.step.model.parameters())):
+        raise UnsupportedError(
+            "`model` has parameters that are distributed tensors: FSDP2 on top of that"
+            " is not modelled. Pass the model as it was before, and `mesh`; or plan"
+            " recomputation on one of its ranks with `autosac.plan`."
+        )
+    return profile
+
+
+def in_gathered_type(profile: Profile, setting: Setting) -> Profile:
+    """The step as it runs under a mixed-precision policy."""
+    if setting.param_dtype is None or profile.step.compute_dtype is not None:
+        return profile
+    # Checks the names before the step is traced once more.
+    Sharding(
+        units=fsdp_units([]),
+        shard_degree=1,
+        param_dtype=setting.param_dtype,
+        reduce_dtype=setting.reduce_dtype,
+    )
+    typed = in_compute_dtype(profile, getattr(torch, setting.param_dtype))
+    return calibrate(typed) if profile.calibrated else typed

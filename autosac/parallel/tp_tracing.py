@@ -1,0 +1,181 @@
+"""The step of one rank of a tensor-parallel group, traced without the others.
+
+The model is copied and divided under a group whose collectives do nothing, and traced
+as any other: ops, bytes and collectives are those of the first rank, which has the most
+of everything. Collectives are timed by the links inside a node. They are exposed: what
+reads a result waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import implicit_replication
+
+from autosac._compat_distributed import fake_group
+from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.formulating import Setting
+from autosac.parallel.fsdp_memory import GLOO_THREADS
+from autosac.parallel.preparing import in_gathered_type
+from autosac.parallel.tp_styles import TensorParallel
+from autosac.profiles.profile import Profile
+from autosac.profiles.tracing_again import traced_again
+from autosac.solvers.fsdp.collectives import Collective, Group
+from autosac.step.op_signatures import Signature
+from autosac.step.tape import Op
+from autosac.step.training_step import OptimizerInBackward
+from autosac.tracing.copying import AnyCopies
+from autosac.tracing.step import Step
+
+_KINDS: dict[str, Collective] = {
+    "_c10d_functional.all_reduce.default": "all_reduce",
+    "_c10d_functional.all_reduce_.default": "all_reduce",
+    "_c10d_functional.all_gather_into_tensor.default": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor.default": "reduce_scatter",
+}
+
+
+def rank_profile(
+    traced: Profile, tensor: TensorParallel, cluster: ClusterSpec, setting: Setting
+) -> Profile:
+    """The step of the first of the ranks that share slices; the profile keeps it.
+
+    Args:
+        traced: The step of the whole model, which is not changed.
+        tensor: What is divided, and over how many ranks.
+        cluster: Its links time the collectives.
+        setting: Says in which type parameters are gathered.
+
+    Raises:
+        ArgumentError: As `tp_styles.check`.
+        TraceError: The divided model cannot be traced.
+    """
+    styles = tuple(tensor.styles.items())
+    key = ("rank", tensor.degree, styles, cluster.fabric, setting.param_dtype)
+    if key not in traced.parallel:
+        with fake_group(tensor.degree):
+            rank = in_gathered_type(_divided(traced, tensor), setting)
+        traced.parallel[key] = _priced(rank, cluster, tensor.degree)
+    profile: Profile = traced.parallel[key]
+    return profile
+
+
+def _divided(traced: Profile, tensor: TensorParallel) -> Profile:
+    """The step of a divided copy of the model, in a group that is there."""
+    step = traced.step
+    with AnyCopies():
+        model = copy.deepcopy(step.model)
+    mesh = init_device_mesh("cpu", (tensor.degree,))
+    tensor.apply(model, mesh, src_data_rank=None)
+    # A plain function: what else is called is copied with all that it knows.
+    make = None if step.optimizer is None else lambda own: _optimizer(step, own)
+    return traced_again(traced, model=model, options={"optimizer": make})
+
+
+def _optimizer(step: Step, parameters: Iterable[torch.nn.Parameter]) -> Any:
+    """The optimizer of a step, of divided parameters among whole ones.
+
+    Under FSDP2 all are distributed tensors, which some steps want of them.
+    """
+    own, made = list(parameters), step.optimizer
+    if isinstance(made, torch.optim.Optimizer):
+        places = {id(p): i for i, p in enumerate(step.model.parameters())}
+        groups = made.param_groups
+        made = copy.copy(made)
+        made.state = defaultdict(dict)
+        made.param_groups = [
+            {**group, "params": [own[places[id(p)]] for p in group["params"]]}
+            for group in groups
+        ]
+    elif not isinstance(made, OptimizerInBackward):
+        made = made(own)
+    if isinstance(made, torch.optim.Optimizer):
+        as_replicated = contextlib.ExitStack()
+        made.register_step_pre_hook(
+            lambda *_: as_replicated.enter_context(implicit_replication())
+        )
+        made.register_step_post_hook(lambda *_: as_replicated.close())
+    return made
+
+
+def draws(profile: Profile) -> bool:
+    """Whether a step draws random numbers before its loss: attention may, or not."""
+    ops = (op for op in profile.tape.ops if op.phase in ("forward", "loss"))
+    return any(op.random and _dropout_of(op.signature) != 0.0 for op in ops)
+
+
+def _dropout_of(call: Hashable) -> Any:
+    """The probability that an op is called with; None if it takes none."""
+    if not isinstance(call, Signature):
+        return None
+    names = [argument.name for argument in call.func._schema.arguments]
+    given = {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}
+    return given.get("dropout_p", 0.0) if "dropout_p" in names else None
+
+
+def collective_of(op: Op, degree: int) -> tuple[Collective, int] | None:
+    """What an op does among so many ranks, and the bytes of the whole buffer."""
+    kind = _KINDS.get(op.name)
+    if kind is None:
+        return None
+    # `moved_bytes` are those of argument and result.
+    if kind == "all_reduce":
+        return kind, op.moved_bytes // 2
+    return kind, op.moved_bytes * degree // (degree + 1)
+
+
+def late_bytes(profile: Profile, degree: int) -> int:
+    """What slow threads of gloo may still hold of what the ranks have exchanged."""
+    if profile.device.type != "cpu":
+        return 0
+    held = [
+        found[1] if found[0] == "all_reduce" else op.moved_bytes
+        for op in profile.tape.ops
+        if (found := collective_of(op, degree))
+    ]
+    return GLOO_THREADS * max(held, default=0)
+
+
+def _priced(profile: Profile, cluster: ClusterSpec, degree: int) -> Profile:
+    """The profile with times of collectives, and with the copies that gloo makes.
+
+    gloo gathers into a second buffer, and reduces and scatters a copy of its input. A
+    gradient that is a part of a sum is reduced in the trace whenever the optimizer
+    reads it; under FSDP2 that happens once, before it is sharded.
+    """
+    group = Group(ranks_per_node=degree, num_nodes=1)
+    on_cpu = profile.device.type == "cpu"
+    op_ms, ops = list(profile.op_ms), list(profile.tape.ops)
+    summed: set[int] = set()
+    for i, op in enumerate(ops):
+        found = collective_of(op, degree)
+        if found is None:
+            continue
+        kind, nbytes = found
+        again = op.phase == "optimizer" and not summed.isdisjoint(op.reads)
+        summed.update(op.reads)
+        cost = cluster.cost(kind, group, nbytes)
+        op_ms[i] = 0.0 if again else cost.ms(nbytes)
+        if on_cpu and kind != "all_reduce":
+            ops[i] = replace(op, workspace_bytes=nbytes)
+    return replace(
+        profile,
+        tape=replace(profile.tape, ops=tuple(ops)),
+        costs=replace(profile.costs, op_ms=tuple(op_ms)),
+    )
+
+
+def exchange_ms(profile: Profile, degree: int) -> float:
+    """Time of a step's collectives among the ranks that share slices."""
+    return sum(
+        ms
+        for op, ms in zip(profile.tape.ops, profile.op_ms, strict=True)
+        if collective_of(op, degree)
+    )
