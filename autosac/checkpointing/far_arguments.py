@@ -38,16 +38,15 @@ class _Place:
 
     Attributes:
         sent: The copy; None of a fake tensor.
-        num_elements: What the new storage is to hold,
-        dtype: of which type,
-        device: and where.
+        num_elements: What the new storage is to hold.
+        like: A tensor of no elements of its type and device.
         tensor: All of the new storage, while a rerun asks for it.
     """
 
-    __slots__ = ("device", "dtype", "num_elements", "sent", "tensor")
+    __slots__ = ("like", "num_elements", "sent", "tensor")
 
     def __init__(self, tensor: torch.Tensor, memory: FarMemory) -> None:
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self.like = tensor.new_empty(0)
         self.num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         self.tensor: torch.Tensor | None = None
         self.sent: Sent | None = None
@@ -59,9 +58,8 @@ class _Place:
     def fetch(self) -> torch.Tensor:
         """All elements in new memory, the same ones each time until it is dropped."""
         if self.tensor is None:
-            self.tensor = torch.empty(
-                self.num_elements, dtype=self.dtype, device=self.device
-            )
+            # From a tensor: in a dry run what is made of nothing may be no fake.
+            self.tensor = self.like.new_empty(self.num_elements)
             if self.sent is not None:
                 with _compat.no_modes():
                     self.sent.fetch(self.tensor.view(torch.uint8))

@@ -26,6 +26,7 @@ from autosac.solvers.milp.solution import Backend
 from autosac.solving.corrections import Rows
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, recompute_ms
+from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.path_relinking import relink
 from autosac.solving.repair import mend
 from autosac.solving.rules_of_thumb import Choice, FloatArray
@@ -53,8 +54,9 @@ class Chooser:
         simulator: Of the step.
         formulation: The MILP's numbers.
         incumbents: Choices that are known from the start.
-        plain: Of the same step, with fewer candidates: nothing that it chooses is
-            beaten by what is chosen here. None for none.
+        plain: Of the same step without offload: nothing that it chooses beats what is
+            chosen here. None if this one offloads nothing.
+        moved: Finds choices with offload that are not to be beaten either.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Chooser:
         formulation: Formulation,
         incumbents: Incumbents,
         plain: Chooser | None = None,
+        moved: MovedBlocks | None = None,
     ) -> None:
         self._simulator = simulator
         self._plain = plain
+        self._moved = moved
         self._formulation = formulation
         self._incumbents = incumbents
         self._solver = sac.Solver(formulation.problem(0))
@@ -98,6 +102,8 @@ class Chooser:
         search.offer(self._incumbents.cheapest(budget_bytes))
         if self._plain is not None:
             search.offer(self._plain.choose(budget_bytes, options)[0])
+        if self._moved is not None:
+            search.offer(self._moved.cheapest(budget_bytes))
         if self._formulation.units and options.segments is not None:
             search.run_on_segments(self._formulation)
         elif self._formulation.units:
@@ -163,8 +169,10 @@ class Chooser:
             return self._incumbents.lowest()
         least_bytes, choice = self.predicted_floor(backend)
         best = self._incumbents.lowest(choice)
-        if self._plain is not None:
-            best = min(best, self._plain.lowest(backend), key=self.true_peak_bytes)
+        if self._plain is not None and self._moved is not None:
+            plain = self._plain.lowest(backend)
+            choices = (best, plain, self._moved.lowest(plain))
+            best = min(choices, key=self.true_peak_bytes)
         best_bytes = self.true_peak_bytes(best)
         for _ in range(_FLOOR_ROUNDS):  # where the MILP is off, another may be lower
             if best_bytes - least_bytes <= _NEAR_FLOOR * best_bytes:
