@@ -88,11 +88,18 @@ class Applied:
         return step
 
 
-def far_choice(step, seed):
-    """Twins of some units, and other units beside them."""
+def far_choice(step, seed, prefetched=None):
+    """Twins of some units, and other units beside them.
+
+    Those that are prefetched where there are such, or none of these, or both by turns.
+    """
     chosen = random_choice(step, seed)
     plain = {unit.call: unit for unit in step.units.candidates}
-    twins = {unit.call: unit for unit in step.far_units}
+    twins = {}
+    for unit in step.far_units:
+        by_turns = prefetched is None and len(twins) % 2
+        if unit.call not in twins or prefetched or by_turns:
+            twins[unit.call] = unit
     return {
         twins[unit.call]
         if unit is plain.get(unit.call) and unit.call in twins
@@ -121,10 +128,17 @@ def step():
     return far_step(STEPS["blocks"])
 
 
-@pytest.fixture(scope="module")
-def lowest(step):
+@pytest.fixture(scope="module", params=["late", "early", "mixed"])
+def lowest(step, request):
+    """The choice of least peak; and the same with units that are prefetched."""
     chosen = step.chooser.lowest()
     assert any(isinstance(unit, FarUnit) for unit in chosen)
+    early = {unit.call: unit for unit in step.far_units if unit.is_prefetched}
+    if request.param == "mixed":
+        early = dict(list(early.items())[::2])
+    if request.param != "late":
+        chosen = {early.get(unit.call, unit): policy for unit, policy in chosen.items()}
+        assert any(unit.is_prefetched for unit in chosen)
     return chosen
 
 
@@ -135,11 +149,14 @@ def planned(step, lowest):
     return model, applied(step, lowest).apply(model).memory
 
 
+@pytest.mark.parametrize("prefetched", [False, True, None])
 @pytest.mark.parametrize("name", STEPS)
-def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(name):
+def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(
+    name, prefetched
+):
     case = STEPS[name]
     step = far_step(case)
-    choices = [far_choice(step, seed) for seed in range(6)]
+    choices = [far_choice(step, seed, prefetched) for seed in range(6)]
     moved = [c for c in choices if any(isinstance(u, FarUnit) for u in c)][:2]
     assert moved
     plans = [
@@ -167,6 +184,21 @@ def test_a_step_moves_every_storage_once(planned, lowest):
 
     far_bytes = sum(unit.far_bytes for unit in lowest)
     assert memory.peak_bytes == memory.pooled_bytes == far_bytes
+
+
+def test_copies_back_begin_before_reruns_where_they_are_prefetched(
+    planned, lowest, monkeypatch
+):
+    begun = []
+    begin = far_memory._Threaded.begin
+
+    def noted(sent, target):
+        begun.append(sent._back is None)
+        begin(sent, target)
+
+    monkeypatch.setattr(far_memory._Threaded, "begin", noted)
+    train(STEPS["blocks"], planned[0], steps=1)
+    assert sum(begun) == sum(unit.is_prefetched for unit in lowest)
 
 
 def test_views_of_a_storage_move_with_it():

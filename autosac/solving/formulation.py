@@ -127,6 +127,7 @@ def formulate(
         cuts |= {
             unit.call.enter,
             unit.call.exit + 1,
+            unit.resumes,
             unit.trigger - 1,
             unit.last_use + 1,
         }
@@ -205,7 +206,7 @@ def _cuts_elsewhere(unit: Unit, keys: IntArray, span: int) -> set[int]:
     """
     ticks = -(-keys // span)
     runs = (unit.call.enter <= ticks) & (ticks <= unit.call.exit + 1)
-    runs |= (unit.trigger - 1 <= ticks) & (ticks <= unit.last_use + 1)
+    runs |= (unit.resumes <= ticks) & (ticks <= unit.last_use + 1)
     return set(ticks[~runs].tolist())
 
 
@@ -231,7 +232,7 @@ class _Step:
 
     def places(self, unit: Unit) -> list[int]:
         """Positions at which a unit begins, has run, is about to be rerun, is done."""
-        ticks = [unit.call.enter, unit.call.exit + 1, unit.trigger - 1]
+        ticks = [unit.call.enter, unit.call.exit + 1, unit.resumes]
         positions = np.searchsorted(self.edges, [*ticks, unit.last_use + 1]).tolist()
         return [
             positions[0],
@@ -267,7 +268,7 @@ def _shift_key(step: _Step, unit: Unit, ends: Changes) -> _ShiftKey:
     settled, unsettled = freed_from, freed_until
     memory: list[bytes] = []
     for keys, deltas in ends.by_policy():
-        late = keys >= (unit.trigger - 1) * span
+        late = keys >= unit.resumes * span
         moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
         memory += [moved.tobytes(), deltas.tobytes()]
         in_order = int(late.argmax()) if late.any() else len(keys)
