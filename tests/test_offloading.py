@@ -17,6 +17,7 @@ from autosac.planning.make_plan import difference_in_dry_run
 from autosac.planning.spelling import spell_out
 from autosac.profiles.restricting import restricted
 from autosac.quantities import format_ms
+from autosac.solving.incumbents import recompute_ms
 from autosac.solving.rules_of_thumb import policy_saving
 from autosac.units.far_units import FarUnit
 from autosac.verification.verifying import Recipe, verify_each
@@ -549,3 +550,58 @@ def test_unapplied_models_run_as_ever(step):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [dict(module.__dict__) for module in model.modules()] == forwards
+
+
+# --- capped far memory --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def three():
+    """A step of few candidates: three blocks, of which two can be moved."""
+
+    class Three(Stack):
+        def __init__(self):
+            super().__init__()
+            del self.blocks[3:]
+
+    profile = autosac.calibrate(Case(Three, rows).profile(), progress=False)
+    return restricted(profile, ac_units=["blocks.*"])
+
+
+def every_choice(step):
+    """All choices of points of units of which none lies in another one."""
+    choices = [{}]
+    of_unit = dict(zip(step.formulation.units, step.formulation.curves, strict=True))
+    for unit, curve in of_unit.items():
+        choices += [
+            {**chosen, unit: policy}
+            for chosen in choices
+            if not any(
+                one.call.enter <= unit.call.exit and unit.call.enter <= one.call.exit
+                for one in chosen
+            )
+            for policy in curve.policies
+        ]
+    return choices
+
+
+def test_no_choice_within_the_cap_on_far_memory_takes_less(three):
+    nbytes = 4 * ROWS * WIDTH
+    choices = every_choice(restricted(three, offload=True))
+    figures = [
+        (three.peak_bytes(c), sum(unit.far_bytes for unit in c), recompute_ms(c))
+        for c in choices
+    ]
+    for host_bytes in (1, nbytes, 2 * nbytes - 1, 2 * nbytes):
+        fitting = [(peak, ms) for peak, far, ms in figures if far <= host_bytes]
+        capped = restricted(three, offload=True, host_bytes=host_bytes)
+        assert autosac.floor(capped) <= min(peak for peak, _ in fitting)
+        assert sum(unit.far_bytes for unit in capped.chooser.lowest()) <= host_bytes
+        for budget in sorted({peak for peak, _ in fitting})[::7]:
+            plan = autosac.plan(
+                three, memory_budget=budget, offload=True, host_budget=host_bytes,
+                relative_gap=0.0,
+            )  # fmt: skip
+            least_ms = min(ms for peak, ms in fitting if peak <= budget)
+            assert plan.offloaded_bytes <= host_bytes
+            assert plan.bound_ms <= plan.recompute_ms <= least_ms * (1 + 1e-9)

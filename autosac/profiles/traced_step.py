@@ -33,7 +33,7 @@ from autosac.units import curves
 from autosac.units.candidates import Units, find_units
 from autosac.units.chains import Chain, find_chains
 from autosac.units.curves import UnitCurve
-from autosac.units.far_units import FarUnit, find_far_units
+from autosac.units.far_units import FarUnit, find_far_units, within
 from autosac.units.given_units import ALL_UNITS, GivenUnits
 from autosac.units.nests import find_nests
 from autosac.units.policies import Policy
@@ -186,12 +186,13 @@ class TracedStep(Summarized):
         if self.plain is None or (link := self.device.link) is None:
             return ()
         finder_args = (self.tape, self.units.candidates, self.op_ms, link)
-        return find_far_units(*finder_args, self.host_bytes)
+        return find_far_units(*finder_args)
 
     @cached_property
     def moved_blocks(self) -> MovedBlocks:
         """Finder of choices with offload that are good and not the best."""
-        return MovedBlocks(self.simulator, self.rules, self.far_units)
+        twins = within(self.far_units, self.host_bytes)
+        return MovedBlocks(self.simulator, self.rules, twins)
 
     @cached_property
     def formulation(self) -> Formulation:
@@ -204,6 +205,7 @@ class TracedStep(Summarized):
                 self.chains,
                 self.fronts,
                 self.far_units,
+                self.host_bytes,
             )
 
     @cached_property

@@ -38,7 +38,9 @@ class Formulation:
         base_bytes: Most bytes alive at each position without recomputation.
         holds: Arguments that several units hold together, and those that one unit
             holds and another one would have freed, or keeps as well.
-        edges: First tick of every position.
+        edges: First tick of every position, but for that of far memory.
+        host_bytes: Most bytes in far memory. It is a last position, at which what lies
+            there counts and the budget is added to less than nothing; None for none.
     """
 
     units: tuple[Unit, ...]
@@ -47,6 +49,28 @@ class Formulation:
     base_bytes: tuple[int, ...]
     holds: tuple[sac.Hold, ...]
     edges: IntArray
+    host_bytes: int | None = None
+
+    def keeps_host(self, choice: Iterable[Unit]) -> bool:
+        """Whether units have no more in far memory than they may."""
+        if self.host_bytes is None:
+            return True
+        return sum(unit.far_bytes for unit in choice) <= self.host_bytes
+
+    def with_host(self, raised: IntArray, budget_bytes: int) -> IntArray:
+        """How far rows are raised, such that the last one caps far memory if it may."""
+        if self.host_bytes is None:
+            return raised
+        raised = raised.copy()
+        raised[-1] = budget_bytes
+        return raised
+
+    def at_positions(self, live: IntArray, choice: Iterable[Unit]) -> IntArray:
+        """What is alive from each edge on, and at the position of far memory."""
+        if self.host_bytes is None:
+            return live
+        far_bytes = sum(unit.far_bytes for unit in choice)
+        return np.append(live, far_bytes - self.host_bytes)
 
     def fitted(self, num_segments: int) -> Fitted:
         """The MILP's numbers over the breakpoints of few linear segments (pwlf).
@@ -107,6 +131,7 @@ def formulate(
     *,
     live: IntArray | None = None,
     cuts: Iterable[int] = (),
+    host_bytes: int | None = None,
 ) -> Formulation:
     """Work out the MILP's coefficients for all candidates.
 
@@ -117,6 +142,7 @@ def formulate(
         live: Bytes alive after every tick without recomputation; None for those of
             the tape.
         cuts: Ticks at which positions must begin besides those of the candidates.
+        host_bytes: Most bytes in far memory; None for as many as one likes.
     """
     if live is None:
         live = simulator.ledger({}).after_ticks(
@@ -154,14 +180,20 @@ def formulate(
             record = _solver_unit(step, unit, unit_curve)
         else:
             record = _moved_or_new(step, unit, unit_curve, changes, twins)
-        records.append(replace(record, fqn=unit.fqn, parent=parent))
+        working = record.working
+        if host_bytes is not None and unit.far_bytes:
+            far = (len(edges), (unit.far_bytes,) * len(record.points))
+            working = (*working, far)
+        records.append(replace(record, fqn=unit.fqn, parent=parent, working=working))
+    host = () if host_bytes is None else (-host_bytes,)
     return Formulation(
         units=tuple(units),
         curves=tuple(curves),
         solver_units=tuple(records),
-        base_bytes=tuple(base.tolist()),
+        base_bytes=(*base.tolist(), *host),
         holds=holders.holds(edges),
         edges=edges,
+        host_bytes=host_bytes,
     )
 
 

@@ -102,7 +102,6 @@ def find_far_units(
     candidates: Sequence[Unit],
     op_ms: Sequence[float],
     link: Link,
-    host_bytes: int | None = None,
 ) -> tuple[FarUnit, ...]:
     """Twins of the candidates whose arguments are worth moving, in forward order.
 
@@ -114,8 +113,6 @@ def find_far_units(
         candidates: Module calls that can be AC units.
         op_ms: Forward time of every op of the tape.
         link: To far memory.
-        host_bytes: Most bytes that may lie there. A heuristic: twins come in, those
-            first that wait least for a byte, while all of them together keep that.
     """
     parents = {node.parent for node in tape.modules.nodes}
     whole = [unit for unit in candidates if unit.module in parents]
@@ -135,7 +132,7 @@ def find_far_units(
         )
         if far:
             twins += _twins(tape, unit, far, marks, link)
-    return tuple(twins) if host_bytes is None else _within(twins, host_bytes)
+    return tuple(twins)
 
 
 def _twins(
@@ -225,8 +222,13 @@ class _Marks:
         return self._until_ms[ops.stop] - self._until_ms[ops.start]
 
 
-def _within(twins: Sequence[FarUnit], host_bytes: int) -> tuple[FarUnit, ...]:
-    """Twins of which no choice has more than so many bytes in far memory."""
+def within(twins: Sequence[FarUnit], host_bytes: int | None) -> tuple[FarUnit, ...]:
+    """Twins of which no choice has more than so many bytes in far memory.
+
+    A heuristic: they come in, those first that wait least for a byte, while they do.
+    """
+    if host_bytes is None:
+        return tuple(twins)
     kept: list[FarUnit] = []
     for twin in sorted(twins, key=lambda unit: unit.waits_ms / unit.moved_bytes):
         more = sorted([*kept, twin], key=lambda u: (u.call.enter, -u.call.exit))
