@@ -32,6 +32,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     return iter(tensors)
 
 
+def first_function(value: Any) -> Any:
+    """The autograd function of the first tensor in nested values that has one."""
+    functions = (tensor.grad_fn for tensor in tensors_in((value,)))
+    return next((function for function in functions if function is not None), None)
+
+
 def _collect(values: Iterable[Any], tensors: list[torch.Tensor]) -> None:
     for value in values:
         if type(value) in _PLAIN_TYPES:

@@ -13,9 +13,12 @@ import autosac
 from autosac.checkpointing import far_memory, installing
 from autosac.checkpointing.far_memory import FarMemory
 from autosac.errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
+from autosac.planning.make_plan import difference_in_dry_run
 from autosac.planning.spelling import spell_out
 from autosac.profiles.restricting import restricted
 from autosac.quantities import format_ms
+from autosac.solving.incumbents import recompute_ms
+from autosac.solving.rules_of_thumb import policy_saving
 from autosac.units.far_units import FarUnit
 from autosac.verification.verifying import Recipe, verify_each
 from tests.models import CASES, Case, random_choice
@@ -86,11 +89,18 @@ class Applied:
         return step
 
 
-def far_choice(step, seed):
-    """Twins of some units, and other units beside them."""
+def far_choice(step, seed, prefetched=None):
+    """Twins of some units, and other units beside them.
+
+    Those that are prefetched where there are such, or none of these, or both by turns.
+    """
     chosen = random_choice(step, seed)
     plain = {unit.call: unit for unit in step.units.candidates}
-    twins = {unit.call: unit for unit in step.far_units}
+    twins = {}
+    for unit in step.far_units:
+        by_turns = prefetched is None and len(twins) % 2
+        if unit.call not in twins or prefetched or by_turns:
+            twins[unit.call] = unit
     return {
         twins[unit.call]
         if unit is plain.get(unit.call) and unit.call in twins
@@ -119,10 +129,17 @@ def step():
     return far_step(STEPS["blocks"])
 
 
-@pytest.fixture(scope="module")
-def lowest(step):
+@pytest.fixture(scope="module", params=["late", "early", "mixed"])
+def lowest(step, request):
+    """The choice of least peak; and the same with units that are prefetched."""
     chosen = step.chooser.lowest()
     assert any(isinstance(unit, FarUnit) for unit in chosen)
+    early = {unit.call: unit for unit in step.far_units if unit.is_prefetched}
+    if request.param == "mixed":
+        early = dict(list(early.items())[::2])
+    if request.param != "late":
+        chosen = {early.get(unit.call, unit): policy for unit, policy in chosen.items()}
+        assert any(unit.is_prefetched for unit in chosen)
     return chosen
 
 
@@ -133,11 +150,14 @@ def planned(step, lowest):
     return model, applied(step, lowest).apply(model).memory
 
 
+@pytest.mark.parametrize("prefetched", [False, True, None])
 @pytest.mark.parametrize("name", STEPS)
-def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(name):
+def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(
+    name, prefetched
+):
     case = STEPS[name]
     step = far_step(case)
-    choices = [far_choice(step, seed) for seed in range(6)]
+    choices = [far_choice(step, seed, prefetched) for seed in range(6)]
     moved = [c for c in choices if any(isinstance(u, FarUnit) for u in c)][:2]
     assert moved
     plans = [
@@ -165,6 +185,21 @@ def test_a_step_moves_every_storage_once(planned, lowest):
 
     far_bytes = sum(unit.far_bytes for unit in lowest)
     assert memory.peak_bytes == memory.pooled_bytes == far_bytes
+
+
+def test_copies_back_begin_before_reruns_where_they_are_prefetched(
+    planned, lowest, monkeypatch
+):
+    begun = []
+    begin = far_memory._Threaded.begin
+
+    def noted(sent, target):
+        begun.append(sent._back is None)
+        begin(sent, target)
+
+    monkeypatch.setattr(far_memory._Threaded, "begin", noted)
+    train(STEPS["blocks"], planned[0], steps=1)
+    assert sum(begun) == sum(unit.is_prefetched for unit in lowest)
 
 
 def test_views_of_a_storage_move_with_it():
@@ -269,6 +304,14 @@ def test_second_derivatives_are_those_of_the_plain_model(planned):
 
     pairs = zip(*penalties, strict=True)
     assert all(one is other or torch.equal(one, other) for one, other in pairs)
+
+
+def test_arguments_of_few_numbers_are_moved_in_a_dry_run_as_well():
+    case = Case(Stack, lambda: torch.randn(6, WIDTH))
+    step = restricted(case.profile(), offload=True)
+    chosen = {unit: policy_saving(unit, ()) for unit in step.far_units}
+
+    assert chosen and not difference_in_dry_run(step, chosen)
 
 
 class Changing(Stack):
@@ -408,7 +451,7 @@ def test_reports_and_errors_say_what_offload_would_do(step):
     told = f"would take {format_ms(far.recompute_ms)} of recomputation and waiting"
     assert told in " ".join(str(plan.report()).split())
     assert told not in " ".join(str(far.report()).split())
-    with pytest.raises(InfeasibleBudgetError, match="`offload`=True may reach less"):
+    with pytest.raises(InfeasibleBudgetError, match="`offload`=True fits"):
         autosac.plan(step.plain, memory_budget=low)
 
 
@@ -507,3 +550,58 @@ def test_unapplied_models_run_as_ever(step):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [dict(module.__dict__) for module in model.modules()] == forwards
+
+
+# --- capped far memory --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def three():
+    """A step of few candidates: three blocks, of which two can be moved."""
+
+    class Three(Stack):
+        def __init__(self):
+            super().__init__()
+            del self.blocks[3:]
+
+    profile = autosac.calibrate(Case(Three, rows).profile(), progress=False)
+    return restricted(profile, ac_units=["blocks.*"])
+
+
+def every_choice(step):
+    """All choices of points of units of which none lies in another one."""
+    choices = [{}]
+    of_unit = dict(zip(step.formulation.units, step.formulation.curves, strict=True))
+    for unit, curve in of_unit.items():
+        choices += [
+            {**chosen, unit: policy}
+            for chosen in choices
+            if not any(
+                one.call.enter <= unit.call.exit and unit.call.enter <= one.call.exit
+                for one in chosen
+            )
+            for policy in curve.policies
+        ]
+    return choices
+
+
+def test_no_choice_within_the_cap_on_far_memory_takes_less(three):
+    nbytes = 4 * ROWS * WIDTH
+    choices = every_choice(restricted(three, offload=True))
+    figures = [
+        (three.peak_bytes(c), sum(unit.far_bytes for unit in c), recompute_ms(c))
+        for c in choices
+    ]
+    for host_bytes in (1, nbytes, 2 * nbytes - 1, 2 * nbytes):
+        fitting = [(peak, ms) for peak, far, ms in figures if far <= host_bytes]
+        capped = restricted(three, offload=True, host_bytes=host_bytes)
+        assert autosac.floor(capped) <= min(peak for peak, _ in fitting)
+        assert sum(unit.far_bytes for unit in capped.chooser.lowest()) <= host_bytes
+        for budget in sorted({peak for peak, _ in fitting})[::7]:
+            plan = autosac.plan(
+                three, memory_budget=budget, offload=True, host_budget=host_bytes,
+                relative_gap=0.0,
+            )  # fmt: skip
+            least_ms = min(ms for peak, ms in fitting if peak <= budget)
+            assert plan.offloaded_bytes <= host_bytes
+            assert plan.bound_ms <= plan.recompute_ms <= least_ms * (1 + 1e-9)

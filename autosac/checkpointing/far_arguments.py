@@ -2,12 +2,15 @@
 
 When the call is over its arguments are sent. At a fixed place of the program, the end
 of a later module call, the program waits for the copies and lets go of the tensors. A
-rerun begins by allocating them again, and copies them back.
+rerun begins by allocating them again, and copies them back. If they are prefetched,
+they are allocated when backward comes to that later call, and come back beside the
+program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -38,34 +41,50 @@ class _Place:
 
     Attributes:
         sent: The copy; None of a fake tensor.
-        num_elements: What the new storage is to hold,
-        dtype: of which type,
-        device: and where.
-        tensor: All of the new storage, while a rerun asks for it.
+        num_elements: What the new storage is to hold.
+        like: A tensor of no elements of its type and device.
+        tensor: All of the new storage, until a rerun has got it.
+        is_filled: It holds what was sent.
     """
 
-    __slots__ = ("device", "dtype", "num_elements", "sent", "tensor")
+    __slots__ = ("is_filled", "like", "num_elements", "sent", "tensor")
 
     def __init__(self, tensor: torch.Tensor, memory: FarMemory) -> None:
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self.like = tensor.new_empty(0)
         self.num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
         self.tensor: torch.Tensor | None = None
+        self.is_filled = False
         self.sent: Sent | None = None
         if not _compat.is_fake(tensor):
             with _compat.no_modes():
                 whole = elements(_compat_dispatch.detached(tensor))
                 self.sent = memory.send(whole.view(torch.uint8))
 
+    def allocate(self) -> torch.Tensor:
+        """New memory, the same each time until it is dropped."""
+        if self.tensor is None:
+            # From a tensor: in a dry run what is made of nothing may be no fake.
+            self.tensor = self.like.new_empty(self.num_elements)
+        return self.tensor
+
+    def begin(self) -> None:
+        """Begin to copy into memory that is allocated and not filled."""
+        if self.tensor is not None and not self.is_filled and self.sent is not None:
+            with _compat.no_modes():
+                self.sent.begin(self.tensor.view(torch.uint8))
+
     def fetch(self) -> torch.Tensor:
         """All elements in new memory, the same ones each time until it is dropped."""
-        if self.tensor is None:
-            self.tensor = torch.empty(
-                self.num_elements, dtype=self.dtype, device=self.device
-            )
-            if self.sent is not None:
-                with _compat.no_modes():
-                    self.sent.fetch(self.tensor.view(torch.uint8))
-        return self.tensor
+        tensor = self.allocate()
+        if not self.is_filled and self.sent is not None:
+            with _compat.no_modes():
+                self.sent.fetch(tensor.view(torch.uint8))
+        self.is_filled = True
+        return tensor
+
+    def drop(self) -> None:
+        """Let go of the new memory, which others have now."""
+        self.tensor, self.is_filled = None, False
 
 
 class _Far:
@@ -93,11 +112,15 @@ class FarArguments:
         arguments: Positional and keyword arguments.
         policy: Says which.
         memory: Where they go.
+
+    Attributes:
+        is_prefetched: They come back before the call is rerun.
     """
 
     def __init__(self, arguments: Any, policy: OpPolicy, memory: FarMemory) -> None:
         self.template = take_apart(arguments)
         self.fqn = policy.fqn
+        self.is_prefetched = policy.prefetched
         self._memory = memory
         # Distinct storages as the tape has them: in the order of meeting them.
         tensors = [t for t in tensors_in(arguments) if _is_storage(t)]
@@ -108,6 +131,8 @@ class FarArguments:
         self._going: dict[int, tuple[Handed, _Far]] = {}  # by identity of the former
         self._places: list[_Place] = []
         self._is_away = False
+        self._has_rerun = False
+        self._followers: list[weakref.ref[FarArguments]] = []
 
     def relayed(self) -> Collection[int]:
         """As `Source.relayed`."""
@@ -144,8 +169,43 @@ class FarArguments:
         self.template = map_nested(self.template, Handed, put_away)
         self._is_away = bool(going)
 
+    def prefetch(self, other: FarArguments | None) -> None:
+        """Backward comes to the call at whose end they went: allocate them again.
+
+        Args:
+            other: A call that is about to be rerun, whose own arguments come first if
+                they are not on their way by then.
+        """
+        if not self._is_away:
+            return
+        with _compat_dispatch.untransformed():
+            for place in self._places:
+                place.allocate()
+        if other is not None and other.is_first():
+            other._followers.append(weakref.ref(self))
+        else:
+            self._begin()
+
+    def is_first(self) -> bool:
+        """Whether its own copies back begin with its rerun, which is yet to come."""
+        return self._is_away and not (self.is_prefetched or self._has_rerun)
+
+    def _begin(self) -> None:
+        for place in self._places:
+            place.begin()
+
     def again(self) -> Any:
         """As `Source.again`."""
+        self._has_rerun = True
+        try:
+            return self._again()
+        finally:
+            followers, self._followers = self._followers, []
+            for ref in followers:
+                if (follower := ref()) is not None:
+                    follower._begin()
+
+    def _again(self) -> Any:
         if not self._is_away:  # backward began early, or the unit departed
             self._going = {}
             self._release()
@@ -161,7 +221,7 @@ class FarArguments:
 
         template = map_nested(self.template, _Far, fetch)
         for place in self._places:
-            place.tensor = None
+            place.drop()
         if not _compat_dispatch.keeps_graph():
             self._release()
         return template
@@ -171,6 +231,30 @@ class FarArguments:
         for place in places:
             if place.sent is not None:
                 place.sent.release()
+
+
+class Prefetch:
+    """Hook of an autograd function: backward comes to the call that it ends.
+
+    Args:
+        sources: Calls whose arguments went when it ended.
+        other: The unit around it, if its own arguments are in far memory.
+    """
+
+    __slots__ = ("_other", "_sources")
+
+    def __init__(
+        self, sources: Iterable[weakref.ref[FarArguments]], other: FarArguments | None
+    ) -> None:
+        self._sources = tuple(sources)
+        self._other = None if other is None else weakref.ref(other)
+
+    def __call__(self, _: Any) -> None:
+        other = None if self._other is None else self._other()
+        for ref in self._sources:
+            source = ref()
+            if source is not None and source.is_prefetched:
+                source.prefetch(other)
 
 
 def _is_storage(tensor: torch.Tensor) -> bool:

@@ -36,11 +36,18 @@ class Sent(Protocol):
             Exception: Whatever the copy raised.
         """
 
-    def fetch(self, target: torch.Tensor) -> None:
-        """Copy the bytes back.
+    def begin(self, target: torch.Tensor) -> None:
+        """Begin to copy the bytes back, beside the program.
 
         Args:
             target: All bytes of a new storage, shape (num_bytes,).
+        """
+
+    def fetch(self, target: torch.Tensor) -> None:
+        """Copy the bytes back, or wait until that is done if it has begun.
+
+        Args:
+            target: As in `begin`.
         """
 
     def release(self) -> None:
@@ -69,8 +76,8 @@ class FarMemory:
         self.peak_bytes = 0
         self._free: defaultdict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self._lock = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
     @property
     def pooled_bytes(self) -> int:
@@ -98,8 +105,8 @@ class FarMemory:
                 self.take_back(key, None)
                 raise
         if key[0] == "cuda":
-            return _Streamed(self, buffer, source, self._stream(source.device))
-        return _Threaded(self, buffer, source, self._executor())
+            return _Streamed(self, buffer, source)
+        return _Threaded(self, buffer, source)
 
     def take_back(self, key: tuple[str, int], buffer: torch.Tensor | None) -> None:
         """Keep a buffer for the next step.
@@ -138,15 +145,17 @@ class FarMemory:
             ) from error
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "autosac_far_memory")
-        return self._thread
+    def executor(self, way: str) -> ThreadPoolExecutor:
+        """The thread for one way of copies, out or back: they follow one another."""
+        if way not in self._threads:
+            self._threads[way] = ThreadPoolExecutor(1, f"autosac_far_memory_{way}")
+        return self._threads[way]
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+    def stream(self, device: torch.device, way: str) -> torch.cuda.Stream:
+        """The stream of a device for one way of copies."""
+        if (device, way) not in self._streams:
+            self._streams[device, way] = torch.cuda.Stream(device)
+        return self._streams[device, way]
 
 
 class _Buffered:
@@ -180,29 +189,41 @@ class _Threaded(_Buffered):
         memory: FarMemory,
         buffer: torch.Tensor,
         source: torch.Tensor,
-        executor: ThreadPoolExecutor,
     ) -> None:
         super().__init__(memory, buffer, source)
         # In a list: executors hold arguments a moment longer than the work lasts.
-        box = [source]
-        self._future: Future[None] = executor.submit(_copy, buffer, box, memory)
+        box = [buffer, source]
+        self._back: Future[None] | None = None
+        self._out: Future[None] = memory.executor("out").submit(_copy, box, memory)
 
     def wait(self) -> None:
         """As `Sent.wait`."""
-        self._future.result()
+        self._out.result()
+
+    def begin(self, target: torch.Tensor) -> None:
+        """As `Sent.begin`."""
+        assert self._buffer is not None
+        self.wait()
+        if self._back is None:
+            box = [target, self._buffer]
+            thread = self._memory.executor("back")
+            self._back = thread.submit(_copy, box, self._memory)
 
     def fetch(self, target: torch.Tensor) -> None:
         """As `Sent.fetch`."""
+        back, self._back = self._back, None
+        if back is not None:
+            back.result()
+            return
         self.wait()
         assert self._buffer is not None
-        with _compat.no_modes(), torch.no_grad():
-            target.copy_(self._buffer)
-        self._memory.linger(target.numel())
+        with _compat.no_modes():
+            _copy([target, self._buffer], self._memory)
 
     def release(self) -> None:
         """As `Sent.release`; a copy that still runs ends first."""
         if self._buffer is not None:
-            future = self.__dict__.get("_future")
+            future = self.__dict__.get("_back") or self.__dict__.get("_out")
             if future is None or future.cancel() or future.done():
                 self._hand_back()
             else:
@@ -211,10 +232,10 @@ class _Threaded(_Buffered):
                 future.add_done_callback(lambda _: memory.take_back(key, buffer))
 
 
-def _copy(buffer: torch.Tensor, box: list[torch.Tensor], memory: FarMemory) -> None:
-    source = box.pop()
+def _copy(box: list[torch.Tensor], memory: FarMemory) -> None:
+    source, target = box.pop(), box.pop()
     with torch.no_grad():
-        buffer.copy_(source)
+        target.copy_(source)
     memory.linger(source.numel())
 
 
@@ -226,15 +247,23 @@ class _Streamed(_Buffered):
         memory: FarMemory,
         buffer: torch.Tensor,
         source: torch.Tensor,
-        stream: torch.cuda.Stream,
     ) -> None:
         super().__init__(memory, buffer, source)
         self._device = source.device
+        self._back: tuple[torch.cuda.Event, torch.Tensor] | None = None
+        self._event = self._copied(buffer, source, "out")
+
+    def _copied(
+        self, target: torch.Tensor, source: torch.Tensor, way: str
+    ) -> torch.cuda.Event:
+        """Copy on the stream for a way, after what the present one has to do."""
+        stream = self._memory.stream(self._device, way)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with _compat.no_modes(), torch.no_grad(), torch.cuda.stream(stream):
-            buffer.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(stream)
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
 
     def wait(self) -> None:
         """As `Sent.wait`: the kernels that follow run after the copy.
@@ -243,12 +272,34 @@ class _Streamed(_Buffered):
         """
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
+    def begin(self, target: torch.Tensor) -> None:
+        """As `Sent.begin`; what is copied into stays until the program has waited."""
+        assert self._buffer is not None
+        if self._back is None:
+            self.wait()
+            self._back = self._copied(target, self._buffer, "back"), target
+
     def fetch(self, target: torch.Tensor) -> None:
         """As `Sent.fetch`, on the stream of the kernels that read it.
 
         The next copy into the buffer waits for that stream.
         """
+        if self._back is not None:
+            self._wait_back()
+            return
         self.wait()
         assert self._buffer is not None
         with _compat.no_modes(), torch.no_grad():
             target.copy_(self._buffer, non_blocking=True)
+
+    def release(self) -> None:
+        """As `Sent.release`; the program waits for a copy back that has begun."""
+        if self.__dict__.get("_back") is not None:
+            self._wait_back()
+        self._hand_back()
+
+    def _wait_back(self) -> None:
+        assert self._back is not None
+        event, _ = self._back
+        torch.cuda.current_stream(self._device).wait_event(event)
+        self._back = None

@@ -26,7 +26,7 @@ from autosac.checkpointing.ambient_state import Present, thread
 from autosac.checkpointing.call_arguments import Kept, Source, leaves
 from autosac.checkpointing.chained_calls import RelayedCall
 from autosac.checkpointing.departed_units import Code
-from autosac.checkpointing.far_arguments import FarArguments
+from autosac.checkpointing.far_arguments import FarArguments, Prefetch
 from autosac.checkpointing.far_memory import FarMemory
 from autosac.checkpointing.module_attributes import Snapshots
 from autosac.checkpointing.nested_calls import Nest, NestedCall
@@ -34,6 +34,7 @@ from autosac.checkpointing.op_programs import KnownMode, Program
 from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.recording_mode import RecordingMode
 from autosac.checkpointing.saved_tensors import Frame
+from autosac.pytrees import first_function
 from autosac.units.policies import OpPolicy
 
 _MOST_LOSSES = 3  # batches that differ have lost as often: look at every op then
@@ -64,6 +65,7 @@ class Step:
         losses: How often a unit did not do what it had done before.
         onward: The nest that runs onward now, for the sake of a rerun.
         memory: Far memory.
+        sources: FQN of a unit -> its last call with arguments there.
         parked: FQN of a module -> calls whose arguments go at the end of its next one.
     """
 
@@ -83,6 +85,9 @@ class Step:
         self.onward: Nest | None = None
         self.losses = 0
         self.memory = FarMemory(offload_dir)
+        self.sources: weakref.WeakValueDictionary[str, FarArguments] = (
+            weakref.WeakValueDictionary()
+        )
         self.parked: dict[str, list[weakref.ref[FarArguments]]] = {}
 
     def __reduce__(self) -> tuple[type[Step], tuple[Followed | None, int, str | None]]:
@@ -94,11 +99,20 @@ class Step:
         waiting = [ref for ref in self.parked.get(fqn, ()) if ref() is not None]
         self.parked[fqn] = [*waiting, weakref.ref(source)]
 
-    def let_go(self, fqn: str) -> None:
-        """A call of a module ends."""
-        for ref in self.parked.pop(fqn, ()):
-            if (source := ref()) is not None:
+    def let_go(self, fqn: str, output: Any) -> None:
+        """A call of a module ends; what is prefetched waits for its backward."""
+        parked = self.parked.pop(fqn, ())
+        for source in (ref() for ref in parked):
+            if source is not None:
                 source.let_go()
+        function = first_function(output) if parked else None
+        if function is not None:
+            around = [fqn]
+            while fqn:
+                around.append(fqn := fqn.rpartition(".")[0])
+            others = (self.sources.get(name) for name in around)
+            first = next((o for o in others if o is not None), None)
+            function.register_prehook(Prefetch(parked, first))
 
     @contextlib.contextmanager
     def running_onward(self, nest: Nest) -> Iterator[None]:
@@ -242,7 +256,9 @@ class CheckpointedForward(StandIn):
         """The source of a call's arguments; blocks keep few of them or none."""
         if not policy.chain:
             if policy.far:
-                return FarArguments(arguments, policy, self.step.memory)
+                source = FarArguments(arguments, policy, self.step.memory)
+                self.step.sources[self.fqn] = source
+                return source
             return Kept(arguments)
         nest = self.step.nests.get(policy.chain)
         departed = nest is not None and nest.departed
@@ -389,7 +405,7 @@ class _ParkingForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.__wrapped__(*args, **kwargs)
-        self.step.let_go(self.fqn)
+        self.step.let_go(self.fqn, output)
         return output
 
 

@@ -36,9 +36,10 @@ class Link:
         own_ms = 1e3 * num_bytes / self.out_bytes_per_s
         return max(0.0, num_copies * self.latency_ms + own_ms - hidden_ms)
 
-    def back_ms(self, num_bytes: int, num_copies: int) -> float:
-        """Time to wait for copies back."""
-        return num_copies * self.latency_ms + 1e3 * num_bytes / self.back_bytes_per_s
+    def back_ms(self, num_bytes: int, num_copies: int, hidden_ms: float = 0.0) -> float:
+        """Time to wait for copies back; arguments as those of `out_ms`."""
+        own_ms = 1e3 * num_bytes / self.back_bytes_per_s
+        return max(0.0, num_copies * self.latency_ms + own_ms - hidden_ms)
 
 
 # Of what a data sheet says of a link copies reach 50 of 64 GB/s: PyTorch's

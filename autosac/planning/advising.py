@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
-from autosac.planning.make_plan import floor, make_plan
+from autosac.planning.make_plan import floor, make_plan, may_offload
 from autosac.planning.step_changes import Change, MakeLoss, changes_of
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile
@@ -17,6 +17,7 @@ from autosac.results.rows import Row, Sweep, figures_of, reason_of
 from autosac.summaries import Summary, Table
 
 AS_IT_IS = "as it is"
+_OFFLOAD = "offload"
 _ORDER = ("same", "rounded", "other")
 
 
@@ -80,7 +81,8 @@ def advise(
     Each change is traced, calibrated and planned like the step itself; what cannot be
     is not claimed. Looked at are the optimizer (in backward, fused, without foreach),
     gradients set to None, cross entropy by chunks, the batch in micro-steps, bf16
-    autocast, and together those that keep results the same but for rounding.
+    autocast, offload, and together those but offload that keep results the same but
+    for rounding.
 
     Args:
         model: The model, or a `Profile` of it (then `options` are its own).
@@ -116,6 +118,8 @@ def advise(
     for change in changes_of(now, make_loss_fn):
         if _looked_at(change, now, budget_bytes, first, rows, why):
             helpful.append(change)
+    if (offloaded := _offloaded(own, now, budget_bytes, first)) is not None:
+        rows[_OFFLOAD] = offloaded
     for change in _together(helpful, rows):
         _looked_at(change, now, budget_bytes, first, rows, why)
     return Advice(
@@ -123,6 +127,22 @@ def advise(
         rows=(first, *sorted(rows.values(), key=_cost)),
         not_simulated=why,
     )
+
+
+def _offloaded(
+    own: Change, now: Profile, budget_bytes: int | None, first: Row
+) -> Row | None:
+    """The row of the step as it is, planned with offload; None if that buys nothing."""
+    if now.plain is not None or now.device.link is None:
+        return None
+    how = "autosac.plan(..., offload=True)"
+    change = replace(own, name=_OFFLOAD, how=how)
+    row = _row(change, may_offload(now), budget_bytes)
+    assert row.floor_bytes and first.floor_bytes
+    is_faster = row.step_ms is not None and (
+        first.step_ms is None or row.step_ms < first.step_ms
+    )
+    return row if is_faster or row.floor_bytes < first.floor_bytes else None
 
 
 def _looked_at(

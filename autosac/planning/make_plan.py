@@ -15,7 +15,7 @@ import torch
 from autosac.checkpointing import installing
 from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
-from autosac.planning import redrawn_steps
+from autosac.planning import offload_advice, redrawn_steps
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
 from autosac.profiles.mistakes import warn_of_other_formulas
@@ -256,8 +256,7 @@ def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Excep
     peak_bytes = profile.peak_bytes(chosen)
     composition = profile.composition(chosen)
     parts, hint = format_parts(composition), _hint(profile)
-    if profile.plain is None and profile.device.link is not None:
-        hint += " `offload`=True may reach less."
+    hint += offload_advice.of_infeasible(profile, chosen, budget_bytes)
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}):"
         f" the lowest peak is {peak_bytes} bytes ({format_bytes(peak_bytes)}), made of"

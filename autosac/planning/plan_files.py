@@ -35,7 +35,7 @@ _UNIT_FIELDS = (
     "around",
     "until",
 )
-_FAR_FIELDS = ("far", "far_until")  # of a unit that offloads anything
+_FAR_FIELDS = ("far", "far_until", "prefetched")  # of a unit that offloads anything
 _MORE = {"op_sequences": 0, "variants": 1}  # levels of lines inside, besides their own
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
 

@@ -14,7 +14,7 @@ from autosac.checkpointing import batch_variants, installing
 from autosac.costs.host import host_ms, time_notes
 from autosac.devices.allocator_settings import Cap
 from autosac.errors import PlanMismatchError
-from autosac.planning import plan_files
+from autosac.planning import offload_advice, plan_files
 from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
 from autosac.profiles.fingerprints import Fingerprint, fingerprint, first_difference
 from autosac.profiles.mistakes import check_unplanned, hints
@@ -384,9 +384,13 @@ class Plan(Summarized):
                 "of a batch decide sizes in this step; the peak is that of the traced"
                 " batch, others may need a little more or less",
             )
-        from autosac.planning.allocator_advice import lines  # like `report`
+        from autosac.planning import allocator_advice  # like `report`
 
-        for hint in (*hints(traced.units.refused), *lines(self)):
+        yield from (("hint", hint) for hint in hints(traced.units.refused))
+        yield from (("hint", hint) for hint in allocator_advice.lines(self))
+        one = self.each[0]
+        figures = one.budget_bytes, one.recompute_ms, one.step_ms
+        for hint in offload_advice.lines(traced, *figures):
             yield "hint", hint
 
     def _why_dear(self, gap: str) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from autosac.solving.choosing import Chooser
 from autosac.solving.curve_points import formulate_candidates
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
+from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.rules_of_thumb import Choice, Rules
 from autosac.solving.solve_options import read_segments
 from autosac.statistics.by_module import Statistics, module_statistics
@@ -32,7 +33,7 @@ from autosac.units import curves
 from autosac.units.candidates import Units, find_units
 from autosac.units.chains import Chain, find_chains
 from autosac.units.curves import UnitCurve
-from autosac.units.far_units import FarUnit, find_far_units
+from autosac.units.far_units import FarUnit, find_far_units, within
 from autosac.units.given_units import ALL_UNITS, GivenUnits
 from autosac.units.nests import find_nests
 from autosac.units.policies import Policy
@@ -42,7 +43,7 @@ from autosac.units.unit import Unit
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
     *("chooser", "dry_runs", "roomy", "statistics", "_curves", "with_given_units"),
-    *("with_other_caps", "with_offload", "far_units"),
+    *("with_other_caps", "with_offload", "far_units", "moved_blocks"),
 )
 
 
@@ -188,7 +189,13 @@ class TracedStep(Summarized):
         if self.plain is None or (link := self.device.link) is None:
             return ()
         finder_args = (self.tape, self.units.candidates, self.op_ms, link)
-        return find_far_units(*finder_args, self.host_bytes)
+        return find_far_units(*finder_args)
+
+    @cached_property
+    def moved_blocks(self) -> MovedBlocks:
+        """Finder of choices with offload that are good and not the best."""
+        twins = within(self.far_units, self.host_bytes)
+        return MovedBlocks(self.simulator, self.rules, twins)
 
     @cached_property
     def formulation(self) -> Formulation:
@@ -201,6 +208,7 @@ class TracedStep(Summarized):
                 self.chains,
                 self.fronts,
                 self.far_units,
+                self.host_bytes,
             )
 
     @cached_property
@@ -222,8 +230,10 @@ class TracedStep(Summarized):
         with no_collections():
             choices = self.rules.some(most_rules(self.simulator))
             incumbents = Incumbents(self.simulator, choices)
-            plain = None if self.plain is None else self.plain.chooser
-            return Chooser(self.simulator, self.formulation, incumbents, plain)
+            if self.plain is None:
+                return Chooser(self.simulator, self.formulation, incumbents)
+            known = incumbents, self.plain.chooser, self.moved_blocks
+            return Chooser(self.simulator, self.formulation, *known)
 
     @cached_property
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:

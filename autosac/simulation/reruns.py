@@ -128,6 +128,7 @@ class Reruns:
         begin: int,
         relayed: tuple[int, ...] | None = None,
         far: tuple[int, ...] = (),
+        fetched: int | None = None,
     ) -> Lifetimes:
         """One module call, rerun at `begin` plus its ticks.
 
@@ -136,11 +137,12 @@ class Reruns:
             policy: What it saves.
             begin: Key at which the rerun begins, less that of the call.
             relayed: Of a block of a chain: its arguments that earlier blocks make.
-            far: Arguments that are allocated again as it begins.
+            far: Arguments that are allocated again,
+            fetched: and the tick at which they are; None for as it begins.
         """
         key = (unit, begin, relayed)
         if key not in self._known:
-            self._known[key] = self._rerun(unit, begin, relayed, far)
+            self._known[key] = self._rerun(unit, begin, relayed, far, fetched)
         return self._known[key].under(policy)
 
     def saved_until(self, unit: Unit) -> dict[int, int]:
@@ -169,8 +171,10 @@ class Reruns:
         begin: int,
         relayed: tuple[int, ...] | None,
         far: tuple[int, ...],
+        fetched: int | None,
     ) -> _Rerun:
         tape, span = self._tape, self._span
+        back = begin + unit.call.enter if fetched is None else fetched * span
         # Only a chain runs again what comes after the last saved tensor.
         tail = [] if relayed is None else self._tail(unit)
         until = self.saved_until(unit)
@@ -196,7 +200,7 @@ class Reruns:
             fetched=rows(
                 (
                     (
-                        begin + unit.call.enter,
+                        back,
                         max(stop, until.get(s, 0) * span),
                         int(tape.nbytes[s]),
                     )

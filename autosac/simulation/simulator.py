@@ -344,7 +344,7 @@ class Simulator:
         begin, policy = piece.begin(self.span), Policy(piece.choices)
         if is_one_of == 1:
             return self._reruns.lifetimes(
-                piece.unit, policy, begin, piece.relayed, piece.far
+                piece.unit, policy, begin, piece.relayed, piece.far, piece.fetched
             )
         key = (piece.unit, policy, piece.relayed, begin)
         if key not in self._later:

@@ -26,6 +26,7 @@ from autosac.solvers.milp.solution import Backend
 from autosac.solving.corrections import Rows
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, recompute_ms
+from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.path_relinking import relink
 from autosac.solving.repair import mend
 from autosac.solving.rules_of_thumb import Choice, FloatArray
@@ -44,6 +45,7 @@ _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 _NEAR_FLOOR = 2**-7  # of the least peak
+_HOST_ROUNDS = 6  # of looking for it where far memory is capped
 
 
 class Chooser:
@@ -53,8 +55,9 @@ class Chooser:
         simulator: Of the step.
         formulation: The MILP's numbers.
         incumbents: Choices that are known from the start.
-        plain: Of the same step, with fewer candidates: nothing that it chooses is
-            beaten by what is chosen here. None for none.
+        plain: Of the same step without offload: nothing that it chooses beats what is
+            chosen here. None if this one offloads nothing.
+        moved: Finds choices with offload that are not to be beaten either.
     """
 
     def __init__(
@@ -63,9 +66,11 @@ class Chooser:
         formulation: Formulation,
         incumbents: Incumbents,
         plain: Chooser | None = None,
+        moved: MovedBlocks | None = None,
     ) -> None:
         self._simulator = simulator
         self._plain = plain
+        self._moved = moved
         self._formulation = formulation
         self._incumbents = incumbents
         self._solver = sac.Solver(formulation.problem(0))
@@ -98,6 +103,8 @@ class Chooser:
         search.offer(self._incumbents.cheapest(budget_bytes))
         if self._plain is not None:
             search.offer(self._plain.choose(budget_bytes, options)[0])
+        if self._moved is not None:
+            search.offer(self._moved.cheapest(budget_bytes))
         if self._formulation.units and options.segments is not None:
             search.run_on_segments(self._formulation)
         elif self._formulation.units:
@@ -121,25 +128,49 @@ class Chooser:
             return 0.0
         if not self._formulation.units:
             return None
-        return self._solver.price(budget_bytes)
+        num_positions = len(self._formulation.edges)
+        raised = self._formulation.with_host(self.no_bytes(), budget_bytes)
+        return self._solver.price(
+            budget_bytes, raised_bytes=raised, num_positions=num_positions
+        )
 
     def predicted_floor(self, backend: Backend) -> tuple[int, Choice]:
         """Least predicted peak, and the choice that reaches it."""
         if backend not in self._predicted_floor:
-            peak_bytes, solution = self._solver.lowest_peak(backend=backend)
-            choice = self.decode(solution)
+            self._predicted_floor[backend] = self._find_floor(backend)
+        return self._predicted_floor[backend]
+
+    def _find_floor(self, backend: Backend) -> tuple[int, Choice]:
+        """As `predicted_floor`; raises the row of far memory until it is kept."""
+        peak_bytes, host = 0, self._formulation.host_bytes
+        for number in range(1 if host is None else _HOST_ROUNDS):
+            least_bytes = peak_bytes + number * sac.TOLERANCE_BYTES
+            raised = self._formulation.with_host(self.no_bytes(), least_bytes)
+            found = self._solver.lowest_peak(backend=backend, raised_bytes=raised)
+            peak_bytes, solution = found
+            choice: Choice = self.decode(solution)
             assert solution.chosen is not None
             faster = self.decode(
                 replace(solution, chosen=self._solver.trimmed(solution.chosen))
             )
-            if self.true_peak_bytes(faster) <= self.true_peak_bytes(choice):
+            is_faster = self._formulation.keeps_host(faster)
+            if is_faster and self.true_peak_bytes(faster) <= self.true_peak_bytes(
+                choice
+            ):
                 choice = faster  # else an allocator adds more to it
-            self._predicted_floor[backend] = peak_bytes, choice
-        return self._predicted_floor[backend]
+            if self._formulation.keeps_host(choice):
+                return peak_bytes, choice
+        assert self._plain is not None
+        return peak_bytes, self._plain.lowest(backend)
 
     def true_peak_bytes(self, choice: Choice) -> int:
         """True peak of a choice, which the budget caps."""
         return self._simulator.true_peak_bytes(choice)
+
+    def fits(self, choice: Choice, budget_bytes: int) -> bool:
+        """Whether a choice keeps the budget, and the cap on far memory."""
+        peak_bytes = self.true_peak_bytes(choice)
+        return peak_bytes <= budget_bytes and self._formulation.keeps_host(choice)
 
     def simulated_peak_bytes(self, choice: Choice) -> int:
         """Simulated peak of a choice: without what an allocator adds."""
@@ -163,8 +194,10 @@ class Chooser:
             return self._incumbents.lowest()
         least_bytes, choice = self.predicted_floor(backend)
         best = self._incumbents.lowest(choice)
-        if self._plain is not None:
-            best = min(best, self._plain.lowest(backend), key=self.true_peak_bytes)
+        if self._plain is not None and self._moved is not None:
+            plain = self._plain.lowest(backend)
+            choices = (best, plain, self._moved.lowest(plain))
+            best = min(choices, key=self.true_peak_bytes)
         best_bytes = self.true_peak_bytes(best)
         for _ in range(_FLOOR_ROUNDS):  # where the MILP is off, another may be lower
             if best_bytes - least_bytes <= _NEAR_FLOOR * best_bytes:
@@ -183,12 +216,13 @@ class Chooser:
 
     def no_bytes(self) -> IntArray:
         """Zero bytes at every position."""
-        return np.zeros(len(self._formulation.edges), dtype=np.int64)
+        return np.zeros(len(self._formulation.base_bytes), dtype=np.int64)
 
     def true_bytes(self, choice: Choice) -> IntArray:
         """True memory at every position."""
         timeline = self._simulator.true_timeline(choice)
-        return timeline.most_from(self._formulation.edges * self._simulator.span)
+        live = timeline.most_from(self._formulation.edges * self._simulator.span)
+        return self._formulation.at_positions(live, choice)
 
     def predicted_bytes(self, solution: sac.SacSolution) -> IntArray:
         """Predicted memory at every position."""
@@ -207,6 +241,7 @@ class Chooser:
         true = self.true_bytes(self.finer(shares))
         breaks = np.where(true > budget_bytes, sac.TOLERANCE_BYTES, 0)
         understated: IntArray = true - predicted + breaks
+        understated[len(self._formulation.edges) :] = 0  # of far memory
         return understated
 
     def solve(
@@ -225,9 +260,12 @@ class Chooser:
     ) -> sac.SacSolution:
         """Choose among the exact points of all candidates."""
         curves = self._formulation.curves
+        raised = self._formulation.with_host(
+            self.no_bytes() if raised is None else raised, budget_bytes
+        )
         return self._solver.solve(
             budget_bytes,
-            raised_bytes=raised if raised is not None and raised.any() else None,
+            raised_bytes=raised if raised.any() else None,
             start=start,
             backend=options.backend,
             time_limit_s=options.time_limit_s,
@@ -301,7 +339,7 @@ class _Search:
 
     def offer(self, choice: Choice | None) -> None:
         """Keep a choice if it fits and none is known that is cheaper."""
-        if choice is None or self._excess(choice) > 0:
+        if choice is None or not self.chooser.fits(choice, self.budget_bytes):
             return
         time_ms = recompute_ms(choice)
         if time_ms < self.time_ms:

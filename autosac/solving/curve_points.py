@@ -24,6 +24,7 @@ def formulate_candidates(
     chains: Sequence[Chain],
     fronts: Mapping[Hashable, knapsack.Front],
     far_units: Sequence[FarUnit] = (),
+    host_bytes: int | None = None,
 ) -> Formulation:
     """The MILP's numbers for the candidates that free memory.
 
@@ -33,7 +34,8 @@ def formulate_candidates(
         single: Those that are no chain.
         chains: The others.
         fronts: Pareto points of single units, by key.
-        far_units: Twins of some of these, with arguments in far memory.
+        far_units: Twins of some of these, with arguments in far memory,
+        host_bytes: and most bytes there; None for as many as one likes.
     """
     sizes = [len(fronts[unit.key]) for unit in single]
     num_points = curves.affordable_points(sizes, _MOST_POINTS)
@@ -57,6 +59,7 @@ def formulate_candidates(
         simulator.in_blocks(),
         [unit for unit, _ in useful],
         [curve for _, curve in useful],
+        host_bytes=host_bytes,
     )
 
 

@@ -38,7 +38,9 @@ class Formulation:
         base_bytes: Most bytes alive at each position without recomputation.
         holds: Arguments that several units hold together, and those that one unit
             holds and another one would have freed, or keeps as well.
-        edges: First tick of every position.
+        edges: First tick of every position, but for that of far memory.
+        host_bytes: Most bytes in far memory. It is a last position, at which what lies
+            there counts and the budget is added to less than nothing; None for none.
     """
 
     units: tuple[Unit, ...]
@@ -47,6 +49,28 @@ class Formulation:
     base_bytes: tuple[int, ...]
     holds: tuple[sac.Hold, ...]
     edges: IntArray
+    host_bytes: int | None = None
+
+    def keeps_host(self, choice: Iterable[Unit]) -> bool:
+        """Whether units have no more in far memory than they may."""
+        if self.host_bytes is None:
+            return True
+        return sum(unit.far_bytes for unit in choice) <= self.host_bytes
+
+    def with_host(self, raised: IntArray, budget_bytes: int) -> IntArray:
+        """How far rows are raised, such that the last one caps far memory if it may."""
+        if self.host_bytes is None:
+            return raised
+        raised = raised.copy()
+        raised[-1] = budget_bytes
+        return raised
+
+    def at_positions(self, live: IntArray, choice: Iterable[Unit]) -> IntArray:
+        """What is alive from each edge on, and at the position of far memory."""
+        if self.host_bytes is None:
+            return live
+        far_bytes = sum(unit.far_bytes for unit in choice)
+        return np.append(live, far_bytes - self.host_bytes)
 
     def fitted(self, num_segments: int) -> Fitted:
         """The MILP's numbers over the breakpoints of few linear segments (pwlf).
@@ -107,6 +131,7 @@ def formulate(
     *,
     live: IntArray | None = None,
     cuts: Iterable[int] = (),
+    host_bytes: int | None = None,
 ) -> Formulation:
     """Work out the MILP's coefficients for all candidates.
 
@@ -117,6 +142,7 @@ def formulate(
         live: Bytes alive after every tick without recomputation; None for those of
             the tape.
         cuts: Ticks at which positions must begin besides those of the candidates.
+        host_bytes: Most bytes in far memory; None for as many as one likes.
     """
     if live is None:
         live = simulator.ledger({}).after_ticks(
@@ -127,6 +153,7 @@ def formulate(
         cuts |= {
             unit.call.enter,
             unit.call.exit + 1,
+            unit.resumes,
             unit.trigger - 1,
             unit.last_use + 1,
         }
@@ -153,14 +180,20 @@ def formulate(
             record = _solver_unit(step, unit, unit_curve)
         else:
             record = _moved_or_new(step, unit, unit_curve, changes, twins)
-        records.append(replace(record, fqn=unit.fqn, parent=parent))
+        working = record.working
+        if host_bytes is not None and unit.far_bytes:
+            far = (len(edges), (unit.far_bytes,) * len(record.points))
+            working = (*working, far)
+        records.append(replace(record, fqn=unit.fqn, parent=parent, working=working))
+    host = () if host_bytes is None else (-host_bytes,)
     return Formulation(
         units=tuple(units),
         curves=tuple(curves),
         solver_units=tuple(records),
-        base_bytes=tuple(base.tolist()),
+        base_bytes=(*base.tolist(), *host),
         holds=holders.holds(edges),
         edges=edges,
+        host_bytes=host_bytes,
     )
 
 
@@ -205,7 +238,7 @@ def _cuts_elsewhere(unit: Unit, keys: IntArray, span: int) -> set[int]:
     """
     ticks = -(-keys // span)
     runs = (unit.call.enter <= ticks) & (ticks <= unit.call.exit + 1)
-    runs |= (unit.trigger - 1 <= ticks) & (ticks <= unit.last_use + 1)
+    runs |= (unit.resumes <= ticks) & (ticks <= unit.last_use + 1)
     return set(ticks[~runs].tolist())
 
 
@@ -231,7 +264,7 @@ class _Step:
 
     def places(self, unit: Unit) -> list[int]:
         """Positions at which a unit begins, has run, is about to be rerun, is done."""
-        ticks = [unit.call.enter, unit.call.exit + 1, unit.trigger - 1]
+        ticks = [unit.call.enter, unit.call.exit + 1, unit.resumes]
         positions = np.searchsorted(self.edges, [*ticks, unit.last_use + 1]).tolist()
         return [
             positions[0],
@@ -267,7 +300,7 @@ def _shift_key(step: _Step, unit: Unit, ends: Changes) -> _ShiftKey:
     settled, unsettled = freed_from, freed_until
     memory: list[bytes] = []
     for keys, deltas in ends.by_policy():
-        late = keys >= (unit.trigger - 1) * span
+        late = keys >= unit.resumes * span
         moved = keys - np.where(late, unit.trigger, unit.call.enter) * span
         memory += [moved.tobytes(), deltas.tobytes()]
         in_order = int(late.argmax()) if late.any() else len(keys)

@@ -79,6 +79,10 @@ class Rules:
         pairs = ((unit, by_key[unit.key]) for unit in self._candidates)
         return {unit: curve for unit, curve in pairs if curve is not None}
 
+    def front_of(self, unit: Unit) -> knapsack.Front:
+        """Pareto points of a candidate."""
+        return self._fronts[unit.key]
+
     def every_kth_block(self, k: int) -> Choice:
         """Blocks 0, k, 2k, ... keep their arguments only, the others keep everything.
 

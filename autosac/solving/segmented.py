@@ -56,8 +56,10 @@ def _search(
     options: SolveOptions,
     attempt: Try,
 ) -> None:
+    nothing = np.zeros(len(formulation.base_bytes), dtype=np.int64)
     base = np.array(formulation.base_bytes)
-    raised = np.zeros(len(base), dtype=np.int64)
+    base += formulation.with_host(nothing, budget_bytes)
+    raised = nothing
     for _ in range(_ROUNDS):
         solution = sac.solve(
             replace(

@@ -139,6 +139,8 @@ class ModuleCall:
         phase: Phase of the step it ran in.
         enter: Tick at its beginning.
         exit: Tick at its end.
+        backward: Tick at which backward comes to it, before the autograd function of
+            its first output that has one; None if it never does, or of a leaf.
         inputs: Storages of the tensors in its arguments.
         outputs: Storages of the tensors in its output.
         once: Why it must not be called again with the same arguments, if known.
@@ -159,6 +161,7 @@ class ModuleCall:
     takes_gradients: bool = True
     gives_gradients: bool = True
     repeats_inputs: bool = False
+    backward: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from autosac._compat_distributed import local
-from autosac.pytrees import opaque_type
+from autosac.pytrees import first_function, opaque_type
 from autosac.step.marks import Marks, marked, marks_of
 from autosac.step.modules import ModuleNode, ModuleTree
 from autosac.step.tape import ModuleCall
@@ -127,6 +127,7 @@ class Call:
     """A `ModuleCall` that is still being written."""
 
     __slots__ = (
+        "backward",
         "enter",
         "exit",
         "gives_gradients",
@@ -146,6 +147,7 @@ class Call:
         self.phase = phase
         self.enter = enter
         self.exit = enter
+        self.backward: int | None = None
         self.inputs: tuple[torch.Tensor | int, ...] = ()
         self.outputs: tuple[int, ...] = ()
         self.once: str | None = None
@@ -166,6 +168,19 @@ class Call:
         self.takes_gradients = bool(trained)
         self.repeats_inputs = len(set(trained)) < len(trained)
 
+    def finish(self, output: Any, tick: Callable[[], int], *, is_leaf: bool) -> None:
+        """Note the end of the call, and when backward first comes to it."""
+        self.exit = tick()
+        if is_leaf:
+            return
+
+        def comes(_: Any) -> None:
+            if self.backward is None:
+                self.backward = tick()
+
+        if (function := first_function(output)) is not None:
+            function.register_prehook(comes)
+
     def finished(self) -> ModuleCall:
         """The call as plain data."""
         return ModuleCall(
@@ -173,6 +188,7 @@ class Call:
             phase=self.phase,
             enter=self.enter,
             exit=self.exit,
+            backward=self.backward,
             inputs=tuple(i for i in self.inputs if isinstance(i, int)),
             outputs=self.outputs,
             once=self.once,

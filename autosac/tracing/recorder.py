@@ -490,7 +490,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         outputs = output if isinstance(output, (list, tuple, Mapping)) else [output]
         call.gives_gradients = any(t.requires_grad for t in tensors_in((output,)))
         call.outputs = self._handed_on(list(tensors_in(outputs)))
-        call.exit = self.tick()
+        call.finish(output, self.tick, is_leaf=self.tree[call.module].is_leaf)
 
     def _handed_on(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         """Indices of the storages of tensors that a module gets or returns."""

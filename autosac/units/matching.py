@@ -8,8 +8,9 @@ from autosac.step.tape import Tape
 from autosac.units.policies import OpPolicy, Policy, is_listed
 from autosac.units.unit import Unit
 
-# Module of a nest, arguments in far memory, and calls with their numbers.
-_Name = tuple[str, tuple[int, ...], tuple[tuple[str, int], ...]]
+# Module of a nest, arguments in far memory, whether they are prefetched, and calls with
+# their numbers.
+_Name = tuple[str, tuple[int, ...], bool, tuple[tuple[str, int], ...]]
 
 
 def chosen_by(
@@ -31,15 +32,17 @@ def chosen_by(
         if one.chain:
             chains.setdefault(one.chain, []).append(one)
         else:
-            wanted["", one.far, ((one.label, one.call_index),)] = [one]
+            calls = ((one.label, one.call_index),)
+            wanted["", one.far, one.prefetched, calls] = [one]
     for parts in chains.values():
         parts.sort(key=lambda one: one.position)
         names = tuple((one.fqn, one.call_index) for one in parts)
-        wanted[parts[0].around, (), names] = parts
+        wanted[parts[0].around, (), False, names] = parts
     chosen = {}
     for unit in units:
         names = tuple((call.label, call.call_index) for call in unit.calls)
-        parts = wanted.pop((unit.around, unit.places, names), [])
+        name = (unit.around, unit.places, unit.is_prefetched, names)
+        parts = wanted.pop(name, [])
         if parts:
             pairs = zip(unit.calls, parts, strict=True)
             choices = [_group_choices(tape, call, part) for call, part in pairs]

@@ -49,8 +49,10 @@ class OpPolicy:
         until: FQN of the last layer of a slice, of which `fqn` is the first.
         far: Which of its arguments lie in far memory between forward and its rerun:
             places among their distinct storages,
-        far_until: and FQN of the module at the end of whose call the program lets go
-            of them.
+        far_until: FQN of the module at the end of whose call the program lets go of
+            them,
+        prefetched: and whether they begin to come back when backward comes to that
+            call, not as the unit is rerun.
     """
 
     fqn: str
@@ -66,6 +68,7 @@ class OpPolicy:
     until: str = ""
     far: tuple[int, ...] = ()
     far_until: str = ""
+    prefetched: bool = False
 
     @property
     def label(self) -> str:

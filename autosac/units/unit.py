@@ -33,7 +33,9 @@ class Piece:
             which it ends; autograd keeps nothing of it. None for the others.
         relayed: Arguments that earlier pieces make. None if the piece ends with its
             last saved tensor, as nobody needs what it makes after that.
-        far: Arguments that lie in far memory, and are copied back as it begins.
+        far: Arguments that lie in far memory,
+        fetched: and the tick at which their memory is allocated again; None for as the
+            piece begins.
     """
 
     unit: Unit
@@ -44,6 +46,7 @@ class Piece:
     leave: int | None = None
     relayed: tuple[int, ...] | None = None
     far: tuple[int, ...] = ()
+    fetched: int | None = None
 
     def begin(self, span: int) -> int:
         """Key at which it begins, less the tick of forward that it repeats then.
@@ -135,6 +138,16 @@ class Unit:
     def places(self) -> tuple[int, ...]:
         """Which of its arguments lie in far memory, as in `OpPolicy.far`."""
         return ()
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether these come back before it is rerun."""
+        return False
+
+    @property
+    def resumes(self) -> int:
+        """Tick of backward after which it changes anything again."""
+        return self.trigger - 1
 
     @property
     def exposed_ms(self) -> float:

@@ -50,8 +50,8 @@ class Search(RowSearch):
             says the time of a choice that the caller knows by now, in finer points.
 
     Attributes:
-        price: Milliseconds that one more byte of budget saves, by the duals of the
-            relaxation.
+        prices: Milliseconds that one more byte at each row's position saves, by the
+            duals of the relaxation.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Search(RowSearch):
         if start is not None and start.rows:
             self.rows = list(start.rows)
         self.bound = least_ms
-        self.price = 0.0
+        self.prices: dict[int, float] = {}
         self._best = most_ms
 
     def run(self, budget_bytes: int) -> Termination:
@@ -158,8 +158,8 @@ class Search(RowSearch):
             is_higher = self._relaxed > before_ms * (1.0 + _RISE)
             rounds_in_vain = 0 if is_higher else rounds_in_vain + 1
             self._surcharges = model.surcharges() / model.scale
-            prices = dict(zip(self.rows, model.prices(), strict=True))
-            self.price = sum(prices.values()) / model.scale
+            priced = zip(self.rows, model.prices(), strict=True)
+            self.prices = {q: price / model.scale for q, price in priced}
             solved, weights = model, new_weights
             live = self._table.live(weights)
             near = budget_bytes - TOLERANCE_BYTES
@@ -184,7 +184,7 @@ class Search(RowSearch):
                 self._prove(min(least.all_ms, most_ms))
                 self._least_using = least.using_ms
             # The others change no bound, and tell units apart.
-            self.rows = [q for q, price in prices.items() if price > 0.0] or self.rows
+            self.rows = [q for q, ms in self.prices.items() if ms > 0.0] or self.rows
         return Termination.OPTIMAL
 
     def _branch(self, budget_bytes: int) -> Termination:

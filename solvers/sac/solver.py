@@ -145,11 +145,16 @@ class Solver:
         backend: Backend = "highs",
         time_limit_s: float | None = None,
         relative_gap: float = 0.0,
+        raised_bytes: Ints | None = None,
     ) -> tuple[int, SacSolution]:
-        """Find the least budget that whole points can meet: see `lowest_peak`."""
+        """Find the least budget that whole points can meet: see `lowest_peak`.
+
+        `raised_bytes` are as in `solve`.
+        """
         started = perf_counter()
+        table = self._table
         search = LeastPeak(
-            self._table,
+            table if raised_bytes is None else table.raised(raised_bytes),
             units=range(len(self.problem.units)),
             backend=backend,
             time_limit_s=time_limit_s,
@@ -170,8 +175,17 @@ class Solver:
         units = range(len(self.problem.units))
         return tuple(trimmed(self._table, peak_bytes, units, choice))
 
-    def price(self, budget_bytes: int, *, backend: Backend = "highs") -> float | None:
+    def price(
+        self,
+        budget_bytes: int,
+        *,
+        backend: Backend = "highs",
+        raised_bytes: Ints | None = None,
+        num_positions: float = math.inf,
+    ) -> float | None:
         """What one more byte of budget saves at the margin.
+
+        `raised_bytes` are as in `solve`; only the first positions count.
 
         The dual of the budget in the LP relaxation, in which points of a unit may be
         mixed and units chosen in part; whole plans save in steps around it.
@@ -179,17 +193,22 @@ class Solver:
         Returns:
             Milliseconds per byte; None if the relaxation has no solution.
         """
-        if max(self.problem.base_bytes) <= budget_bytes:
+        table = self._table
+        if raised_bytes is not None:
+            table = table.raised(raised_bytes)
+        if table.base.max() <= budget_bytes:
             return 0.0
         search = Search(
-            self._table,
+            table,
             units=range(len(self.problem.units)),
             backend=backend,
             time_limit_s=None,
             relative_gap=0.0,
         )
         ended = search.relax(budget_bytes)
-        return search.price if ended is Termination.OPTIMAL else None
+        if ended is not Termination.OPTIMAL:
+            return None
+        return sum(ms for q, ms in search.prices.items() if q < num_positions)
 
     def live(self, choice: Choice) -> Ints:
         """Live memory at each position under a choice."""

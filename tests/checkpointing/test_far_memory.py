@@ -67,9 +67,9 @@ def test_a_buffer_is_free_again_only_when_its_copy_is_over():
     started = threading.Event()
     copy = far_memory._copy
 
-    def noted(buffer, box, kept):
+    def noted(box, kept):
         started.set()
-        copy(buffer, box, kept)
+        copy(box, kept)
 
     far_memory._copy = noted
     try:
@@ -78,10 +78,38 @@ def test_a_buffer_is_free_again_only_when_its_copy_is_over():
         sent.release()
         assert memory.in_use_bytes == 5000
         memory.may_end.set()
-        memory._executor().shutdown()
+        memory.executor("out").shutdown()
     finally:
         far_memory._copy = copy
     assert memory.in_use_bytes == 0
+
+
+def test_bytes_come_back_beside_the_program_and_their_buffer_stays_meanwhile():
+    memory, source = Held(), some_bytes()
+    memory.may_end.set()
+    sent = memory.send(source)
+    sent.wait()
+    memory.may_end.clear()
+    target = torch.zeros_like(source)
+    sent.begin(target)
+    sent.release()
+    assert memory.in_use_bytes == source.numel()
+
+    memory.may_end.set()
+    memory.executor("back").shutdown()
+    assert torch.equal(target, source)
+    assert memory.in_use_bytes == 0
+
+
+def test_what_was_begun_is_waited_for_and_may_come_back_again():
+    memory, source = FarMemory(), some_bytes()
+    sent = memory.send(source)
+    for _ in range(2):
+        target = torch.zeros_like(source)
+        sent.begin(target)
+        sent.begin(target)
+        sent.fetch(target)
+        assert torch.equal(target, source)
 
 
 def test_waiting_ends_when_the_copy_has():

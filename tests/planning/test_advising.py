@@ -136,6 +136,35 @@ def test_every_row_lowers_the_peak_and_the_cheapest_comes_first(advice):
     assert costs == sorted(costs)
 
 
+def test_offload_has_the_figures_of_plans_with_it():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(),
+                              nn.Linear(4 * WIDTH, WIDTH))
+                for _ in range(6)
+            )  # fmt: skip
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x.square().mean()
+
+    profile = autosac.profile(Blocks(), torch.randn(600, WIDTH), device="cpu")
+    low = autosac.floor(profile, offload=True)
+    (row,) = (
+        row
+        for row in autosac.advise(profile, memory_budget=low)
+        if row.cell["change"] == "offload"
+    )
+    plan = autosac.plan(profile, memory_budget=low, offload=True)
+
+    assert row.cell["results"] == "same"
+    assert row.floor_bytes == low < autosac.floor(profile)
+    assert (row.peak_bytes, row.recompute_ms) == (plan.peak_bytes, plan.recompute_ms)
+
+
 def test_changes_that_keep_results_are_looked_at_together(advice):
     rows, _budget_bytes, _ = advice
     (name,) = (name for name in rows if " + " in name)

@@ -1,0 +1,171 @@
+"""Times of units that offload are no less than those of a step that is played."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import nn
+
+from autosac.devices.links import Link
+from autosac.profiles.restricting import restricted
+from autosac.units import curves
+from autosac.units.far_units import FarUnit
+from autosac.units.unit import Unit
+from tests.models import CASES, Case, random_choice
+from tests.test_chains import Block
+
+WIDTH, ROWS, DEPTH = 16, 60, 5
+SEEDS = range(8)
+SPEEDS = (1e6, 1e7, 1e8)  # bytes per second, of steps that move kilobytes
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Repeated(Stack):
+    """Blocks that are called twice: copies of two calls may be under way at once."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(block(torch.tanh(x)))
+        return x.square().mean()
+
+
+def rows():
+    return torch.randn(ROWS, WIDTH)
+
+
+STEPS = {
+    "blocks": Case(Stack, rows),
+    "called twice": Case(Repeated, rows),
+    **{name: CASES[name] for name in ("gpt", "convolutions", "bert")},
+}
+
+
+@dataclass
+class Engine:
+    """Copies one way, one after the other."""
+
+    free_ms: float = 0.0
+    done_ms: dict = field(default_factory=dict)
+
+    def begin(self, unit, now_ms, ms):
+        self.free_ms = self.done_ms[unit] = max(self.free_ms, now_ms) + ms
+
+
+@dataclass
+class Player:
+    """Runs the ops of a step one by one, with copies beside them."""
+
+    step: object
+    chosen: dict
+    has_reruns: bool
+    now_ms: float = 0.0
+    waited_ms: float = 0.0
+
+    def play(self):
+        self.out, self.back = Engine(), Engine()
+        self.rerun, self.followers = set(), {}
+        events = [(op.start, 1, "run", i) for i, op in enumerate(self.step.tape.ops)]
+        for unit in self.chosen:
+            events.append((unit.trigger, 0, "resume", unit))
+            if unit.far_bytes:
+                events.append((unit.call.exit, 2, "send", unit))
+                events.append((unit.let_go, 3, "let_go", unit))
+            if unit.is_prefetched:
+                events.append((unit.fetched, 0, "prefetch", unit))
+        for *_, what, about in sorted(events, key=lambda event: event[:2]):
+            getattr(self, what)(about)
+        return self.waited_ms
+
+    def run(self, index):
+        self.now_ms += self.step.op_ms[index]
+
+    def send(self, unit):
+        link = self.step.device.link
+        self.out.begin(unit, self.now_ms, link.out_ms(unit.far_bytes, len(unit.far)))
+
+    def let_go(self, unit):
+        self.wait(self.out.done_ms[unit])
+
+    def prefetch(self, unit):
+        around = [
+            other
+            for other in self.chosen
+            if other.far_bytes and not other.is_prefetched and other not in self.rerun
+            and f"{unit.until}.".startswith(f"{other.fqn}.")
+        ]  # fmt: skip
+        if around:
+            self.followers.setdefault(around[0], []).append(unit)
+        else:
+            self.begin(unit)
+
+    def begin(self, unit):
+        link = self.step.device.link
+        self.back.begin(unit, self.now_ms, link.back_ms(unit.far_bytes, len(unit.far)))
+
+    def resume(self, unit):
+        self.rerun.add(unit)
+        if unit.far_bytes:
+            if unit not in self.back.done_ms:
+                self.begin(unit)
+            for follower in self.followers.pop(unit, ()):
+                self.begin(follower)
+            self.wait(self.back.done_ms[unit])
+        if self.has_reruns:
+            own_ms = curves.recompute_ms(unit, self.chosen[unit]) - unit.exposed_ms
+            self.now_ms += own_ms
+
+    def wait(self, until_ms):
+        self.waited_ms += max(0.0, until_ms - self.now_ms)
+        self.now_ms = max(self.now_ms, until_ms)
+
+
+def with_link(step, bytes_per_s):
+    link = Link(
+        out_bytes_per_s=bytes_per_s, back_bytes_per_s=bytes_per_s, latency_ms=1e-3
+    )
+    device = replace(step.device, link=link)
+    return restricted(replace(step, device=device), offload=True)
+
+
+def moved(step, seed, kinds):
+    """Twins in place of units chosen at random: late or early ones, or both."""
+    twins = {}
+    for unit in step.far_units:
+        twins.setdefault(unit.call, {})[unit.is_prefetched] = unit
+    choice = {}
+    for number, (unit, policy) in enumerate(random_choice(step, seed).items()):
+        known = twins.get(unit.call, {}) if type(unit) in (Unit, FarUnit) else {}
+        is_early = {"late": False, "early": True, "both": (number + seed) % 2 == 0}
+        choice[known.get(is_early[kinds], known.get(False, unit))] = policy
+    return choice
+
+
+@pytest.mark.parametrize("kinds", ["late", "early", "both"])
+@pytest.mark.parametrize("name", STEPS)
+def test_waits_add_up_to_no_less_than_a_step_that_is_played(name, kinds):
+    profile = STEPS[name].profile()
+    num_moved = num_equal = 0
+    for bytes_per_s in SPEEDS:
+        step = with_link(profile, bytes_per_s)
+        for seed in SEEDS:
+            choice = moved(step, seed, kinds)
+            told_ms = sum(unit.exposed_ms for unit in choice)
+            played_ms = Player(step, choice, has_reruns=True).play()
+            plain_ms = Player(step, choice, has_reruns=False).play()
+            assert played_ms <= told_ms + 1e-9
+            assert plain_ms <= told_ms + 1e-9
+            num_moved += any(unit.far_bytes for unit in choice)
+            num_equal += told_ms > 0 and plain_ms == pytest.approx(told_ms)
+            if kinds == "late" and name != "called twice":
+                assert played_ms == pytest.approx(told_ms)
+    assert num_moved and num_equal
