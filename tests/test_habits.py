@@ -130,6 +130,28 @@ class Picks(Block):
         return rows.sort(1).values + x.gather(1, (x > 0).long())
 
 
+class Shares(Block):
+    """Is handed an object that the last block fills, as layers share keys and values."""
+
+    def forward(self, x, states, fills):
+        x = super().forward(x)
+        if fills:
+            states["latest"] = torch.cat([x, x.sin()], 1)
+        return x
+
+
+class SharesStates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Shares() for _ in range(4))
+
+    def forward(self, x):
+        states = collections.UserDict()
+        for block in self.blocks:
+            x = block(x, states, fills=block is self.blocks[-1])
+        return x * states["latest"].mean()
+
+
 class Doubled(nn.Module):
     def forward(self, weight):
         return torch.tanh(weight) * 2
@@ -186,6 +208,22 @@ def test_a_plan_keeps_its_budget_and_every_bit(block):
 
     assert not done.differences
     assert done.measured_peak_bytes <= plan.budget_bytes
+    assert done.predicted_peak_bytes == pytest.approx(
+        done.measured_peak_bytes, rel=0.002, abs=64
+    )
+
+
+def test_units_do_not_keep_what_others_put_into_an_object_that_they_were_handed():
+    case = Case(SharesStates, rows, mean_square)
+    profile = autosac.calibrate(case.profile(), progress=False)
+
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))  # no warning
+    done = autosac.verify(
+        plan, case.model, case.inputs, loss_fn=mean_square, timing_rounds=0
+    )
+
+    assert plan.dry_run and len(plan.policy) >= 3
+    assert not done.differences
     assert done.predicted_peak_bytes == pytest.approx(
         done.measured_peak_bytes, rel=0.002, abs=64
     )

@@ -36,6 +36,12 @@ class Source(Protocol):
     def relayed(self) -> Collection[int]:
         """Numbers of the tensors among the arguments that are not kept."""
 
+    def keep_tensors_alone(self) -> None:
+        """The rerun is op by op: let go of what else is among the arguments.
+
+        An object that layers fill (keys and values that they share) would keep tensors.
+        """
+
 
 class Kept:
     """Source of a call that keeps all its arguments.
@@ -56,6 +62,10 @@ class Kept:
     def relayed(self) -> Collection[int]:
         """As `Source.relayed`."""
         return ()
+
+    def keep_tensors_alone(self) -> None:
+        """As `Source.keep_tensors_alone`."""
+        self.template = tuple(leaves(self.template, Handed))
 
 
 def take_apart(arguments: Any) -> Any:

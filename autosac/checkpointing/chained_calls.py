@@ -71,6 +71,10 @@ class RelayedCall:
         slots = leaves(self.template, (Handed, _Relayed))
         return tuple(i for i, slot in enumerate(slots) if isinstance(slot, _Relayed))
 
+    def keep_tensors_alone(self) -> None:
+        """As `Source.keep_tensors_alone`."""
+        self.template = tuple(leaves(self.template, (Handed, _Relayed)))
+
     def finish(self, output: Any) -> None:
         """Note what the forward call returned, without keeping it."""
         held = {id(handed.tensor) for handed in leaves(self.template, Handed)}

@@ -138,6 +138,10 @@ class FarArguments:
         """As `Source.relayed`."""
         return ()
 
+    def keep_tensors_alone(self) -> None:
+        """As `Source.keep_tensors_alone`."""
+        self.template = tuple(leaves(self.template, (Handed, _Far)))
+
     def send(self) -> None:
         """The call is over: begin to copy its arguments."""
         places: dict[int, _Place] = {}

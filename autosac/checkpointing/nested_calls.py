@@ -473,6 +473,9 @@ class NestedCall:
         """As `Source.relayed`."""
         return self._relayed
 
+    def keep_tensors_alone(self) -> None:
+        """As `Source.keep_tensors_alone`; nothing is kept."""
+
 
 def _refuse(nothing: None) -> torch.Tensor:
     raise RuntimeError("A part of a nest goes backward while it runs onward.")

@@ -90,6 +90,7 @@ class Frame:
             if record.is_exact:
                 record.drop_calls()
                 record.code = None
+                self.source.keep_tensors_alone()
             elif record.code is not None:
                 record.code.keep()
         finally:
