@@ -59,7 +59,7 @@ class _Owner:
         try:
             plain = [own[name] for name in self.plain]
             held = [(own, name, own[name]) for name in self.tensors]
-            outermost = [own[name] for name in self.containers]
+            contents = [(own, name, _Copy(own[name])) for name in self.containers]
         except KeyError:  # others, of the same types
             self.sort()
             return self.take()
@@ -68,9 +68,9 @@ class _Owner:
             if tensors:
                 held += [(tensors, n, t) for n, t in tensors.items() if t is not None]
         if any(buffer is None for buffer in own["_buffers"].values()):
-            outermost.append(own["_buffers"])  # which forward may set
+            buffers = _Copy(own["_buffers"])  # which forward may set
+            contents.append((own, "_buffers", buffers))
         refs = [(place, name, weakref.ref(tensor)) for place, name, tensor in held]
-        contents = [(c, _weakly(c)) for c in _nested(outermost)] if outermost else []
         return own, self.plain, plain, refs, contents
 
 
@@ -84,37 +84,103 @@ def _nested(values: Iterable[Any], depth: int = _DEEPEST) -> Iterator[Any]:
                 yield from _nested(items, depth - 1)
 
 
-def _weakly(container: Any) -> Any:
-    """A copy of what a container holds, which keeps no tensor alive."""
-    if isinstance(container, dict):
-        return {key: _reference(value) for key, value in container.items()}
-    return [_reference(value) for value in container]
-
-
 class _Weak(weakref.ref[torch.Tensor]):
     """Stands in for a tensor; a module's own weak references are values like others."""
 
     __slots__ = ()
 
 
-def _reference(value: Any) -> Any:
-    return _Weak(value) if isinstance(value, torch.Tensor) else value
+class _Copy:
+    """What a container held, and containers in it; keeps no tensor alive.
+
+    One that holds tensors is not kept alive either: a module may have put another into
+    its place since, and its tensors would not die.
+
+    Args:
+        container: The container.
+        depth: How many more containers are looked into.
+    """
+
+    __slots__ = ("_address", "_container", "_content", "_type")
+
+    def __init__(self, container: Any, depth: int = _DEEPEST) -> None:
+        values = container.values() if isinstance(container, dict) else container
+        items = [_reference(value, depth) for value in values]
+        is_dict = isinstance(container, dict)
+        self._content: Any = (
+            dict(zip(container, items, strict=True)) if is_dict else items
+        )
+        self._type, self._address = type(container), id(container)
+        self._container = None if self.holds_tensors() else container
+
+    def _items(self) -> Iterable[Any]:
+        content = self._content
+        return content.values() if isinstance(content, dict) else content
+
+    def holds_tensors(self) -> bool:
+        """Whether it held any, or a container in it did."""
+        return any(
+            isinstance(item, _Weak)
+            or (isinstance(item, _Copy) and item.holds_tensors())
+            for item in self._items()
+        )
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those that are alive."""
+        for item in self._items():
+            if isinstance(item, _Copy):
+                yield from item.tensors()
+            elif isinstance(item, _Weak) and (tensor := item()) is not None:
+                yield tensor
+
+    def restored(self, present: Any) -> Any:
+        """A container that holds what it held, unless a tensor is gone.
+
+        Args:
+            present: What stands in its place now.
+        """
+        is_same = type(present) is self._type and id(present) == self._address
+        container = present if is_same else self._container
+        if any(isinstance(item, _Weak) and item() is None for item in self._items()):
+            return present if container is None else container
+        content = self._content_beside(present if container is None else container)
+        if container is None:
+            container = self._empty(present)
+        if container is None:
+            return present
+        _refill(container, content)
+        return container
+
+    def _content_beside(self, present: Any) -> Any:
+        if isinstance(self._content, dict):
+            others = present if isinstance(present, dict) else {}
+            return {k: _value(v, others.get(k)) for k, v in self._content.items()}
+        beside = list(present) if isinstance(present, (list, deque)) else []
+        beside += [None] * (len(self._content) - len(beside))
+        return [_value(v, o) for v, o in zip(self._content, beside, strict=False)]
+
+    def _empty(self, present: Any) -> Any:
+        if self._type in (list, dict, set):
+            return self._type()
+        if type(present) is not self._type:
+            return None
+        empty = present.copy()  # with what its type keeps besides
+        empty.clear()
+        return empty
 
 
-def _strongly(content: Any) -> Any:
-    """What a container held, from its copy."""
-    if isinstance(content, dict):
-        return {key: _value(value) for key, value in content.items()}
-    return [_value(value) for value in content]
+def _reference(value: Any, depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Weak(value)
+    return (
+        _Copy(value, depth - 1) if depth and isinstance(value, _CONTAINERS) else value
+    )
 
 
-def _value(value: Any) -> Any:
-    return value() if isinstance(value, _Weak) else value
-
-
-def _tensors_of(content: Any) -> Iterator[torch.Tensor | None]:
-    values = content.values() if isinstance(content, dict) else content
-    return (value() for value in values if isinstance(value, _Weak))
+def _value(item: Any, present: Any) -> Any:
+    if isinstance(item, _Copy):
+        return item.restored(present)
+    return item() if isinstance(item, _Weak) else item
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -127,7 +193,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 _Reference = tuple[_Attributes, str, weakref.ref[torch.Tensor]]
-_Contents = list[tuple[Any, Any]]
+_Contents = list[tuple[_Attributes, str, _Copy]]
 _Taken = tuple[_Attributes, tuple[str, ...], list[Any], list[_Reference], _Contents]
 
 
@@ -151,8 +217,8 @@ class Attributes:
     def _contained(self) -> Iterator[torch.Tensor]:
         """Tensors in containers that are alive."""
         for *_, contents in self._taken:
-            for _, content in contents:
-                yield from (t for t in _tensors_of(content) if t is not None)
+            for *_, copied in contents:
+                yield from copied.tensors()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Tensors among the attributes that are alive."""
@@ -177,9 +243,8 @@ class Attributes:
                 tensor = ref()
                 if tensor is not None:
                     place[name] = tensor
-            for container, content in contents:
-                if all(tensor is not None for tensor in _tensors_of(content)):
-                    _refill(container, _strongly(content))
+            for place, name, copied in contents:
+                place[name] = copied.restored(place.get(name))
         return present
 
 
