@@ -70,3 +70,16 @@ class PlanMismatchError(AutosacError):
 
 class SolverError(AutosacError):
     """A solver stopped without the answer it owed."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a search; what was found by then is kept.
+
+    Attributes:
+        done: The rows that are done, as a `Sweep`; in a shell it is
+            ``sys.last_value.done``.
+    """
+
+    def __init__(self, done: Any, what: str) -> None:
+        super().__init__(f"interrupted; {what}: `.done` of this exception has them")
+        self.done = done

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from autosac.cli.usage import UsageError, usage
-from autosac.errors import AutosacError, InfeasibleBudgetError
+from autosac.errors import AutosacError, InfeasibleBudgetError, Interrupted
 from autosac.quantities import parse_bytes
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INFEASIBLE = 1, 2, 3
@@ -90,6 +90,13 @@ def exit_codes(as_json: bool) -> Iterator[None]:
             "composition": error.composition,
         }
         _fail(str(error), "infeasible", EXIT_INFEASIBLE, as_json, facts)
+    except Interrupted as stop:
+        if as_json:
+            print_json({"error": "interrupted", "rows": stop.done.records()})
+        else:
+            print(f"autosac: {stop.args[0].partition(':')[0]}.", file=sys.stderr)
+            print(stop.done)
+        raise
     except UsageError as error:
         _fail(str(error), "usage", EXIT_USAGE, as_json)
     except (AutosacError, ValueError, ImportError, OSError) as error:

@@ -64,7 +64,8 @@ def look_up(
 ) -> tuple[Found, dict[Signature, str]]:
     """Costs of ops from the table on disk, or measured now; why others have none.
 
-    What the table knows from runs that disagreed is measured again.
+    What the table knows from runs that disagreed is measured again. Interrupted, what
+    was measured by then is in the table.
 
     Args:
         needed: The ops, and what is counted of each anyway.
@@ -96,6 +97,8 @@ def look_up(
     if cache:
         new = {texts[s]: costs[s][0] for s in measured.costs if s in texts}
         caching.add(path, environment, new)
+    if measured.is_cut:
+        raise KeyboardInterrupt
     return costs, measured.failures
 
 

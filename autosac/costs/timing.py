@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch.profiler import record_function
 
 from autosac import _compat
@@ -23,6 +22,7 @@ from autosac._compat_profiler import a_profiler_is_active
 from autosac.costs import synthetic_inputs
 from autosac.devices.allocator_events import cpu_events, recorded_events
 from autosac.devices.free_memory import available_bytes
+from autosac.progress import progress_bar
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
@@ -35,7 +35,6 @@ _MOST, _MOST_MS = 18, 600.0  # if they disagree, so many more
 STEADY = 0.5  # how much longer the second least time may be: a heuristic
 _IN_A_ROW = 20  # runs of a short op on a GPU, where waiting takes longer than it does
 _SHORT_MS = 1.0  # an op so short is slowed down by being recorded
-_SHOW_AFTER_S = 1.0  # no progress bar for what is done by then
 _MEMORY_SHARE = 0.8  # of what is free, that one op may take: a heuristic
 _MARK = "autosac::calibrated_op "
 PROFILED = "a profiler is active"
@@ -99,10 +98,12 @@ class Measurements:
     Attributes:
         costs: Of each op that ran.
         failures: Why each of the others did not.
+        is_cut: The user interrupted it: others are missing.
     """
 
     costs: dict[Signature, OpMeasurement]
     failures: dict[Signature, str]
+    is_cut: bool = False
 
 
 def measure_ops(
@@ -145,30 +146,38 @@ def measure_ops(
     first_runs = _first_runs_on_gpu if device.type == "cuda" else _first_runs_on_cpu
     used = [_index_of(device)] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=used), torch.no_grad():
-        costs, failed = first_runs(allowed, device, progress)
+        costs, failed, is_cut = first_runs(allowed, device, progress)
         short = [s for s, cost in costs.items() if cost.runtime_ms < _SHORT_MS]
-        for signature in _watched(short, "times", progress):
-            costs[signature] = _without_recording(signature, costs[signature], device)
-    return Measurements(costs, failures | failed)
+        rough = dict.fromkeys(short)  # timed beside the profiler only
+        with suppress(KeyboardInterrupt):
+            for signature in _watched([] if is_cut else short, "times", progress):
+                cost = _without_recording(signature, costs[signature], device)
+                costs[signature] = cost
+                del rough[signature]
+    steady = {s: cost for s, cost in costs.items() if s not in rough}
+    return Measurements(steady, failures | failed, is_cut=is_cut or bool(rough))
 
 
 _Timing = tuple[float, float]  # ms, and the spread of a few runs
-_FirstRuns = tuple[dict[Signature, OpMeasurement], dict[Signature, str]]
+_FirstRuns = tuple[dict[Signature, OpMeasurement], dict[Signature, str], bool]
 
 
 def _first_runs_on_cpu(
     sizes: Mapping[Signature, OpSizes], device: torch.device, progress: bool | None
 ) -> _FirstRuns:
-    """Workspaces and times, rough ones of short ops; why other ops do not run."""
+    """Workspaces and times, rough ones of short ops; why other ops do not run; whether
+    the user interrupted it."""
     ran: dict[str, tuple[_Timing, int]] = {}
     failures = {}
+    is_cut = True
     names = {f"{_MARK}{i}": signature for i, signature in enumerate(sizes)}
-    with cpu_events() as recording:
+    with cpu_events() as recording, suppress(KeyboardInterrupt):
         for name, signature in _watched(names.items(), "workspaces", progress):
             try:
                 ran[name] = _first_run_on_cpu(name, signature, device)
             except _REFUSALS as error:
                 failures[signature] = _summary(error)
+        is_cut = False
     costs = {}
     for event in recorded_events(recording):
         if event.name in ran:
@@ -180,7 +189,7 @@ def _first_runs_on_cpu(
                 workspace_bytes=max(0, _peak_bytes(event) - made_bytes),
                 spread=spread,
             )
-    return costs, failures
+    return costs, failures, is_cut
 
 
 def _first_run_on_cpu(
@@ -217,13 +226,15 @@ def _first_runs_on_gpu(
 
     There, what an op returns counts, not what its tape says: blocks are rounded up.
     """
-    costs, failures = {}, {}
-    for signature in _watched(sizes, "workspaces", progress):
-        try:
-            costs[signature] = _first_run_on_gpu(signature, device)
-        except _REFUSALS as error:
-            failures[signature] = _summary(error)
-    return costs, failures
+    costs, failures, is_cut = {}, {}, True
+    with suppress(KeyboardInterrupt):
+        for signature in _watched(sizes, "workspaces", progress):
+            try:
+                costs[signature] = _first_run_on_gpu(signature, device)
+            except _REFUSALS as error:
+                failures[signature] = _summary(error)
+        is_cut = False
+    return costs, failures, is_cut
 
 
 def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasurement:
@@ -353,16 +364,8 @@ def _too_large(num_bytes: int, device: torch.device) -> str | None:
 
 def _watched(items: Collection[Any], what: str, progress: bool | None) -> Iterator[Any]:
     """The items, with a progress bar on the standard error stream."""
-    console = Console(stderr=True, force_terminal=True if progress else None)
-    if progress is False or (progress is None and not console.is_terminal):
-        yield from items
-        return
-    begin = time.perf_counter()
-    with Progress(console=console, transient=True, disable=progress is None) as bar:
-        task = bar.add_task(f"Measuring {what} of {len(items)} ops", total=len(items))
+    text = f"Measuring {what} of {len(items)} ops"
+    with progress_bar(text, len(items), show=progress) as advance:
         for item in items:
             yield item
-            bar.advance(task)
-            if bar.disable and time.perf_counter() - begin > _SHOW_AFTER_S:
-                bar.disable = False
-                bar.start()
+            advance()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from autosac.errors import InfeasibleBudgetError
+from autosac.errors import InfeasibleBudgetError, Interrupted
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import Setting
 from autosac.parallel.preparing import (
@@ -19,6 +20,7 @@ from autosac.parallel.preparing import (
 from autosac.parallel.racing import make_parallel_plan
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
+from autosac.progress import progress_bar
 from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep, figures_of, reason_of
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
@@ -38,6 +40,7 @@ def sweep_parallel(
     fsdp_units: Marks | None = None,
     relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = None,
+    progress: bool | None = None,
     **options: Any,
 ) -> Sweep:
     """Plan for every number of GPUs and every cap; the step is traced once.
@@ -56,6 +59,7 @@ def sweep_parallel(
         fsdp_units: The FSDP units besides the model itself, likewise.
         relative_gap: Of each solve.
         time_limit_s: Of each solve.
+        progress: Show a bar on the standard error stream; None for only on a terminal.
         options: As in `profile`, but `device`.
 
     Returns:
@@ -65,6 +69,7 @@ def sweep_parallel(
     Raises:
         ValueError: As `plan_parallel`.
         UnsupportedError: As `plan_parallel`.
+        Interrupted: Ctrl-C was pressed; its ``done`` has the rows planned by then.
     """
     specs = [cluster_of(cluster, count) for count in num_gpus]
     any_size = cluster_of(cluster, None)
@@ -74,11 +79,16 @@ def sweep_parallel(
     setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))
     how = SolveOptions(relative_gap=relative_gap, time_limit_s=time_limit_s)
-    rows = [
-        _row(chooser, spec, budget_bytes, how)
-        for spec in specs
-        for budget_bytes in budgets
-    ]
+    rows: list[Row] = []
+    total = len(specs) * len(budgets)
+    try:
+        with progress_bar("Planning for clusters", total, show=progress) as advance:
+            for spec, budget_bytes in itertools.product(specs, budgets):
+                rows.append(_row(chooser, spec, budget_bytes, how))
+                advance()
+    except KeyboardInterrupt as stop:
+        done = Sweep(axes=("num_gpus",), rows=tuple(rows))
+        raise Interrupted(done, f"{len(rows)} of {total} rows are there") from stop
     return Sweep(axes=("num_gpus",), rows=tuple(rows))
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from autosac.errors import InfeasibleBudgetError
+from autosac.errors import InfeasibleBudgetError, Interrupted
 from autosac.planning.make_plan import floor, lowest, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
+from autosac.progress import Advance, progress_bar
 from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep, figures_of
 from autosac.step.marks import Marks, marks_of
@@ -66,6 +68,7 @@ def max_batch_size(
     most: int = _MOST,
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
+    progress: bool | None = None,
     **options: Any,
 ) -> BatchSize:
     """Find the largest batch that fits a budget under any plan.
@@ -82,16 +85,18 @@ def max_batch_size(
         most: Largest size to look at.
         ac_units: The only modules that may be AC units, as in `plan`.
         fsdp_units: FSDP units, around which no module may be one, as in `plan`.
+        progress: Show a bar on the standard error stream; None for only on a terminal.
         options: As in `profile`.
 
     Raises:
+        Interrupted: Ctrl-C was pressed; its ``done`` has the trials made by then.
         InfeasibleBudgetError: Not even one sample fits.
         ValueError: The largest size to look at fits.
     """
     given = _given(ac_units, fsdp_units)
     steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget, given)
-    size = _largest(steps, most)
-    return _found(steps, size)
+    with steps.watched(progress):
+        return _found(steps, _largest(steps, most))
 
 
 def best_batch_size(
@@ -104,6 +109,7 @@ def best_batch_size(
     most: int = _MOST,
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
+    progress: bool | None = None,
     **options: Any,
 ) -> BatchSize:
     """Find the batch size of best predicted throughput under a budget.
@@ -122,29 +128,31 @@ def best_batch_size(
         most: Largest size to look at.
         ac_units: The only modules that may be AC units, as in `plan`.
         fsdp_units: FSDP units, around which no module may be one, as in `plan`.
+        progress: Show a bar on the standard error stream; None for only on a terminal.
         options: As in `profile`.
 
     Raises:
+        Interrupted: Ctrl-C was pressed; its ``done`` has the trials made by then.
         InfeasibleBudgetError: None of the sizes fits.
         ValueError: `sizes` is empty or names a size below 1; or as `max_batch_size`.
     """
     given = _given(ac_units, fsdp_units)
     steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget, given)
-    if sizes is not None:
-        wanted = sorted(set(sizes))
-        if not wanted or wanted[0] < 1:
-            raise ValueError(f"`sizes` must be positive numbers, got {wanted}.")
-        for size in wanted:
-            steps.throughput(size)
-    else:
-        largest = _largest(steps, most)
-        for size in {1 << k for k in range(largest.bit_length())} | {largest}:
-            steps.throughput(size)
-        _refine(steps)
-        wanted = [1]
-    best = steps.best()
-    # Planning for what does not fit says why.
-    return _found(steps, wanted[0] if best is None else best)
+    wanted = None if sizes is None else sorted(set(sizes))
+    if wanted is not None and (not wanted or wanted[0] < 1):
+        raise ValueError(f"`sizes` must be positive numbers, got {wanted}.")
+    with steps.watched(progress):
+        if wanted is not None:
+            for size in wanted:
+                steps.throughput(size)
+        else:
+            largest = _largest(steps, most)
+            for size in {1 << k for k in range(largest.bit_length())} | {largest}:
+                steps.throughput(size)
+            _refine(steps)
+        best = steps.best()
+        # Planning for what does not fit says why.
+        return _found(steps, (wanted or [1])[0] if best is None else best)
 
 
 _Given = tuple[Marks | None, Marks | None]  # AC units, FSDP units
@@ -182,11 +190,28 @@ class _Steps:
         self._given = given
         self._profiles: dict[int, Profile] = {}
         self._floors: dict[int, int] = {}
+        self._advance: Advance = lambda: None
         self.trials: dict[int, Row] = {}
         total = None
         if isinstance(memory_budget, str) and "%" in memory_budget:
             total = self._profile(1).device.memory_bytes
         self.budget_bytes = parse_bytes(memory_budget, total_bytes=total)
+
+    @contextmanager
+    def watched(self, progress: bool | None) -> Iterator[None]:
+        """Show how many sizes were looked at, and keep the trials if interrupted."""
+        try:
+            with progress_bar("Looking at batch sizes", None, show=progress) as advance:
+                self._advance = advance
+                yield
+        except KeyboardInterrupt as stop:
+            what = f"{len(self.trials)} batch sizes were looked at"
+            raise Interrupted(self.table(), what) from stop
+
+    def table(self) -> Sweep:
+        """The trials, in the order of their sizes."""
+        rows = tuple(self.trials[size] for size in sorted(self.trials))
+        return Sweep(axes=("batch_size",), rows=rows)
 
     def _profile(self, size: int) -> Profile:
         """Modelled profile of a batch size; the last few are kept."""
@@ -205,6 +230,7 @@ class _Steps:
         if size not in self._floors:
             traced = restricted(self._profile(size), *self._given)
             self._floors[size] = traced.peak_bytes(lowest(traced))
+            self._advance()
         return self._floors[size]
 
     def measured(self, size: int) -> Profile:
@@ -243,6 +269,7 @@ class _Steps:
                 bound_ms=plan.bound_ms,
                 samples_per_s=self.samples_per_s(size, traced, plan),
             )
+            self._advance()
 
     def samples_per_s(self, size: int, profile: TracedStep, plan: Plan) -> float:
         """Samples per second of a step: micro-steps, then the optimizer once."""
@@ -341,8 +368,5 @@ def _found(steps: _Steps, size: int) -> BatchSize:
         batch_size=size,
         plan=plan,
         samples_per_s=steps.samples_per_s(size, traced, plan),
-        trials=Sweep(
-            axes=("batch_size",),
-            rows=tuple(steps.trials[size] for size in sorted(steps.trials)),
-        ),
+        trials=steps.table(),
     )

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from autosac.devices.allocator_settings import Cap, check_cap
-from autosac.errors import InfeasibleBudgetError
+from autosac.errors import InfeasibleBudgetError, Interrupted
 from autosac.planning.make_plan import floor, make_plan, may_offload
 from autosac.planning.plans import Plan
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
+from autosac.progress import progress_bar
 from autosac.quantities import parse_bytes
 from autosac.results.rows import Row, Sweep, figures_of, reason_of
 from autosac.solvers import sac
@@ -34,6 +35,7 @@ def sweep(
     fsdp_units: Marks | None = None,
     cap: Cap = "allocated",
     plan_options: dict[str, Any] | None = None,
+    progress: bool | None = None,
     **options: Any,
 ) -> Sweep:
     """Plan for many budgets; the step is traced once.
@@ -53,6 +55,7 @@ def sweep(
             Unless they are given, one plan is dry-run and the others are simulated
             (`Plan.dry_run`), and a solve ends when proven within 1.5 %; its row says
             the gap.
+        progress: Show a bar on the standard error stream; None for only on a terminal.
         options: As in `profile`.
 
     Returns:
@@ -61,6 +64,7 @@ def sweep(
     Raises:
         TypeError: Neither or both of `memory_budgets` and `n` are given.
         ValueError: A budget cannot be read, there are none, or `n` is less than 2.
+        Interrupted: Ctrl-C was pressed; its ``done`` has the rows planned by then.
     """
     if (memory_budgets is None) == (n is None):
         raise TypeError("Pass either `memory_budgets` or `n`, the number of budgets.")
@@ -80,17 +84,32 @@ def sweep(
         total = traced.device.memory_bytes
         budgets = [parse_bytes(b, total_bytes=total) for b in memory_budgets]
     start = sac.Start()  # smaller budgets first: what they found holds for larger ones
-    answers = {
-        budget: _answer(traced, budget, {"start": start, **(plan_options or {})})
-        for budget in sorted(set(budgets))
-    }
+    how = {"start": start, **(plan_options or {})}
+    answers: dict[int, Plan | str] = {}
+    wanted = sorted(set(budgets))
+    try:
+        with progress_bar("Planning budgets", len(wanted), show=progress) as advance:
+            for budget in wanted:
+                answers[budget] = _answer(traced, budget, how)
+                advance()
+    except KeyboardInterrupt as stop:
+        done = [budget for budget in budgets if budget in answers]
+        what = f"{len(answers)} of {len(wanted)} budgets are planned for"
+        raise Interrupted(_rows(traced, answers, done), what) from stop
+    return _rows(traced, answers, budgets)
+
+
+def _rows(
+    profile: TracedStep, answers: dict[int, Plan | str], budgets: Sequence[int]
+) -> Sweep:
+    """Rows of budgets in the order they were asked for."""
     rows = {
         row.budget_bytes: replace(
             row,
-            floor_bytes=lowest,
-            baseline_peak_bytes=baseline,
-            planned_for=traced.device.name,
-            calibrated=traced.calibrated,
+            floor_bytes=floor(profile),
+            baseline_peak_bytes=profile.baseline_peak_bytes,
+            planned_for=profile.device.name,
+            calibrated=profile.calibrated,
         )
         for row in _monotone(answers)
     }

@@ -13,7 +13,7 @@ from autosac.costs.host import time_notes
 from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.optional import needed
 from autosac.profiles.given import profile_of
-from autosac.profiles.memory_history import peak_place
+from autosac.profiles.memory_history import Place, peak_place
 from autosac.profiles.module_tables import ModuleEstimate, table_of
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms, parse_bytes
@@ -39,6 +39,7 @@ class Estimate(Summarized):
         modules: Figures of every module, in the order of ``named_modules()``.
         host_ms: Time in which the host issues the ops of an eager step, at the same
             time; 0.0 if the host is the device.
+        is_loss: In backward: that op belongs to the loss, not to the model.
     """
 
     peak_bytes: int
@@ -51,6 +52,7 @@ class Estimate(Summarized):
     calibrated: bool
     modules: tuple[ModuleEstimate, ...]
     host_ms: float = 0.0
+    is_loss: bool = False
 
     def fits(self, device: int | str | DeviceSpec | None = None) -> bool:
         """Whether the step fits a device as it is, without a plan.
@@ -93,10 +95,10 @@ class Estimate(Summarized):
 
     def summary(self) -> Summary:
         """Peak, where, of what; time; the tree of modules."""
-        where = f"`{self.fqn}`" if self.fqn else "the model itself"
+        place = Place(self.fqn, self.phase, self.op, self.is_loss)
         verdict = "fits" if self.fits() else "does not fit"
         basis = "measured" if self.calibrated else "modelled"
-        peak = f"{format_bytes(self.peak_bytes)} in {self.phase} of {where} ({self.op})"
+        peak = f"{format_bytes(self.peak_bytes)} in {place} ({self.op})"
         time = f"{format_ms(self.step_ms)} on {self.device.name}, {basis}"
         facts = (
             ("peak", peak),
@@ -137,6 +139,7 @@ def estimate(
         calibrated=profile.calibrated,
         modules=tuple(_modules(profile)),
         host_ms=profile.host_ms,
+        is_loss=place.is_loss,
     )
 
 

@@ -21,7 +21,7 @@ from autosac.units.unit import Piece, Unit
 RECOMPUTATION = "recomputation"  # a phase of its own, inside of backward
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """What runs at one instant of a step.
 

@@ -13,6 +13,7 @@ import torch
 from autosac.costs import caching
 from autosac.devices.free_memory import physical_bytes
 from autosac.devices.specs import DeviceSpec
+from autosac.progress import progress_bar
 from autosac.quantities import parse_bytes
 from autosac.results.rows import FIGURES, Label, Row, Sweep
 from autosac.step.marks import Marks, marks_of
@@ -144,7 +145,9 @@ def _rows(
         if cell.file is not None and not has_failed and not cell.file.path.exists():
             cell.file.write(record)  # the worker could not
 
-    with running.progress_bar(len(cells), len(records), show=progress) as advance:
+    with progress_bar(
+        "Planning cells", len(cells), done=len(records), show=progress, at_once=True
+    ) as advance:
         waiting = [cells[index] for index in todo]
         running.run_all(waiting, keep, n_jobs=n_jobs, advance=advance)
     return tuple(

@@ -7,15 +7,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import joblib
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from autosac.sweeps.cells import Cell, Record
 
@@ -130,32 +121,3 @@ def _pool(n_jobs: int | None, advance: Callable[[], None]) -> _Pool:
         return _Pool(advance, return_as="generator_unordered", **options)
     except ValueError:  # not with every backend
         return _Pool(advance, **options)
-
-
-@contextlib.contextmanager
-def progress_bar(
-    total: int, done: int, *, show: bool | None
-) -> Iterator[Callable[[], None]]:
-    """A bar on the standard error stream, and what moves it on by one cell.
-
-    Args:
-        total: All cells.
-        done: Those that are done already.
-        show: Whether to; None for only on a terminal.
-    """
-    console = Console(stderr=True, force_terminal=True if show else None)
-    if show is False or (show is None and not console.is_terminal):
-        yield lambda: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, refresh_per_second=2
-    ) as bar:
-        task = bar.add_task("Planning cells", total=total, completed=done)
-        yield lambda: bar.advance(task)

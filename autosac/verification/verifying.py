@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from autosac.errors import AutosacError, TraceError, UnsupportedError
+from autosac.progress import progress_bar
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms
 from autosac.step.arguments import check_loss_fn, optimizer_for, read_dtype
@@ -132,6 +133,7 @@ def verify(
     clip_grad_norm: float | None = None,
     gradients_in_forward: bool = False,
     keeps_gradients: bool = False,
+    progress: bool | None = None,
 ) -> Verification:
     """Train a model without and with the plan, and compare.
 
@@ -156,6 +158,7 @@ def verify(
         clip_grad_norm: As in `profile`.
         gradients_in_forward: As in `profile`.
         keeps_gradients: As in `profile`.
+        progress: Show a bar on the standard error stream; None for only on a terminal.
 
     Raises:
         ArgumentError: ``loss_fn``, ``make_optimizer`` or ``autocast`` cannot be meant.
@@ -183,7 +186,7 @@ def verify(
         gradients_in_forward=gradients_in_forward,
         keeps_gradients=keeps_gradients,
     )
-    return verify_each((plan,), recipe)[0]
+    return verify_each((plan,), recipe, progress=progress)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,21 +216,28 @@ class Recipe:
 
 
 def verify_each(
-    plans: Sequence[AppliesToModel], recipe: Recipe
+    plans: Sequence[AppliesToModel], recipe: Recipe, *, progress: bool | None = False
 ) -> tuple[Verification, ...]:
     """Train a model without any plan and with each of several, and compare."""
-    with _random_state_kept():
+    again = max(recipe.timing_rounds - 1, 0)
+    num_runs = (1 + len(plans)) * (1 + again)
+    bar = progress_bar("Training to compare", num_runs, show=progress, at_once=True)
+    with _random_state_kept(), bar as advance:
         baseline, state = _measure(recipe, None)
+        advance()
         measurements, differing = [], []
         for plan in plans:  # one state beside the baseline's at a time
             planned, state_of_plan = _measure(recipe, plan)
             measurements.append(planned)
             differing.append(differences(state, state_of_plan))
             del state_of_plan
-        for _ in range(recipe.timing_rounds - 1):
+            advance()
+        for _ in range(again):
             baseline.times_ms.append(_time(recipe, None))
+            advance()
             for plan, planned in zip(plans, measurements, strict=True):
                 planned.times_ms.append(_time(recipe, plan))
+                advance()
     return tuple(
         Verification(
             baseline_peak_bytes=baseline.peak_bytes,

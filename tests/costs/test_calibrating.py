@@ -320,24 +320,3 @@ def test_random_data_fills_everything(size, dtype):
     assert x.shape == (size,) and x.dtype == dtype
     assert bool((x.abs() <= 2).all())
     assert size < 2 or x.abs().float().mean() > 0.01  # one number may be small
-
-
-# --- progress -------------------------------------------------------------------------
-
-
-def _watch(progress, capsys):
-    assert list(timing._watched([1, 2, 3], "times", progress)) == [1, 2, 3]
-    return capsys.readouterr()
-
-
-def test_progress_is_shown_only_when_asked_for_or_on_a_terminal(capsys, monkeypatch):
-    assert _watch(None, capsys) == ("", "")
-    assert _watch(False, capsys) == ("", "")
-    shown = _watch(True, capsys)
-    assert shown.out == "" and "times of 3 ops" in shown.err
-
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
-    assert _watch(None, capsys) == ("", "")  # too short
-    monkeypatch.setattr(timing, "_SHOW_AFTER_S", -1.0)
-    assert "times of 3 ops" in _watch(None, capsys).err
-    assert _watch(False, capsys) == ("", "")

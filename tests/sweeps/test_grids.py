@@ -17,7 +17,6 @@ import torch
 
 import autosac
 from autosac.devices.specs import KNOWN_DEVICES
-from autosac.sweeps import running
 from autosac.sweeps.cell_facts import code_of, text_of
 from tests.grid_steps import interrupted_step, make_step
 
@@ -401,18 +400,6 @@ def test_nothing_feasible_cannot_be_drawn():
 
 
 # --- side by side ---------------------------------------------------------------
-
-
-def test_the_bar_counts_cells_on_a_terminal_and_is_silent_elsewhere(capsys):
-    with running.progress_bar(4, 1, show=None) as advance:
-        advance()
-    silent = capsys.readouterr()
-    with running.progress_bar(4, 1, show=True) as advance:
-        advance()
-    shown = capsys.readouterr()
-
-    assert silent.err == silent.out == shown.out == ""
-    assert "2/4" in shown.err
 
 
 def test_threads_of_one_process_give_the_same(result):
