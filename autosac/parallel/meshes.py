@@ -239,6 +239,14 @@ class _Search:
             budget_bytes=self.budget_bytes,
             late_bytes=plan.late_bytes + late,
             model=self.profile.model,
+            alternatives=tuple(
+                replace(
+                    other,
+                    tp_degree=tensor.degree,
+                    sequence_parallel=tensor.cuts_sequences,
+                )
+                for other in plan.alternatives
+            ),
         )
 
 
