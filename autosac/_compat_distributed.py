@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from autosac import _compat
-from autosac.errors import ArgumentError
 from autosac.pytrees import mapped
 
 # These wait for a collective, or let who reads its result do so, and return that. Eager
@@ -110,6 +109,11 @@ def hide_propagation() -> None:
     propagator._propagate_tensor_meta_non_cached = unseen
 
 
+def is_collective(name: str) -> bool:
+    """Whether an op of this name exchanges data between ranks."""
+    return name.startswith("_c10d_functional.")
+
+
 def finished(func: Any, result: Any) -> Any:
     """The result of an op, after waiting for it if it is a collective."""
     if func.namespace != "_c10d_functional":
@@ -155,19 +159,9 @@ def unwrapped(
 
 @contextlib.contextmanager
 def fake_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
-    """This process is one of many ranks; collectives do nothing.
-
-    Raises:
-        ArgumentError: It is a rank of real ones already.
-    """
+    """This process is one of many ranks; collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # slow to import
 
-    if dist.is_initialized():
-        raise ArgumentError(
-            "Tensor parallelism is planned in a group that stands for the ranks, and"
-            " this process has a real one: plan before `init_process_group`, save the"
-            " plan, and load it on every rank."
-        )
     hook = sys.excepthook  # which the group replaces
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:

@@ -374,9 +374,9 @@ def _table(rows: list[Row]) -> list[str]:
         f" {LARGEST_DIFFERENCE:.0e} of one process that holds all.",
         "",
         "Peaks in MiB. *measured*: what the allocator of each rank held at most, on all"
-        f" threads, in the step of {NUM_STEPS - 1} in which gloo's threads were least late;"
-        " *highest*: the most in any step of"
-        " any rank; *error*: of the prediction at the rank with the highest peak.",
+        f" threads, in the step of {NUM_STEPS - 1} in which threads of gloo were least"
+        " late; *highest*: the most in any step of any rank;"
+        " *error*: of the prediction at the rank with the highest peak.",
         "",
         "```",
         *(f"{key}: {value}" for key, value in environment().items()),

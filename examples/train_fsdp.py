@@ -9,6 +9,9 @@ the CPU the gradients of the first step are held against those of one process wi
 any sharding; then the model is saved with torch.distributed.checkpoint and loaded into
 a model without a plan.
 
+``--tp 2`` with the first command lets two neighbouring ranks share slices of tensors
+and take one batch together.
+
 On GPUs add ``--backend nccl`` to the second command and ``--cluster hgx-h100`` to the
 first, with the number of GPUs as ranks; nothing else changes.
 """
@@ -29,7 +32,7 @@ from autosac.cli.demo import GPT
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 
-VOCABULARY, LENGTH, BATCH, WIDTH = 1031, 64, 6, 96
+VOCABULARY, LENGTH, BATCH, WIDTH = 1032, 64, 6, 96
 LARGEST_DIFFERENCE = 1e-5  # of the largest element of any gradient
 STEPS = 3
 
@@ -42,9 +45,9 @@ def make_model() -> torch.nn.Module:
     ).train()
 
 
-def make_batch(rank: int) -> torch.Tensor:
-    """The batch of a rank."""
-    generator = torch.Generator().manual_seed(1 + rank)
+def make_batch(number: int) -> torch.Tensor:
+    """A batch: each rank has its own, or those that share slices of tensors."""
+    generator = torch.Generator().manual_seed(1 + number)
     return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
 
 
@@ -53,7 +56,9 @@ def loss_of(logits: torch.Tensor) -> torch.Tensor:
     return logits.float().exp().mean()
 
 
-def write_plan(path: Path, ranks: int, cluster: str | None, budget: str) -> None:
+def write_plan(
+    path: Path, ranks: int, tp: int, cluster: str | None, budget: str
+) -> None:
     """Plan for ranks on this machine's CPU, or for the GPUs of a cluster."""
     if cluster is None:
         spec = replace(cluster_spec("pcie-l40s"), device=device_spec("cpu"))
@@ -64,6 +69,7 @@ def write_plan(path: Path, ranks: int, cluster: str | None, budget: str) -> None
         make_batch(0),
         cluster=spec,
         num_gpus=ranks,
+        mesh={"tp": tp},
         memory_budget=budget,
         loss_fn=loss_of,
         optimizer=torch.optim.AdamW,
@@ -84,13 +90,13 @@ def train(path: Path, backend: str) -> None:
     mesh = plan.make_mesh(device.type)
     model = plan.apply(make_model().to(device), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    batch = make_batch(rank).to(device)
+    batch = make_batch(rank // plan.tensor.degree).to(device)
     for step in range(STEPS):
         torch.manual_seed(2)  # of dropout: the same in the comparison
         loss = loss_of(model(batch))
         loss.backward()
         if step == 0 and backend == "gloo":
-            compare(model)
+            compare(model, dist.get_world_size() // plan.tensor.degree)
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
@@ -100,12 +106,12 @@ def train(path: Path, backend: str) -> None:
     dist.destroy_process_group()
 
 
-def compare(model: torch.nn.Module) -> None:
+def compare(model: torch.nn.Module, num_batches: int) -> None:
     """Hold gradients against the mean of those of one process on all batches."""
     plain = make_model()
-    for rank in range(dist.get_world_size()):
+    for number in range(num_batches):
         torch.manual_seed(2)
-        (loss_of(plain(make_batch(rank))) / dist.get_world_size()).backward()
+        (loss_of(plain(make_batch(number))) / num_batches).backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     scale = max(float(grad.abs().max()) for grad in expected.values())
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -138,12 +144,15 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cluster")
     parser.add_argument("--budget", default="13MiB")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     options = parser.parse_args()
     if options.plan:
-        write_plan(options.path, options.ranks, options.cluster, options.budget)
+        write_plan(
+            options.path, options.ranks, options.tp, options.cluster, options.budget
+        )
     else:
         train(options.path, options.backend)
 

@@ -22,8 +22,11 @@ from autosac.cli.app import (
 )
 from autosac.cli.step_options import (
     Cluster,
+    Mesh,
     ParamDtype,
     ReduceDtype,
+    TpPlan,
+    read_mesh,
     takes_step,
     takes_units,
 )
@@ -81,6 +84,8 @@ def parallel(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="GPUs to use. [default: all of them]")
     ] = None,
+    mesh: Mesh = "",
+    tp_plan: TpPlan = "",
     param_dtype: ParamDtype = "",
     reduce_dtype: ReduceDtype = "",
     out: Annotated[
@@ -88,7 +93,7 @@ def parallel(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Plan FSDP2 units, sharding and recomputation of many GPUs together."""
+    """Plan FSDP2, tensor parallelism and recomputation of many GPUs together."""
     with exit_codes(as_json):
         check_folders(out)
         step = cli.models.asked(model, **options)
@@ -96,7 +101,8 @@ def parallel(
             cluster_plan = autosac.plan_parallel(
                 **step.parts(), **step.options, cluster=cluster, num_gpus=gpus,
                 memory_budget=budget, param_dtype=param_dtype or None,
-                reduce_dtype=reduce_dtype or None, **given,
+                reduce_dtype=reduce_dtype or None, **given, mesh=read_mesh(mesh),
+                tp_plan=tp_plan or None,  # type: ignore[arg-type]
             )  # fmt: skip
         if out is not None:
             cluster_plan.save(out)

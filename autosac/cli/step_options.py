@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from autosac.cli.usage import UsageError
+
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -54,6 +56,17 @@ AcUnits = Annotated[
         help="Module that may be an AC unit, by name or pattern (blocks.*), if only"
         " some may; repeatable.",
     ),
+]
+Mesh = Annotated[
+    str,
+    typer.Option(
+        metavar="tp=N",
+        help="N ranks of a node share slices of tensors besides; tp=any tries all N.",
+    ),
+]
+TpPlan = Annotated[
+    str,
+    typer.Option(help="Which slices: tensor or sequence. [default: the better one]"),
 ]
 FsdpUnits = Annotated[
     list[str] | None,
@@ -138,3 +151,18 @@ def _taking(
         return run
 
     return with_options
+
+
+def read_mesh(typed: str) -> dict[str, int | None] | None:
+    """Degrees by dimension, of what was typed for `Mesh`.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    degrees: dict[str, int | None] = {}
+    for part in filter(None, typed.split(",")):
+        dimension, _, size = part.partition("=")
+        if not size.isdecimal() and size != "any":
+            raise UsageError(f"--mesh {typed}: write tp=8, or tp=any.")
+        degrees[dimension.strip()] = None if size == "any" else int(size)
+    return degrees or None

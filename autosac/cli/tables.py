@@ -46,6 +46,7 @@ def parallel_record(plan: ParallelPlan) -> dict[str, Any]:
     """The figures of a parallel plan, its FSDP units, and why other degrees lost."""
     record = {name: getattr(plan, name) for name in _PARALLEL_FIELDS}
     units = [asdict(unit) for unit in plan.sharding.units]
+    record["tensor"] = asdict(plan.tensor)
     others = [asdict(other) for other in plan.alternatives]
     return {**record, "fsdp_units": units, "alternatives": others}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autosac._compat_distributed import is_collective
 from autosac.errors import ArgumentError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fsdp_candidates import Candidate, find_candidates
@@ -233,7 +234,9 @@ class ParallelFormulation:
         starts = [op.start for op in ops]
         cell_of_op = np.searchsorted(self._cells.edges, starts, side="right") - 1
         times = [
-            ms / degree if op.phase == "optimizer" else ms
+            ms / degree
+            if op.phase == "optimizer" and not is_collective(op.name)
+            else ms
             for op, ms in zip(ops, self.profile.op_ms, strict=True)
         ]
         np.add.at(cells, cell_of_op, times)

@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from torch.distributed import is_initialized
+
+from autosac.errors import (
+    ArgumentError,
+    AutosacError,
+    InfeasibleBudgetError,
+    UnsupportedError,
+)
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import Setting
 from autosac.parallel.plans import Alternative, ParallelPlan
@@ -90,10 +97,15 @@ def cheapest_mesh(
         make_plan: Plans FSDP2 and recomputation.
 
     Raises:
-        ArgumentError: The only degree does not divide the model.
+        AutosacError: No degree divides the model; says why the first one does not.
         InfeasibleBudgetError: No mesh fits.
-        UnsupportedError: The step cannot be divided.
     """
+    if is_initialized() and max(degrees) > 1:
+        raise ArgumentError(
+            "Tensor parallelism is planned in a group that stands for the ranks, and"
+            " this process has a real one: plan before `init_process_group`, save the"
+            " plan, and load it on every rank."
+        )
     search = _Search(profile, spec, budget_bytes, setting, make_plan)
     for degree in degrees:
         for tensor in _divisions(profile, degree, tp_plan, search):
@@ -105,7 +117,7 @@ def cheapest_mesh(
         )
     if search.least is not None:
         raise _infeasible(search.least, budget_bytes, spec, degrees)
-    raise ArgumentError(" ".join(dict.fromkeys(search.refused.values())))
+    raise search.refused[0][1]
 
 
 def _divisions(
@@ -132,8 +144,8 @@ def _divisions(
             found += _if_known(profile)
         for styles in found:
             check(model, styles, degree)
-    except ArgumentError as error:
-        search.refused[degree] = str(error)
+    except AutosacError as error:
+        search.refused.append((TensorParallel(degree=degree), error))
         return []
     return [
         TensorParallel(degree=degree, styles=styles, draws=draws(profile))
@@ -163,7 +175,7 @@ class _Search:
         least: The least peak of a mesh that does not fit, with its division.
         others: Plans that lost.
         misfits: Divisions that do not fit, with why.
-        refused: Degrees that do not divide the model, with why.
+        refused: Divisions that cannot be, with why.
     """
 
     profile: Profile
@@ -175,7 +187,7 @@ class _Search:
     least: tuple[InfeasibleBudgetError, TensorParallel] | None = None
     others: list[ParallelPlan] = field(default_factory=list)
     misfits: list[Alternative] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
+    refused: list[tuple[TensorParallel, Exception]] = field(default_factory=list)
 
     def enter(self, tensor: TensorParallel) -> None:
         """Plan one more mesh, and compare it with the best so far."""
@@ -185,10 +197,11 @@ class _Search:
             lowest = error.lowest_peak_bytes
             if self.least is None or lowest < self.least[0].lowest_peak_bytes:
                 self.least = error, tensor
-            self._note(tensor, f"its least peak is {format_bytes(lowest)}")
+            why = f"its least peak is {format_bytes(lowest)}"
+            self.misfits.append(_unplanned(tensor, why))
             return
-        except ArgumentError as error:
-            self.refused[tensor.degree] = str(error)
+        except (AutosacError, ValueError) as error:
+            self.refused.append((tensor, error))
             return
         if self.best is None:
             self.best = plan
@@ -204,24 +217,8 @@ class _Search:
         return [
             *(_dearer(other, self.best) for other in self.others),
             *self.misfits,
-            *(
-                Alternative(
-                    shard_degree=0, replicate_degree=0, tp_degree=degree, reason=why
-                )
-                for degree, why in self.refused.items()
-            ),
+            *(_unplanned(tensor, str(error)) for tensor, error in self.refused),
         ]
-
-    def _note(self, tensor: TensorParallel, why: str) -> None:
-        self.misfits.append(
-            Alternative(
-                shard_degree=0,
-                replicate_degree=0,
-                tp_degree=tensor.degree,
-                sequence_parallel=tensor.cuts_sequences,
-                reason=why,
-            )
-        )
 
     def _planned(self, tensor: TensorParallel) -> ParallelPlan:
         if tensor.degree == 1:
@@ -242,7 +239,25 @@ class _Search:
             budget_bytes=self.budget_bytes,
             late_bytes=plan.late_bytes + late,
             model=self.profile.model,
+            alternatives=tuple(
+                replace(
+                    other,
+                    tp_degree=tensor.degree,
+                    sequence_parallel=tensor.cuts_sequences,
+                )
+                for other in plan.alternatives
+            ),
         )
+
+
+def _unplanned(tensor: TensorParallel, why: str) -> Alternative:
+    return Alternative(
+        shard_degree=0,
+        replicate_degree=0,
+        tp_degree=tensor.degree,
+        sequence_parallel=tensor.cuts_sequences,
+        reason=why,
+    )
 
 
 def _batch_ms(plan: ParallelPlan) -> float:

@@ -33,7 +33,7 @@ class Alternative:
     """A sharding degree, or a mesh, that was not taken.
 
     Attributes:
-        shard_degree: Ranks over which parameters are sharded.
+        shard_degree: Ranks over which parameters are sharded; 0 if none was planned.
         replicate_degree: How many such groups there are.
         reason: Why it lost.
         tp_degree: Ranks that share slices of tensors,

@@ -416,6 +416,12 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
     assert record["mesh_shape"] == list(autosac.ParallelPlan.load(path).mesh_shape)
     assert record["peak_bytes"] <= record["budget_bytes"]
     assert run_json("min-gpus", *given, "-b", fits)["min_gpus"] <= 2
+    with_mesh = ("parallel", *given, "--gpus", "2", "-b", "1GiB", "--mesh")
+    record = run_json(*with_mesh, "tp=2", "--tp-plan", "tensor")
+    assert record["mesh_shape"] == [1, 2] and record["tensor"]["degree"] == 2
+    assert len(run_json(*with_mesh, "tp=any")["alternatives"]) > 1
+    wrong = run(*with_mesh, "tp")
+    assert wrong.exit_code == cli.EXIT_USAGE and "tp=8" in wrong.stderr
     alone = run("min-gpus", *given, "-b", fits, "--ac-units", "nowhere")
     assert alone.exit_code == cli.EXIT_USAGE and "nowhere" in alone.stderr
     nothing = run_json("min-gpus", *given, "-b", "1KiB", code=cli.EXIT_INFEASIBLE)
