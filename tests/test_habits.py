@@ -145,7 +145,7 @@ class Picks(Block):
 
 
 class Shares(Block):
-    """Is handed an object that the last block fills, as layers share keys and values."""
+    """Is handed an object that the last block fills, as layers share their keys."""
 
     def forward(self, x, states, fills):
         x = super().forward(x)
