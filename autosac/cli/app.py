@@ -131,6 +131,13 @@ def show(as_json: bool, record: Callable[[], Any], shown: Any) -> None:
         Console().print(shown)
 
 
+def wrote(*paths: Path | None) -> None:
+    """Name the files that were written, beside what machines read."""
+    for path in paths:
+        if path is not None:
+            print(f"autosac: wrote {path}", file=sys.stderr)
+
+
 def budget_bytes_of(text: str, total_bytes: int | None) -> int:
     """What was typed as --budget, in bytes."""
     with usage():

@@ -19,6 +19,7 @@ from autosac.cli.app import (
     app,
     exit_codes,
     show,
+    wrote,
 )
 from autosac.cli.step_options import (
     Cluster,
@@ -106,6 +107,7 @@ def parallel(
             )  # fmt: skip
         if out is not None:
             cluster_plan.save(out)
+        wrote(out)
         show(
             as_json,
             lambda: cli.tables.parallel_record(cluster_plan),

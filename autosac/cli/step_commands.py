@@ -25,8 +25,15 @@ from autosac.cli.app import (
     budget_bytes_of,
     exit_codes,
     show,
+    wrote,
 )
-from autosac.cli.step_options import HostBudget, Offload, takes_step, takes_units
+from autosac.cli.step_options import (
+    HostBudget,
+    Interactive,
+    Offload,
+    takes_step,
+    takes_units,
+)
 from autosac.cli.usage import OPTIONS, UsageError, check_folders, usage
 from autosac.devices.specs import KNOWN_DEVICES
 
@@ -64,6 +71,7 @@ def plan(
     html: Annotated[
         Path | None, typer.Option(help="Write the report with pictures here.")
     ] = None,
+    interactive: Interactive = False,
     gap: Annotated[
         float, typer.Option(min=0.0, help="Stop when proven this close to the best.")
     ] = 0.005,
@@ -87,7 +95,8 @@ def plan(
         if out is not None:
             cheapest.save(out)
         if html is not None:
-            cheapest.to_html(html)
+            cheapest.to_html(html, interactive=interactive)
+        wrote(out, html)
         show(as_json, lambda: cli.tables.plan_record(cheapest), str(cheapest))
 
 
@@ -167,6 +176,9 @@ def _show_sweep(
     kinds = {row.status for row in rows}
     if out is not None and "planned" in kinds:
         rows.picture().save(out)
+    else:
+        out = None
+    wrote(csv, parquet, out)
     show(as_json, lambda: cli.tables.sweep_record(rows), cli.tables.sweep_table(rows))
     if "planned" not in kinds:
         code = EXIT_INFEASIBLE if "infeasible" in kinds else EXIT_ERROR
@@ -222,6 +234,7 @@ def advise(
         advice = autosac.advise(traced, memory_budget=wanted)
         if csv is not None:
             advice.to_csv(csv)
+        wrote(csv)
         show(as_json, lambda: cli.tables.advice_record(advice), str(advice))
 
 
@@ -295,6 +308,7 @@ def report(
     html: Annotated[
         Path | None, typer.Option(help="Write it with pictures here instead.")
     ] = None,
+    interactive: Interactive = False,
 ) -> None:
     """Explain a plan: why each module is recomputed, what more memory buys."""
     with exit_codes(as_json=False):
@@ -308,7 +322,8 @@ def report(
         if html is None:
             Console().print(loaded.report(traced))
         else:
-            loaded.to_html(html, traced)
+            loaded.to_html(html, traced, interactive=interactive)
+            wrote(html)
 
 
 @app.command(epilog=EPILOG)

@@ -84,6 +84,10 @@ HostBudget = Annotated[
     str | None, typer.Option(help='Cap on what lies there, such as "64GiB".')
 ]
 
+Interactive = Annotated[
+    bool, typer.Option("--interactive", help="Pictures of --html answer the mouse.")
+]
+
 Cluster = Annotated[
     str, typer.Option(help="A known cluster, such as hgx-h100: GPUs, links, nodes.")
 ]

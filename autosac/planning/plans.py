@@ -192,7 +192,7 @@ class Plan(Summarized):
         return model
 
     def unapply(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Undo `apply`.
+        """Undo `apply`; a model without a plan stays as it is.
 
         Returns:
             The model.

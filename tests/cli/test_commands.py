@@ -363,6 +363,18 @@ def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):
     assert html.read_text().startswith("<!DOCTYPE html>")
 
 
+def test_written_files_are_named_beside_what_machines_read(figures, tmp_path):
+    plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    budget = f"{sum(figures) // 2}B"
+    given = ("--optimizer", "adamw", "-b", budget, "-o", str(plan), "--html", str(page))
+
+    result = run("plan", GPT, *given, "--interactive", "--json")
+
+    assert json.loads(result.stdout)["peak_bytes"] <= sum(figures) // 2
+    assert result.stderr == f"autosac: wrote {plan}\nautosac: wrote {page}\n"
+    assert "Plotly.newPlot" in page.read_text(encoding="utf-8")
+
+
 def test_an_infeasible_budget_has_its_own_exit_code(figures):
     options = ("--optimizer", "adamw", "--budget", "1KiB")
 
