@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypeVar
@@ -332,17 +332,18 @@ def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
     """Leave out the units whose dry run is not as simulated.
 
     Raises:
-        SolverError: Each by itself is, or the step differs without any.
+        SolverError: The step differs without any, or no module can be left out.
     """
     if difference_in_dry_run(profile, {}):
         raise SolverError(difference)
-    kinds = {(type(unit), unit.key): unit for unit in chosen}
+    kinds = {_kind(unit): unit for unit in chosen}
     inexact = {
         kind
         for kind, unit in kinds.items()
         if difference_in_dry_run(profile, {unit: chosen[unit]})
     }
-    alike = (u for u in profile.candidates if (type(u), u.key) in inexact)
+    inexact = inexact or {_inexact_beside_others(profile, chosen, list(kinds))}
+    alike = (u for u in profile.candidates if _kind(u) in inexact)
     fqns = [fqn for unit in alike for fqn in _modules_of(unit)]
     if not fqns:
         raise SolverError(difference)
@@ -353,6 +354,32 @@ def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
         stacklevel=4,
     )
     profile.leave_out(fqns, "rerun, it takes other memory than its trace shows")
+
+
+def _kind(unit: Unit) -> Hashable:
+    """Equal for units that do the same."""
+    return type(unit), unit.key
+
+
+def _inexact_beside_others(
+    profile: Profile, chosen: Choice, kinds: list[Hashable]
+) -> Hashable:
+    """A kind of units with which some of the kinds before it are not as simulated.
+
+    Args:
+        profile: What is planned.
+        chosen: All units, which are not as simulated.
+        kinds: Theirs, each of which is by itself.
+    """
+    exact, inexact = 0, len(kinds)  # how many of the first kinds are
+    while inexact - exact > 1:
+        half = (exact + inexact) // 2
+        first = {u: p for u, p in chosen.items() if _kind(u) in kinds[:half]}
+        if difference_in_dry_run(profile, first):
+            inexact = half
+        else:
+            exact = half
+    return kinds[inexact - 1]
 
 
 def _modules_of(unit: Unit) -> list[str]:

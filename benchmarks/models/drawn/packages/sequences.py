@@ -438,6 +438,7 @@ class Forecast(nn.Module):
             more = {"encoder_target": x["encoder_target"]}
         output = self.model(x).prediction
         loss: torch.Tensor = self.model.loss(output, (y, None), **more)
+        self.model.loss.reset()  # its sums over steps, with their graphs
         return loss
 
 
