@@ -2,10 +2,10 @@
 
     python -m benchmarks.mesh_ranks [--models LLAMA,GPT] [--output DIR]
 
-`plan_parallel` plans each model for 2 ranks (tp=2) and for 4 (2 shards x tp=2), with
-and without parts of the sequence between blocks, each under two caps: near the least
-peak and in the middle between that and the fastest plan's. Every rank is a process that
-gloo connects; those of a tensor-parallel group get one batch. What it holds is counted
+`plan_parallel` plans each model for 2 ranks (tp=2) and for 4 (2 shards or 2 replicas x
+tp=2), with and without parts of the sequence between blocks, each under two caps: near
+the least peak and in the middle between that and the fastest plan's. Every rank is a
+process that gloo connects; those of a tensor-parallel group get one batch. What it holds is counted
 by `allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
 switched off: it keeps memory between steps that no plan knows of. Exits with 1 if a
 rank is above its cap, above its prediction or below it by over 1 %, or if losses or
@@ -49,6 +49,8 @@ NUM_STEPS = 7  # of which the first is not measured
 LARGEST_ERROR = 0.01
 LARGEST_DIFFERENCE = 1e-5  # of gradients, relative to the largest element of any
 SHARES = (0.03, 0.5)  # of the way from the least peak to the fastest plan's
+KINDS = ("tensor", "sequence")
+MESHES = ((2, 1), (4, 2), (4, 1))  # ranks, and over how many of them FSDP2 shards
 _VOCABULARY, _LENGTH, _BATCH, _WIDTH = 1024, 64, 4, 96
 _INFINITE = 2**40
 
@@ -212,29 +214,37 @@ class Row:
         )
 
 
-def planned(name: str, num_ranks: int, kinds: tuple[str, ...]) -> Iterator[Planned]:
-    """Plans of a model for so many ranks, two of which share slices."""
+def planned(name: str, num_ranks: int, degree: int) -> Iterator[Planned]:
+    """Plans of a model for so many ranks, two of which share slices.
+
+    Args:
+        name: Of the recipe.
+        num_ranks: Of all.
+        degree: Ranks over which FSDP2 shards.
+    """
     profile = autosac.calibrate(RECIPES[name].profile())
-    for kind in kinds:
-        fastest = _plan(profile, num_ranks, kind, _INFINITE)
+    for kind in KINDS:
+        fastest = _plan(profile, num_ranks, degree, kind, _INFINITE)
         try:
-            _plan(profile, num_ranks, kind, 2**10)
+            _plan(profile, num_ranks, degree, kind, 2**10)
         except autosac.InfeasibleBudgetError as error:
             least_bytes = error.lowest_peak_bytes
         between = fastest.highest_peak_bytes - least_bytes
         for share in SHARES:
             cap = int(least_bytes + share * between)
-            plan = _plan(profile, num_ranks, kind, cap)
+            plan = _plan(profile, num_ranks, degree, kind, cap)
             yield Planned(model=name, kind=kind, plan=plan)
 
 
-def _plan(profile: Profile, num_ranks: int, kind: str, cap: int) -> ParallelPlan:
+def _plan(
+    profile: Profile, num_ranks: int, degree: int, kind: str, cap: int
+) -> ParallelPlan:
     links = cluster_spec(LINKS, num_gpus=num_ranks)
     return autosac.plan_parallel(
         profile,
         cluster=replace(links, device=device_spec("cpu")),
         memory_budget=cap,
-        degrees=[num_ranks // 2],
+        degrees=[degree],
         mesh={"tp": 2},
         tp_plan=kind,  # type: ignore[arg-type]
     )
@@ -350,11 +360,11 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for num_ranks in (2, 4):
+    for num_ranks, degree in MESHES:
         cells = [
             cell
             for name in options.models.split(",")
-            for cell in planned(name, num_ranks, ("tensor", "sequence"))
+            for cell in planned(name, num_ranks, degree)
         ]
         rows += run_ranks(cells, num_ranks)
     text = "\n".join(_table(rows)) + "\n"

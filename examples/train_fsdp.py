@@ -9,8 +9,8 @@ the CPU the gradients of the first step are held against those of one process wi
 any sharding; then the model is saved with torch.distributed.checkpoint and loaded into
 a model without a plan.
 
-``--tp 2`` with the first command lets two neighbouring ranks share slices of tensors
-and take one batch together.
+``--tp 2 --budget 17MiB`` with the first command lets two neighbouring ranks share
+slices of tensors and take one batch together.
 
 On GPUs add ``--backend nccl`` to the second command and ``--cluster hgx-h100`` to the
 first, with the number of GPUs as ranks; nothing else changes.

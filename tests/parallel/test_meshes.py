@@ -440,12 +440,12 @@ def test_ranks_that_must_draw_alike_have_one_seed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
-@pytest.mark.parametrize("num_ranks", (2, 4))
-def test_real_ranks_keep_cap_prediction_and_gradients(num_ranks):
+@pytest.mark.parametrize(("num_ranks", "degree"), mesh_ranks.MESHES)
+def test_real_ranks_keep_cap_prediction_and_gradients(num_ranks, degree):
     cells = [
         cell
         for name in mesh_ranks.RECIPES
-        for cell in mesh_ranks.planned(name, num_ranks, ("tensor", "sequence"))
+        for cell in mesh_ranks.planned(name, num_ranks, degree)
     ]
     assert all(cell.plan.policy for cell in cells)
     for row in mesh_ranks.run_ranks(cells, num_ranks):
