@@ -211,7 +211,7 @@ class CheckpointedForward(StandIn):
             source.finish(output)
             self.step.latest[policy.chain] = source
         if isinstance(source, FarArguments) and record.is_exact:
-            source.send()
+            source.send([record.saved[place] for place in policy.far_ops])
             self.step.park(source, policy.far_until)
         self._learn(mode)
         return output

@@ -25,7 +25,7 @@ from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_parts
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
-from autosac.solving.incumbents import recompute_ms
+from autosac.solving.incumbents import far_bytes, recompute_ms
 from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.solve_options import SolveOptions
 from autosac.tracing.collecting import no_collections
@@ -401,8 +401,8 @@ def _as_plan(
         signatures=(profile.signature,),
         cap=profile.cap,
         traced=profile.traced(),
-        offloaded_bytes=sum(unit.far_bytes for unit in chosen),
-        exposed_ms=sum(unit.exposed_ms for unit in chosen),
+        offloaded_bytes=far_bytes(chosen),
+        exposed_ms=sum(unit.waits_ms(policy) for unit, policy in chosen.items()),
     )
 
 
