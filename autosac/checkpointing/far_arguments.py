@@ -1,4 +1,4 @@
-"""Arguments of a call that lie in far memory until the call is rerun.
+"""Arguments of a call that lie in far memory until the call is rerun, and results.
 
 When the call is over its arguments are sent. At a fixed place of the program, the end
 of a later module call, the program waits for the copies and lets go of the tensors. A
@@ -132,7 +132,9 @@ class _Far:
 
 
 class FarArguments:
-    """Source of a call that keeps some of its arguments in far memory.
+    """Source of a call that has some of its arguments in far memory.
+
+    Results that it has saved go there with them, and come back with them.
 
     Args:
         arguments: Positional and keyword arguments.
@@ -288,23 +290,22 @@ class Prefetch:
     """Hook of an autograd function: backward comes to the call that it ends.
 
     Args:
-        sources: Calls whose arguments went when it ended.
+        sources: Calls that are prefetched, whose arguments went when it ended.
         other: The unit around it, if its own arguments are in far memory.
     """
 
     __slots__ = ("_other", "_sources")
 
     def __init__(
-        self, sources: Iterable[weakref.ref[FarArguments]], other: FarArguments | None
+        self, sources: Iterable[FarArguments], other: FarArguments | None
     ) -> None:
-        self._sources = tuple(sources)
+        self._sources = tuple(map(weakref.ref, sources))
         self._other = None if other is None else weakref.ref(other)
 
     def __call__(self, _: Any) -> None:
         other = None if self._other is None else self._other()
         for ref in self._sources:
-            source = ref()
-            if source is not None and source.is_prefetched:
+            if (source := ref()) is not None:
                 source.prefetch(other)
 
 

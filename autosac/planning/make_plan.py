@@ -78,8 +78,8 @@ def floor(
         profile: The profile.
         cap: What the budget caps on a GPU, as in `plan`; None for what the budgets of
             the profile cap.
-        offload: Whether arguments of AC units may lie in far memory; None for only if
-            the profile is of a plan that may offload.
+        offload: Whether what AC units keep may lie in far memory; None for only if the
+            profile is of a plan that may offload.
 
     Raises:
         ArgumentError: Nothing of that name can be capped, or the device has no known
@@ -133,7 +133,7 @@ def make_plan(
 
 
 def may_offload(profile: _Step, host_bytes: int | None = None) -> _Step:
-    """The step whose units may have arguments in far memory.
+    """The step whose units may have in far memory what they keep.
 
     Args:
         profile: The step.

@@ -54,7 +54,7 @@ class _Hidden:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FarUnit(Unit):
-    """A module call with arguments in far memory.
+    """A module call with arguments in far memory, perhaps saved results as well.
 
     Attributes:
         far: Storages of these arguments,
