@@ -31,6 +31,7 @@ from autosac.planning.checking import chosen
 from autosac.profiles.restricting import restricted
 from autosac.solving.incumbents import recompute_ms
 from autosac.units.curves import kept
+from autosac.units.far_units import FarUnit
 from benchmarks.environment import MIB, environment
 from benchmarks.models import zoo
 from benchmarks.planning_time import profiled
@@ -161,7 +162,7 @@ def _verified(plan: Any, work: Any) -> autosac.Verification:
 
 def every_input(profile: Any) -> dict[Any, Any]:
     """Every block recomputed whole, with its arguments in far memory if they can be."""
-    twins = {unit.call: unit for unit in profile.far_units}
+    twins = {unit.call: unit for unit in profile.far_units if unit.fetched is None}
     every = profile.rules.every_kth_block(1)
     return {twins.get(unit.call, unit): policy for unit, policy in every.items()}
 
@@ -174,7 +175,7 @@ def gpus() -> Iterator[str]:
     yield "Predicted, nothing of this was run: hidden states of one sample, weights"
     yield "frozen but for norms, in bfloat16, without the head. Budgets are the floor"
     yield "with offload, and the peak with every block recomputed whole; shares are of"
-    yield "the activation memory that AC units keep in the plain step."
+    yield "what blocks keep in the plain step, and of their arguments that are moved."
     yield ""
     heads = "tokens | GPU | every block | and its input moved | budget | plan"
     yield f"| model | {heads} | shares |"
@@ -245,14 +246,22 @@ def _plan_row(profile: Any, budget: int, cells: list[str]) -> str:
         without = "none fits without"
     offloading = restricted(profile, offload=True)
     total = sum(unit.activation_bytes for unit in profile.rules.blocks)
+    choice = chosen(plan, offloading)
+    results = {
+        unit: unit.results_bytes(policy)
+        for unit, policy in choice.items()
+        if isinstance(unit, FarUnit)
+    }
     held = sum(
-        min(kept(call, part), call.activation_bytes)
-        for unit, policy in chosen(plan, offloading).items()
+        min(kept(call, part) - results.get(call, 0), call.activation_bytes)
+        for unit, policy in choice.items()
         for call, part in unit.by_call(policy)
     )
-    share = plan.offloaded_bytes / (total + plan.offloaded_bytes)
+    arguments_bytes = plan.offloaded_bytes - sum(results.values())
+    share = plan.offloaded_bytes / (total + arguments_bytes)
     told = f"{plan.recompute_ms:.0f} ms ({plan.exposed_ms:.0f} waiting), {without}"
-    shares = f"kept {held / total:.0%}, moved {share:.0%}"
+    gigabytes = plan.offloaded_bytes / 1e9
+    shares = f"kept {held / total:.0%}, moved {share:.0%} ({gigabytes:.1f} GB)"
     return f"| {' | '.join([*cells, f'{budget / 1e9:.2f} GB', told, shares])} |"
 
 

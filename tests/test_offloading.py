@@ -17,11 +17,13 @@ from autosac.planning.make_plan import difference_in_dry_run
 from autosac.planning.spelling import spell_out
 from autosac.profiles.restricting import restricted
 from autosac.quantities import format_ms
-from autosac.solving.incumbents import recompute_ms
+from autosac.solving.incumbents import far_bytes, recompute_ms
 from autosac.solving.rules_of_thumb import policy_saving
 from autosac.units.far_units import FarUnit
+from autosac.units.policies import SAVE
 from autosac.verification.verifying import Recipe, verify_each
-from tests.models import CASES, Case, random_choice
+from tests.far_choices import KINDS, far_choice, with_twins
+from tests.models import CASES, Case
 from tests.test_chains import Block, Noisy
 from tests.training import assert_equal, train
 
@@ -89,26 +91,6 @@ class Applied:
         return step
 
 
-def far_choice(step, seed, prefetched=None):
-    """Twins of some units, and other units beside them.
-
-    Those that are prefetched where there are such, or none of these, or both by turns.
-    """
-    chosen = random_choice(step, seed)
-    plain = {unit.call: unit for unit in step.units.candidates}
-    twins = {}
-    for unit in step.far_units:
-        by_turns = prefetched is None and len(twins) % 2
-        if unit.call not in twins or prefetched or by_turns:
-            twins[unit.call] = unit
-    return {
-        twins[unit.call]
-        if unit is plain.get(unit.call) and unit.call in twins
-        else unit: policy
-        for unit, policy in chosen.items()
-    }
-
-
 def applied(step, chosen, **options):
     peak_bytes = step.peak_bytes(chosen)
     policies = spell_out(step, chosen)
@@ -129,18 +111,20 @@ def step():
     return far_step(STEPS["blocks"])
 
 
-@pytest.fixture(scope="module", params=["late", "early", "mixed"])
+@pytest.fixture(scope="module", params=[*KINDS, "mixed"])
 def lowest(step, request):
-    """The choice of least peak; and the same with units that are prefetched."""
+    """The choice of least peak; and the same with units of other kinds."""
     chosen = step.chooser.lowest()
     assert any(isinstance(unit, FarUnit) for unit in chosen)
-    early = {unit.call: unit for unit in step.far_units if unit.is_prefetched}
-    if request.param == "mixed":
-        early = dict(list(early.items())[::2])
-    if request.param != "late":
-        chosen = {early.get(unit.call, unit): policy for unit, policy in chosen.items()}
-        assert any(unit.is_prefetched for unit in chosen)
-    return chosen
+    kinds = tuple(KINDS) if request.param == "mixed" else (request.param,)
+    chosen = with_twins(step, chosen, kinds)
+    if "results" not in kinds:
+        return chosen
+    saved = {unit: policy_saving(unit, unit.results) for unit in chosen
+             if isinstance(unit, FarUnit) and unit.results}  # fmt: skip
+    assert all(unit.results_bytes(policy) for unit, policy in saved.items())
+    assert saved
+    return {**chosen, **saved}
 
 
 @pytest.fixture
@@ -150,14 +134,12 @@ def planned(step, lowest):
     return model, applied(step, lowest).apply(model).memory
 
 
-@pytest.mark.parametrize("prefetched", [False, True, None])
+@pytest.mark.parametrize("kinds", [("late",), ("early",), ("results",), tuple(KINDS)])
 @pytest.mark.parametrize("name", STEPS)
-def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(
-    name, prefetched
-):
+def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(name, kinds):
     case = STEPS[name]
     step = far_step(case)
-    choices = [far_choice(step, seed, prefetched) for seed in range(6)]
+    choices = [far_choice(step, seed, kinds) for seed in range(6)]
     moved = [c for c in choices if any(isinstance(u, FarUnit) for u in c)][:2]
     assert moved
     plans = [
@@ -183,8 +165,15 @@ def test_a_step_moves_every_storage_once(planned, lowest):
     model, memory = planned
     train(STEPS["blocks"], model, steps=3)
 
-    far_bytes = sum(unit.far_bytes for unit in lowest)
-    assert memory.peak_bytes == memory.pooled_bytes == far_bytes
+    assert memory.peak_bytes == memory.pooled_bytes == far_bytes(lowest)
+
+
+def num_copies(unit, policy):
+    """How many storages a unit has prefetched."""
+    if not isinstance(unit, FarUnit) or unit.fetched is None:
+        return 0
+    saved = [g for g in unit.results if policy.choices[g] == SAVE]
+    return len(unit.far) + sum(len(unit.groups[g].storages) for g in saved)
 
 
 def test_copies_back_begin_before_reruns_where_they_are_prefetched(
@@ -199,14 +188,14 @@ def test_copies_back_begin_before_reruns_where_they_are_prefetched(
 
     monkeypatch.setattr(far_memory._Threaded, "begin", noted)
     train(STEPS["blocks"], planned[0], steps=1)
-    assert sum(begun) == sum(unit.is_prefetched for unit in lowest)
+    assert sum(begun) == sum(num_copies(*item) for item in lowest.items())
 
 
 def test_views_of_a_storage_move_with_it():
     step = far_step(STEPS["shared tensors"])
     nbytes = 4 * ROWS * WIDTH
     # What all blocks share none of them moves: it would free nothing.
-    assert {unit.far_bytes for unit in step.far_units} == {nbytes}
+    assert {unit.arguments_bytes for unit in step.far_units} == {nbytes}
 
 
 def no_backward(model, inputs):
@@ -588,15 +577,12 @@ def every_choice(step):
 def test_no_choice_within_the_cap_on_far_memory_takes_less(three):
     nbytes = 4 * ROWS * WIDTH
     choices = every_choice(restricted(three, offload=True))
-    figures = [
-        (three.peak_bytes(c), sum(unit.far_bytes for unit in c), recompute_ms(c))
-        for c in choices
-    ]
+    figures = [(three.peak_bytes(c), far_bytes(c), recompute_ms(c)) for c in choices]
     for host_bytes in (1, nbytes, 2 * nbytes - 1, 2 * nbytes):
         fitting = [(peak, ms) for peak, far, ms in figures if far <= host_bytes]
         capped = restricted(three, offload=True, host_bytes=host_bytes)
         assert autosac.floor(capped) <= min(peak for peak, _ in fitting)
-        assert sum(unit.far_bytes for unit in capped.chooser.lowest()) <= host_bytes
+        assert far_bytes(capped.chooser.lowest()) <= host_bytes
         for budget in sorted({peak for peak, _ in fitting})[::7]:
             plan = autosac.plan(
                 three, memory_budget=budget, offload=True, host_budget=host_bytes,

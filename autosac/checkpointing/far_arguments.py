@@ -1,4 +1,4 @@
-"""Arguments of a call that lie in far memory until the call is rerun.
+"""Arguments of a call that lie in far memory until the call is rerun, and results.
 
 When the call is over its arguments are sent. At a fixed place of the program, the end
 of a later module call, the program waits for the copies and lets go of the tensors. A
@@ -10,7 +10,7 @@ program.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from autosac.checkpointing.call_arguments import (
 from autosac.checkpointing.far_memory import FarMemory, Sent
 from autosac.checkpointing.tensor_parts import (
     Layout,
+    Result,
     alias_of,
     elements,
     gone,
@@ -87,6 +88,31 @@ class _Place:
         self.tensor, self.is_filled = None, False
 
 
+class _FarResult:
+    """A result that a call has saved, in far memory."""
+
+    __slots__ = ("layout", "place", "result", "version")
+
+    def __init__(self, result: Result, place: _Place) -> None:
+        assert result.tensor is not None
+        self.result = result
+        self.place = place
+        self.layout: Layout = layout_of(result.tensor)
+        self.version = version_of(result.tensor)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was changed since it was sent."""
+        tensor = self.result.tensor
+        return tensor is not None and version_of(tensor) != self.version
+
+    def fetch(self) -> None:
+        """Put it in new memory."""
+        tensor = alias_of(self.place.fetch(), self.layout)
+        _compat_dispatch.set_version(tensor, self.version)
+        self.result.tensor = tensor
+
+
 class _Far:
     """Stands in for a tensor among the arguments that lies in far memory."""
 
@@ -106,7 +132,9 @@ class _Far:
 
 
 class FarArguments:
-    """Source of a call that keeps some of its arguments in far memory.
+    """Source of a call that has some of its arguments in far memory.
+
+    Results that it has saved go there with them, and come back with them.
 
     Args:
         arguments: Positional and keyword arguments.
@@ -128,8 +156,10 @@ class FarArguments:
             tensors = [tensor for tensor in tensors if tensor.is_cuda]
         keys = list(dict.fromkeys(map(key_of, tensors)))
         self._keys = [keys[place] for place in policy.far if place < len(keys)]
+        self._is_cuda = any(tensor.is_cuda for tensor in tensors)
         self._going: dict[int, tuple[Handed, _Far]] = {}  # by identity of the former
         self._places: list[_Place] = []
+        self._results: list[_FarResult] = []
         self._is_away = False
         self._has_rerun = False
         self._followers: list[weakref.ref[FarArguments]] = []
@@ -142,8 +172,12 @@ class FarArguments:
         """As `Source.keep_tensors_alone`."""
         self.template = tuple(leaves(self.template, (Handed, _Far)))
 
-    def send(self) -> None:
-        """The call is over: begin to copy its arguments."""
+    def send(self, saved: Any) -> None:
+        """The call is over: begin to copy its arguments.
+
+        Args:
+            saved: Results that it saved and that are copied as well, nested.
+        """
         places: dict[int, _Place] = {}
         for handed in leaves(self.template, Handed):
             key = key_of(handed.tensor) if _is_storage(handed.tensor) else None
@@ -152,6 +186,13 @@ class FarArguments:
                     places[key] = _Place(handed.tensor, self._memory)
                 far = _Far(handed, places[key])
                 self._going.setdefault(id(handed), (handed, far))
+        for result in leaves(saved, Result):
+            tensor = result.tensor
+            if _is_storage(tensor) and tensor.is_cuda == self._is_cuda:
+                key = key_of(tensor)
+                if key not in places:
+                    places[key] = _Place(tensor, self._memory)
+                self._results.append(_FarResult(result, places[key]))
         self._places = list(places.values())
 
     def let_go(self) -> None:
@@ -163,9 +204,12 @@ class FarArguments:
         for place in self._places:
             if place.sent is not None:
                 place.sent.wait()
-        if any(far.version != version_of(h.tensor) for h, far in going.values()):
+        is_changed = any(f.version != version_of(h.tensor) for h, f in going.values())
+        if is_changed or any(far.is_changed for far in self._results):
             self._release()
             return
+        for far in self._results:
+            far.result.tensor = None
 
         def put_away(handed: Handed) -> Handed | _Far:
             return going[id(handed)][1] if id(handed) in going else handed
@@ -224,14 +268,23 @@ class FarArguments:
             return fetched[id(far)]
 
         template = map_nested(self.template, _Far, fetch)
+        results, self._results = self._results, []  # these stay, if asked for again
+        for far_result in results:
+            far_result.fetch()
         for place in self._places:
             place.drop()
+        if results:
+            kept = {id(far.place) for far in leaves(self.template, _Far)}
+            self._release([p for p in self._places if id(p) not in kept])
         if not _compat_dispatch.keeps_graph():
             self._release()
         return template
 
-    def _release(self) -> None:
-        places, self._places = self._places, []
+    def _release(self, places: Sequence[_Place] | None = None) -> None:
+        """Give buffers back: all, or those of some places."""
+        if places is None:
+            places, self._results = self._places, []
+        self._places = [place for place in self._places if place not in places]
         for place in places:
             if place.sent is not None:
                 place.sent.release()
@@ -241,23 +294,22 @@ class Prefetch:
     """Hook of an autograd function: backward comes to the call that it ends.
 
     Args:
-        sources: Calls whose arguments went when it ended.
+        sources: Calls that are prefetched, whose arguments went when it ended.
         other: The unit around it, if its own arguments are in far memory.
     """
 
     __slots__ = ("_other", "_sources")
 
     def __init__(
-        self, sources: Iterable[weakref.ref[FarArguments]], other: FarArguments | None
+        self, sources: Iterable[FarArguments], other: FarArguments | None
     ) -> None:
-        self._sources = tuple(sources)
+        self._sources = tuple(map(weakref.ref, sources))
         self._other = None if other is None else weakref.ref(other)
 
     def __call__(self, _: Any) -> None:
         other = None if self._other is None else self._other()
         for ref in self._sources:
-            source = ref()
-            if source is not None and source.is_prefetched:
+            if (source := ref()) is not None:
                 source.prefetch(other)
 
 

@@ -101,18 +101,17 @@ class Step:
 
     def let_go(self, fqn: str, output: Any) -> None:
         """A call of a module ends; what is prefetched waits for its backward."""
-        parked = self.parked.pop(fqn, ())
-        for source in (ref() for ref in parked):
-            if source is not None:
-                source.let_go()
-        function = first_function(output) if parked else None
-        if function is not None:
+        sources = [source for ref in self.parked.pop(fqn, ()) if (source := ref())]
+        for source in sources:
+            source.let_go()
+        early = [source for source in sources if source.is_prefetched]
+        if early and (function := first_function(output)) is not None:
             around = [fqn]
             while fqn:
                 around.append(fqn := fqn.rpartition(".")[0])
             others = (self.sources.get(name) for name in around)
             first = next((o for o in others if o is not None), None)
-            function.register_prehook(Prefetch(parked, first))
+            function.register_prehook(Prefetch(early, first))
 
     @contextlib.contextmanager
     def running_onward(self, nest: Nest) -> Iterator[None]:
@@ -219,7 +218,7 @@ class CheckpointedForward(StandIn):
             source.finish(output)
             self.step.latest[policy.chain] = source
         if isinstance(source, FarArguments) and record.is_exact:
-            source.send()
+            source.send([record.saved[place] for place in policy.far_ops])
             self.step.park(source, policy.far_until)
         self._learn(mode)
         return output

@@ -49,7 +49,8 @@ class Program:
         self.kinds = [_PASS] * len(self.funcs)
         for place, saved in record.saved.items():
             results = _results_in(saved)
-            if not all(result.kept & BACKWARD for result in results):
+            is_far = place in record.policy.far_ops
+            if is_far or not all(result.kept & BACKWARD for result in results):
                 self.kinds[place] = _KEEP  # autograd does not keep all of it
         for call in record.calls:
             self.kinds[call.place] = call.runs

@@ -25,7 +25,7 @@ from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_parts
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
-from autosac.solving.incumbents import recompute_ms
+from autosac.solving.incumbents import far_bytes, recompute_ms
 from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.solve_options import SolveOptions
 from autosac.tracing.collecting import no_collections
@@ -78,8 +78,8 @@ def floor(
         profile: The profile.
         cap: What the budget caps on a GPU, as in `plan`; None for what the budgets of
             the profile cap.
-        offload: Whether arguments of AC units may lie in far memory; None for only if
-            the profile is of a plan that may offload.
+        offload: Whether what AC units keep may lie in far memory; None for only if the
+            profile is of a plan that may offload.
 
     Raises:
         ArgumentError: Nothing of that name can be capped, or the device has no known
@@ -133,7 +133,7 @@ def make_plan(
 
 
 def may_offload(profile: _Step, host_bytes: int | None = None) -> _Step:
-    """The step whose units may have arguments in far memory.
+    """The step whose units may have in far memory what they keep.
 
     Args:
         profile: The step.
@@ -428,8 +428,8 @@ def _as_plan(
         signatures=(profile.signature,),
         cap=profile.cap,
         traced=profile.traced(),
-        offloaded_bytes=sum(unit.far_bytes for unit in chosen),
-        exposed_ms=sum(unit.exposed_ms for unit in chosen),
+        offloaded_bytes=far_bytes(chosen),
+        exposed_ms=sum(unit.waits_ms(policy) for unit, policy in chosen.items()),
     )
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms
-from autosac.solving.incumbents import recompute_ms
-from autosac.solving.moved_blocks import moved
+from autosac.solving.incumbents import far_bytes, recompute_ms
 from autosac.solving.rules_of_thumb import Choice
 
 _DEAR = 0.05  # of a step's time
@@ -72,8 +71,9 @@ def _offloading(step: TracedStep) -> TracedStep | None:
 
 
 def _described(choice: Choice) -> str:
-    far_bytes, waits_ms = moved(choice)
+    waits_ms = sum(unit.waits_ms(policy) for unit, policy in choice.items())
     return (
         f"{format_ms(recompute_ms(choice))} of recomputation and waiting"
-        f" ({format_ms(waits_ms)} of it for {format_bytes(far_bytes)} in far memory)"
+        f" ({format_ms(waits_ms)} of it for {format_bytes(far_bytes(choice))} in far"
+        " memory)"
     )

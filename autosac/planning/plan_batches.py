@@ -101,10 +101,11 @@ def plan(
             hands out, "reserved" for all that it takes from the device, which is more:
             it keeps segments, and what is left in them may fit nothing. On the CPU both
             are the same.
-        offload: Whether arguments of AC units may lie in far memory from the end of
-            their forward to their rerun: of a GPU in pinned memory of its host, of the
-            CPU in a file. The plan decides for each unit, together with what is
-            recomputed. "auto": only where no plan fits without. Not tried on a GPU yet.
+        offload: Whether arguments of AC units, and results that they save, may lie in
+            far memory from the end of their forward to their rerun: of a GPU in pinned
+            memory of its host, of the CPU in a file. The plan decides for each unit,
+            together with what is recomputed. "auto": only where no plan fits without.
+            Not tried on a GPU yet.
         host_budget: Cap on what lies there, in bytes or as text; None for none.
         offload_dir: Where the CPU's file lies; None for the system's temporary
             directory, which may be memory.

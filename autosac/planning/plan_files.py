@@ -35,7 +35,8 @@ _UNIT_FIELDS = (
     "around",
     "until",
 )
-_FAR_FIELDS = ("far", "far_until", "prefetched")  # of a unit that offloads anything
+# Of a unit that offloads anything.
+_FAR_FIELDS = ("far", "far_until", "prefetched", "far_ops")
 _MORE = {"op_sequences": 0, "variants": 1}  # levels of lines inside, besides their own
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
 
@@ -120,7 +121,8 @@ def _part(
     units = []
     for unit in body.pop("units"):
         actions, onward, names = zip(*sequences[unit.pop("ops")], strict=True)
-        unit["far"] = tuple(unit.get("far", ()))
+        for name in ("far", "far_ops"):
+            unit[name] = tuple(unit.get(name, ()))
         units.append(
             OpPolicy(
                 names=names, actions="".join(actions), onward="".join(onward), **unit
@@ -162,6 +164,8 @@ def problem(record: Mapping[str, Any]) -> str | None:
         )
     if any(one.far and not one.far_until for one in units):
         return "a unit of it never lets go of what it offloads"
+    if any(one.actions[i : i + 1] != SAVE for one in units for i in one.far_ops):
+        return "a unit of it offloads results that it does not save"
     if {one.label for one in units} != record["policy"].keys():
         return "its policy and its op policies are for different units"
     ends = {fqn for one in units for fqn in (one.fqn, one.until, one.far_until) if fqn}

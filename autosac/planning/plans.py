@@ -72,8 +72,8 @@ class Plan(Summarized):
         opening: Names of the first ops of forward, up to the one that tells these
             batches from others of their signature; empty if there are none.
         on_mismatch: What becomes of a batch of another signature: see `autosac.plan`.
-        offloaded_bytes: Bytes of arguments of units that lie in far memory between
-            forward and backward, added up over the step,
+        offloaded_bytes: Bytes of arguments and saved results of units that lie in far
+            memory between forward and backward, added up over the step,
         exposed_ms: and the time of `recompute_ms` that it waits for their copies.
         offload_dir: Directory of the CPU's far memory; None for the system's temporary
             one.
@@ -427,7 +427,11 @@ class Plan(Summarized):
             else f"input made again from {chains[one.chain][0]}"
             for one in self.op_policies
             if one.around or one.position
-        } | {one.fqn: "arguments offloaded" for one in self.op_policies if one.far}
+        } | {
+            one.fqn: f"arguments {'and results ' if one.far_ops else ''}offloaded"
+            for one in self.op_policies
+            if one.far
+        }
 
 
 def check_model(expected: Fingerprint, model: torch.nn.Module) -> None:

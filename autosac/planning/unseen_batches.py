@@ -13,6 +13,7 @@ from autosac.checkpointing.batch_variants import Variants
 from autosac.errors import ArgumentError, PlanMismatchError
 from autosac.planning.spelling import spell_out
 from autosac.quantities import format_bytes
+from autosac.solving.incumbents import far_bytes
 from autosac.step.arguments import warn
 from autosac.step.batch_signatures import BatchSignature
 
@@ -172,7 +173,7 @@ def most_frugal(plan: Plan) -> Plan:
         op_policies=spell_out(plan.traced, choice),
         peak_bytes=plan.traced.peak_bytes(choice),
         composition=plan.traced.composition(choice),
-        offloaded_bytes=sum(unit.far_bytes for unit in choice),
+        offloaded_bytes=far_bytes(choice),
     )
 
 

@@ -36,7 +36,7 @@ def restricted(
         ac_units: The only modules that may be AC units: names, patterns or classes.
         fsdp_units: FSDP units, around which no module may be an AC unit.
         cap: What budgets cap.
-        offload: Whether units may have arguments in far memory, None for as it is,
+        offload: Whether units may keep anything in far memory, None for as it is,
         host_bytes: and most bytes there; None for as many as one likes.
 
     Raises:
@@ -86,7 +86,7 @@ def _given(step: _Step, ac_units: Marks | None, fsdp_units: Marks | None) -> _St
 
 
 def _offloading(step: _Step, host_bytes: int | None) -> _Step:
-    """The step whose units may have arguments in far memory, the same one each time."""
+    """The step whose units may use far memory, the same one each time."""
     if step.device.link is None:
         raise ArgumentError(
             f"`offload` takes the rates between {step.device.name} and its far memory,"

@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from autosac.step.tape import IntArray, Op, Tape
 from autosac.units.policies import RERUN, SAVE, SKIP, Policy
-from autosac.units.unit import Unit
+from autosac.units.unit import Piece, Unit
 
 # Of `torch.get_rng_state()`: the generator's legacy state of the Mersenne twister
 # (aten/src/ATen/CPUGeneratorImpl.cpp).
 _RANDOM_STATE_BYTES = 5056
 
+BoolArray = npt.NDArray[np.bool_]
 Span = tuple[int, int, int]  # memory: key from which, key to which, bytes
 
 
@@ -67,6 +69,9 @@ class _Rerun:
         works: Those that are copied unless a group is saved, and what kernels hold
             if it is rerun: group, whether a kernel holds it, from, to and bytes.
         fetched: From, to and bytes of arguments that are copied back.
+        moves: Which of the storages are in far memory if they are saved,
+        let_go: which the device holds until this key,
+        back: and has again from this one on.
     """
 
     kept: dict[int, int]
@@ -77,13 +82,18 @@ class _Rerun:
     states: IntArray
     works: IntArray
     fetched: IntArray
+    moves: BoolArray
+    let_go: int
+    back: int
 
     def under(self, policy: Policy) -> Lifetimes:
         """Lifetimes that the rerun leaves under a policy."""
         choices = np.frombuffer(policy.choices.encode(), dtype=np.uint8)
         own = choices[self.made_by]
         saved = own == ord(SAVE)
-        storages, until = self.storages[saved], self.pieces[saved, 1]
+        moved = saved & self.moves
+        storages = self.storages[saved]
+        until = np.where(moved, self.let_go, self.pieces[:, 1])[saved]
         kept = zip(storages.tolist(), until.tolist(), strict=True)
         skipped = (own == ord(SKIP)) & (self.dropped > 0)
         storages, until = self.storages[skipped], self.dropped[skipped]
@@ -94,6 +104,10 @@ class _Rerun:
         )
         if len(self.fetched):
             lifetimes.copies.append(self.fetched)
+        if moved.any():
+            again = self.pieces[moved].copy()
+            again[:, 0] = self.back
+            lifetimes.copies.append(again)
         if len(self.states):
             lifetimes.works.append(self.states)
         if len(self.works):
@@ -125,24 +139,19 @@ class Reruns:
         self,
         unit: Unit,
         policy: Policy,
-        begin: int,
-        relayed: tuple[int, ...] | None = None,
-        far: tuple[int, ...] = (),
-        fetched: int | None = None,
+        piece: Piece,
     ) -> Lifetimes:
-        """One module call, rerun at `begin` plus its ticks.
+        """One module call, rerun.
 
         Args:
             unit: The call.
             policy: What it saves.
-            begin: Key at which the rerun begins, less that of the call.
-            relayed: Of a block of a chain: its arguments that earlier blocks make.
-            far: Arguments that are allocated again,
-            fetched: and the tick at which they are; None for as it begins.
+            piece: When it is rerun, what earlier blocks make for it, and what lies in
+                far memory.
         """
-        key = (unit, begin, relayed)
+        key = (unit, piece.begin(self._span), piece.relayed)
         if key not in self._known:
-            self._known[key] = self._rerun(unit, begin, relayed, far, fetched)
+            self._known[key] = self._rerun(unit, piece)
         return self._known[key].under(policy)
 
     def saved_until(self, unit: Unit) -> dict[int, int]:
@@ -165,16 +174,12 @@ class Reruns:
                 held.append((begin + op.made, begin + op.end, _RANDOM_STATE_BYTES))
         return held
 
-    def _rerun(
-        self,
-        unit: Unit,
-        begin: int,
-        relayed: tuple[int, ...] | None,
-        far: tuple[int, ...],
-        fetched: int | None,
-    ) -> _Rerun:
+    def _rerun(self, unit: Unit, piece: Piece) -> _Rerun:
         tape, span = self._tape, self._span
-        back = begin + unit.call.enter if fetched is None else fetched * span
+        begin, relayed, far = piece.begin(span), piece.relayed, piece.far
+        back = begin + unit.call.enter
+        if piece.fetched is not None:
+            back = piece.fetched * span
         # Only a chain runs again what comes after the last saved tensor.
         tail = [] if relayed is None else self._tail(unit)
         until = self.saved_until(unit)
@@ -197,6 +202,9 @@ class Reruns:
             dropped=np.where(kept_until < unit.call.exit, kept_until * span, 0).clip(0),
             states=rows(self._states(tail), 3),
             works=rows(self._works(unit, begin), 5),
+            moves=np.isin(storages, list(piece.results)),
+            let_go=piece.let_go * span,
+            back=back,
             fetched=rows(
                 (
                     (

@@ -341,16 +341,12 @@ class Simulator:
 
     def _rerun(self, piece: Piece, *, is_one_of: int) -> Lifetimes:
         """A piece that autograd records; blocks of several chains are cached."""
-        begin, policy = piece.begin(self.span), Policy(piece.choices)
+        policy = Policy(piece.choices)
         if is_one_of == 1:
-            return self._reruns.lifetimes(
-                piece.unit, policy, begin, piece.relayed, piece.far, piece.fetched
-            )
-        key = (piece.unit, policy, piece.relayed, begin)
+            return self._reruns.lifetimes(piece.unit, policy, piece)
+        key = (piece.unit, policy, piece.relayed, piece.begin(self.span))
         if key not in self._later:
-            self._later[key] = self._reruns.lifetimes(
-                piece.unit, policy, begin, piece.relayed
-            )
+            self._later[key] = self._reruns.lifetimes(piece.unit, policy, piece)
         return self._later[key]
 
     def _onward(self, piece: Piece) -> _Onward:

@@ -15,6 +15,8 @@ from autosac.units.unit import Unit
 
 _MOST_POINTS = 1600  # of all units; curves of large models are thinned out
 _FAR_POINTS = 6  # of a unit without offload that its twin has, too
+_EARLY_POINTS = 4  # and one that is prefetched: memory is not scarcest there
+_MOST_LOOKED_AT = 64  # of its points, for those of which most is moved
 
 
 def formulate_candidates(
@@ -65,7 +67,7 @@ def formulate_candidates(
 
 def far_curve(
     twin: FarUnit, plain: curves.UnitCurve | None, front: knapsack.Front
-) -> curves.UnitCurve:
+) -> curves.UnitCurve | None:
     """Points of a unit whose arguments lie in far memory.
 
     They are some of those that it has without, and that which reruns least.
@@ -75,10 +77,13 @@ def far_curve(
         plain: Its curve without; None if it frees nothing then.
         front: Its Pareto points without.
     """
+    if twin.results:
+        return _results_curve(twin, front)
     policies = [curves.policy_of(front, 0)]
     if plain is not None:
         last = len(plain.policies) - 1
-        places = {last * k // (_FAR_POINTS - 1) for k in range(_FAR_POINTS)}
+        number = _FAR_POINTS if twin.fetched is None else _EARLY_POINTS
+        places = {last * k // (number - 1) for k in range(number)}
         policies += [plain.policies[place] for place in sorted(places)]
     most = max(twin.activation_bytes, twin.sole_bytes, 1)
     freed = {}
@@ -88,9 +93,37 @@ def far_curve(
     points = curve.pareto((nbytes, ms) for nbytes, (ms, _) in freed.items())
     return curves.UnitCurve(
         points=curve.TradeoffCurve(
-            freed_bytes=tuple(n + twin.far_bytes for n in points.freed_bytes),
+            freed_bytes=tuple(n + twin.arguments_bytes for n in points.freed_bytes),
             recompute_ms=points.recompute_ms,
         ),
         policies=tuple(freed[nbytes][1] for nbytes in points.freed_bytes),
         ratios=tuple(min(1.0, nbytes / most) for nbytes in points.freed_bytes),
+    )
+
+
+def _results_curve(twin: FarUnit, front: knapsack.Front) -> curves.UnitCurve | None:
+    """Points of a unit whose saved results lie in far memory; None if none pays.
+
+    Bytes are those that are not saved at all: memory is scarce where results are back.
+    """
+    stride = -(-len(front) // _MOST_LOOKED_AT)
+    policies = [curves.policy_of(front, i) for i in range(0, len(front), stride)]
+    policies = [policy for policy in policies if twin.results_bytes(policy)]
+    if not policies:
+        return None
+    kept = {curves.kept(twin, policy): policy for policy in policies}
+    most = max(*kept, twin.activation_bytes, twin.sole_bytes)
+    by_freed = {most - nbytes: policy for nbytes, policy in kept.items()}
+    timed = ((n, curves.recompute_ms(twin, p)) for n, p in by_freed.items())
+    points = curve.pareto(timed)
+    last = len(points.freed_bytes) - 1
+    places = sorted({last * k // (_EARLY_POINTS - 1) for k in range(_EARLY_POINTS)})
+    freed = [points.freed_bytes[k] for k in places]
+    return curves.UnitCurve(
+        points=curve.TradeoffCurve(
+            freed_bytes=tuple(n + twin.arguments_bytes for n in freed),
+            recompute_ms=tuple(points.recompute_ms[k] for k in places),
+        ),
+        policies=tuple(by_freed[n] for n in freed),
+        ratios=tuple(n / most for n in freed),
     )

@@ -18,6 +18,8 @@ import numpy as np
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
 from autosac.solvers.curves.curve import FittedCurve
+from autosac.solving.incumbents import far_bytes
+from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.shared_storages import Holders
 from autosac.solving.unit_changes import Changes, changes_of
 from autosac.step.tape import IntArray
@@ -51,11 +53,11 @@ class Formulation:
     edges: IntArray
     host_bytes: int | None = None
 
-    def keeps_host(self, choice: Iterable[Unit]) -> bool:
+    def keeps_host(self, choice: Choice) -> bool:
         """Whether units have no more in far memory than they may."""
         if self.host_bytes is None:
             return True
-        return sum(unit.far_bytes for unit in choice) <= self.host_bytes
+        return far_bytes(choice) <= self.host_bytes
 
     def with_host(self, raised: IntArray, budget_bytes: int) -> IntArray:
         """How far rows are raised, such that the last one caps far memory if it may."""
@@ -65,12 +67,11 @@ class Formulation:
         raised[-1] = budget_bytes
         return raised
 
-    def at_positions(self, live: IntArray, choice: Iterable[Unit]) -> IntArray:
+    def at_positions(self, live: IntArray, choice: Choice) -> IntArray:
         """What is alive from each edge on, and at the position of far memory."""
         if self.host_bytes is None:
             return live
-        far_bytes = sum(unit.far_bytes for unit in choice)
-        return np.append(live, far_bytes - self.host_bytes)
+        return np.append(live, far_bytes(choice) - self.host_bytes)
 
     def fitted(self, num_segments: int) -> Fitted:
         """The MILP's numbers over the breakpoints of few linear segments (pwlf).
@@ -181,9 +182,9 @@ def formulate(
         else:
             record = _moved_or_new(step, unit, unit_curve, changes, twins)
         working = record.working
-        if host_bytes is not None and unit.far_bytes:
-            far = (len(edges), (unit.far_bytes,) * len(record.points))
-            working = (*working, far)
+        if host_bytes is not None:
+            far = tuple(map(unit.far_bytes, unit_curve.policies))
+            working = (*working, (len(edges), far)) if any(far) else working
         records.append(replace(record, fqn=unit.fqn, parent=parent, working=working))
     host = () if host_bytes is None else (-host_bytes,)
     return Formulation(

@@ -25,6 +25,11 @@ def recompute_ms(choice: Choice) -> float:
     return math.fsum(curves.recompute_ms(*item) for item in choice.items())
 
 
+def far_bytes(choice: Choice) -> int:
+    """Bytes that a choice has in far memory."""
+    return sum(unit.far_bytes(policy) for unit, policy in choice.items())
+
+
 def most_rules(simulator: Simulator) -> int:
     """How many choices may be simulated: fewer of a long step."""
     return max(16, _MOST_PIECES // max(1, len(simulator.tape.storages)))

@@ -9,7 +9,7 @@ dearer than that: it may be told before they are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from autosac.simulation.simulator import Simulator
@@ -45,7 +45,7 @@ class MovedBlocks:
         self, simulator: Simulator, rules: Rules, twins: Sequence[FarUnit]
     ) -> None:
         self._simulator = simulator
-        late = [twin for twin in twins if not twin.is_prefetched]
+        late = [twin for twin in twins if twin.fetched is None]
         self._late = {twin.call: twin for twin in late}
         # What comes back early takes less time, and memory: fewest bytes come last.
         self._paths = [
@@ -53,7 +53,7 @@ class MovedBlocks:
                 simulator,
                 [_hull(_options(rules, block, kind)) for block in rules.blocks],
             )
-            for kind in (twins, late)
+            for kind in (twins, [t for t in twins if not t.results], late)
         ]
 
     def cheapest(self, budget_bytes: int) -> Choice | None:
@@ -128,12 +128,6 @@ class _Path:
         return first
 
 
-def moved(choice: Mapping[Unit, Policy]) -> tuple[int, float]:
-    """Bytes that a choice has in far memory, and the time that it waits for them."""
-    far_bytes = sum(unit.far_bytes for unit in choice)
-    return far_bytes, sum(unit.exposed_ms for unit in choice)
-
-
 def _options(rules: Rules, block: Unit, twins: Sequence[FarUnit]) -> Iterator[_Option]:
     plain = rules.curves.get(block)
     yield _Option(0, 0.0, None)
@@ -141,7 +135,12 @@ def _options(rules: Rules, block: Unit, twins: Sequence[FarUnit]) -> Iterator[_O
         yield from _points(block, plain)
     for twin in twins:
         if twin.call is block.call:
-            yield from _points(twin, far_curve(twin, plain, rules.front_of(block)))
+            curve = far_curve(twin, plain, rules.front_of(block))
+            for option in () if curve is None else _points(twin, curve):
+                assert option.chosen is not None
+                results_bytes = twin.results_bytes(option.chosen[1])
+                freed_bytes = option.freed_bytes + results_bytes
+                yield option._replace(freed_bytes=freed_bytes)
 
 
 def _points(unit: Unit, curve: curves.UnitCurve) -> Iterator[_Option]:

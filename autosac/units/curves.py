@@ -260,7 +260,7 @@ def recompute_ms(unit: Unit, policy: Policy) -> float:
             for group, choice in zip(piece.groups, piece.choices, strict=True)
             if choice == RERUN
         )
-        known_ms = unit.known_ms[policy] = math.fsum([unit.exposed_ms, *rerun])
+        known_ms = unit.known_ms[policy] = math.fsum([unit.waits_ms(policy), *rerun])
     return known_ms
 
 

@@ -1,5 +1,7 @@
 """Units whose arguments lie in far memory between their forward and their rerun.
 
+Of some their saved results do as well.
+
 Each is the twin of a module that can be an AC unit. When its forward pass is over, its
 arguments are copied out; at the end of a later module call the program waits for that
 and lets go of them. They come back as its rerun begins, or, *prefetched*, from the
@@ -21,65 +23,90 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
+from math import fsum
 
 import numpy as np
 
 from autosac.devices.links import Link
 from autosac.step.tape import ModuleCall, Tape
 from autosac.units.groups import TapeIndex
-from autosac.units.policies import DETACHED, OpPolicy, Policy
+from autosac.units.policies import DETACHED, SAVE, OpPolicy, Policy, is_listed
 from autosac.units.unit import Piece, Unit
 
 _LEAST_SHARE = 2**-18  # of all that the step's storages add up to
 
 
+@dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A link, and for how long a unit's copies out and back have it to themselves."""
+
+    link: Link
+    out_ms: float
+    back_ms: float
+
+    def waits_ms(self, num_bytes: int, num_copies: int) -> float:
+        """Time that a step waits for copies out and back."""
+        moved = num_bytes, num_copies
+        back_ms = self.link.back_ms(*moved, self.back_ms)
+        return self.link.out_ms(*moved, self.out_ms) + back_ms
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FarUnit(Unit):
-    """A module call with arguments in far memory.
+    """A module call with arguments in far memory, perhaps saved results as well.
 
     Attributes:
         far: Storages of these arguments,
         far_places: their places among those of all arguments,
-        moved_bytes: and their size.
-        let_go: Tick at which the program lets go of them,
+        arguments_bytes: and their size.
+        results: Groups whose results lie there as well if they are saved.
+        let_go: Tick at which the program lets go of all that,
         until: and FQN of the module whose call ends then.
         fetched: Tick at which backward comes to that call and they are prefetched; None
             if they come back as the rerun begins.
-        waits_ms: Time that a step waits for their copies.
+        hidden: How long copies may take without a wait.
     """
 
     far: tuple[int, ...]
     far_places: tuple[int, ...]
-    moved_bytes: int
+    arguments_bytes: int
+    results: tuple[int, ...] = ()
     let_go: int
     until: str
     fetched: int | None
-    waits_ms: float
-
-    @property
-    def is_prefetched(self) -> bool:
-        return self.fetched is not None
+    hidden: _Hidden
 
     @property
     def resumes(self) -> int:
         return super().resumes if self.fetched is None else self.fetched
 
     @property
-    def places(self) -> tuple[int, ...]:
-        return self.far_places
+    def far_kind(self) -> tuple[tuple[int, ...], bool, bool]:
+        return self.far_places, self.fetched is not None, bool(self.results)
 
-    @property
-    def exposed_ms(self) -> float:
-        return self.waits_ms
+    def waits_ms(self, policy: Policy) -> float:
+        groups = [self.groups[g] for g in self._moved(policy)]
+        num_copies = len(self.far) + sum(len(group.storages) for group in groups)
+        return self.hidden.waits_ms(self.far_bytes(policy), num_copies)
 
-    @property
-    def far_bytes(self) -> int:
-        return self.moved_bytes
+    def far_bytes(self, policy: Policy) -> int:
+        return self.arguments_bytes + self.results_bytes(policy)
+
+    def results_bytes(self, policy: Policy) -> int:
+        """Bytes of results in far memory."""
+        return sum(self.groups[g].saved_bytes for g in self._moved(policy))
 
     def schedule(self, policy: Policy) -> tuple[Piece, ...]:
+        results = tuple(s for g in self.results for s in self.groups[g].storages)
         return tuple(
-            replace(piece, far=self.far, fetched=self.fetched)
+            replace(
+                piece,
+                far=self.far,
+                results=results,
+                let_go=self.let_go,
+                fetched=self.fetched,
+            )
             for piece in super().schedule(policy)
         )
 
@@ -89,12 +116,19 @@ class FarUnit(Unit):
     def op_policies(
         self, tape: Tape, policy: Policy, *, training: bool
     ) -> tuple[OpPolicy, ...]:
+        listed = [i for i, op in enumerate(self.ops) if is_listed(tape.ops[op])]
+        ops = [self.groups[g].ops[0] for g in self._moved(policy)]
         far = {
             "far": self.far_places,
             "far_until": self.until,
-            "prefetched": self.is_prefetched,
+            "prefetched": self.fetched is not None,
+            "far_ops": tuple(listed.index(i) for i in ops),
         }
         return (self.spelled(tape, policy, training, after=DETACHED, **far),)
+
+    def _moved(self, policy: Policy) -> list[int]:
+        """Groups whose results are moved."""
+        return [g for g in self.results if policy.choices[g] == SAVE]
 
 
 def find_far_units(
@@ -131,38 +165,47 @@ def find_far_units(
             and _is_movable(tape, storage, unit, takers[storage])
         )
         if far:
-            twins += _twins(tape, unit, far, marks, link)
+            twins += _twins(tape, unit, far, marks, link, least_bytes)
     return tuple(twins)
 
 
 def _twins(
-    tape: Tape, unit: Unit, far: tuple[int, ...], marks: _Marks, link: Link
+    tape: Tape,
+    unit: Unit,
+    far: tuple[int, ...],
+    marks: _Marks,
+    link: Link,
+    least_bytes: float,
 ) -> Iterator[FarUnit]:
-    """The twin of a unit, and the one that is prefetched if that hides anything."""
-    nbytes = sum(tape.storages[s].nbytes for s in far)
-    places = tuple(unit.call.inputs.index(s) for s in far)
+    """The twin of a unit; where that hides anything one that is prefetched.
+
+    And one of which saved results are moved as well.
+    """
     mark = marks.after(unit)
-    out_ms = link.out_ms(nbytes, len(far), marks.hides_out_ms(unit, mark))
-    hidden_ms: dict[int | None, float] = {None: 0.0}
-    if mark is not None and mark.call.backward is not None:
-        hidden_ms[mark.call.backward] = marks.hides_back_ms(unit, mark)
-    for fetched, ms in hidden_ms.items():
-        if fetched is None or ms > 0.0:
-            until = unit if mark is None else mark
-            let_go = until.call.exit
-            waits_ms = out_ms + link.back_ms(nbytes, len(far), ms)
-            ticks = let_go - unit.call.exit, fetched and unit.trigger - fetched
-            yield unit.as_kind(
-                FarUnit,
-                key=("far", unit.key, places, ticks, waits_ms),
-                far=far,
-                far_places=places,
-                moved_bytes=nbytes,
-                let_go=let_go,
-                until=until.fqn,
-                fetched=fetched,
-                waits_ms=waits_ms,
-            )
+    until = unit if mark is None else mark
+    out_ms = marks.hides_out_ms(unit, mark)
+    kinds: list[tuple[int | None, float, tuple[int, ...]]] = [(None, 0.0, ())]
+    if mark is not None and (hidden_ms := marks.hides_back_ms(unit, mark)) > 0.0:
+        kinds.append((mark.call.backward, hidden_ms, ()))
+        if results := marks.movable_groups(unit, least_bytes):
+            kinds.append((mark.call.backward, hidden_ms, results))
+    places = tuple(unit.call.inputs.index(s) for s in far)
+    let_go = until.call.exit
+    for fetched, back_ms, results in kinds:
+        ticks = let_go - unit.call.exit, fetched and unit.trigger - fetched
+        hidden = _Hidden(link, out_ms, back_ms)
+        yield unit.as_kind(
+            FarUnit,
+            key=("far", unit.key, places, results, ticks, hidden),
+            far=far,
+            far_places=places,
+            arguments_bytes=sum(tape.storages[s].nbytes for s in far),
+            results=results,
+            let_go=let_go,
+            until=until.fqn,
+            fetched=fetched,
+            hidden=hidden,
+        )
 
 
 class _Marks:
@@ -178,7 +221,10 @@ class _Marks:
         self, tape: Tape, units: Sequence[Unit], op_ms: Sequence[float]
     ) -> None:
         self._index = TapeIndex(tape)
-        self._until_ms = [0.0, *accumulate(op_ms)]
+        self._op_ms = op_ms
+        self._taken: dict[int, int] = {}  # storage -> when the last call gets it
+        for call in tape.calls:
+            self._taken |= dict.fromkeys(call.inputs, call.enter)
         self._by_exit = sorted(units, key=lambda u: (u.call.exit, u.call.enter, u.fqn))
         self._exits = [unit.call.exit for unit in self._by_exit]
         self._enters = np.array([u.call.enter for u in units], dtype=np.int64)
@@ -210,6 +256,24 @@ class _Marks:
         others = self._triggers[earlier & (self._enters > unit.call.exit)]
         return self._ms(max(begin, int(others.max(initial=0))), unit.trigger)
 
+    def movable_groups(self, unit: Unit, least_bytes: float) -> tuple[int, ...]:
+        """Groups of one op whose results nobody but the unit keeps until its rerun."""
+        outputs, leave = set(unit.call.outputs), unit.call.exit
+
+        def is_free(storage: int) -> bool:
+            is_own = storage not in outputs and self._taken.get(storage, 0) < leave
+            held_until = self._index.held_elsewhere_until(storage, unit.saved)
+            return is_own and held_until < unit.trigger
+
+        return tuple(
+            g
+            for g, group in enumerate(unit.groups)
+            if len(group.ops) == 1
+            and not group.unsavable
+            and group.saved_bytes >= least_bytes
+            and all(map(is_free, group.storages))
+        )
+
     def _later(self, unit: Unit) -> Iterator[Unit]:
         """Those that begin after a unit is done, by their ends."""
         first = bisect_left(self._exits, unit.call.exit + 1)
@@ -219,7 +283,7 @@ class _Marks:
 
     def _ms(self, start: int, stop: int) -> float:
         ops = self._index.ops_in(start, stop)
-        return self._until_ms[ops.stop] - self._until_ms[ops.start]
+        return fsum(self._op_ms[ops.start : ops.stop])  # exact: units alike are equal
 
 
 def within(twins: Sequence[FarUnit], host_bytes: int | None) -> tuple[FarUnit, ...]:
@@ -230,7 +294,7 @@ def within(twins: Sequence[FarUnit], host_bytes: int | None) -> tuple[FarUnit, .
     if host_bytes is None:
         return tuple(twins)
     kept: list[FarUnit] = []
-    for twin in sorted(twins, key=lambda unit: unit.waits_ms / unit.moved_bytes):
+    for twin in sorted(twins, key=_dearness):
         more = sorted([*kept, twin], key=lambda u: (u.call.enter, -u.call.exit))
         if _most_bytes(more) > host_bytes:
             break
@@ -246,8 +310,20 @@ def _most_bytes(units: Sequence[FarUnit]) -> int:
         place = first
         while place < len(units) and units[place].call.exit <= outer.call.exit:
             place += 1
-        total += max(outer.moved_bytes, _most_bytes(units[first:place]))
+        total += max(_bytes_of(outer), _most_bytes(units[first:place]))
     return total
+
+
+def _bytes_of(twin: FarUnit) -> int:
+    """Most bytes of a unit that may lie in far memory."""
+    results = sum(twin.groups[g].saved_bytes for g in twin.results)
+    return twin.arguments_bytes + results
+
+
+def _dearness(twin: FarUnit) -> float:
+    """What a step waits for a byte of its arguments."""
+    nbytes = twin.arguments_bytes
+    return twin.hidden.waits_ms(nbytes, len(twin.far)) / nbytes
 
 
 def _is_movable(

@@ -8,9 +8,9 @@ from autosac.step.tape import Tape
 from autosac.units.policies import OpPolicy, Policy, is_listed
 from autosac.units.unit import Unit
 
-# Module of a nest, arguments in far memory, whether they are prefetched, and calls with
-# their numbers.
-_Name = tuple[str, tuple[int, ...], bool, tuple[tuple[str, int], ...]]
+# Module of a nest, what lies in far memory, and calls with their numbers.
+_Name = tuple[str, tuple[object, ...], tuple[tuple[str, int], ...]]
+_NOTHING_FAR = ((), False, False)
 
 
 def chosen_by(
@@ -33,16 +33,15 @@ def chosen_by(
             chains.setdefault(one.chain, []).append(one)
         else:
             calls = ((one.label, one.call_index),)
-            wanted["", one.far, one.prefetched, calls] = [one]
+            wanted["", one.far_kind, calls] = [one]
     for parts in chains.values():
         parts.sort(key=lambda one: one.position)
         names = tuple((one.fqn, one.call_index) for one in parts)
-        wanted[parts[0].around, (), False, names] = parts
+        wanted[parts[0].around, _NOTHING_FAR, names] = parts
     chosen = {}
     for unit in units:
         names = tuple((call.label, call.call_index) for call in unit.calls)
-        name = (unit.around, unit.places, unit.is_prefetched, names)
-        parts = wanted.pop(name, [])
+        parts = wanted.pop((unit.around, unit.far_kind, names), [])
         if parts:
             pairs = zip(unit.calls, parts, strict=True)
             choices = [_group_choices(tape, call, part) for call, part in pairs]

@@ -53,6 +53,7 @@ class OpPolicy:
             them,
         prefetched: and whether they begin to come back when backward comes to that
             call, not as the unit is rerun.
+        far_ops: Places of the ops whose results lie in far memory as well.
     """
 
     fqn: str
@@ -69,6 +70,12 @@ class OpPolicy:
     far: tuple[int, ...] = ()
     far_until: str = ""
     prefetched: bool = False
+    far_ops: tuple[int, ...] = ()
+
+    @property
+    def far_kind(self) -> tuple[tuple[int, ...], bool, bool]:
+        """As `Unit.far_kind`."""
+        return self.far, self.prefetched, bool(self.far_ops)
 
     @property
     def label(self) -> str:

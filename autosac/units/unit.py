@@ -34,8 +34,10 @@ class Piece:
         relayed: Arguments that earlier pieces make. None if the piece ends with its
             last saved tensor, as nobody needs what it makes after that.
         far: Arguments that lie in far memory,
-        fetched: and the tick at which their memory is allocated again; None for as the
-            piece begins.
+        results: and results of its ops, if they are saved,
+        let_go: which the device holds until this tick.
+        fetched: Tick at which memory is allocated again for all of these; None for as
+            the piece begins.
     """
 
     unit: Unit
@@ -46,6 +48,8 @@ class Piece:
     leave: int | None = None
     relayed: tuple[int, ...] | None = None
     far: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    let_go: int = 0
     fetched: int | None = None
 
     def begin(self, span: int) -> int:
@@ -135,27 +139,23 @@ class Unit:
         )
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """Which of its arguments lie in far memory, as in `OpPolicy.far`."""
-        return ()
+    def far_kind(self) -> tuple[tuple[int, ...], bool, bool]:
+        """Which of its arguments lie in far memory, as in `OpPolicy.far`.
 
-    @property
-    def is_prefetched(self) -> bool:
-        """Whether these come back before it is rerun."""
-        return False
+        And whether they come back before it is rerun, and whether results do as well.
+        """
+        return (), False, False
 
     @property
     def resumes(self) -> int:
         """Tick of backward after which it changes anything again."""
         return self.trigger - 1
 
-    @property
-    def exposed_ms(self) -> float:
+    def waits_ms(self, policy: Policy) -> float:
         """Time that a step waits for copies because of it."""
         return 0.0
 
-    @property
-    def far_bytes(self) -> int:
+    def far_bytes(self, policy: Policy) -> int:
         """Bytes that it has in far memory between forward and its rerun."""
         return 0
 

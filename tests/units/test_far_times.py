@@ -8,10 +8,12 @@ from torch import nn
 
 from autosac.devices.links import Link
 from autosac.profiles.restricting import restricted
+from autosac.solving.incumbents import far_bytes
 from autosac.units import curves
 from autosac.units.far_units import FarUnit
-from autosac.units.unit import Unit
-from tests.models import CASES, Case, random_choice
+from autosac.units.policies import SAVE
+from tests.far_choices import KINDS, far_choice
+from tests.models import CASES, Case
 from tests.test_chains import Block
 
 WIDTH, ROWS, DEPTH = 16, 60, 5
@@ -77,21 +79,30 @@ class Player:
         events = [(op.start, 1, "run", i) for i, op in enumerate(self.step.tape.ops)]
         for unit in self.chosen:
             events.append((unit.trigger, 0, "resume", unit))
-            if unit.far_bytes:
+            if self.moved(unit):
                 events.append((unit.call.exit, 2, "send", unit))
                 events.append((unit.let_go, 3, "let_go", unit))
-            if unit.is_prefetched:
+            if self.moved(unit) and unit.fetched is not None:
                 events.append((unit.fetched, 0, "prefetch", unit))
         for *_, what, about in sorted(events, key=lambda event: event[:2]):
             getattr(self, what)(about)
         return self.waited_ms
+
+    def moved(self, unit):
+        """Bytes that a unit moves, and number of copies; nothing of other units."""
+        if not isinstance(unit, FarUnit):
+            return ()
+        policy = self.chosen[unit]
+        saved = [g for g in unit.results if policy.choices[g] == SAVE]
+        num_results = sum(len(unit.groups[g].storages) for g in saved)
+        return unit.far_bytes(policy), len(unit.far) + num_results
 
     def run(self, index):
         self.now_ms += self.step.op_ms[index]
 
     def send(self, unit):
         link = self.step.device.link
-        self.out.begin(unit, self.now_ms, link.out_ms(unit.far_bytes, len(unit.far)))
+        self.out.begin(unit, self.now_ms, link.out_ms(*self.moved(unit)))
 
     def let_go(self, unit):
         self.wait(self.out.done_ms[unit])
@@ -100,7 +111,7 @@ class Player:
         around = [
             other
             for other in self.chosen
-            if other.far_bytes and not other.is_prefetched and other not in self.rerun
+            if self.moved(other) and other.fetched is None and other not in self.rerun
             and f"{unit.until}.".startswith(f"{other.fqn}.")
         ]  # fmt: skip
         if around:
@@ -110,18 +121,20 @@ class Player:
 
     def begin(self, unit):
         link = self.step.device.link
-        self.back.begin(unit, self.now_ms, link.back_ms(unit.far_bytes, len(unit.far)))
+        self.back.begin(unit, self.now_ms, link.back_ms(*self.moved(unit)))
 
     def resume(self, unit):
         self.rerun.add(unit)
-        if unit.far_bytes:
+        if self.moved(unit):
             if unit not in self.back.done_ms:
                 self.begin(unit)
             for follower in self.followers.pop(unit, ()):
                 self.begin(follower)
             self.wait(self.back.done_ms[unit])
         if self.has_reruns:
-            own_ms = curves.recompute_ms(unit, self.chosen[unit]) - unit.exposed_ms
+            own_ms = curves.recompute_ms(unit, self.chosen[unit]) - unit.waits_ms(
+                self.chosen[unit]
+            )
             self.now_ms += own_ms
 
     def wait(self, until_ms):
@@ -137,20 +150,7 @@ def with_link(step, bytes_per_s):
     return restricted(replace(step, device=device), offload=True)
 
 
-def moved(step, seed, kinds):
-    """Twins in place of units chosen at random: late or early ones, or both."""
-    twins = {}
-    for unit in step.far_units:
-        twins.setdefault(unit.call, {})[unit.is_prefetched] = unit
-    choice = {}
-    for number, (unit, policy) in enumerate(random_choice(step, seed).items()):
-        known = twins.get(unit.call, {}) if type(unit) in (Unit, FarUnit) else {}
-        is_early = {"late": False, "early": True, "both": (number + seed) % 2 == 0}
-        choice[known.get(is_early[kinds], known.get(False, unit))] = policy
-    return choice
-
-
-@pytest.mark.parametrize("kinds", ["late", "early", "both"])
+@pytest.mark.parametrize("kinds", [("late",), ("early",), ("results",), tuple(KINDS)])
 @pytest.mark.parametrize("name", STEPS)
 def test_waits_add_up_to_no_less_than_a_step_that_is_played(name, kinds):
     profile = STEPS[name].profile()
@@ -158,14 +158,14 @@ def test_waits_add_up_to_no_less_than_a_step_that_is_played(name, kinds):
     for bytes_per_s in SPEEDS:
         step = with_link(profile, bytes_per_s)
         for seed in SEEDS:
-            choice = moved(step, seed, kinds)
-            told_ms = sum(unit.exposed_ms for unit in choice)
+            choice = far_choice(step, seed, kinds)
+            told_ms = sum(u.waits_ms(p) for u, p in choice.items())
             played_ms = Player(step, choice, has_reruns=True).play()
             plain_ms = Player(step, choice, has_reruns=False).play()
             assert played_ms <= told_ms + 1e-9
             assert plain_ms <= told_ms + 1e-9
-            num_moved += any(unit.far_bytes for unit in choice)
+            num_moved += far_bytes(choice) > 0
             num_equal += told_ms > 0 and plain_ms == pytest.approx(told_ms)
-            if kinds == "late" and name != "called twice":
+            if kinds == ("late",) and name != "called twice":
                 assert played_ms == pytest.approx(told_ms)
     assert num_moved and num_equal

@@ -12,9 +12,11 @@ from autosac.profiles.profile import profile
 from autosac.profiles.restricting import restricted
 from autosac.solvers import sac
 from autosac.solving.formulation import formulate
+from autosac.solving.rules_of_thumb import policy_saving
 from autosac.units import curves
 from autosac.units.far_units import find_far_units
 from autosac.units.groups import TapeIndex
+from tests.far_choices import kind_of
 from tests.models import CASES, Case
 from tests.test_chains import Block
 
@@ -40,7 +42,7 @@ def far_step(case):
 
 def late(step):
     """Twins that come back as their reruns begin."""
-    return [unit for unit in step.far_units if not unit.is_prefetched]
+    return [unit for unit in step.far_units if kind_of(unit) == "late"]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,9 @@ def test_the_next_call_hides_a_copy_out_and_its_backward_one_back(keeper):
             back_bytes_per_s=1e3 * nbytes / back_ms,
         )
         twins = find_far_units(keeper.tape, candidates, op_ms, link)
-        return [unit.waits_ms for unit in twins]
+        policies = [policy_saving(unit, ()) for unit in twins]
+        pairs = zip(twins, policies, strict=True)
+        return [unit.waits_ms(policy) for unit, policy in pairs if not unit.results]
 
     # That of the second block, the same prefetched, that of the third one.
     assert waits_ms(num_ops / 2, 5) == pytest.approx([5, 0, 5 + num_ops / 2])
@@ -92,9 +96,10 @@ def test_dry_runs_take_what_was_simulated(name):
     for unit in step.far_units:
         for policy in of_unit[unit].policies:
             assert not difference_in_dry_run(step, {unit: policy})
-    early = [unit for unit in step.far_units if unit.is_prefetched]
-    for units in (late(step), early, step.far_units[::3]):
-        together = {unit: of_unit[unit].policies[0] for unit in _apart(units)}
+    units = [unit for unit in step.far_units if unit in of_unit]
+    early, moved = ([u for u in units if kind_of(u) == k] for k in ("early", "results"))
+    for some in (late(step), early, moved, units[::2]):
+        together = {unit: of_unit[unit].policies[0] for unit in _apart(some)}
         assert not difference_in_dry_run(step, together)
 
 
@@ -138,7 +143,7 @@ def test_a_twin_frees_its_arguments_between_the_two_places():
         free = max(index.held_elsewhere_until(s, unit.saved) for s in unit.far)
         first = max(unit.let_go, free)
         assert first < unit.resumes < unit.trigger
-        assert set(gained[first : unit.resumes].tolist()) == {unit.far_bytes}
+        assert set(gained[first : unit.resumes].tolist()) == {unit.arguments_bytes}
         assert not gained[:first].any()
 
 
