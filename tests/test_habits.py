@@ -85,6 +85,14 @@ class ReplacesCache(Block):
         return super().forward(x + shift)
 
 
+class KeepsPlainTensors(Block):
+    """Has tensors that are no buffers, which no step meets."""
+
+    def __init__(self):
+        super().__init__()
+        self.default, self.sums = torch.zeros(ROWS, WIDTH), [torch.zeros(ROWS, WIDTH)]
+
+
 class Checkpointed(Block):
     """Checkpoints by itself, which keeps states of the random generator."""
 
@@ -201,7 +209,8 @@ def of(block):
 
 
 HABITS = (
-    *(KeepsTable, KeepsBuffers, KeepsLatest, ReplacesCache, Checkpointed, MarksDirty),
+    *(KeepsTable, KeepsBuffers, KeepsLatest, KeepsPlainTensors, ReplacesCache),
+    *(Checkpointed, MarksDirty),
     *(Vectorized, Folds, Picks, Parametrized, CopiesPart),
 )
 

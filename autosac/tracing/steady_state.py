@@ -19,6 +19,8 @@ from autosac.step.training_step import AnyOptimizer, Marker, OptimizerInBackward
 from autosac.tracing.recorder import Recorder
 from autosac.tracing.step import Step
 
+_COUNTED = frozenset({"_parameters", "_buffers", "_modules"})
+
 
 def register_outer(
     recorder: Recorder, step: Step, model: torch.nn.Module, inputs: Any
@@ -27,6 +29,7 @@ def register_outer(
     own, given = step.model, (step.args, step.kwargs)
     recorder.register_copies(own.parameters(), model.parameters(), "parameter")
     _register_buffers(recorder, own, model)
+    _register_attributes(recorder, own, model)
     recorder.register_copies(tensors_in(given), tensors_in(inputs), "input")
     if step.adds_gradients or step.gradients_in_forward:
         _make_gradients(recorder, model)
@@ -43,6 +46,24 @@ def _register_buffers(
             recorder.register_copies([original], [buffer], "buffer")
         else:
             recorder.register(iter([buffer]), "buffer")
+
+
+def _register_attributes(
+    recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module
+) -> None:
+    """Count tensors that modules keep besides, which the step may never meet."""
+    for original, copied in zip(own.modules(), model.modules(), strict=False):
+        kept, copies = _kept_besides(original), _kept_besides(copied)
+        if [tensor.shape for tensor in kept] == [tensor.shape for tensor in copies]:
+            recorder.register_copies(kept, copies, "buffer")
+        else:  # an earlier step has made some
+            recorder.register(iter(copies), "buffer")
+
+
+def _kept_besides(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors of a module that are neither parameters nor buffers."""
+    own = vars(module)
+    return list(tensors_in({name: own[name] for name in own if name not in _COUNTED}))
 
 
 def marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:

@@ -113,7 +113,10 @@ def build(package: Package, name: str) -> Workload:
     model_class = package.models()[name]
     title = f"{package.distribution}: {name}"
     tries = itertools.islice(_tries(package, title, model_class), _MOST_TRIES)
-    with mock.patch("torch.hub.download_url_to_file", _refuse_weights):
+    with (
+        mock.patch("torch.hub.download_url_to_file", _refuse_weights),
+        mock.patch("urllib.request.urlopen", _refuse_weights),
+    ):
         try:
             return first_that_runs(tries)
         except _WeightsWantedError as error:
