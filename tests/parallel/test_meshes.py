@@ -79,7 +79,8 @@ def t5():
             d_ff=64,
             num_layers=2,
             num_heads=4,
-            vocab_size=VOCABULARY,
+            # torch 2.10 mixes up the masks of two kinds of embeddings of one size.
+            vocab_size=VOCABULARY + 8,
             dropout_rate=0.0,
             use_cache=False,
             decoder_start_token_id=0,
@@ -440,6 +441,7 @@ def test_ranks_that_must_draw_alike_have_one_seed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
 @pytest.mark.parametrize(("num_ranks", "degree"), mesh_ranks.MESHES)
 def test_real_ranks_keep_cap_prediction_and_gradients(num_ranks, degree):
     cells = [
