@@ -5,11 +5,11 @@
 `plan_parallel` plans each model for 2 ranks (tp=2) and for 4 (2 shards or 2 replicas x
 tp=2), with and without parts of the sequence between blocks, each under two caps: near
 the least peak and in the middle between that and the fastest plan's. Every rank is a
-process that gloo connects; those of a tensor-parallel group get one batch. What it holds is counted
-by `allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
-switched off: it keeps memory between steps that no plan knows of. Exits with 1 if a
-rank is above its cap, above its prediction or below it by over 1 %, or if losses or
-gradients differ from those of one process.
+process that gloo connects; those of a tensor-parallel group get one batch. What it
+holds is counted by `allocator_shim.c` on all threads, to the byte; it takes a C
+compiler. oneDNN is switched off: it keeps memory between steps that no plan knows of.
+Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
+or if losses or gradients differ from those of one process.
 """
 
 from __future__ import annotations

@@ -164,17 +164,20 @@ def tied_llama():
 
 
 BOTH = (False, True)  # with parts of the sequence between blocks
-FAMILIES = (
-    *((llama, labelled, sequence) for sequence in BOTH),
-    *((tied_llama, labelled, sequence) for sequence in BOTH),
-    *((qwen3, labelled, sequence) for sequence in BOTH),
-    (mistral, labelled, False),
-    (bert, labelled, False),
-    (vit, pictures, False),
-    (t5, labelled, False),
-    *((Titan, tokens, sequence) for sequence in BOTH),
-    *((mesh_ranks.GPT, tokens, sequence) for sequence in BOTH),
-)
+# torch 2.10 mixes up two kinds of divided embeddings in one process.
+FAMILIES = {
+    "padded": (
+        *((llama, labelled, sequence) for sequence in BOTH),
+        *((tied_llama, labelled, sequence) for sequence in BOTH),
+        *((qwen3, labelled, sequence) for sequence in BOTH),
+        (mistral, labelled, False),
+        (bert, labelled, False),
+        (vit, pictures, False),
+    ),
+    "T5": ((t5, labelled, False),),
+    "torchtitan": tuple((Titan, tokens, sequence) for sequence in BOTH),
+    "GPT": tuple((mesh_ranks.GPT, tokens, sequence) for sequence in BOTH),
+}
 
 
 def loss_of(model, inputs):
@@ -188,13 +191,13 @@ def _seeded(make, seed):
     return make()
 
 
-def _hold_against_whole(rank, directory):
+def _hold_against_whole(rank, directory, name):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
     )
     mesh = init_device_mesh("cpu", (2,))
-    for make, make_inputs, sequence in FAMILIES:
+    for make, make_inputs, sequence in FAMILIES[name]:
         whole, divided = (_seeded(make, 0).train() for _ in range(2))
         inputs = _seeded(make_inputs, 1)
         apply(divided, mesh, find_styles(divided, sequence=sequence))
@@ -202,22 +205,23 @@ def _hold_against_whole(rank, directory):
         for loss in losses:
             loss.backward()
         assert torch.allclose(*losses, rtol=1e-6), make
-        wanted = {name: p.grad for name, p in whole.named_parameters()}
+        wanted = {fqn: p.grad for fqn, p in whole.named_parameters()}
         largest = max(g.abs().max() for g in wanted.values() if g is not None)
-        for name, parameter in divided.named_parameters():
+        for fqn, parameter in divided.named_parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
                 gradient = gradient.full_tensor()
-            if wanted[name] is not None:
-                off = (gradient - wanted[name]).abs().max()
-                assert off <= 1e-5 * largest, (make, sequence, name)
+            if wanted[fqn] is not None:
+                off = (gradient - wanted[fqn]).abs().max()
+                assert off <= 1e-5 * largest, (make, sequence, fqn)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_models_that_are_divided_by_found_styles_train_as_whole_ones(tmp_path):
-    torch.multiprocessing.spawn(_hold_against_whole, (str(tmp_path),), nprocs=2)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_that_are_divided_by_found_styles_train_as_whole_ones(name, tmp_path):
+    torch.multiprocessing.spawn(_hold_against_whole, (str(tmp_path), name), nprocs=2)
 
 
 def test_the_plan_that_a_model_brings_along_is_taken():
@@ -440,6 +444,7 @@ def test_ranks_that_must_draw_alike_have_one_seed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
 @pytest.mark.parametrize(("num_ranks", "degree"), mesh_ranks.MESHES)
 def test_real_ranks_keep_cap_prediction_and_gradients(num_ranks, degree):
     cells = [
