@@ -40,7 +40,7 @@ _MUCH = 0.05  # of the peak: so much less is said wherever it is
 _WHY = "PyTorch does something else while a step is traced"
 _LEAST_BYTES = 512  # that a workspace is raised by
 _FUNCTION = "autograd::engine::evaluate_function: "
-_MARK = "autosac::backward"
+_BEGIN, _MARK = "autosac::real_step", "autosac::backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,12 @@ def traced(tape: Tape) -> dict[str, Stretch]:
 
 def measured(step: Step) -> dict[str, Stretch]:
     """Memory of the stretches of a real step, in copies of all that it may change."""
-    with seeded_streams(step.learned.seed), no_collections(), torch.enable_grad():
+    with (
+        seeded_streams(step.learned.seed),
+        no_collections(),
+        torch.enable_grad(),
+        cpu_events() as recording,  # of the copies, too: some are freed in the step
+    ):
         model, _, args, kwargs = copied(replace(step, optimizer=None), None)
 
         def run(mark: Any) -> None:
@@ -244,9 +249,9 @@ def measured(step: Step) -> dict[str, Stretch]:
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
         try:
-            with cpu_events() as recording:
-                first_node = _compat_autograd.next_sequence_nr()
-                run(_mark)
+            _note(_BEGIN)
+            first_node = _compat_autograd.next_sequence_nr()
+            run(_mark)
         except (AutosacError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever the user's code raises
@@ -259,28 +264,39 @@ def measured(step: Step) -> dict[str, Stretch]:
 
 def _mark(phase: str, loss: torch.Tensor | None = None) -> None:
     if phase == "backward":
-        with record_function(_MARK):
-            pass
+        _note(_MARK)
+
+
+def _note(name: str) -> None:
+    with record_function(name):
+        pass
 
 
 def _stretches(recording: Any, first_node: int) -> dict[str, Stretch]:
-    """Stretches of a recorded step."""
+    """Stretches of a recorded step, from where it began."""
     times: list[tuple[int, int, int]] = []  # time, address, bytes
     ranges: dict[str, tuple[int, int]] = {}
+    begin_ns = 0
     for event in recorded_events(recording):
         kind, fields = event.typed
         if kind.name == "Allocation":
             if fields.device.type == "cpu":
                 times.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        elif event.name == _BEGIN:
+            begin_ns = event.start_time_ns
         elif event.name == _MARK:
-            ranges[""] = (0, event.start_time_ns)
+            ranges[""] = (begin_ns, event.start_time_ns)
         elif event.name.startswith(_FUNCTION) and fields.sequence_number >= 0:
-            name = event.name.removeprefix(_FUNCTION)
-            key = f"{name} {fields.sequence_number - first_node}"
-            ranges[key] = (event.start_time_ns, event.end_time_ns)
+            name, node = event.name.removeprefix(_FUNCTION), fields.sequence_number
+            if node >= first_node:  # of the step, not of the one before it
+                ranges[f"{name} {node - first_node}"] = (
+                    event.start_time_ns,
+                    event.end_time_ns,
+                )
     times.sort(key=lambda event: event[0])  # stable: ties stay in recorded order
     clock = np.array([time for time, _, _ in times], dtype=np.int64)
     live = np.concatenate([[0], np.cumsum(list(_changes(times)), dtype=np.int64)])
+    live -= live[clock.searchsorted(begin_ns, "left")]
     stretches = {}
     for name, (start, end) in ranges.items():
         begin = int(clock.searchsorted(start, "left"))
