@@ -445,13 +445,12 @@ def test_ranks_that_must_draw_alike_have_one_seed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
-@pytest.mark.parametrize(("num_ranks", "degree"), mesh_ranks.MESHES)
-def test_real_ranks_keep_cap_prediction_and_gradients(num_ranks, degree):
-    cells = [
-        cell
-        for name in mesh_ranks.RECIPES
-        for cell in mesh_ranks.planned(name, num_ranks, degree)
-    ]
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "degree"), [("LLAMA", 2, 1), ("GPT", 4, 2)]
+)
+def test_real_ranks_keep_cap_prediction_and_gradients(name, num_ranks, degree):
+    # A tight cap without parts of the sequence, a loose one with.
+    cells = list(mesh_ranks.planned(name, num_ranks, degree))[::3]
     assert all(cell.plan.policy for cell in cells)
     for row in mesh_ranks.run_ranks(cells, num_ranks):
         assert row.is_kept, row
