@@ -13,6 +13,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -321,7 +322,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num", type=int, default=100, help="models to draw")
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
-    parser.add_argument("--work", type=Path, default=Path("recipes"))
+    work = Path(tempfile.gettempdir()) / "autosac_recipes"
+    parser.add_argument("--work", type=Path, default=work, help="files of models, kept")
     parser.add_argument("--limit-s", type=int, default=600, help="of a model")
     parser.add_argument("--one", nargs=2, metavar=("SEED", "MODEL"))
     parser.add_argument("--output", type=Path, default=_OUTPUT)
