@@ -103,10 +103,11 @@ def _rows(
     profile: TracedStep, answers: dict[int, Plan | str], budgets: Sequence[int]
 ) -> Sweep:
     """Rows of budgets in the order they were asked for."""
+    lowest_bytes = floor(profile)
     rows = {
         row.budget_bytes: replace(
             row,
-            floor_bytes=floor(profile),
+            floor_bytes=lowest_bytes,
             baseline_peak_bytes=profile.baseline_peak_bytes,
             planned_for=profile.device.name,
             calibrated=profile.calibrated,

@@ -1,7 +1,8 @@
 """Choices that are known for a step, each with its time and its peak.
 
 No plan costs more than any of these that fits its budget: the rules of thumb, and every
-plan that was made for the same step before.
+plan that was made for the same step before. Of rules that it takes a replay of a
+GPU's allocator to know, only as many are looked at for a budget as take little time.
 """
 
 from __future__ import annotations
