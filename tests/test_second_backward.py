@@ -3,6 +3,7 @@
 import functools
 import gc
 import warnings
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import pytest
@@ -462,7 +463,8 @@ def exported(model):
 @pytest.mark.parametrize("how", [whole, in_place, a_part, in_a_function, exported])
 def test_a_planned_model_that_is_compiled_says_what_to_do(how, monkeypatch):
     # Before torch 2.14 an export that fails leaves its hook for all modules behind.
-    monkeypatch.setattr(nn.modules.module, "_global_buffer_registration_hooks", {})
+    hooks = OrderedDict()  # which handles refer to weakly
+    monkeypatch.setattr(nn.modules.module, "_global_buffer_registration_hooks", hooks)
     model = SMOOTH.model()
     x = rows()
     profile = autosac.profile(model, x, loss_fn=torch.sum)
