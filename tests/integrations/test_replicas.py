@@ -1,6 +1,7 @@
 """Trainers on two processes: budgets by the allocator's counts, weights bit by bit."""
 
 import pickle
+import socket
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import torch
 from autosac.errors import InfeasibleBudgetError
 from autosac.integrations.worst_batches import lengthened
 from benchmarks import allocator_shim as shim
+from benchmarks.rank_server import run_processes
+from tests.integrations import replica_runs
 
 _SCALARS_BYTES = 1024  # of losses, norms and counts; numbers that autograd wraps
 _HELD_BYTES = {  # batches that the loop holds at most: of 3 tensors of 4 x 96 numbers
@@ -20,10 +23,8 @@ _HELD_BYTES = {  # batches that the loop holds at most: of 3 tensors of 4 x 96 n
 }
 
 
-def run_ranks(kind, folder):
-    """What each of two processes measured."""
-    if shim.library() is None:
-        pytest.skip("there is no C compiler to build the counting library with")
+def launched(kind, folder):
+    """What each of two processes of PyTorch's launcher measured."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     runs = ["-m", "tests.integrations.replica_runs", kind, str(folder)]
     done = subprocess.run(
@@ -37,11 +38,32 @@ def run_ranks(kind, folder):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+def forked(kind, folder):
+    """The same without the launcher: most of its time is imports."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return run_processes(replica_runs.as_launched, 2, port, kind, str(folder))
+
+
+needs_compiler = pytest.mark.skipif(
+    shim.library() is None, reason="counting takes a C compiler"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["huggingface", "lora", "lightning", "accelerate"])
-def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        ("huggingface", forked),
+        ("lora", forked),
+        ("lightning", forked),
+        ("accelerate", launched),
+    ],
+)
+def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
     pytest.importorskip({"lora": "peft", "huggingface": "transformers"}.get(kind, kind))
-    ranks = run_ranks(kind, tmp_path)
+    ranks = run(kind, tmp_path)
 
     plain = ranks[0]["plain"]["weights"]
     for rank in ranks:
@@ -60,9 +82,9 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path)
     assert min(ranks[1]["ample"]["peaks"]) > planned["plan"]["budget_bytes"]
 
 
-@pytest.mark.slow
+@needs_compiler
 def test_an_error_of_the_rank_that_plans_is_raised_in_all(tmp_path):
-    first, second = run_ranks("errors", tmp_path)
+    first, second = forked("errors", tmp_path)
 
     assert first == second
     kind, message = first["Linear"]
