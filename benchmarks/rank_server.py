@@ -129,8 +129,8 @@ def _run(
     )
     deadline = time.monotonic() + timeout_s
     try:
-        while not context.join(timeout=1):
-            if time.monotonic() > deadline:
+        while not context.join(timeout=max(0.0, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
                 raise TimeoutError(f"They ran over {timeout_s} s.")
     finally:
         for process in context.processes:
