@@ -426,7 +426,6 @@ def _with_other_seeds(rank):
     tensor.apply(Titan(), mesh)
 
 
-@pytest.mark.slow
 def test_ranks_that_must_draw_alike_have_one_seed():
     run_ranks(_with_other_seeds, 2)
 
