@@ -129,7 +129,7 @@ def test_no_cuts_micro_batches_or_schedules_give_a_faster_step():
 
 
 def test_more_memory_is_never_slower():
-    model = Model().to("meta")
+    model = Model(2).to("meta")
     lowest_bytes = least_peak(model, cluster=CLUSTER)
     budgets = lowest_bytes, int(1.05 * lowest_bytes), "1GiB"
     plans = [plan(model, budget, cluster=CLUSTER) for budget in budgets]
