@@ -1,14 +1,10 @@
 """Trainings on two processes, one after the other: what each of them measured.
 
-Run by `torch.distributed.run`, ``replica_runs.py KIND FOLDER``, or as if they were.
-Each rank has a dictionary: name of a training -> its peaks, its weights, the plan's
-figures.
+Run by `two_processes`. Each rank has a dictionary: name of a training -> its peaks, its
+weights, the plan's figures.
 """
 
 import gc
-import os
-import sys
-import warnings
 from types import SimpleNamespace
 
 import torch
@@ -230,30 +226,3 @@ def errors(folder):
     except autosac.ArgumentError as error:
         told["sharded"] = type(error).__name__, str(error)
     return told
-
-
-def run(kind, folder):
-    warnings.simplefilter("ignore")
-    results = globals()[kind](folder)
-    dist.barrier()
-    dist.destroy_process_group()
-    return results
-
-
-def as_launched(rank, port, kind, folder):
-    """What `torch.distributed.run` does in a process before it runs this file."""
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": "2",
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "TORCHELASTIC_RUN_ID": "run",
-    }
-    return run(kind, folder)
-
-
-if __name__ == "__main__":
-    results = run(*sys.argv[1:])
-    torch.save(results, f"{sys.argv[2]}/{os.environ['RANK']}.pt")

@@ -1,9 +1,6 @@
 """Trainers on two processes: budgets by the allocator's counts, weights bit by bit."""
 
 import pickle
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,9 +8,9 @@ import torch
 from autosac.errors import InfeasibleBudgetError
 from autosac.integrations.worst_batches import lengthened
 from benchmarks import allocator_shim as shim
-from benchmarks.rank_server import run_processes
-from tests.integrations import replica_runs
+from tests.integrations.two_processes import forked, launched
 
+_RUNS = "tests.integrations.replica_runs"
 _SCALARS_BYTES = 1024  # of losses, norms and counts; numbers that autograd wraps
 _HELD_BYTES = {  # batches that the loop holds at most: of 3 tensors of 4 x 96 numbers
     "huggingface": 3 * 3 * 4 * 96 * 8,
@@ -21,28 +18,6 @@ _HELD_BYTES = {  # batches that the loop holds at most: of 3 tensors of 4 x 96 n
     "lightning": 0,
     "accelerate": 0,
 }
-
-
-def launched(kind, folder):
-    """What each of two processes of PyTorch's launcher measured."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    runs = ["-m", "tests.integrations.replica_runs", kind, str(folder)]
-    done = subprocess.run(
-        [*launcher, "--standalone", *runs],
-        env=shim.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-def forked(kind, folder):
-    """The same without the launcher: most of its time is imports."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return run_processes(replica_runs.as_launched, 2, port, kind, str(folder))
 
 
 needs_compiler = pytest.mark.skipif(
@@ -63,7 +38,7 @@ needs_compiler = pytest.mark.skipif(
 )
 def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
     pytest.importorskip({"lora": "peft", "huggingface": "transformers"}.get(kind, kind))
-    ranks = run(kind, tmp_path)
+    ranks = run(_RUNS, kind, tmp_path)
 
     plain = ranks[0]["plain"]["weights"]
     for rank in ranks:
@@ -84,7 +59,7 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_
 
 @needs_compiler
 def test_an_error_of_the_rank_that_plans_is_raised_in_all(tmp_path):
-    first, second = forked("errors", tmp_path)
+    first, second = forked(_RUNS, "errors", tmp_path)
 
     assert first == second
     kind, message = first["Linear"]
