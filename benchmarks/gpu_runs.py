@@ -21,7 +21,6 @@ from autosac.verification.measuring import (
     differences,
     measure_peak,
     optimizer_tensors,
-    storage_bytes,
 )
 from benchmarks.gpu_models import Subject
 
@@ -86,13 +85,12 @@ class _Training:
             self.losses.append(self.step().item())
             self.model.zero_grad(set_to_none=True)
 
-    def persistent_bytes(self) -> int:
+    def tensors(self) -> list[torch.Tensor]:
         """For the CPU: a GPU's allocator knows by itself."""
         batch = tree_leaves((self.batch.inputs, self.batch.targets))
         tensors = [t for t in batch if isinstance(t, torch.Tensor)]
         tensors += [*self.model.parameters(), *self.model.buffers()]
-        tensors += optimizer_tensors(self.optimizer)
-        return storage_bytes(tensors)
+        return tensors + optimizer_tensors(self.optimizer)
 
     def timed_step_ms(self, device: str) -> float:
         self.model.zero_grad(set_to_none=True)
@@ -118,7 +116,7 @@ def train(
     loss, peak_bytes = measure_peak(
         training.step,
         device=device,
-        persistent_bytes=training.persistent_bytes,
+        held=training.tensors,
         warm_up=training.earlier_steps,
     )
     # Of the same interval: `measure_peak` reset all statistics before the step.

@@ -4,8 +4,6 @@ import gc
 
 import torch
 
-from autosac.verification.measuring import storage_bytes
-
 
 def tensors_alive():
     """All tensors that Python can reach, and the gradients that it never looked at."""
@@ -13,10 +11,10 @@ def tensors_alive():
     return alive + [one.grad for one in alive if one.is_leaf and one.grad is not None]
 
 
-def bytes_since(before):
-    """Bytes of the storages that are alive and do not belong to earlier tensors."""
+def tensors_since(before):
+    """Tensors that are alive and do not share memory with earlier ones."""
     known = {tensor.untyped_storage()._cdata for tensor in before}
-    return storage_bytes(
+    return (
         tensor
         for tensor in tensors_alive()
         if tensor.untyped_storage()._cdata not in known

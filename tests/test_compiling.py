@@ -198,9 +198,11 @@ def test_accumulated_gradients_are_within_the_budget(dropout_limits):
     _, peak = measure_peak(
         lambda: compiled(inputs).backward(),
         device="cpu",
-        persistent_bytes=lambda: storage_bytes(
-            [*model.parameters(), *(p.grad for p in model.parameters()), inputs]
-        ),
+        held=lambda: [
+            *model.parameters(),
+            *(p.grad for p in model.parameters()),
+            inputs,
+        ],
         warm_up=lambda: compiled(inputs).backward(),
     )
 

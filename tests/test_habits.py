@@ -174,6 +174,28 @@ class SharesStates(nn.Module):
         return x * states["latest"].mean()
 
 
+class Ignores(Block):
+    """Is handed a tensor that nothing in it reads."""
+
+    def forward(self, x, context):
+        return super().forward(x)
+
+
+class IgnoresContext(nn.Module):
+    """Blocks get what another one made, and no gradient comes back to that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Block()
+        self.blocks = nn.ModuleList(Ignores() for _ in range(4))
+
+    def forward(self, x):
+        context = self.first(x)
+        for block in self.blocks:
+            x = block(x, context)
+        return x
+
+
 class Doubled(nn.Module):
     def forward(self, weight):
         return torch.tanh(weight) * 2
@@ -236,8 +258,9 @@ def test_a_plan_keeps_its_budget_and_every_bit(block):
     )
 
 
-def test_units_do_not_keep_what_others_put_into_an_object_that_they_were_handed():
-    case = Case(SharesStates, rows, mean_square)
+@pytest.mark.parametrize("model", [SharesStates, IgnoresContext])
+def test_units_keep_neither_what_an_argument_holds_later_nor_what_made_it(model):
+    case = Case(model, rows, mean_square)
     profile = autosac.calibrate(case.profile(), progress=False)
 
     plan = autosac.plan(profile, memory_budget=autosac.floor(profile))  # no warning

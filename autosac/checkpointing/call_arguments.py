@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autosac import _compat_dispatch
 from autosac.pytrees import opaque_type
 
 
@@ -26,9 +27,20 @@ class Handed:
         self.tensor = tensor
         self.is_result = is_result
 
+    def cut_off(self) -> None:
+        """Let go of what made the tensor: it may be done with before this call is."""
+        if self.is_result:
+            self.tensor = _compat_dispatch.detached(self.tensor)
+
 
 class Source(Protocol):
-    """Knows the arguments of a call."""
+    """Knows the arguments of a call.
+
+    Attributes:
+        template: Those that are kept, nested, with `Handed` in place of tensors.
+    """
+
+    template: Any
 
     def again(self) -> Any:
         """Positional and keyword arguments, with `Handed` in place of tensors."""

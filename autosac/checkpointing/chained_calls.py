@@ -126,7 +126,7 @@ class RelayedCall:
         else:
             assert record.code is not None
             output = record.code.run(record, template, drop)
-            handed = [cut_off(tensor) for tensor in leaves(output, torch.Tensor)]
+            handed = [alone(tensor) for tensor in leaves(output, torch.Tensor)]
         return {place: handed[place.leaf] for place in wanted}
 
 
@@ -152,7 +152,8 @@ def run_onward(record: Record, template: Any) -> Any:
         record.lose()
 
 
-def cut_off(tensor: torch.Tensor) -> Handed:
+def alone(tensor: torch.Tensor) -> Handed:
+    """A tensor without its graph."""
     is_result = tensor.requires_grad and not tensor.is_leaf
     return Handed(tensor.detach() if is_result else tensor, is_result=is_result)
 

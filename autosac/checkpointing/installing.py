@@ -23,7 +23,7 @@ from autosac import _compat_dispatch
 from autosac._compat_distributed import hide_propagation, local
 from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import Present, thread
-from autosac.checkpointing.call_arguments import Kept, Source, leaves
+from autosac.checkpointing.call_arguments import Handed, Kept, Source, leaves
 from autosac.checkpointing.chained_calls import RelayedCall
 from autosac.checkpointing.departed_units import Code
 from autosac.checkpointing.far_arguments import FarArguments, Prefetch
@@ -217,6 +217,8 @@ class CheckpointedForward(StandIn):
         if isinstance(source, RelayedCall):
             source.finish(output)
             self.step.latest[policy.chain] = source
+        for handed in leaves(source.template, Handed):
+            handed.cut_off()
         if isinstance(source, FarArguments) and record.is_exact:
             source.send([record.saved[place] for place in policy.far_ops])
             self.step.park(source, policy.far_until)

@@ -33,7 +33,7 @@ from autosac.checkpointing.call_arguments import (
     put_together,
     take_apart,
 )
-from autosac.checkpointing.chained_calls import cut_off, drop, run_onward
+from autosac.checkpointing.chained_calls import alone, drop, run_onward
 from autosac.checkpointing.module_attributes import Snapshots
 from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.tensor_parts import (
@@ -293,6 +293,16 @@ class Nest:
         finally:
             glue.end()
             self.glue = None
+            self._let_go_of_graphs()
+
+    def _let_go_of_graphs(self) -> None:
+        """Let go of the graphs that the arguments belong to."""
+        for handed in leaves(self.template, Handed):
+            entry = self.outer.pop(id(handed.tensor), None)
+            handed.cut_off()
+            if entry is not None:
+                tensor = handed.tensor
+                self.outer[id(tensor)] = (weakref.ref(tensor), entry[1])
 
     def is_outer(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, which is not known to be the nest's own, was there before.
@@ -408,7 +418,7 @@ class Nest:
     def _cut_off(
         self, tensor: torch.Tensor, outer: dict[int, tuple[torch.Tensor, int]]
     ) -> Handed:
-        handed = cut_off(tensor)
+        handed = alone(tensor)
         needs_gradient = handed.tensor.requires_grad  # a leaf that does
         held, wrap = unwrapped(handed.tensor)
         key = key_of(held)
@@ -432,6 +442,8 @@ class NestedCall:
         step: What is told which nest runs onward.
         arguments: Its positional and keyword arguments.
     """
+
+    template = ()  # none is kept
 
     def __init__(self, nest: Nest, step: RunsOnward, arguments: Any) -> None:
         tensors = list(leaves(arguments, torch.Tensor))

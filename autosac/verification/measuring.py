@@ -29,28 +29,31 @@ def measure_peak(
     run: Callable[[], T],
     *,
     device: torch.device | str,
-    persistent_bytes: int | Callable[[], int],
+    persistent_bytes: int = 0,
+    held: Callable[[], Iterable[torch.Tensor]] | None = None,
     warm_up: Callable[[], object] | None = None,
 ) -> tuple[T, int]:
     """Call ``run`` and return its result and the peak device memory meanwhile.
 
-    On the CPU that is ``persistent_bytes`` and what ``run`` adds on this thread; a
-    free of memory older than ``warm_up`` does not lower it, so it never understates.
-    On a GPU it is all that the process holds there, and ``persistent_bytes`` is
-    not used.
+    On the CPU that is ``persistent_bytes``, what ``held`` names, whatever else
+    ``warm_up`` has left alive on this thread (such as what a graph saved), and what
+    ``run`` adds there; a free of memory older than ``warm_up`` does not lower it, so
+    it never understates. On a GPU it is all that the process holds there, and
+    ``persistent_bytes`` and ``held`` are not used.
 
     Args:
         run: What is measured.
         device: Where.
-        persistent_bytes: Bytes alive when ``run`` begins, or a function that
-            counts them between ``warm_up`` and ``run``.
+        persistent_bytes: Bytes alive when ``run`` begins, besides those.
+        held: Gives tensors that are alive then; called between ``warm_up`` and ``run``.
         warm_up: Called first; ``run`` may free what it leaves alive.
     """
     device = torch.device(device)
     if device.type == "cuda":
         return _measure_cuda(run, device, warm_up)
     if device.type == "cpu":
-        return _measure_cpu(run, persistent_bytes, warm_up)
+        result, peak_bytes = _measure_cpu(run, held, warm_up)
+        return result, persistent_bytes + peak_bytes
     raise UnsupportedError(
         f"Peaks are measured on 'cpu' and 'cuda', not on {device.type!r}: no"
         " allocator statistics are known there."
@@ -72,22 +75,26 @@ def _measure_cuda(
 
 def _measure_cpu(
     run: Callable[[], T],
-    persistent_bytes: int | Callable[[], int],
+    held: Callable[[], Iterable[torch.Tensor]] | None,
     warm_up: Callable[[], object] | None,
 ) -> tuple[T, int]:
     with cpu_events() as recording:
         if warm_up is not None:
             warm_up()
         gc.collect()  # not in the middle of the run
-        if not isinstance(persistent_bytes, int):
-            persistent_bytes = persistent_bytes()
+        before = _sizes(held() if held is not None else ())
         with record_function(_MARK):
             result = run()
-    return result, persistent_bytes + _added_bytes(recording)
+    return result, _peak_bytes(recording, before)
 
 
-def _added_bytes(recording: profile) -> int:
-    """Most bytes that the marked range added to those alive at its beginning."""
+def _peak_bytes(recording: profile, before: Mapping[int, int]) -> int:
+    """Most bytes alive in the marked range.
+
+    Args:
+        recording: Of the range, and of what came before it.
+        before: Address -> bytes of memory that is alive at its beginning.
+    """
     start_ns = end_ns = 0
     events: list[tuple[int, int, int]] = []  # time, address, bytes
     for event in recorded_events(recording):
@@ -98,15 +105,20 @@ def _added_bytes(recording: profile) -> int:
             start_ns, end_ns = event.start_time_ns, event.end_time_ns
     events.sort(key=lambda event: event[0])  # stable: ties stay in recorded order
     live_bytes: dict[int, int] = {}  # of each address allocated while recording
-    added = peak = 0
-    for time_ns, address, num_bytes in events:
+    live = peak = 0
+    has_begun = False
+    for time_ns, address, num_bytes in [*events, (end_ns, 0, 0)]:
+        if not has_begun and time_ns >= start_ns:
+            has_begun = True
+            older = (size for key, size in before.items() if key not in live_bytes)
+            live = peak = sum(live_bytes.values()) + sum(older)
         if num_bytes > 0:
             live_bytes[address] = num_bytes
         else:  # an address from before the recording may carry a stale size
             num_bytes = -live_bytes.pop(address, 0)
         if start_ns <= time_ns <= end_ns:
-            added += num_bytes
-            peak = max(peak, added)
+            live += num_bytes
+            peak = max(peak, live)
     return peak
 
 
@@ -124,14 +136,26 @@ def storage_bytes(
         device: Count only this one, unless None.
         granularity_bytes: Each storage is rounded up to a multiple of it.
     """
+    storages = _storages(tensors, device)
+    return sum(rounded_up(s.nbytes(), granularity_bytes) for s in storages)
+
+
+def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Addresses of memory on the CPU -> bytes there; keeps none of it alive."""
+    return {s.data_ptr(): s.nbytes() for s in _storages(tensors, "cpu")}
+
+
+def _storages(
+    tensors: Iterable[torch.Tensor], device: torch.device | str | None
+) -> Iterable[torch.UntypedStorage]:
     wanted = None if device is None else torch.device(device)
-    sizes: dict[int, int] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         for part in _dense_parts(tensor):
             if wanted is None or part.device == wanted:
                 storage = part.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
-    return sum(rounded_up(size, granularity_bytes) for size in sizes.values())
+                storages[storage._cdata] = storage
+    return storages.values()
 
 
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

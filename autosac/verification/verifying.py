@@ -32,7 +32,6 @@ from autosac.verification.measuring import (
     differences,
     measure_peak,
     optimizer_tensors,
-    storage_bytes,
 )
 
 MakeOptimizer = Callable[[Any], AnyOptimizer | None]
@@ -354,9 +353,8 @@ def _measure(recipe: Recipe, plan: AppliesToModel | None) -> tuple[_Measured, St
     loss, peak_bytes = measure_peak(
         run.step,
         device=run.device,
-        persistent_bytes=lambda: (
-            recipe.extra_bytes + storage_bytes(run.tensors(), device=run.device)
-        ),
+        persistent_bytes=recipe.extra_bytes,
+        held=run.tensors,
         warm_up=earlier_steps,
     )
     state = capture_state(run.model, run.optimizer, loss)

@@ -20,6 +20,11 @@ out to bind. At a position inside the ops that run again before a step, s is tha
 step for ops before the position and that of the step before for all others. For an
 op with one value k_v + x_o <= 1, which makes (6) a sum. Bytes are in MiB.
 
+s_ot changes only where o may run again, so that positions share it between two such
+occasions; and y_vq where they ask the same of it. Values that it is never worse to keep
+something else for are never kept (`_is_dominated`): of n cells with the same costs, each
+has fewer choices that are nearly as good.
+
 x_o - s_ot says that o runs again after q: what is needed then is there already, or o is
 still to make it. Without that in (6) and (7), half of a value kept and half of its op
 rerun would take no memory at all, and relaxations would be worth little.
@@ -97,6 +102,7 @@ class GraphModel:
         self.rows: set[Position] = set()
         self.capped: list[Capped] = []
         self._again: dict[tuple[int, int], _Expression] = {}
+        self._alive_if: dict[tuple[int, frozenset[Any]], _Expression] = {}
         self._cutoff: pulp.LpConstraint | None = None
         self._add_choices()
         if budget_bytes is None:
@@ -154,6 +160,27 @@ class GraphModel:
                 for op in ops:  # (2)
                     there = self.keep[v] + self._run(problem.maker[v])
                     self.model += self.run[op] <= there
+        for v, k in self.keep.items():
+            if self._is_dominated(v):
+                k.upBound = 0.0
+
+    def _is_dominated(self, value: int) -> bool:
+        """Whether it is never worse to keep what is made of a value instead of it.
+
+        Only one op needs it again, to make a single value that is no larger and that
+        forward reads as late: kept, that takes no more memory than the value until the
+        op would run again, and no more than the op's result from then on.
+        """
+        readers, problem = self.readers.get(value, ()), self.problem
+        if value in problem.first_need or len(readers) != 1:
+            return False
+        made = problem.makes[readers[0]]
+        return (
+            len(made) == 1
+            and made[0] in self.keep
+            and problem.value_bytes[made[0]] <= problem.value_bytes[value]
+            and problem.last_forward_read[made[0]] >= problem.last_forward_read[value]
+        )
 
     def _binary(self, name: str) -> pulp.LpVariable:
         """A variable of 0 or 1.
@@ -187,32 +214,45 @@ class GraphModel:
 
     # --- what has run again by a step -----------------------------------------------
 
-    def _runs_early(self, op: int, step: int) -> bool:
+    def _has_run(self, op: int, step: int) -> bool:
         """Whether the op has run again by the step if it runs again at all."""
         values = self.problem.makes[op]
-        return len(values) == 1 and self._is_read_by(values[0], step)
+        is_read = len(values) == 1 and self._is_read_by(values[0], step)
+        return is_read or not self._occasions[op] >> (step + 1)
 
     def _is_read_by(self, value: int, step: int) -> bool:
         return self.problem.first_need.get(value, math.inf) <= step
 
     @cached_property
-    def _earliest(self) -> dict[int, float]:
-        """Ops -> the first step before which they could run again."""
-        earliest: dict[int, float] = {}
+    def _occasions(self) -> dict[int, int]:
+        """Ops -> the steps before which they could run again, as the bits of a number.
+
+        An op runs again where backward first reads a value of it, or where an op runs
+        again that reads one.
+        """
+        occasions: dict[int, int] = {}
         for op in reversed(self.ops):
-            needs = [math.inf]
+            steps = 0
             for v in self.problem.makes[op]:
-                needs.append(self.problem.first_need.get(v, math.inf))
-                needs += [earliest[c] for c in self.readers.get(v, ())]
-            earliest[op] = min(needs)
-        return earliest
+                if v not in self.keep:
+                    continue
+                if v in self.problem.first_need:
+                    steps |= 1 << self.problem.first_need[v]
+                for c in self.readers.get(v, ()):
+                    steps |= occasions[c]
+            occasions[op] = steps
+        return occasions
 
     def again(self, op: int, step: int) -> _Expression:
         """s_ot: whether an op has run again by a step."""
-        if op not in self.run or step < self._earliest[op]:
+        if op not in self.run:
             return _number(0)
-        if self._runs_early(op, step):
+        so_far = self._occasions[op] & ((1 << (step + 1)) - 1)
+        if not so_far:
+            return _number(0)
+        if self._has_run(op, step):
             return self.run[op] + 0.0
+        step = so_far.bit_length() - 1  # nothing of it has changed since
         if (op, step) not in self._again:
             s = self._binary(f"s{op}_{step}")
             self._again[op, step] = s + 0.0
@@ -235,11 +275,14 @@ class GraphModel:
             for term in by_readers:
                 self.model += s >= term - self.keep[v]
             if by_readers:
-                z = self._binary(f"z{v}_{step}")
+                z = s
+                if len(self.problem.makes[op]) > 1:
+                    z = self._binary(f"z{v}_{step}")
+                    asked += z
                 self.model += z <= pulp.lpSum(by_readers)
                 self.model += z <= 1 - self.keep[v]
-                asked += z
-        self.model += s <= asked
+        if len(self.problem.makes[op]) > 1:
+            self.model += s <= asked
 
     # --- memory -------------------------------------------------------------------
 
@@ -318,7 +361,7 @@ class GraphModel:
         asked = []
         for c in self.readers.get(value, ()):
             step = self._last_step(c, position)
-            if not self._runs_early(c, step):
+            if not self._has_run(c, step):
                 needs = self.run[c] - self.again(c, step)
                 asked.append(needs - ahead)
                 if not is_single:
@@ -328,13 +371,19 @@ class GraphModel:
         return self._at_least(value, position, asked) if asked else None
 
     def _at_least(
-        self, value: int, position: Position, asked: Iterable[_Expression]
+        self, value: int, position: Position, asked: Collection[_Expression]
     ) -> _Expression:
-        here = "end" if position.op is None else position.op
-        y = self._binary(f"y{value}_{position.step}_{here}")
-        for expression in asked:
-            self.model += y >= expression  # (6), (7)
-        return y + 0.0
+        rows = frozenset(
+            (e.constant, *sorted((x.name, share) for x, share in e.items()))
+            for e in asked
+        )
+        if (value, rows) not in self._alive_if:  # positions have them in common
+            here = "end" if position.op is None else position.op
+            y = self._binary(f"y{value}_{position.step}_{here}")
+            for expression in asked:
+                self.model += y >= expression  # (6), (7)
+            self._alive_if[value, rows] = y + 0.0
+        return self._alive_if[value, rows]
 
     # --- solutions ----------------------------------------------------------------
 

@@ -35,8 +35,7 @@ _WORK_ON_FLOOR = 4_000_000
 _THOROUGH = 10  # times that, before a budget is refused
 _ANY_WORK = 2**50
 _MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do
-_BRANCHING = (0.6, 0.25)  # shares of the work that go into the whole model, one after
-_LOOKING = 0.1  # the other, and in between into stretches of it
+_LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
 _DECIDED = 0.25  # of the fractions, at once
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
@@ -192,19 +191,14 @@ class _Search:
         relaxed = self.relax()
         if relaxed is Termination.INFEASIBLE:
             return relaxed
-        all_work = self._work
-        for share in _BRANCHING:
-            if self.best is not None and not self.is_done():
-                self.model.fix(self.best[0])
-            ended = self._branch(int(all_work * share))
-            if self.best is None:
-                return ended
-            if self.is_done():
-                break
-            if share == _BRANCHING[0]:
-                self._dive()
-                self.try_out(self._exchanged(self.best[1]))
-                self._look_around(int(all_work * _LOOKING))
+        if self.best is not None and not self.is_done():
+            self.model.fix(self.best[0])
+            self._dive()
+            self.try_out(self._exchanged(self.best[1]))
+            self._look_around(int(self._work * _LOOKING))
+        ended = self._branch(self._work)
+        if self.best is None:
+            return ended
         return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
 
     def _exchanged(self, kept: frozenset[int]) -> frozenset[int]:
@@ -269,22 +263,28 @@ class _Search:
                 before = self.best
                 self.model.cut_off(before[0] * (1.0 - _WORTHWHILE))
                 with self.model.held(before[1], values[first : first + size]):
-                    outcome = self._solve((self._work - least) // 4)
+                    outcome = self._solve((self._work - least) // 4, size / len(values))
                 if not outcome.termination.has_incumbent:
                     break
                 if not self._take(self.model.kept()) and self.best is before:
                     break
 
-    def _solve(self, work: int) -> pulp_runner.Outcome:
-        """Solve the model as it is; the work done counts."""
+    def _solve(self, work: int, share: float = 1.0) -> pulp_runner.Outcome:
+        """Solve the model as it is; the work done counts.
+
+        Args:
+            work: The most.
+            share: Of the values, that are not held.
+        """
+        charge = _charge(self.model) * share**2  # fewer columns in fewer rows
         outcome = pulp_runner.run(
             self.model.model,
             backend=self._backend,
             time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
-            work_limit=int(work / _charge(self.model)),
+            work_limit=int(work / charge),
             relative_gap=self._gap,
         )
-        self._work -= max(1, int(outcome.work * _charge(self.model)))
+        self._work -= max(1, int(outcome.work * charge))
         return outcome
 
     def _take(self, kept: frozenset[int]) -> bool:

@@ -5,7 +5,7 @@ from torch.utils.data import Dataset
 from autosac import TraceError
 from autosac.errors import InfeasibleBudgetError
 from autosac.verification.measuring import measure_peak
-from tests.alive import bytes_since, tensors_alive
+from tests.alive import tensors_alive, tensors_since
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -54,7 +54,7 @@ class MeasuredTrainer(transformers.Trainer):
             loss, peak_bytes = run(), 0
         else:
             loss, peak_bytes = measure_peak(
-                run, device="cpu", persistent_bytes=lambda: bytes_since(self.before)
+                run, device="cpu", held=lambda: tensors_since(self.before)
             )
         self.losses.append(loss)
         self.peaks.append(peak_bytes)

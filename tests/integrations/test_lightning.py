@@ -3,7 +3,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autosac.verification.measuring import measure_peak
-from tests.alive import bytes_since, tensors_alive
+from tests.alive import tensors_alive, tensors_since
 
 lightning = pytest.importorskip("lightning.pytorch")
 
@@ -37,7 +37,7 @@ class MeasuredAdamW(torch.optim.AdamW):
         loss, peak_bytes = measure_peak(
             own_step,
             device="cpu",
-            persistent_bytes=lambda: bytes_since(self.before),
+            held=lambda: tensors_since(self.before),
             warm_up=self.move_gradients,
         )
         self.log.append(peak_bytes)

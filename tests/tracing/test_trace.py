@@ -20,7 +20,6 @@ from autosac.verification.measuring import (
     differences,
     measure_peak,
     optimizer_tensors,
-    storage_bytes,
 )
 from tests.models import CASES, WIDTH, ResidualBlock, each_case
 
@@ -231,9 +230,7 @@ def test_the_calibrated_peak_is_the_allocators(name, optimizer):
         step,
         device="cpu",
         warm_up=warm_up,
-        persistent_bytes=lambda: storage_bytes(
-            _persistent(model, (inputs,), {}, built)
-        ),
+        held=lambda: _persistent(model, (inputs,), {}, built),
     )
 
     assert predicted == pytest.approx(measured, rel=1e-3)

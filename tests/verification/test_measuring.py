@@ -54,9 +54,21 @@ def test_frees_of_what_the_warm_up_left_lower_the_sum():
         kept.clear()
         kept.append(torch.ones(64, 64))
 
-    options = {"warm_up": replace, "persistent_bytes": lambda: storage_bytes(kept)}
+    assert peak_of(replace, warm_up=replace)[1] == MATRIX_BYTES
 
-    assert peak_of(replace, **options)[1] == MATRIX_BYTES
+
+def test_what_is_held_counts_once_and_what_the_warm_up_left_counts_unasked():
+    older, kept = torch.ones(64, 64), []
+
+    def warm_up():
+        kept.append(torch.ones(64, 64))
+        kept.append(torch.ones(64, 64, requires_grad=True).exp())  # and its graph
+
+    _, peak_bytes = peak_of(
+        older.clone, warm_up=warm_up, held=lambda: [older, older[0], kept[0]]
+    )
+
+    assert peak_bytes == (1 + 3 + 1) * MATRIX_BYTES
 
 
 def test_frees_of_anything_older_do_not():
