@@ -408,6 +408,8 @@ class GraphModel:
         bound = self.model.objective.value()
         room = (cost_ms + self.tie_break_ms) * self.time_scale - bound + _DUAL_NOISE
         for k in self.keep.values():
+            if k.lowBound == k.upBound:
+                continue  # a dominated value, which is never kept whatever it saves
             if (k.dj or 0.0) > room:
                 k.upBound = 0.0
             elif -(k.dj or 0.0) > room:
