@@ -199,17 +199,35 @@ def _one_plan(
     try:
         return make_plan(step, _budget(memory_budget, step) - others_bytes)
     except InfeasibleBudgetError as error:
-        of_loop = _held_text(loop.replica.held_bytes)
-        if others_bytes:
-            of_loop = (
-                f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
-                f" ({format_bytes(others_bytes)}) are for batches and figures that the"
-                f" training loop keeps besides.{of_loop}"
-            )
-        error.args = (f"{of_loop} {error}".strip(),)
-        error.budget_bytes += others_bytes
-        error.lowest_peak_bytes += others_bytes
+        of_ddp = _held_text(loop.replica.held_bytes)
+        count_others(error, others_bytes, memory_budget, of_ddp)
         raise
+
+
+def count_others(
+    error: InfeasibleBudgetError,
+    others_bytes: int,
+    memory_budget: int | str,
+    of_ddp: str = "",
+) -> None:
+    """Let an error tell of the whole budget, not of what a loop leaves of it.
+
+    Args:
+        error: Of a plan for what is left.
+        others_bytes: What the loop keeps besides.
+        memory_budget: The whole budget.
+        of_ddp: What to say of DDP.
+    """
+    of_loop = of_ddp
+    if others_bytes:
+        of_loop = (
+            f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
+            f" ({format_bytes(others_bytes)}) are for batches and figures that the"
+            f" training loop keeps besides.{of_ddp}"
+        )
+    error.args = (f"{of_loop} {error}".strip(),)
+    error.budget_bytes += others_bytes
+    error.lowest_peak_bytes += others_bytes
 
 
 def _itself(loss: torch.Tensor) -> torch.Tensor:
