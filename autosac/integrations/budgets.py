@@ -28,6 +28,14 @@ from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.step.marks import marks_of
 
 
+_SCALAR_BYTES = 512  # a GPU's allocator hands out as many for each
+# What a `torch.amp.GradScaler` holds (torch/amp/grad_scaler.py): the scale and how long
+# it has held, its inverse in two types, the scaled loss and its gradient, and whether
+# gradients are finite, per device and summed up. Gradients are unscaled in place, and a
+# step that is skipped takes less than one that is not.
+SCALER_BYTES = 8 * _SCALAR_BYTES
+
+
 class BudgetCallback:
     """What a callback is told, and the plan that it made.
 
@@ -120,7 +128,7 @@ class Loop:
     num_other_batches: int
     replica: Replica
     options: Mapping[str, Any]
-    scalars_bytes: int = 16 * 512  # a GPU's allocator hands out 512 for each
+    scalars_bytes: int = 16 * _SCALAR_BYTES
 
     @contextlib.contextmanager
     def profiled(

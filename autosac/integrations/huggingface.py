@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 from autosac._compat_distributed import is_fsdp_unit, replica_in_forward
 from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
+    SCALER_BYTES,
     BudgetCallback,
     Loop,
     checkpointing_already,
@@ -76,6 +77,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         loop = Loop(
             forward=lambda model: LossOnly(model.forward, replica),
             num_other_batches=training.num_other_batches,
+            scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if args.fp16 else 0),
             replica=replica,
             options={
                 "optimizer": getattr(
@@ -232,7 +234,6 @@ def refused_settings(args: Any, model: torch.nn.Module) -> dict[str, bool]:
         " what is recomputed": args.gradient_checkpointing or checkpointing,
         "torch_compile=True makes ops of its own; leave it out, or use"
         " `autosac.compile`": args.torch_compile,
-        "fp16=True scales losses and gradients; use bf16=True": args.fp16,
         f"n_gpu={args.n_gpu} copies the model to several GPUs at each step; make one of"
         " them visible (CUDA_VISIBLE_DEVICES)": args.n_gpu > 1,
         "deepspeed moves parameters and gradients; leave it out": args.deepspeed,

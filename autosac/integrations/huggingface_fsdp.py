@@ -168,6 +168,9 @@ def _refused(trainer: Trainer) -> dict[str, bool]:
         "there is one process; use `MemoryBudget`": not dist.is_initialized(),
         "this version of transformers takes no model that is sharded already; use 5.24"
         " or later": not hasattr(trainer, "is_distributed_loading_by_transformers"),
+        "fp16=True scales losses and gradients, which are sharded; use bf16=True": (
+            args.fp16
+        ),
         f"gradient_accumulation_steps={steps} under FSDP2 is not modelled; use 1": (
             steps > 1
         ),
