@@ -27,7 +27,6 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.step.marks import marks_of
 
-
 _SCALAR_BYTES = 512  # a GPU's allocator hands out as many for each
 # What a `torch.amp.GradScaler` holds (torch/amp/grad_scaler.py): the scale and how long
 # it has held, its inverse in two types, the scaled loss and its gradient, and whether
