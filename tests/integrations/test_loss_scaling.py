@@ -55,9 +55,9 @@ class Loop:
             yield from state.values()
 
     def peak(self):
-        return measure_peak(
-            self.step, device="cpu", held=self.held, warm_up=self.step
-        )[1]
+        return measure_peak(self.step, device="cpu", held=self.held, warm_up=self.step)[
+            1
+        ]
 
 
 @pytest.mark.parametrize("fused", [False, True])
