@@ -9,10 +9,10 @@ from tests.alive import tensors_alive, tensors_since
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from trl import SFTTrainer  # noqa: E402
+from trl import SFTTrainer
 
-from autosac.integrations.huggingface import MemoryBudget  # noqa: E402
-from examples.finetune_sft import BATCH, LENGTH, make_trainer  # noqa: E402
+from autosac.integrations.huggingface import MemoryBudget
+from examples.finetune_sft import BATCH, LENGTH, make_trainer
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
