@@ -53,9 +53,7 @@ def make_model(*, quantized: bool) -> Any:
             ),
             device_map="cpu",
         )
-    return peft.prepare_model_for_kbit_training(
-        model, use_gradient_checkpointing=False
-    )
+    return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch
+from torch.utils.checkpoint import checkpoint
 
 from autosac.errors import ArgumentError, UnsupportedError
 
@@ -244,24 +245,17 @@ def _subsets(layers: torch.nn.ModuleList) -> Iterator[tuple[str, ...]]:
                 yield subset
 
 
-def _reentrant(module: torch.nn.Module) -> torch.nn.Module:
-    wrapped: torch.nn.Module = of_torch.checkpoint_wrapper(
-        module, checkpoint_impl=of_torch.CheckpointImpl.REENTRANT
-    )
-    return wrapped
-
-
 def _parts(model: torch.nn.Module, fqn: str, names: frozenset[str]) -> None:
     for layer in model.get_submodule(fqn).children():
         for name, part in list(_megatron_parts(layer)):
             if name in names:
-                layer.set_submodule(part, _reentrant(layer.get_submodule(part)))
+                layer.set_submodule(part, _Rerun(layer.get_submodule(part)))
 
 
 def _first(model: torch.nn.Module, fqn: str, number: int) -> None:
     layers: Any = model.get_submodule(fqn)
     for i in range(number):
-        layers[i] = _reentrant(layers[i])
+        layers[i] = _Rerun(layers[i])
 
 
 def _chunks(model: torch.nn.Module, fqn: str, size: int) -> None:
@@ -269,9 +263,32 @@ def _chunks(model: torch.nn.Module, fqn: str, size: int) -> None:
     whole = list(layers)
     for begin in range(0, len(whole), size):
         chunk = whole[begin : begin + size]
-        layers[begin] = _reentrant(_Chunk(chunk))
+        layers[begin] = _Rerun(_Chunk(chunk))
         for i in range(begin + 1, begin + len(chunk)):
             layers[i] = _Passed(whole[i])
+
+
+class _Rerun(torch.nn.Module):
+    """Runs a module under a reentrant checkpoint, whatever it is called with."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # what a model asks of a layer
+            return getattr(self.module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        names = list(kwargs)  # gradients flow to positional arguments only
+
+        def run(*flat: Any) -> Any:
+            given, named = flat[: len(args)], flat[len(args) :]
+            return self.module(*given, **dict(zip(names, named, strict=True)))
+
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=True)
 
 
 class _Chunk(torch.nn.Module):
