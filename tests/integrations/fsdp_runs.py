@@ -1,13 +1,11 @@
 """Trainings of models that FSDP2 shards, on two processes one after the other.
 
-Run by `torch.distributed.run`: ``fsdp_runs.py KIND FOLDER``. Each rank writes a
-dictionary: name of a training -> its peaks, its whole weights, the plan's figures.
+Run by `two_processes`. Each rank has a dictionary: name of a training -> its peaks, its
+whole weights, the plan's figures.
 """
 
 import functools
 import gc
-import sys
-import warnings
 from dataclasses import replace
 
 import torch
@@ -18,8 +16,6 @@ from autosac.devices.specs import device_spec
 from autosac.errors import AutosacError
 from autosac.parallel.clusters import cluster_spec
 from benchmarks import allocator_shim as shim
-
-warnings.simplefilter("ignore")
 
 
 def cluster():
@@ -187,15 +183,3 @@ def refused(folder):
     except AutosacError as error:
         results["callback"] = type(error).__name__, str(error)
     return results
-
-
-def main():
-    kind, folder = sys.argv[1:]
-    results = globals()[kind](folder)
-    torch.save(results, f"{folder}/{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.integrations.test_replicas import run_ranks
+from tests.integrations.test_replicas import needs_compiler
+from tests.integrations.two_processes import forked, launched
 
 _RUNS = "tests.integrations.fsdp_runs"
 _SCALARS_BYTES = 4096  # of losses, norms and counts; numbers that autograd wraps
@@ -15,10 +16,14 @@ _HELD_BYTES = {  # by the loop beside the batch of the step: 3 tensors of 4 x 96
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["huggingface", "huggingface_bf16", "accelerate"])
-def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [("huggingface", launched), ("huggingface_bf16", forked), ("accelerate", forked)],
+)
+def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
     pytest.importorskip("accelerate" if kind == "accelerate" else "transformers")
-    ranks = run_ranks(kind, tmp_path, module=_RUNS)
+    ranks = run(_RUNS, kind, tmp_path)
 
     plain = ranks[0]["plain"]["weights"]
     for rank in ranks:
@@ -37,12 +42,10 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path)
             assert -0.01 * plan["peak_bytes"] <= above <= most
 
 
-@pytest.mark.slow
+@needs_compiler
 def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
     pytest.importorskip("transformers")
-    first, second = run_ranks(
-        "refused", tmp_path, module="tests.integrations.fsdp_runs"
-    )
+    first, second = forked(_RUNS, "refused", tmp_path)
 
     assert first == second
     kind, message = first["infeasible"]
