@@ -171,6 +171,9 @@ def _refused(trainer: Trainer) -> dict[str, bool]:
         "fp16=True scales losses and gradients, which are sharded; use bf16=True": (
             args.fp16
         ),
+        "`fully_shard` does not divide quantized parameters; train with DDP": any(
+            not p.is_floating_point() for p in model.parameters()
+        ),
         f"gradient_accumulation_steps={steps} under FSDP2 is not modelled; use 1": (
             steps > 1
         ),

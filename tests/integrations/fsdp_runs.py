@@ -46,7 +46,7 @@ def _trainings(train):
     return results
 
 
-def make_trainer(folder, kind=None, **options):
+def make_trainer(folder, kind=None, *, adapt=lambda model: model, **options):
     import transformers
 
     from tests.integrations.test_huggingface import Texts, gpt2
@@ -62,7 +62,7 @@ def make_trainer(folder, kind=None, **options):
         "logging_strategy": "no",
     }
     return (kind or transformers.Trainer)(
-        gpt2(),
+        adapt(gpt2()),
         transformers.TrainingArguments(folder, **{**known, **options}),
         train_dataset=Texts((96,) * 48),
     )
@@ -93,8 +93,9 @@ def huggingface(folder, **options):
 
         trainer, plan = make_trainer(folder, Measured, **options), None
         if memory_budget is None:
-            for block in trainer.model.transformer.h:
-                fully_shard(block)
+            for name, block in trainer.model.named_modules():
+                if name.rpartition(".")[0].endswith("transformer.h"):
+                    fully_shard(block)
             fully_shard(trainer.model)
             trainer.is_distributed_loading_by_transformers = True
         else:
@@ -114,6 +115,16 @@ def huggingface(folder, **options):
 
 def huggingface_bf16(folder):
     return huggingface(folder, bf16=True)
+
+
+def lora(folder):
+    import peft
+
+    def adapt(model):
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1)
+        return peft.get_peft_model(model, config)
+
+    return huggingface(folder, adapt=adapt)
 
 
 def accelerate(folder):
@@ -168,12 +179,16 @@ def refused(folder):
     accumulates = make_trainer(folder, gradient_accumulation_steps=2)
     with_optimizer = make_trainer(folder)
     with_optimizer.create_optimizer()
+    quantized = make_trainer(folder)
+    weight = torch.zeros(4, dtype=torch.uint8)
+    quantized.model.packed = torch.nn.Parameter(weight, requires_grad=False)
     sharded = make_trainer(folder)
     fully_shard(sharded.model)
     sharded.is_distributed_loading_by_transformers = True
     sharded.add_callback(MemoryBudget("1GiB"))
     results = {
         "infeasible": told(make_trainer(folder), "1MiB"),
+        "quantized": told(quantized),
         "accumulates": told(accumulates),
         "saves": told(make_trainer(folder, save_strategy="steps")),
         "with optimizer": told(with_optimizer),

@@ -11,6 +11,7 @@ _SCALARS_BYTES = 4096  # of losses, norms and counts; numbers that autograd wrap
 _HELD_BYTES = {  # by the loop beside the batch of the step: 3 tensors of 4 x 96 numbers
     "huggingface": 3 * 4 * 96 * 8,
     "huggingface_bf16": 3 * 4 * 96 * 8,
+    "lora": 3 * 4 * 96 * 8,
     "accelerate": 0,
 }
 
@@ -19,10 +20,16 @@ _HELD_BYTES = {  # by the loop beside the batch of the step: 3 tensors of 4 x 96
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "run"),
-    [("huggingface", launched), ("huggingface_bf16", forked), ("accelerate", forked)],
+    [
+        ("huggingface", launched),
+        ("huggingface_bf16", forked),
+        ("lora", forked),
+        ("accelerate", forked),
+    ],
 )
 def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
-    pytest.importorskip("accelerate" if kind == "accelerate" else "transformers")
+    needed = {"lora": "peft", "accelerate": "accelerate"}
+    pytest.importorskip(needed.get(kind, "transformers"))
     ranks = run(_RUNS, kind, tmp_path)
 
     plain = ranks[0]["plain"]["weights"]
@@ -52,6 +59,7 @@ def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
     assert kind == "InfeasibleBudgetError"
     assert "are for batches and figures that the training loop keeps" in message
     for name, sentence in {
+        "quantized": "does not divide quantized parameters; train with DDP",
         "accumulates": "gradient_accumulation_steps=2 under FSDP2 is not modelled",
         "saves": "save_strategy='steps' does not work for a model that was sharded",
         "with optimizer": "pass `optimizer_cls_and_kwargs` instead",
