@@ -6,7 +6,7 @@ and a MILP for each stage that comes into question what it recomputes there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
@@ -24,6 +24,7 @@ from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.preparing import cluster_of
 from autosac.pipelines.blocks import Passed, Stage, chain_of, check_cuts, possible_cuts
 from autosac.pipelines.cutting import Cutting
+from autosac.pipelines.like_blocks import kinds
 from autosac.pipelines.plans import PipelinePlan, StagePlan
 from autosac.pipelines.playing import StageTimes
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
@@ -175,7 +176,11 @@ def _check_batch(inputs: Any, target: Any, numbers: Sequence[int]) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class _MicroBatch:
-    """A model and one micro-batch: all that does not depend on the schedule."""
+    """A model and one micro-batch: all that does not depend on the schedule.
+
+    Attributes:
+        shares: Stages of like blocks are taken to be alike in the search for cuts.
+    """
 
     model: torch.nn.Module
     inputs: torch.Tensor
@@ -183,7 +188,9 @@ class _MicroBatch:
     loss_fn: PipelineLoss
     options: dict[str, Any]
     cluster: ClusterSpec | None
+    shares: bool = True
     _steps: dict[tuple[int, int], StageStep] = field(default_factory=dict)
+    _alike: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
     def chain(self) -> dict[str, Passed]:
@@ -231,6 +238,20 @@ class _MicroBatch:
             dtype = str(self.inputs.dtype).removeprefix("torch.")
             return Passed(tuple(self.inputs.shape), dtype)
         return list(self.chain.values())[first - 1]
+
+    @cached_property
+    def _kinds(self) -> list[Hashable]:
+        return kinds(self.whole, self.model, list(self.chain))
+
+    def like(self, first: int, end: int) -> tuple[int, int]:
+        """Blocks that do the same as a stage as these: the first that were met."""
+        if not self.shares:
+            return first, end
+        size = len(self.chain)
+        passed = self.received(first), self.received(end)
+        places = first == 0, end == size
+        key = (places, passed, tuple(self._kinds[first:end]))
+        return self._alike.setdefault(key, (first, end))
 
     def step(self, first: int, end: int) -> StageStep:
         """The step of some blocks as a stage."""
@@ -292,12 +313,24 @@ class _Race:
             schedule=self.schedule,
             block_ms=self.micro_batch.block_ms,
             cuts=self.micro_batch.cuts,
-            times_of=self.times_of,
+            times_of=lambda i, first, end: self.times_of(
+                i, *self.micro_batch.like(first, end)
+            ),
             relative_gap=self.relative_gap,
             best_ms=best_ms,
         )
         cutting.run()
+        stages = self._stages(cutting)
+        if self.micro_batch.shares and None in (self.choice(*s) for s in stages):
+            self.micro_batch.shares = False  # they were not so alike
+            return self.run(best_ms)
         return cutting
+
+    def _stages(self, cutting: Cutting) -> list[tuple[int, int, int]]:
+        """Index, first block and end of each stage; none if nothing fits."""
+        ends = (*cutting.starts[1:], len(self.micro_batch.chain))
+        pairs = zip(cutting.starts, ends, strict=False)
+        return [(i, first, end) for i, (first, end) in enumerate(pairs)]
 
     def chooser(self, stage: int, first: int, end: int) -> StageChooser:
         """Of some blocks as a stage of that index."""
@@ -338,7 +371,9 @@ class _Race:
             for end in ends[stage : len(ends) - left] if left else ends[-1:]:
                 for first, before in best.items():
                     if first < end:
-                        chooser = self.chooser(stage, first, end)
+                        chooser = self.chooser(
+                            stage, *self.micro_batch.like(first, end)
+                        )
                         own = (chooser.lowest().peak_bytes, stage, first, end)
                         reached[end] = min(
                             reached.get(end, (2**63, 0, 0, 0)), max(before, own)
@@ -348,12 +383,10 @@ class _Race:
 
     def plan(self, cutting: Cutting, alternatives: tuple[str, ...]) -> PipelinePlan:
         """The plan of the best cuts."""
-        whole, chain = self.micro_batch.whole, self.micro_batch.chain
-        ends = (*cutting.starts[1:], len(chain))
-        places = enumerate(zip(cutting.starts, ends, strict=True))
+        whole = self.micro_batch.whole
         return PipelinePlan(
             pipeline=self.schedule,
-            stage_plans=tuple(self._stage(i, first, end) for i, (first, end) in places),
+            stage_plans=tuple(self._stage(*stage) for stage in self._stages(cutting)),
             budget_bytes=self.budget_bytes,
             step_ms=cutting.best_ms,
             alternatives=alternatives,
@@ -390,6 +423,7 @@ def _infeasible(races: Sequence[_Race]) -> InfeasibleBudgetError:
         ((race.lowest(), race) for race in races), key=lambda pair: pair[0][0]
     )
     choice = race.chooser(stage, first, end).lowest()
+    lowest_bytes = max(lowest_bytes, choice.peak_bytes)
     step, budget_bytes = race.micro_batch.step(first, end), race.budget_bytes
     fqns = list(race.micro_batch.chain)
     return InfeasibleBudgetError(

@@ -13,6 +13,7 @@ from autosac._compat_distributed import fake_group
 from autosac.devices.specs import device_spec
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.parallel.clusters import cluster_spec
+from autosac.pipelines import planning
 from autosac.pipelines.blocks import Stage, chain_of
 from autosac.pipelines.planning import _MicroBatch, _Race
 from autosac.pipelines.playing import step_ms
@@ -243,3 +244,25 @@ def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "plan.json").write_text('{"format": 1}')
     with pytest.raises(ValueError, match="Plan again"):
         autosac.PipelinePlan.load(tmp_path / "plan.json")
+
+
+def test_stages_of_like_blocks_need_one_trace_and_the_plan_stays_the_same(monkeypatch):
+    with torch.device("meta"):
+        model = Model(8)
+    size = 8 << 20
+    stages = []
+    stage_step = planning.stage_step
+
+    def counted(stage, *args, **kwargs):
+        stages.append(stage)
+        return stage_step(stage, *args, **kwargs)
+
+    monkeypatch.setattr(planning, "stage_step", counted)
+    shared = plan(model, size, cluster=CLUSTER)
+    num_shared = len(stages)
+    monkeypatch.setattr(planning._MicroBatch, "like", lambda _, *stage: stage)
+    alone = plan(model, size, cluster=CLUSTER)
+
+    assert num_shared <= len(stages) - num_shared
+    assert shared.stage_plans == alone.stage_plans
+    assert (shared.step_ms, shared.rank_peaks) == (alone.step_ms, alone.rank_peaks)
