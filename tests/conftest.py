@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import autosac  # noqa: F401  # before the session starts
+from tests import examples
 
 
 def _limit_onednn():
@@ -33,11 +34,19 @@ _limit_onednn()
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
 
-# No test fails because the machine is busy.
-settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any machine")
+
+def pytest_configure(config):
+    """Runs without slow tests draw fewer examples, which are all drawn with them."""
+    if config.option.markexpr == "not slow":
+        examples.draw_fewer()
+    # No test fails because the machine is busy.
+    settings.register_profile(
+        "any machine",
+        deadline=None,
+        max_examples=examples.at_most(examples.DEFAULT),
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)

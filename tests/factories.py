@@ -7,7 +7,7 @@ from autosac.cli.demo import next_token_loss
 from tests.models import gpt as small_gpt
 
 
-def gpt(layers=4, rows=16):
+def gpt(layers=2, rows=16):
     tokens = torch.randint(32, (rows, 8))
     return small_gpt(layers), tokens, next_token_loss(tokens)
 

@@ -21,6 +21,7 @@ from autosac.planning.spelling import spell_out
 from autosac.step.training_step import normalize_inputs
 from autosac.verification.measuring import storage_bytes
 from tests.alive import tensors_alive
+from tests.examples import at_most
 from tests.models import CASES, WIDTH, Case, random_choice, random_policy
 from tests.test_chains import CHAINS
 from tests.training import random_policies, rows
@@ -196,7 +197,10 @@ def test_a_planned_model_gives_the_gradients_of_the_plain_one(name, way):
         assert are_equal(expected, outcome)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=at_most(40),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     ways=st.lists(st.sampled_from(sorted(WAYS)), min_size=2, max_size=6),
