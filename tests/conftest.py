@@ -3,7 +3,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -51,14 +53,20 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test that is `slow_but_first`, all cases but the first are slow."""
-    seen = set()
+    """Of a test that is `slow_but_first`, all cases but the first are slow.
+
+    Of one that is `slow_but_third`, two of three are: other ones in each such test, so
+    that those of a run without slow tests have every case among them.
+    """
+    seen = Counter()
     for item in items:
-        if item.get_closest_marker("slow_but_first"):
-            name = item.nodeid.partition("[")[0]
-            if name in seen:
-                item.add_marker("slow")
-            seen.add(name)
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow_but_first") and seen[name]:
+            item.add_marker("slow")
+        in_turn = (seen[name] + crc32(name.encode())) % 3
+        if item.get_closest_marker("slow_but_third") and in_turn:
+            item.add_marker("slow")
+        seen[name] += 1
 
 
 @pytest.fixture(scope="module", autouse=True)

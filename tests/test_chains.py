@@ -14,7 +14,7 @@ from autosac.tracing.trace import dry_run
 from autosac.units import curves
 from autosac.verification.measuring import measure_peak
 from autosac.verification.verifying import Recipe, verify_each
-from tests.models import Case
+from tests.models import Case, shared_profile
 from tests.training import assert_equal, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -365,7 +365,7 @@ class Around(nn.Module):
 
 def in_nests(case):
     """Policies of the least points of all nests of a case."""
-    traced = case.profile()
+    traced = shared_profile(case)
     curves_of = dict(
         zip(traced.formulation.units, traced.formulation.curves, strict=True)
     )
@@ -373,6 +373,7 @@ def in_nests(case):
     return spell_out(traced, {nest: curves_of[nest].policies[-1] for nest in nests})
 
 
+@pytest.mark.slow_but_third
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("place", range(3))
 def test_a_nest_that_does_between_its_parts_what_no_rerun_may_is_exact(between, place):

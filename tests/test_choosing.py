@@ -63,15 +63,24 @@ def _each(names, fast):
     ]
 
 
-@pytest.fixture(scope="module", params=_each(_SETTINGS, ("cpu", "h100")))
-def setting(request):
-    return request.param
+_FAST = {("small gpt", "cpu"), ("wide gpt", "h100")}
 
 
-@pytest.fixture(scope="module", params=_each(_STEPS, ("small gpt", "wide gpt")))
-def swept(request, setting):
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            (step, setting),
+            id=f"{step}-{setting}",
+            marks=() if (step, setting) in _FAST else pytest.mark.slow,
+        )
+        for setting in _SETTINGS
+        for step in _STEPS
+    ],
+)
+def swept(request):
     """A profile, its budgets and the plan of each, the largest budget first."""
-    profile = _profile(request.param, setting)
+    profile = _profile(*request.param)
     budgets = _budgets(profile)
     plans = {
         budget: autosac.plan(profile, memory_budget=budget, dry_run=False)
@@ -213,7 +222,7 @@ def test_a_mixture_becomes_the_fastest_known_point_that_frees_as_much():
     assert finer_than_the_milp > 3
 
 
-@pytest.mark.parametrize("setting", _SETTINGS)
+@pytest.mark.parametrize("setting", _each(_SETTINGS, ("cpu", "h100 bf16")))
 def test_the_floor_is_the_lowest_of_what_was_found_before_and_after_trimming(setting):
     profile = _profile("wide gpt", setting)
     chooser = profile.chooser

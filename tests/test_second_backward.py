@@ -21,7 +21,7 @@ from autosac.planning.spelling import spell_out
 from autosac.step.training_step import normalize_inputs
 from autosac.verification.measuring import storage_bytes
 from tests.alive import tensors_alive
-from tests.examples import at_most
+from tests.examples import at_most, seeds
 from tests.models import CASES, WIDTH, Case, random_choice, random_policy
 from tests.test_chains import CHAINS
 from tests.training import random_policies, rows
@@ -246,7 +246,7 @@ def heads(seed):
 
 
 @pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_outputs_may_go_backward_one_after_the_other(retain, seed):
     observed = []
     for model in (TWO_HEADS.model(), heads(seed)):
@@ -260,7 +260,7 @@ def test_outputs_may_go_backward_one_after_the_other(retain, seed):
 
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("what", ["weight", "input"])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_what_changes_between_two_backward_passes_is_an_error(what, retain, seed):
     for model in (TWO_HEADS.model(), heads(seed)):
         for _ in range(2):
@@ -531,6 +531,7 @@ class Left:
         return Left(storage_bytes(tensors_alive()))
 
 
+@pytest.mark.slow_but_third
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["mlp", "chain of blocks in parts"])
 def test_a_step_leaves_nothing_behind(name, way):

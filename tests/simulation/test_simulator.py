@@ -10,7 +10,7 @@ from autosac.simulation.simulator import Simulator
 from autosac.tracing.trace import dry_run
 from autosac.units.policies import SAVE, OpPolicy, Policy
 from autosac.verification.verifying import verify
-from tests.models import CASES, each_case, random_choice
+from tests.models import CASES, each_case, random_choice, shared_profile
 
 NUM_PLANS = 5
 
@@ -93,8 +93,9 @@ def test_what_libraries_keep_is_alive_all_the_time():
     assert all(with_libraries >= without for with_libraries, without in pairs)
 
 
+@pytest.mark.slow_but_third
 @each_case
 def test_random_plans_hold_units(case):
-    traced = case.profile()
+    traced = shared_profile(case)
 
     assert any(random_choice(traced, seed) for seed in range(NUM_PLANS))
