@@ -181,6 +181,7 @@ def test_a_plan_takes_no_more_than_one_that_was_made_for_less(planner):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("planner", KEYS[:2], indirect=True, scope="module")
 def test_both_backends_prove_the_same_optimum(planner):
     (budget,) = budgets_between(planner, 2)
     other = GraphPlanner(planner.joint, backend="cbc")
