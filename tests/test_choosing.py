@@ -63,24 +63,15 @@ def _each(names, fast):
     ]
 
 
-_FAST = {("small gpt", "cpu"), ("wide gpt", "h100")}
+_FAST = ("small gpt-cpu", "wide gpt-h100")
+_SWEPT = (*_FAST, "small gpt-h100 bf16", "wide gpt-cpu bf16", "wide gpt-h100 bf16")
+_SWEPT += ("resnet18-cpu", "resnet18-h100")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(
-            (step, setting),
-            id=f"{step}-{setting}",
-            marks=() if (step, setting) in _FAST else pytest.mark.slow,
-        )
-        for setting in _SETTINGS
-        for step in _STEPS
-    ],
-)
+@pytest.fixture(scope="module", params=_each(_SWEPT, _FAST))
 def swept(request):
     """A profile, its budgets and the plan of each, the largest budget first."""
-    profile = _profile(*request.param)
+    profile = _profile(*request.param.split("-"))
     budgets = _budgets(profile)
     plans = {
         budget: autosac.plan(profile, memory_budget=budget, dry_run=False)
