@@ -3,13 +3,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 import autosac  # noqa: F401  # before the session starts
+from tests import examples
 
 
 def _limit_onednn():
@@ -33,23 +36,37 @@ _limit_onednn()
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
 
-# No test fails because the machine is busy.
-settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("any machine")
+
+def pytest_configure(config):
+    """Runs without slow tests draw fewer examples, which are all drawn with them."""
+    if config.option.markexpr == "not slow":
+        examples.draw_fewer()
+    # No test fails because the machine is busy.
+    settings.register_profile(
+        "any machine",
+        deadline=None,
+        max_examples=examples.at_most(examples.DEFAULT),
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test that is `slow_but_first`, all cases but the first are slow."""
-    seen = set()
+    """Of a test that is `slow_but_first`, all cases but the first are slow.
+
+    Of one that is `slow_but_third`, two of three are: other ones in each such test, so
+    that those of a run without slow tests have every case among them.
+    """
+    seen = Counter()
     for item in items:
-        if item.get_closest_marker("slow_but_first"):
-            name = item.nodeid.partition("[")[0]
-            if name in seen:
-                item.add_marker("slow")
-            seen.add(name)
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow_but_first") and seen[name]:
+            item.add_marker("slow")
+        in_turn = (seen[name] + crc32(name.encode())) % 3
+        if item.get_closest_marker("slow_but_third") and in_turn:
+            item.add_marker("slow")
+        seen[name] += 1
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,5 +1,7 @@
 """What the command line's tests name as models."""
 
+from collections import OrderedDict
+
 import torch
 from torch import nn
 
@@ -10,6 +12,19 @@ from tests.models import gpt as small_gpt
 def gpt(layers=4, rows=16):
     tokens = torch.randint(32, (rows, 8))
     return small_gpt(layers), tokens, next_token_loss(tokens)
+
+
+def mlp(layers=4, rows=64):
+    blocks = (
+        nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        for _ in range(layers)
+    )
+    model = nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks)))
+    return model, torch.randn(rows, 8), mean_square
+
+
+def mean_square(outputs):
+    return outputs.square().mean()
 
 
 def named(word="adam"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class Case:
         return profile(
             self.model(), self.inputs(), optimizer=optimizer, loss_fn=self.loss_fn
         )
+
+
+@functools.cache
+def shared_profile(case: Case) -> Profile:
+    """Traced once, for tests that only read it and have the model of `case.model()`."""
+    return case.profile()
 
 
 # --- models -------------------------------------------------------------------

@@ -12,6 +12,7 @@ from autosac.solving.rules_of_thumb import policy_saving
 from autosac.step.training_step import normalize_inputs
 from autosac.tracing.trace import dry_run
 from autosac.verification.measuring import differences
+from tests.examples import seeds
 from tests.models import (
     CASES,
     WIDTH,
@@ -39,6 +40,7 @@ def test_two_steps_are_bit_identical_with_any_policy(case):
         assert_equal(expected, train(case, model))
 
 
+@pytest.mark.slow_but_third
 @each_case
 def test_names_stay_the_same(case):
     plain, model = case.model(), planned(case, save_share=0.0)
@@ -54,6 +56,7 @@ def test_names_stay_the_same(case):
     assert names(model) == names(plain)
 
 
+@pytest.mark.slow_but_third
 @each_case
 def test_unapplying_restores_every_module(case):
     model = case.model()
@@ -203,7 +206,7 @@ class Accumulates(nn.Module):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["by caller", "by unit"])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_an_argument_that_changes_in_place_leaves_gradients_exact(seed, inside):
     case = Case(lambda: Accumulates(inside), rows)
     traced = case.profile()

@@ -1,6 +1,7 @@
 """Every awkward habit: simulation equals dry run, three steps are bit-identical."""
 
 import dataclasses
+import functools
 import gc
 import random
 import threading
@@ -33,6 +34,11 @@ def nothing_frozen(frozen_objects):
 
 each_habit = pytest.mark.parametrize("name", AWKWARD)
 SHARES = (0.0, 1.0, None, None)  # of groups that are saved
+
+
+@functools.cache
+def profile_of(name):
+    return AWKWARD[name].profile(torch.optim.AdamW)
 
 
 def choices(traced):
@@ -74,7 +80,7 @@ def train(case, policies):
 @pytest.mark.slow_but_first
 @each_habit
 def test_the_simulated_peak_is_the_dry_runs_byte_for_byte(name):
-    traced = AWKWARD[name].profile(torch.optim.AdamW)
+    traced = profile_of(name)
     for chosen in choices(traced):
         policies = spell_out(traced, chosen)
 
@@ -89,8 +95,7 @@ def test_the_simulated_peak_is_the_dry_runs_byte_for_byte(name):
 @pytest.mark.slow_but_first
 @each_habit
 def test_three_steps_are_bit_identical(name):
-    case = AWKWARD[name]
-    traced = case.profile()
+    case, traced = AWKWARD[name], profile_of(name)
     plain, plain_attributes = train(case, ())
     for chosen in choices(traced):
         planned, planned_attributes = train(case, spell_out(traced, chosen))
@@ -103,7 +108,7 @@ def test_three_steps_are_bit_identical(name):
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", sorted(set(AWKWARD) - {"draws in Python"}))
 def test_a_habit_does_not_keep_modules_from_being_units(name):
-    assert AWKWARD[name].profile().units.candidates
+    assert profile_of(name).units.candidates
 
 
 def test_numbers_that_other_threads_draw_are_not_taken_for_a_module_s():

@@ -14,7 +14,7 @@ from autosac.tracing.trace import dry_run
 from autosac.units import curves
 from autosac.verification.measuring import measure_peak
 from autosac.verification.verifying import Recipe, verify_each
-from tests.models import Case
+from tests.models import Case, shared_profile
 from tests.training import assert_equal, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,6 +196,18 @@ def points(traced):
     ]
 
 
+def ends(traced):
+    """Every point of the longest chains and nests, and both ends of the others."""
+    longest = max(len(chain.blocks) for chain in traced.chains)
+    observed = points(traced)
+    wanted = []
+    for chain in traced.chains:
+        of_chain = [chosen for chosen in observed if chain in chosen]
+        is_long = len(chain.blocks) == longest
+        wanted += of_chain if is_long else (of_chain[0], of_chain[-1])
+    return wanted
+
+
 @each_chain
 def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
     traced = case.profile()
@@ -226,7 +238,7 @@ def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
 def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):
     traced = case.profile(torch.optim.AdamW)
 
-    for chosen in points(traced):
+    for chosen in ends(traced):
         policies = spell_out(traced, chosen)
         dry = dry_run(
             traced.step, lambda model, p=policies: installing.install(model, p)
@@ -276,9 +288,9 @@ def test_chains_hold_under_autocast_and_accumulation(case):
 @each_chain
 def test_steps_with_a_chain_are_bit_identical(case):
     expected = train(case, case.model())
-    traced = case.profile()
+    traced = shared_profile(case)
 
-    for chosen in points(traced):
+    for chosen in ends(traced):
         model = case.model()
         installing.install(model, spell_out(traced, chosen))
         assert_equal(expected, train(case, model))
@@ -365,7 +377,7 @@ class Around(nn.Module):
 
 def in_nests(case):
     """Policies of the least points of all nests of a case."""
-    traced = case.profile()
+    traced = shared_profile(case)
     curves_of = dict(
         zip(traced.formulation.units, traced.formulation.curves, strict=True)
     )
@@ -373,6 +385,7 @@ def in_nests(case):
     return spell_out(traced, {nest: curves_of[nest].policies[-1] for nest in nests})
 
 
+@pytest.mark.slow_but_third
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("place", range(3))
 def test_a_nest_that_does_between_its_parts_what_no_rerun_may_is_exact(between, place):

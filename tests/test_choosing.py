@@ -63,15 +63,15 @@ def _each(names, fast):
     ]
 
 
-@pytest.fixture(scope="module", params=_each(_SETTINGS, ("cpu", "h100")))
-def setting(request):
-    return request.param
+_FAST = ("small gpt-cpu", "wide gpt-h100")
+_SWEPT = (*_FAST, "small gpt-h100 bf16", "wide gpt-cpu bf16", "wide gpt-h100 bf16")
+_SWEPT += ("resnet18-cpu", "resnet18-h100")
 
 
-@pytest.fixture(scope="module", params=_each(_STEPS, ("small gpt", "wide gpt")))
-def swept(request, setting):
+@pytest.fixture(scope="module", params=_each(_SWEPT, _FAST))
+def swept(request):
     """A profile, its budgets and the plan of each, the largest budget first."""
-    profile = _profile(request.param, setting)
+    profile = _profile(*request.param.split("-"))
     budgets = _budgets(profile)
     plans = {
         budget: autosac.plan(profile, memory_budget=budget, dry_run=False)
@@ -213,7 +213,7 @@ def test_a_mixture_becomes_the_fastest_known_point_that_frees_as_much():
     assert finer_than_the_milp > 3
 
 
-@pytest.mark.parametrize("setting", _SETTINGS)
+@pytest.mark.parametrize("setting", _each(_SETTINGS, ("cpu", "h100 bf16")))
 def test_the_floor_is_the_lowest_of_what_was_found_before_and_after_trimming(setting):
     profile = _profile("wide gpt", setting)
     chooser = profile.chooser

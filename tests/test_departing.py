@@ -15,6 +15,7 @@ from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
 from autosac.step.training_step import normalize_inputs
 from autosac.verification.measuring import measure_peak
+from tests.examples import seeds
 from tests.models import BATCH, CASES, WIDTH, Case, random_policy
 from tests.training import Branching, Stack, assert_equal, planned, rows, train
 
@@ -37,7 +38,7 @@ def branching(branch, seed, num_rows=BATCH):
     return case, model, plain
 
 
-@pytest.mark.parametrize("seed", range(8))
+@seeds(8)
 @pytest.mark.parametrize(
     ("branch", "num_rows"),
     [("random", BATCH), ("longer", BATCH), ("wide", 2 * BATCH)],
@@ -53,7 +54,7 @@ def test_another_branch_warns_once_and_keeps_gradients_exact(branch, num_rows, s
     assert_equal(expected, trained)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@seeds(8)
 def test_a_shorter_branch_keeps_gradients_exact(seed):
     case, model, plain = branching("shorter", seed)
 
@@ -91,7 +92,7 @@ class Longer(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["draws", "draws in place", "adds"])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_what_nobody_was_expected_to_need_is_there_for_a_longer_branch(kind, seed):
     case = Case(lambda: nn.Sequential(Longer(kind), nn.Linear(WIDTH, WIDTH)), rows)
     traced = case.profile()
@@ -125,7 +126,7 @@ class Overwriting(nn.Module):
         return gate * hidden
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12)
 def test_a_departure_that_overwrites_a_result_keeps_gradients_exact(seed):
     case = Case(lambda: nn.Sequential(Overwriting(), nn.Tanh()), rows)
     traced = case.profile()
@@ -167,7 +168,7 @@ class Shares(nn.Module):
         return self.last(self.shared(x))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_a_unit_called_inside_a_departed_one_is_a_part_of_it(seed):
     case = Case(Shares, rows)
     profile = case.profile()
@@ -232,7 +233,7 @@ def test_what_changed_before_a_departure_is_read_as_it_was(reads):
 
 
 @pytest.mark.parametrize("branch", ["usual", "longer"])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_parameters_of_the_callers_are_those_of_the_rerun(branch, seed):
     case, model, plain = branching(branch, seed)
     gradients = []
@@ -286,7 +287,7 @@ class Wide(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_other_code_in_the_rerun_of_a_departed_unit_is_refused(seed, monkeypatch):
     case, model, _ = branching("longer", seed)
     with pytest.warns(UserWarning, match="ran aten"):
@@ -298,7 +299,7 @@ def test_other_code_in_the_rerun_of_a_departed_unit_is_refused(seed, monkeypatch
 
 
 @pytest.mark.parametrize("branch", ["usual", "longer"])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_parameters_that_change_before_backward_are_refused(branch, seed):
     case, model, plain = branching(branch, seed)
     for twin in (plain, model):

@@ -10,7 +10,7 @@ import autosac
 from autosac.cli.demo import GPT
 from autosac.solvers import sac
 from autosac.solving.formulation import formulate
-from tests.models import CASES
+from tests.models import CASES, shared_profile
 
 
 def random_choice(formulation, rng):
@@ -51,9 +51,10 @@ def both_peaks(traced, formulation, points):
     return predicted, traced.simulator.peak_bytes(chosen)
 
 
+@pytest.mark.slow_but_third
 @pytest.mark.parametrize("name", CASES)
 def test_the_milp_predicts_the_peak_that_the_simulation_finds(name):
-    traced = CASES[name].profile()
+    traced = shared_profile(CASES[name])
     formulation = traced.formulation
     rng = random.Random(0)
     for _ in range(40):

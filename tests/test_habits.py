@@ -313,7 +313,11 @@ def test_units_that_depart_find_parametrized_weights_as_forward_did():
 
 
 @pytest.mark.parametrize(
-    ("is_alone", "left_out"), [(True, "0.blocks.0"), (False, "1.blocks.0")]
+    ("is_alone", "left_out"),
+    [
+        (True, "0.blocks.0"),
+        pytest.param(False, "1.blocks.0", marks=pytest.mark.slow),
+    ],
 )
 def test_units_whose_dry_run_is_not_as_simulated_are_left_out_and_said(
     monkeypatch, is_alone, left_out

@@ -134,8 +134,15 @@ def planned(step, lowest):
     return model, applied(step, lowest).apply(model).memory
 
 
-@pytest.mark.parametrize("kinds", [("late",), ("early",), ("results",), tuple(KINDS)])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        pytest.param(name, kinds, marks=() if is_fast else pytest.mark.slow)
+        for name in STEPS
+        for kinds in (("late",), ("early",), ("results",), tuple(KINDS))
+        for is_fast in [name == "blocks" or len(kinds) > 1]
+    ],
+)
 def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(name, kinds):
     case = STEPS[name]
     step = far_step(case)
@@ -246,6 +253,7 @@ def assert_empties(memory):
     assert memory.in_use_bytes == 0
 
 
+@pytest.mark.slow_but_third
 @pytest.mark.parametrize(
     "run",
     [no_backward, evaluates, fails_in_forward, fails_in_backward, stops_early,

@@ -21,6 +21,7 @@ from autosac.planning.spelling import spell_out
 from autosac.step.training_step import normalize_inputs
 from autosac.verification.measuring import storage_bytes
 from tests.alive import tensors_alive
+from tests.examples import at_most, seeds
 from tests.models import CASES, WIDTH, Case, random_choice, random_policy
 from tests.test_chains import CHAINS
 from tests.training import random_policies, rows
@@ -196,7 +197,10 @@ def test_a_planned_model_gives_the_gradients_of_the_plain_one(name, way):
         assert are_equal(expected, outcome)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=at_most(40),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     ways=st.lists(st.sampled_from(sorted(WAYS)), min_size=2, max_size=6),
@@ -242,7 +246,7 @@ def heads(seed):
 
 
 @pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_outputs_may_go_backward_one_after_the_other(retain, seed):
     observed = []
     for model in (TWO_HEADS.model(), heads(seed)):
@@ -256,7 +260,7 @@ def test_outputs_may_go_backward_one_after_the_other(retain, seed):
 
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("what", ["weight", "input"])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_what_changes_between_two_backward_passes_is_an_error(what, retain, seed):
     for model in (TWO_HEADS.model(), heads(seed)):
         for _ in range(2):
@@ -527,6 +531,7 @@ class Left:
         return Left(storage_bytes(tensors_alive()))
 
 
+@pytest.mark.slow_but_third
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["mlp", "chain of blocks in parts"])
 def test_a_step_leaves_nothing_behind(name, way):

@@ -101,10 +101,12 @@ def budgets(chain, num=12):
     return [lowest + (baseline - lowest) * (i + 1) // num for i in range(num)]
 
 
-@pytest.mark.parametrize("backend", ["highs", "cbc"])
+@pytest.mark.parametrize(
+    "backend", ["highs", pytest.param("cbc", marks=pytest.mark.slow)]
+)
 def test_the_optimum_is_that_of_pytorchs_milp_at_every_budget(chain, backend):
     recomputed = 0
-    for budget in budgets(chain):
+    for budget in budgets(chain, num=6 if backend == "highs" else 12):
         plan = autosac.plan(chain.statistics, memory_budget=budget, backend=backend)
 
         assert plan.recompute_ms == pytest.approx(chain.optimum_ms(budget), abs=1e-4)
@@ -125,6 +127,7 @@ def test_what_pytorchs_milp_cannot_fit_is_infeasible(chain):
     assert met.peak_bytes == e.value.lowest_peak_bytes
 
 
+@pytest.mark.slow_but_first
 def test_given_units_and_ranks_count_as_in_pytorchs_milp(chain):
     statistics, root = chain.statistics, chain.graph.nodes[0]["fqn"]
     inner = [m.fqn for m in statistics.modules if m.n_segments and m.fqn.count(".") > 1]

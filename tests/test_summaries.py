@@ -13,7 +13,7 @@ WIDTH = 16
 VOID = {"br"}
 
 
-def layers(num=48):
+def layers(num):
     return nn.Sequential(
         *(
             nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
@@ -26,17 +26,23 @@ def mean_square(output):
     return output.square().mean()
 
 
-@pytest.fixture(scope="module")
-def traced():
-    return autosac.profile(layers(), torch.randn(64, WIDTH), loss_fn=mean_square)
+@pytest.fixture(scope="module", params=[16, pytest.param(48, marks=pytest.mark.slow)])
+def num(request):
+    """Layers: more modules than lines of a screen; and more layers than that."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def results(traced):
+def traced(num):
+    return autosac.profile(layers(num), torch.randn(64, WIDTH), loss_fn=mean_square)
+
+
+@pytest.fixture(scope="module")
+def results(traced, num):
     budget = (autosac.floor(traced) + traced.baseline_peak_bytes) // 2
     plan = autosac.plan(traced, memory_budget=budget)
     with torch.device("meta"):
-        model = layers()
+        model = layers(num)
     sharded = autosac.plan_parallel(
         model,
         torch.empty(64, WIDTH, device="meta"),
@@ -59,13 +65,13 @@ def results(traced):
         traced,
         plan,
         autosac.advise(traced, memory_budget=budget),
-        autosac.verify(plan, layers, lambda: inputs, loss_fn=mean_square),
+        autosac.verify(plan, lambda: layers(num), lambda: inputs, loss_fn=mean_square),
         pipeline,
-        autosac.graph_info(layers(), inputs),
+        autosac.graph_info(layers(num), inputs),
         autosac.estimate(traced),
         autosac.sweep(traced, n=64),
         traced.statistics,
-        autosac.joint_graph(layers(), torch.randn(64, WIDTH)),
+        autosac.joint_graph(layers(num), torch.randn(64, WIDTH)),
         sharded,
     )
 
@@ -127,9 +133,10 @@ def test_neighbours_that_differ_in_a_number_only_are_one_row():
     )  # fmt: skip
 
 
-def test_the_tree_of_an_estimate_has_equal_layers_once(traced):
+def test_the_tree_of_an_estimate_has_equal_layers_once(traced, num):
     lines = repr(autosac.estimate(traced)).splitlines()
-    (block,) = (line for line in lines if line.startswith("0-47 (Sequential) x 48"))
+    head = f"0-{num - 1} (Sequential) x {num}"
+    (block,) = (line for line in lines if line.startswith(head))
     row = next(r for r in autosac.estimate(traced).modules if r.fqn == "0")
 
     assert autosac.quantities.format_bytes(row.parameter_bytes) in block

@@ -7,11 +7,11 @@ from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
 from autosac.step.training_step import normalize_inputs, training_step
 from autosac.verification.measuring import capture_state, differences
-from tests.models import BATCH, WIDTH, random_choice
+from tests.models import BATCH, WIDTH, random_choice, shared_profile
 
 
 def random_policies(case, seed=0, **options):
-    traced = case.profile()
+    traced = shared_profile(case)
     return spell_out(traced, random_choice(traced, seed, **options))
 
 

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 import autosac
 from autosac.cli import commands as cli
 from autosac.cli import demo
-from autosac.cli.demo import next_token_loss
 from autosac.cli.models import asked
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.verification.verifying import Verification
@@ -18,6 +17,7 @@ from tests import factories
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPT = "tests.factories:gpt"
+MLP = "tests.factories:mlp"  # traced in less time
 COMMANDS = [
     "demo", "plan", "sweep", "estimate", "verify", "report", "devices", "calibrate",
     "batch-size", "parallel", "min-gpus", "advise", "export", "graph-info", "compile",
@@ -39,7 +39,7 @@ def run_json(*arguments, code=0):
 @pytest.fixture(scope="module")
 def figures():
     """Floor and plain peak of the model of these tests."""
-    record = run_json("estimate", GPT, "--optimizer", "adamw")
+    record = run_json("estimate", MLP, "--optimizer", "adamw")
     return record["floor_bytes"], record["peak_bytes"]
 
 
@@ -48,7 +48,7 @@ def plan_file(figures, tmp_path_factory):
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     budget = sum(figures) // 2
     options = ("--optimizer", "adamw", "--budget", f"{budget}B", "-o", str(path))
-    assert run("plan", GPT, *options).exit_code == 0
+    assert run("plan", MLP, *options).exit_code == 0
     return path
 
 
@@ -127,7 +127,7 @@ def test_settings_are_arguments_of_the_factory():
 
 
 def test_a_model_is_built_alike_each_time_and_random_numbers_are_left_alone():
-    target = _target(GPT)
+    target = _target(MLP)
     before = torch.get_rng_state()
 
     one, other = target.parts(), target.parts()
@@ -274,13 +274,13 @@ def test_what_a_config_cannot_mean_is_a_matter_of_usage(
 
 
 def test_an_opaque_module_is_no_unit():
-    record = run_json("plan", GPT, "--budget", "1GiB")
-    marked = run("plan", GPT, "--budget", "1B", "--opaque", "blocks.*")
+    record = run_json("plan", MLP, "--budget", "1GiB")
+    marked = run("plan", MLP, "--budget", "1B", "--opaque", "blocks.*")
 
     assert record["policy"] == {}
     assert marked.exit_code == cli.EXIT_INFEASIBLE
     assert "it is opaque" in marked.stderr
-    unknown = run("plan", GPT, "--budget", "1GiB", "--opaque", "gate")
+    unknown = run("plan", MLP, "--budget", "1GiB", "--opaque", "gate")
     assert unknown.exit_code == cli.EXIT_ERROR
     assert "'gate', which stands for no module" in unknown.stderr
 
@@ -296,7 +296,7 @@ def test_targets_of_a_loss_on_the_meta_device_are_a_mistake_with_a_fix():
 
 
 def test_an_estimate_is_a_table_or_json(figures):
-    text = run("estimate", GPT, "--optimizer", "adamw")
+    text = run("estimate", MLP, "--optimizer", "adamw")
 
     assert text.exit_code == 0
     assert "at the peak" in text.stdout and "With recomputation" in text.stdout
@@ -308,13 +308,13 @@ def test_an_estimate_that_does_not_fit_says_so_by_its_exit_code(figures):
     _, peak = figures
     options = ("--optimizer", "adamw", "--fits")
 
-    assert run("estimate", GPT, *options, f"{peak}B").exit_code == 0
-    small = run_json("estimate", GPT, *options, f"{peak - 1}B", code=3)
+    assert run("estimate", MLP, *options, f"{peak}B").exit_code == 0
+    small = run_json("estimate", MLP, *options, f"{peak - 1}B", code=3)
     assert small["fits"] is False
 
 
 def test_advice_is_a_table_and_json(figures, tmp_path):
-    options = ("advise", GPT, "--optimizer", "adamw", "--budget", f"{figures[0]}B")
+    options = ("advise", MLP, "--optimizer", "adamw", "--budget", f"{figures[0]}B")
     record = run_json(*options, "--csv", str(tmp_path / "advice.csv"))
 
     first, *others = record["rows"]
@@ -360,7 +360,7 @@ def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):
     html = tmp_path / "plan.html"
     options = ("--optimizer", "adamw", "--budget", budget, "--html", str(html))
 
-    record = run_json("plan", GPT, *options)
+    record = run_json("plan", MLP, *options)
 
     assert loaded.peak_bytes <= loaded.budget_bytes == sum(figures) // 2
     assert record["policy"] == loaded.policy
@@ -373,7 +373,7 @@ def test_written_files_are_named_beside_what_machines_read(figures, tmp_path):
     budget = f"{sum(figures) // 2}B"
     given = ("--optimizer", "adamw", "-b", budget, "-o", str(plan), "--html", str(page))
 
-    result = run("plan", GPT, *given, "--interactive", "--json")
+    result = run("plan", MLP, *given, "--interactive", "--json")
 
     assert json.loads(result.stdout)["peak_bytes"] <= sum(figures) // 2
     assert result.stderr == f"autosac: wrote {plan}\nautosac: wrote {page}\n"
@@ -383,8 +383,8 @@ def test_written_files_are_named_beside_what_machines_read(figures, tmp_path):
 def test_an_infeasible_budget_has_its_own_exit_code(figures):
     options = ("--optimizer", "adamw", "--budget", "1KiB")
 
-    record = run_json("plan", GPT, *options, code=3)
-    text = run("plan", GPT, *options)
+    record = run_json("plan", MLP, *options, code=3)
+    text = run("plan", MLP, *options)
 
     assert record["error"] == "infeasible"
     assert record["lowest_peak_bytes"] == figures[0]
@@ -396,35 +396,34 @@ def test_a_sweep_is_a_table_a_picture_and_json(figures, tmp_path):
     options = ("--optimizer", "adamw", "--budget", "1KiB", "--budget", f"{figures[1]}B")
     csv, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
 
-    record = run_json("sweep", GPT, *options, "--csv", str(csv), "-o", str(picture))
+    record = run_json("sweep", MLP, *options, "--csv", str(csv), "-o", str(picture))
 
     assert [row["status"] for row in record["rows"]] == ["infeasible", "planned"]
     assert [row["floor_bytes"] for row in record["rows"]] == [figures[0]] * 2
     assert len(csv.read_text().splitlines()) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert run("sweep", GPT, "--budget", "1KiB").exit_code == 3
+    assert run("sweep", MLP, "--budget", "1KiB").exit_code == 3
 
 
 def test_the_largest_batch_is_that_of_the_python_function(figures):
-    budget = sum(figures) // 2
-    given = ("--argument", "rows", "--set", "layers=2", "--optimizer", "adamw")
-    record = run_json("batch-size", GPT, "-b", f"{budget}B", *given)
-    tokens = {rows: factories.gpt(rows=rows)[1] for rows in range(1, 65)}
+    budget = figures[0] - 1  # for less than the model's own batch
+    given = ("--argument", "rows", "--optimizer", "adamw")
+    record = run_json("batch-size", MLP, "-b", f"{budget}B", *given)
     expected = autosac.max_batch_size(
-        factories.gpt(layers=2)[0],
-        tokens.__getitem__,
-        make_loss_fn=next_token_loss,
+        factories.mlp()[0],
+        lambda rows: factories.mlp(rows=rows)[1],
+        loss_fn=factories.mean_square,
         memory_budget=budget,
         optimizer="adamw",
         most=64,
     )
     assert record["batch_size"] == expected.batch_size
     assert record["peak_bytes"] <= budget
-    assert run("batch-size", GPT, "-b", "1GiB").exit_code == cli.EXIT_USAGE
+    assert run("batch-size", MLP, "-b", "1GiB").exit_code == cli.EXIT_USAGE
 
 
 def test_many_gpus_are_planned_for_and_counted(tmp_path):
-    given = (GPT, "--optimizer", "adamw", "--cluster", "hgx-h100")
+    given = (GPT, "--set", "layers=2", "--optimizer", "adamw", "--cluster", "hgx-h100")
     least = run("parallel", *given, "--gpus", "2", "-b", "1KiB", "--json")
     assert least.exit_code == cli.EXIT_INFEASIBLE
     fits = f"{json.loads(least.stdout)['lowest_peak_bytes']}B"
@@ -472,11 +471,11 @@ def test_graph_info_has_the_figures_of_the_python_function():
 
 
 def test_a_compiled_budget_is_kept_or_infeasible():
-    plain = run_json("compile", GPT, "-b", "1GiB")
-    least = run_json("compile", GPT, "-b", "1KiB", code=cli.EXIT_INFEASIBLE)
+    plain = run_json("compile", MLP, "-b", "1GiB")
+    least = run_json("compile", MLP, "-b", "1KiB", code=cli.EXIT_INFEASIBLE)
     budget = (plain["peak_bytes"] + least["lowest_peak_bytes"]) // 2
-    record = run_json("compile", GPT, "-b", f"{budget}B")
-    wrong = run("compile", GPT, "-b", "1GiB", "--backend", "nothing")
+    record = run_json("compile", MLP, "-b", f"{budget}B")
+    wrong = run("compile", MLP, "-b", "1GiB", "--backend", "nothing")
 
     assert plain["num_rerun"] == 0 < record["num_rerun"]
     assert record["peak_bytes"] <= budget
@@ -484,7 +483,7 @@ def test_a_compiled_budget_is_kept_or_infeasible():
 
 
 def test_a_plan_is_verified_by_real_steps(plan_file):
-    record = run_json("verify", str(plan_file), GPT, "--optimizer", "adamw")
+    record = run_json("verify", str(plan_file), MLP, "--optimizer", "adamw")
 
     assert record["identical"] and record["within_budget"]
     assert record["measured_peak_bytes"] <= record["budget_bytes"]
@@ -502,7 +501,7 @@ def test_a_plan_that_does_not_hold_is_an_error(plan_file, monkeypatch):
     )
     monkeypatch.setattr(autosac, "verify", lambda *_, **__: broken)
 
-    record = run_json("verify", str(plan_file), GPT, "--optimizer", "adamw", code=1)
+    record = run_json("verify", str(plan_file), MLP, "--optimizer", "adamw", code=1)
 
     assert not record["identical"] and not record["within_budget"]
 
@@ -516,9 +515,9 @@ def test_another_model_does_not_take_the_plan(plan_file):
 
 def test_a_report_needs_only_the_file_and_takes_the_model(plan_file, tmp_path):
     bare = run("report", str(plan_file))
-    full = run("report", str(plan_file), GPT, "--optimizer", "adamw")
+    full = run("report", str(plan_file), MLP, "--optimizer", "adamw")
     page = tmp_path / "report.html"
-    run("report", str(plan_file), GPT, "--optimizer", "adamw", "--html", str(page))
+    run("report", str(plan_file), MLP, "--optimizer", "adamw", "--html", str(page))
 
     assert bare.exit_code == full.exit_code == 0
     assert "comes from a file" in bare.stdout
@@ -552,7 +551,7 @@ def test_calibration_says_what_was_measured():
 
 # --- grids ------------------------------------------------------------------------
 
-GRID = ("sweep", GPT, "--grid", "layers=2,3", "--grid", "device=cpu,h100", "--n", "2")
+GRID = ("sweep", MLP, "--grid", "layers=2,3", "--grid", "device=cpu,h100", "--n", "2")
 
 
 def test_a_grid_is_a_table_files_and_json(tmp_path):
@@ -582,17 +581,17 @@ def test_finished_cells_of_a_grid_are_read_until_the_factory_changes(
 ):
     from tests import factories
 
-    options = ("sweep", GPT, "--grid", "layers=2", "--n", "2", "--directory")
+    options = ("sweep", MLP, "--grid", "layers=2", "--n", "2", "--directory")
     first = run_json(*options, str(tmp_path))
     built = []
 
-    def other(layers=4, rows=16):
+    def other(layers=4, rows=64):
         built.append(layers)
         return original(layers, 2 * rows)
 
-    original = factories.gpt
+    original = factories.mlp
     again = run_json(*options, str(tmp_path))
-    monkeypatch.setattr(factories, "gpt", other)
+    monkeypatch.setattr(factories, "mlp", other)
     changed = run_json(*options, str(tmp_path))
 
     assert first == again != changed
@@ -600,7 +599,7 @@ def test_finished_cells_of_a_grid_are_read_until_the_factory_changes(
 
 
 def test_a_grid_without_any_plan_has_an_exit_code():
-    low = run_json("sweep", GPT, "--grid", "layers=2,3", "-b", "1KiB", code=3)
+    low = run_json("sweep", MLP, "--grid", "layers=2,3", "-b", "1KiB", code=3)
     failed = run_json("sweep", "tests.factories:alone", "--grid", "batch=1,2", code=1)
 
     assert [row["status"] for row in low["rows"]] == ["infeasible"] * 2
@@ -622,7 +621,7 @@ def test_a_grid_without_any_plan_has_an_exit_code():
     ],
 )
 def test_what_no_grid_can_mean_is_a_matter_of_usage(arguments, match):
-    result = run("sweep", GPT, *arguments)
+    result = run("sweep", MLP, *arguments)
 
     assert result.exit_code == cli.EXIT_USAGE, result.output
     assert match in " ".join(result.stderr.split())
@@ -653,9 +652,9 @@ def test_plans_and_sweeps_take_given_units(figures):
     budget = f"{figures[1] - 1}B"
     given = ("--ac-units", "blocks.0*", "--fsdp-units", "blocks.1")
 
-    plan = run_json("plan", GPT, "--optimizer", "adamw", "-b", budget, *given)
-    sweep = run_json("sweep", GPT, "--optimizer", "adamw", "--n", "2", *given)
-    grid = run_json("sweep", GPT, "--grid", "optimizer=adamw", "--n", "2", *given)
+    plan = run_json("plan", MLP, "--optimizer", "adamw", "-b", budget, *given)
+    sweep = run_json("sweep", MLP, "--optimizer", "adamw", "--n", "2", *given)
+    grid = run_json("sweep", MLP, "--grid", "optimizer=adamw", "--n", "2", *given)
 
     assert plan["policy"]
     assert all(name.startswith("blocks.0") for name in plan["policy"])
@@ -676,7 +675,7 @@ def test_batch_sizes_and_many_gpus_take_given_units():
 
 
 def test_given_units_that_are_none_are_an_error():
-    outcome = run("plan", GPT, "--budget", "1GiB", "--ac-units", "nothing.*")
+    outcome = run("plan", MLP, "--budget", "1GiB", "--ac-units", "nothing.*")
 
     assert outcome.exit_code == 1
     assert "`ac_units`" in outcome.stderr

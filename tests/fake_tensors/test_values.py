@@ -25,6 +25,7 @@ from autosac.tracing.draws import may_decide, plain_peak_bytes, training_may_dec
 from autosac.tracing.learned import Learned
 from autosac.tracing.trace import trace
 from autosac.verification.measuring import capture_state, differences
+from tests.examples import seeds
 from tests.models import BATCH, WIDTH, Case, each_case, random_policy
 from tests.training import assert_equal, planned, random_policies, train
 from tests.value_models import (
@@ -107,6 +108,7 @@ def test_drawn_models_are_trained_bit_by_bit(seed):
             assert_equal(expected, train(case, model, steps=3))
 
 
+@pytest.mark.slow_but_third
 @each_value_case
 def test_a_dry_run_confirms_what_was_simulated(case):
     traced = case.profile()
@@ -133,6 +135,7 @@ def test_a_plan_says_that_values_decide_sizes(name, decide):
     assert ("decide sizes" in str(made)) is decide
 
 
+@pytest.mark.slow_but_third
 @each_value_case
 def test_nothing_of_the_user_changes(case):
     model, inputs = case.model(), case.inputs()
@@ -202,6 +205,7 @@ def experts():
     return nn.Sequential(*(Experts() for _ in range(4)))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_a_plan_leaves_room_for_other_draws(share):
     x = torch.randn(256, WIDTH)
@@ -277,6 +281,7 @@ def test_a_plan_leaves_room_for_what_a_router_learns(rate):
         assert done.measured_peak_bytes <= chosen.budget_bytes
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_step_after_training_is_the_real_one_after_it(in_backward):
     x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -375,7 +380,7 @@ def test_a_number_that_comes_from_a_draw_may_decide():
 # --- another batch takes another branch -------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 def test_another_branch_than_planned_keeps_gradients_exact(seed):
     case = Case(stack(Peeks), rows)
     policies = random_policies(case, seed, save_share=0.3)
@@ -392,7 +397,7 @@ def test_another_branch_than_planned_keeps_gradients_exact(seed):
     assert_equal(expected, trained)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 def test_an_expert_without_rows_keeps_gradients_exact(seed):
     case = Case(stack(Routes), rows)
     few = Case(stack(Routes), lambda: torch.randn(1, WIDTH))
@@ -542,7 +547,7 @@ class Clips(nn.Sequential):
         )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 def test_a_copy_that_autograd_keeps_of_what_changes_is_no_departure(seed):
     case = Case(
         lambda: nn.Sequential(Clips(), Clips()),

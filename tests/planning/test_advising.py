@@ -95,7 +95,17 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
+# Of a change, only what `autosac.advise` hands over is its own.
+_FAST = ("optimizer in backward", "2 micro-steps of 4")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _FAST else pytest.mark.slow)
+        for name in CHANGED
+    ],
+)
 def test_a_row_has_the_figures_of_the_step_changed_by_hand(name, advice):
     rows, budget_bytes, _ = advice
 
@@ -199,6 +209,7 @@ def test_a_loss_that_needs_logits_is_not_said_to_be_chunked():
     assert all("chunked" not in row.cell["change"] for row in advice)
 
 
+@pytest.mark.slow
 def test_smaller_batches_take_the_loss_of_their_own_targets():
     class Plain(Model):
         def forward(self, ids):

@@ -1,5 +1,6 @@
 """The HTML report as a browser shows it; skipped where no Chromium is installed."""
 
+import functools
 import html
 import json
 import re
@@ -69,6 +70,7 @@ def page(request, plan, tmp_path_factory):
     return path
 
 
+@functools.cache
 def look(page, width, *options):
     """What a browser of some width makes of a page."""
     command = [

@@ -35,6 +35,13 @@ def details(plan):
     return plan.report().details
 
 
+@pytest.fixture(scope="module")
+def page(plan, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    plan.to_html(path)
+    return path
+
+
 @pytest.fixture
 def loaded(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
@@ -227,16 +234,12 @@ def _checked(path):
     return checker
 
 
-def test_the_page_is_one_file_with_pictures_and_tables(plan, tmp_path):
-    path = tmp_path / "plan.html"
-
-    plan.to_html(path)
-
-    checked = _checked(path)
+def test_the_page_is_one_file_with_pictures_and_tables(plan, page):
+    checked = _checked(page)
     assert checked.seen.count("svg") == 4
     assert "script" not in checked.seen
     assert all(link.startswith(("#", "data:")) for link in checked.links)
-    text = path.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     for question in ("Why is this module recomputed?", "What would more memory buy?"):
         assert question in text
     assert all(fqn in text for fqn in plan.policy)
@@ -248,9 +251,8 @@ def test_the_page_is_one_file_with_pictures_and_tables(plan, tmp_path):
     assert len(text) < 10**6
 
 
-def test_ids_of_pictures_do_not_clash(plan, tmp_path):
-    plan.to_html(tmp_path / "plan.html")
-    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+def test_ids_of_pictures_do_not_clash(page):
+    text = page.read_text(encoding="utf-8")
 
     for figure in re.findall(r"<figure>.*?</figure>", text, flags=re.S):
         used = set(re.findall(r"url\(#(\w+)\)", figure))

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.solvers.curves.curve import (
@@ -9,6 +9,7 @@ from autosac.solvers.curves.curve import (
     pareto,
 )
 from autosac.solvers.curves.fitting import fit
+from tests.examples import examples
 from tests.solvers.strategies import tradeoff_curves
 
 
@@ -74,7 +75,7 @@ def test_pareto_keeps_exactly_the_points_that_no_other_beats(points):
     assert {(freed, int(time)) for freed, time in observed} == set(points) - beaten
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(curve=tradeoff_curves(), num_segments=st.integers(1, 5))
 def test_a_fitted_curve_never_understates_a_point(curve, num_segments):
     fitted = fit(curve, num_segments=num_segments)
@@ -142,7 +143,7 @@ def highest_line(fitted, freed):
     return max(slope * freed + intercept for slope, intercept in lines)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(curve=tradeoff_curves(), num_segments=st.integers(1, 5))
 def test_the_highest_line_of_a_convex_fit_is_the_fit(curve, num_segments):
     fitted = fit(curve, num_segments=num_segments, convex=True)
@@ -156,7 +157,7 @@ def test_the_highest_line_of_a_convex_fit_is_the_fit(curve, num_segments):
             assert line == pytest.approx(fitted.time_at(freed), rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(curve=tradeoff_curves(), num_segments=st.integers(1, 5), convex=st.booleans())
 def test_a_fit_never_understates_further_points(curve, num_segments, convex):
     steps = range(len(curve.freed_bytes) - 1)

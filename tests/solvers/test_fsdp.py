@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.solvers import fsdp
@@ -20,9 +20,10 @@ from autosac.solvers.fsdp.collectives import AffineCost
 from autosac.solvers.fsdp.step_time import linear
 from autosac.solvers.milp.solution import Termination
 from autosac.solvers.sac import Breakpoint, SacProblem, Unit
+from tests.examples import examples
 from tests.solvers.fsdp_cases import MIB, every_choice, fsdp_problems, layers
 
-few = settings(max_examples=25)
+few = examples(25)
 
 
 def solve(problem, **options):
@@ -197,14 +198,14 @@ def test_matches_trying_every_choice_with_replicas(problem):
     _check(problem, solve(problem))
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(problem=fsdp_problems(most=4))
 def test_cbc_agrees(problem):
     _check(problem, solve(problem, backend="cbc"))
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@examples(30)
 @given(problem=fsdp_problems(most=8))
 def test_matches_trying_every_choice_of_eight_modules(problem):
     _check(problem, solve(problem))

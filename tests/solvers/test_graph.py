@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.solvers.graph import lowest, solve
@@ -8,6 +8,7 @@ from autosac.solvers.graph.recomputation import (
     recompute_ms,
 )
 from autosac.solvers.milp.solution import Termination
+from tests.examples import examples
 from tests.solvers.oracles import every_kept_set
 from tests.solvers.strategies import MIB, graph_problems
 from tests.solvers.test_recomputation import chain
@@ -20,7 +21,7 @@ def test_recomputes_the_cheap_end_of_a_chain_when_that_is_enough():
     assert solve(chain(), budget_bytes=118 * MIB).termination is Termination.INFEASIBLE
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=graph_problems(most=5), data=st.data())
 def test_matches_trying_every_set_of_kept_values(problem, data):
     outcomes = every_kept_set(problem)
@@ -40,7 +41,7 @@ def test_matches_trying_every_set_of_kept_values(problem, data):
     assert found.bound_ms <= found.objective_ms
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problem=graph_problems(most=5))
 def test_the_lowest_peak_is_that_of_trying_every_set(problem):
     least = min(peak for peak, _ in every_kept_set(problem))

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autosac.solvers.graph import fractional, local_search, lowest, rounding, solve
@@ -19,6 +19,7 @@ from autosac.solvers.graph.recomputation import (
 )
 from autosac.solvers.milp import pulp_runner
 from autosac.solvers.milp.solution import Termination
+from tests.examples import examples
 from tests.solvers.oracles import every_kept_set
 from tests.solvers.strategies import MIB, graph_problems
 from tests.solvers.test_recomputation import chain
@@ -30,7 +31,7 @@ def budgets_of(problem, data):
     return data.draw(st.integers(least // MIB, baseline // MIB)) * MIB
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=graph_problems(most=6), data=st.data())
 def test_keeping_again_fits_and_never_costs_more(problem, data):
     budget = budgets_of(problem, data)
@@ -44,7 +45,7 @@ def test_keeping_again_fits_and_never_costs_more(problem, data):
     assert recompute_ms(problem, kept) <= found.objective_ms
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=graph_problems(most=6), data=st.data())
 def test_nothing_more_can_be_kept_again_that_saves_time(problem, data):
     budget = budgets_of(problem, data)
@@ -80,7 +81,7 @@ def test_reverse_delete_takes_back_what_the_end_of_a_greedy_makes_needless():
     assert local_search.keep_again(problem, end.kept, budget) == {0}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=graph_problems(most=6), data=st.data())
 def test_dropping_ends_with_a_choice_that_fits_or_is_no_higher(problem, data):
     budget = budgets_of(problem, data)
@@ -91,7 +92,7 @@ def test_dropping_ends_with_a_choice_that_fits_or_is_no_higher(problem, data):
     assert peak_bytes(problem, kept) <= peak_bytes(problem, problem.kept_plainly)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=graph_problems(most=5), data=st.data())
 def test_no_position_has_more_in_fractions_than_in_a_replay(problem, data):
     # At whole points what the rows ask for is what is there, up to what an op that
@@ -141,7 +142,7 @@ def runs(problem, kept):
     ]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=graph_problems(most=5), data=st.data())
 def test_relaxations_and_reduced_costs_cut_off_no_better_choice(problem, data):
     budget = budgets_of(problem, data)
@@ -160,7 +161,7 @@ def test_relaxations_and_reduced_costs_cut_off_no_better_choice(problem, data):
     assert again.bound / model.time_scale <= min(fitting) + model.tie_break_ms + 1e-6
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problem=graph_problems(most=5), data=st.data())
 def test_a_known_choice_is_never_made_worse(problem, data):
     budget = budgets_of(problem, data)
@@ -175,7 +176,7 @@ def test_a_known_choice_is_never_made_worse(problem, data):
     assert found.bound_ms <= found.objective_ms
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=graph_problems(most=5), data=st.data())
 def test_rounded_rows_cut_off_no_better_choice(problem, data):
     budget = budgets_of(problem, data)
@@ -250,7 +251,7 @@ def test_parts_that_are_recomputed_by_one_op_are_recomputed_whole():
     assert bounds[-1] >= 10.0 - 1e-3
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=graph_problems(most=6), data=st.data())
 def test_exchanging_fits_and_never_costs_more(problem, data):
     budget = budgets_of(problem, data)

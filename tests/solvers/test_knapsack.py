@@ -4,7 +4,7 @@ from functools import partial
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.solvers.curves import knapsack
@@ -16,6 +16,7 @@ from autosac.solvers.curves.knapsack import (
     rerun_closure,
 )
 from autosac.solvers.milp.solution import Termination
+from tests.examples import examples
 from tests.solvers.check import violations
 from tests.solvers.oracles import best_save, pareto_saves
 from tests.solvers.save_milp import solve
@@ -132,7 +133,7 @@ def test_the_rerun_closure_stops_at_saved_results():
     )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=save_problems())
 def test_matches_trying_every_subset(problem):
     solution = solve(problem)
@@ -147,7 +148,7 @@ def test_matches_trying_every_subset(problem):
         assert solution.bound_ms == pytest.approx(best[0], abs=1e-6)
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(problem=save_problems(most=4))
 def test_cbc_matches_trying_every_subset(problem):
     solution = solve(problem, backend="cbc")
@@ -158,7 +159,7 @@ def test_cbc_matches_trying_every_subset(problem):
     assert observed == (best or (None, None))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(problem=save_problems())
 def test_the_trade_off_is_the_whole_pareto_front_when_every_capacity_is_tried(problem):
     total = sum(problem.saved_bytes) // MIB
@@ -171,7 +172,7 @@ def test_the_trade_off_is_the_whole_pareto_front_when_every_capacity_is_tried(pr
         assert violations(replace(problem, capacity_bytes=10**12), solution) == ()
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(problem=save_problems())
 def test_more_capacity_never_costs_more(problem):
     times = [
@@ -241,7 +242,7 @@ def front_of_few_frontiers(problem):
 @pytest.mark.parametrize(
     "thin", [lambda problem: front(problem, most_labels=2), front_of_few_frontiers]
 )
-@settings(max_examples=60)
+@examples(60)
 @given(
     problem=save_problems(most=8), prices=st.lists(st.floats(1e-9, 1e-4), max_size=5)
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.solvers.curves import knapsack
@@ -23,6 +23,7 @@ from autosac.solvers.sac import (
     solve,
 )
 from autosac.solvers.sac.rows import _SMALL_GAP
+from tests.examples import examples
 from tests.solvers.check import violations
 from tests.solvers.oracles import least_peak, least_time, peak_of, sac_choices
 from tests.solvers.save_solutions import solutions
@@ -280,7 +281,7 @@ def test_trimming_drops_what_the_peak_does_not_need():
     assert solver.trimmed((1, 0)) == (1, None)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=sac_problems())
 def test_trimming_makes_a_choice_no_slower_and_its_peak_no_higher(problem):
     solver = Solver(problem)
@@ -296,7 +297,7 @@ def test_trimming_makes_a_choice_no_slower_and_its_peak_no_higher(problem):
     assert time_ms(chosen) <= time_ms(solution.chosen)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problem=sac_problems())
 def test_whole_points_match_trying_every_choice(problem):
     solution = solve(problem, integral=True, relative_gap=0.0)
@@ -313,7 +314,7 @@ def test_whole_points_match_trying_every_choice(problem):
         assert solution.predicted_peak_bytes == peak_of(problem, solution.chosen)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problem=layered_problems() | deep_trees())
 def test_layers_and_trees_of_modules_match_trying_every_choice(problem):
     solution = solve(problem, integral=True, relative_gap=0.0)
@@ -354,7 +355,7 @@ def test_no_bound_exceeds_the_optimum_whatever_is_known_before(
         assert found.recompute_ms <= best / (1.0 - gap) * (1 + 1e-9)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(problem=st.one_of(sac_problems(), layered_problems(), deep_trees()))
 def test_milps_that_are_too_large_are_left_out_only_at_small_gaps(problem):
     best = least_time(problem)
@@ -386,7 +387,7 @@ def test_what_is_easy_is_solved_beyond_the_gap_that_was_asked_for(seed):
     assert found.recompute_ms == least_time(seven)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     saving=save_problems(most=12),
     budget=st.integers(0, 100),
@@ -462,10 +463,10 @@ def _between(front, selected, known_ms):
 
 
 @pytest.mark.parametrize(
-    ("backend", "most", "examples"), [("highs", 4, 40), ("cbc", 3, 4)]
+    ("backend", "most", "number"), [("highs", 4, 40), ("cbc", 3, 4)]
 )
-def test_budgets_that_share_a_start_match_trying_every_choice(backend, most, examples):
-    @settings(max_examples=examples)
+def test_budgets_that_share_a_start_match_trying_every_choice(backend, most, number):
+    @examples(number)
     @given(problem=sac_problems(most=most))
     def check(problem):
         solver, start = Solver(problem), Start()
@@ -482,7 +483,7 @@ def test_budgets_that_share_a_start_match_trying_every_choice(backend, most, exa
     check()
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(problem=sac_problems(most=3))
 def test_cbc_matches_trying_every_choice(problem):
     solution = solve(problem, integral=True, relative_gap=0.0, backend="cbc")
@@ -545,7 +546,7 @@ def test_a_unit_of_one_point_can_be_chosen_although_a_hold_depends_on_it():
     assert solution.recompute_ms == 1.0
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problem=sac_problems())
 def test_continuous_weights_never_cost_more_than_whole_points(problem):
     solution = solve(problem, integral=False, relative_gap=0.0)
@@ -558,7 +559,7 @@ def test_continuous_weights_never_cost_more_than_whole_points(problem):
         assert solution.bound_ms <= solution.recompute_ms
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(problem=sac_problems())
 def test_the_lowest_peak_matches_trying_every_choice(problem):
     peak_bytes, solution = lowest_peak(problem)
@@ -571,7 +572,7 @@ def test_the_lowest_peak_matches_trying_every_choice(problem):
     assert solve(below, integral=True).termination is Termination.INFEASIBLE
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(problem=sac_problems())
 def test_more_budget_never_costs_more(problem):
     times = []

@@ -7,7 +7,16 @@ from torch.utils.checkpoint import checkpoint
 
 from autosac.profiles.profile import profile
 from autosac.step.tape import Tape
-from tests.models import BATCH, CASES, WIDTH, ConvNet, each_case, gpt, tokens
+from tests.models import (
+    BATCH,
+    CASES,
+    WIDTH,
+    ConvNet,
+    each_case,
+    gpt,
+    shared_profile,
+    tokens,
+)
 
 
 def find(model, inputs=None, **options):
@@ -24,7 +33,7 @@ def by_name(traced):
 
 
 def test_every_call_of_a_module_is_a_unit_of_its_own():
-    traced = CASES["called twice"].profile()
+    traced = shared_profile(CASES["called twice"])
 
     calls = [unit for unit in traced.units.candidates if unit.fqn == "shared"]
     assert [(unit.call_index, unit.num_calls) for unit in calls] == [(0, 2), (1, 2)]
@@ -241,7 +250,7 @@ def test_different_blocks_have_different_keys():
 
 
 def test_units_with_equal_keys_have_equal_groups_and_sizes():
-    traced = CASES["bert"].profile()
+    traced = shared_profile(CASES["bert"])
     for one, other in itertools.combinations(traced.units.candidates, 2):
         if one.key == other.key:
             assert one.activation_bytes == other.activation_bytes
@@ -279,9 +288,10 @@ def test_an_in_place_chain_is_one_group():
     assert relus == 2
 
 
+@pytest.mark.slow_but_third
 @each_case
 def test_every_op_is_in_one_group_at_most_and_groups_read_earlier_ones(case):
-    traced = case.profile()
+    traced = shared_profile(case)
     for unit in traced.units.candidates:
         positions = [i for group in unit.groups for i in group.ops]
         assert len(positions) == len(set(positions))
@@ -292,9 +302,10 @@ def test_every_op_is_in_one_group_at_most_and_groups_read_earlier_ones(case):
             assert all(i < len(unit.ops) for i in group.ops)
 
 
+@pytest.mark.slow_but_third
 @each_case
 def test_a_group_lists_every_group_whose_storages_it_reads(case):
-    traced = case.profile()
+    traced = shared_profile(case)
     for unit in traced.units.candidates:
         maker = {s: g for g, group in enumerate(unit.groups) for s in group.storages}
         for g, group in enumerate(unit.groups):
@@ -337,7 +348,7 @@ def test_what_nobody_can_save_is_marked():
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "convolutions"])
 def test_activation_bytes_are_what_forward_saves_less_in_and_output(name):
-    traced = CASES[name].profile()
+    traced = shared_profile(CASES[name])
     for unit in traced.units.candidates:
         boundary = {*unit.call.inputs, *unit.call.outputs}
         kept = {

@@ -178,6 +178,7 @@ def test_refuses_to_run_nothing(option, least):
         check(Checkpointed(), **{option: least - 1})
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_that_are_dropped_after_forward_count_in_it(accumulate):
     how = {"gradients_in_forward": True, "accumulate": accumulate}
