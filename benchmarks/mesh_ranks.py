@@ -5,9 +5,10 @@
 `plan_parallel` plans each model for 2 ranks (tp=2) and for 4 (2 shards or 2 replicas x
 tp=2), with and without parts of the sequence between blocks, each under two caps: near
 the least peak and in the middle between that and the fastest plan's. Every rank is a
-process that gloo connects; those of a tensor-parallel group get one batch. What it
-holds is counted by `allocator_shim.c` on all threads, to the byte; it takes a C
-compiler. oneDNN is switched off: it keeps memory between steps that no plan knows of.
+process that gloo connects (`rank_server`); those of a tensor-parallel group get one
+batch. What it holds is counted by `allocator_shim.c` on all threads, to the byte; it
+takes a C compiler. oneDNN is switched off: it keeps memory between steps that no plan
+knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
 or if losses or gradients differ from those of one process.
 """
@@ -16,18 +17,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -39,7 +36,7 @@ from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.plans import ParallelPlan
 from autosac.profiles.profile import Profile
 from autosac.step.training_step import finish_step, micro_step, normalize_inputs
-from benchmarks import allocator_shim
+from benchmarks import allocator_shim, rank_server
 from benchmarks.environment import MIB, environment
 from benchmarks.models.workload import labelled
 from benchmarks.ranks import Recipe, reference
@@ -252,16 +249,7 @@ def _plan(
 
 def run_ranks(cells: list[Planned], num_ranks: int) -> list[Row]:
     """Run plans one after the other on the same processes."""
-    with tempfile.TemporaryDirectory() as directory:
-        with mock.patch.dict(os.environ, allocator_shim.environment()):
-            mp.spawn(_rank, (num_ranks, directory, cells), nprocs=num_ranks)
-        measured = [
-            [
-                torch.load(f"{directory}/{i}.{rank}", weights_only=False)
-                for rank in range(num_ranks)
-            ]
-            for i in range(len(cells))
-        ]
+    measured = rank_server.run_ranks(_run_all, num_ranks, cells, timeout_s=1800)
     with torch.backends.mkldnn.flags(enabled=False):
         truths = {
             name: reference(RECIPES[name], num_ranks // 2)
@@ -269,7 +257,7 @@ def run_ranks(cells: list[Planned], num_ranks: int) -> list[Row]:
         }
     return [
         _row(cell, results, *truths[cell.model])
-        for cell, results in zip(cells, measured, strict=True)
+        for cell, *results in zip(cells, *measured, strict=True)
     ]
 
 
@@ -297,19 +285,9 @@ def _row(
     )
 
 
-def _rank(rank: int, num_ranks: int, directory: str, cells: list[Planned]) -> None:
-    torch.set_num_threads(1)
+def _run_all(rank: int, cells: list[Planned]) -> list[RankResult]:
     torch.backends.mkldnn.set_flags(False)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store",
-        rank=rank,
-        world_size=num_ranks,
-    )
-    for i, cell in enumerate(cells):
-        torch.save(_run(cell), f"{directory}/{i}.{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    return [_run(cell) for cell in cells]
 
 
 def _run(cell: Planned) -> RankResult:
@@ -422,4 +400,6 @@ def _line(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks import mesh_ranks  # ranks import what they run from a module
+
+    sys.exit(mesh_ranks.main())

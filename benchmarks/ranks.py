@@ -10,18 +10,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import heapq
-import multiprocessing
-import tempfile
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -47,6 +42,7 @@ from autosac.step.training_step import (
 )
 from autosac.units.policies import OpPolicy
 from autosac.verification.measuring import optimizer_tensors
+from benchmarks.rank_server import run_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,22 +390,12 @@ def run_fake_rank(
         return run_rank(recipe, sharding, policies, ac_first=ac_first)
 
 
-def _gloo_rank(
-    rank: int, num_ranks: int, directory: str, jobs: list[tuple[Any, ...]]
-) -> None:
+def _gloo_rank(rank: int, jobs: list[tuple[Any, ...]]) -> list[RankResult]:
     gc.freeze()  # `_held` looks at what a step makes, not at what libraries made
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store",
-        rank=rank,
-        world_size=num_ranks,
-    )
-    for i, (recipe, sharding, policies, options) in enumerate(jobs):
-        result = run_rank(recipe, sharding, policies, **options)
-        torch.save(result, f"{directory}/{i}.{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    return [
+        run_rank(recipe, sharding, policies, **options)
+        for recipe, sharding, policies, options in jobs
+    ]
 
 
 def run_gloo_ranks(
@@ -423,31 +409,7 @@ def run_gloo_ranks(
         timeout_s: After this long the processes are killed.
 
     Raises:
-        TimeoutError: They did not end in time.
+        RuntimeError: A rank failed, or they did not end in time.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        # A server that has imported what all ranks need forks a process for each.
-        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-        ranks = mp.start_processes(
-            _gloo_rank,
-            args=(num_ranks, directory, jobs),
-            nprocs=num_ranks,
-            join=False,
-            start_method="forkserver",
-        )
-        deadline = time.monotonic() + timeout_s
-        try:
-            while not ranks.join(timeout=1):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{num_ranks} ranks ran over {timeout_s} s.")
-        finally:
-            for process in ranks.processes:
-                if process.is_alive():
-                    process.kill()
-        return [
-            [
-                torch.load(Path(directory) / f"{i}.{rank}", weights_only=False)
-                for rank in range(num_ranks)
-            ]
-            for i in range(len(jobs))
-        ]
+    ranks = run_ranks(_gloo_rank, num_ranks, jobs, timeout_s=timeout_s)
+    return [list(results) for results in zip(*ranks, strict=True)]

@@ -1,6 +1,6 @@
 """Really running pipelines on the CPU, and the most that each rank's allocator held.
 
-Ranks are processes that gloo connects. What they hold is counted by
+Ranks are processes that gloo connects (`rank_server`). What they hold is counted by
 `allocator_shim.c`, on all threads, to the byte; it takes a C compiler. oneDNN is
 switched off: it keeps memory between steps that no plan knows of.
 """
@@ -8,16 +8,12 @@ switched off: it keeps memory between steps that no plan knows of.
 from __future__ import annotations
 
 import gc
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -26,7 +22,7 @@ from autosac.checkpointing import installing
 from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedules import Schedule
 from autosac.units.policies import OpPolicy
-from benchmarks import allocator_shim
+from benchmarks import allocator_shim, rank_server
 
 NUM_STEPS = 3  # the last one is measured
 SEED = 7
@@ -97,13 +93,7 @@ def can_count() -> bool:
 
 def run_ranks(job: Job) -> list[RankResult]:
     """Run a pipeline in as many processes as it has ranks."""
-    with tempfile.TemporaryDirectory() as directory:
-        with mock.patch.dict(os.environ, allocator_shim.environment()):
-            mp.spawn(_rank, (directory, job), nprocs=job.schedule.num_ranks)
-        return [
-            torch.load(f"{directory}/{rank}", weights_only=False)
-            for rank in range(job.schedule.num_ranks)
-        ]
+    return rank_server.run_ranks(_run, job.schedule.num_ranks, job)
 
 
 @torch.backends.mkldnn.flags(enabled=False)
@@ -128,22 +118,8 @@ def reference(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     }
 
 
-def _rank(rank: int, directory: str, job: Job) -> None:
-    torch.set_num_threads(1)
+def _run(rank: int, job: Job) -> RankResult:
     torch.backends.mkldnn.set_flags(False)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store",
-        rank=rank,
-        world_size=job.schedule.num_ranks,
-    )
-    result = _run(job, rank)
-    torch.save(result, f"{directory}/{rank}")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _run(job: Job, rank: int) -> RankResult:
     schedule, recipe = job.schedule, job.recipe
     dist.barrier()  # which leaves something behind
     before_bytes = allocator_shim.live_bytes()

@@ -7,7 +7,7 @@ import torch
 
 def tensors_alive():
     """All tensors that Python can reach, and the gradients that it never looked at."""
-    alive = [one for one in gc.get_objects() if type(one) in _KINDS]
+    alive = [one for one in gc.get_objects() if _is_tensor(type(one))]
     return alive + [one.grad for one in alive if one.is_leaf and one.grad is not None]
 
 
@@ -21,4 +21,9 @@ def tensors_since(before):
     )
 
 
-_KINDS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+def _is_tensor(kind):
+    """Whether tensors of a type have memory, as fakes have not."""
+    return kind in _KINDS or torch.nn.Parameter in kind.__mro__
+
+
+_KINDS = (torch.Tensor, torch.nn.Buffer)

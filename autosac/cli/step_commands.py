@@ -244,7 +244,9 @@ def export(
     model: Model,
     budget: Budget,
     options: Options,
-    to: Annotated[str, typer.Option(help="transformers or torchtitan.")],
+    to: Annotated[
+        str, typer.Option(help="transformers, axolotl, torchtitan or megatron.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Say what another tool's own settings can do under a budget, and their peak."""

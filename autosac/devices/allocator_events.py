@@ -56,10 +56,14 @@ def cpu_events() -> Iterator[profile]:
 
 
 def recorded_events(recording: profile) -> Iterator[Any]:
-    """All events, parents before children (iteratively: the tree can be deep)."""
+    """All events, parents before children (iteratively: the tree can be deep).
+
+    They can be read once: a session that has ended goes, without a garbage collection.
+    """
     assert recording.profiler is not None
     results = recording.profiler.kineto_results
     assert results is not None
+    recording.profiler = None
     pending = list(reversed(results.experimental_event_tree()))
     while pending:
         event = pending.pop()

@@ -27,6 +27,13 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.step.marks import marks_of
 
+_SCALAR_BYTES = 512  # a GPU's allocator hands out as many for each
+# What a `torch.amp.GradScaler` holds (torch/amp/grad_scaler.py): the scale and how long
+# it has held, its inverse in two types, the scaled loss and its gradient, and whether
+# gradients are finite, per device and summed up. Gradients are unscaled in place, and a
+# step that is skipped takes less than one that is not.
+SCALER_BYTES = 8 * _SCALAR_BYTES
+
 
 class BudgetCallback:
     """What a callback is told, and the plan that it made.
@@ -120,7 +127,7 @@ class Loop:
     num_other_batches: int
     replica: Replica
     options: Mapping[str, Any]
-    scalars_bytes: int = 16 * 512  # a GPU's allocator hands out 512 for each
+    scalars_bytes: int = 16 * _SCALAR_BYTES
 
     @contextlib.contextmanager
     def profiled(
@@ -199,17 +206,35 @@ def _one_plan(
     try:
         return make_plan(step, _budget(memory_budget, step) - others_bytes)
     except InfeasibleBudgetError as error:
-        of_loop = _held_text(loop.replica.held_bytes)
-        if others_bytes:
-            of_loop = (
-                f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
-                f" ({format_bytes(others_bytes)}) are for batches and figures that the"
-                f" training loop keeps besides.{of_loop}"
-            )
-        error.args = (f"{of_loop} {error}".strip(),)
-        error.budget_bytes += others_bytes
-        error.lowest_peak_bytes += others_bytes
+        of_ddp = _held_text(loop.replica.held_bytes)
+        count_others(error, others_bytes, memory_budget, of_ddp)
         raise
+
+
+def count_others(
+    error: InfeasibleBudgetError,
+    others_bytes: int,
+    memory_budget: int | str,
+    of_ddp: str = "",
+) -> None:
+    """Let an error tell of the whole budget, not of what a loop leaves of it.
+
+    Args:
+        error: Of a plan for what is left.
+        others_bytes: What the loop keeps besides.
+        memory_budget: The whole budget.
+        of_ddp: What to say of DDP.
+    """
+    of_loop = of_ddp
+    if others_bytes:
+        of_loop = (
+            f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
+            f" ({format_bytes(others_bytes)}) are for batches and figures that the"
+            f" training loop keeps besides.{of_ddp}"
+        )
+    error.args = (f"{of_loop} {error}".strip(),)
+    error.budget_bytes += others_bytes
+    error.lowest_peak_bytes += others_bytes
 
 
 def _itself(loss: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from autosac.errors import ArgumentError
-from autosac.integrations.budgets import Loop, plan_loss
+from autosac.integrations.budgets import SCALER_BYTES, Loop, plan_loss
 from autosac.integrations.replicas import Replica, replica_of
 from autosac.planning.plans import Plan
 from autosac.planning.unseen_batches import OnMismatch
@@ -62,10 +62,11 @@ def plan_replicas(
             " processes: pass it as DistributedDataParallel, after"
             " `accelerator.prepare`; sharded models are for `autosac.plan_parallel`."
         )
+    scaler = getattr(optimizer, "scaler", None)  # of Accelerate with fp16
     loop = Loop(
         forward=lambda module: _Returned(module.forward, replica),
         num_other_batches=0,
-        scalars_bytes=0,
+        scalars_bytes=0 if scaler is None else SCALER_BYTES,
         replica=replica,
         options={
             **options,

@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 from autosac._compat_distributed import is_fsdp_unit, replica_in_forward
 from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
+    SCALER_BYTES,
     BudgetCallback,
     Loop,
     checkpointing_already,
@@ -53,7 +54,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         """Wait for the first batch."""
         self._clean_up()  # of a training that was cut off
         model = kwargs["model"]
-        _refuse(args, model)
+        refuse(refused_settings(args, model))
         training = _Training(
             args=args,
             state=state,
@@ -74,8 +75,9 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         args, model = training.args, training.model
         replica = training.replica
         loop = Loop(
-            forward=lambda model: _LossOnly(model.forward, replica),
+            forward=lambda model: LossOnly(model.forward, replica),
             num_other_batches=training.num_other_batches,
+            scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if args.fp16 else 0),
             replica=replica,
             options={
                 "optimizer": getattr(
@@ -170,15 +172,15 @@ class _Training:
         return Replica(module=self.model)
 
 
-class _LossOnly:
+class LossOnly:
     """A model's ``forward`` as the trainer uses it: only the loss outlives it."""
 
     def __init__(self, own: Callable[..., Any], replica: Replica) -> None:
         self.own = own
         self.replica = replica
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LossOnly:
-        return _LossOnly(copy.deepcopy(self.own, memo), self.replica)
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossOnly:
+        return LossOnly(copy.deepcopy(self.own, memo), self.replica)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = self.replica.returned(lambda: self.own(*args, **kwargs))
@@ -219,28 +221,28 @@ class _FirstForward:
                 model.forward = self.own
 
 
-def _refuse(args: Any, model: torch.nn.Module) -> None:
-    """Refuse settings of the trainer that a plan could not keep its word under.
+def refused_settings(args: Any, model: torch.nn.Module) -> dict[str, bool]:
+    """What to say of each setting that is not planned -> whether it is set.
 
-    Raises:
-        UnsupportedError: With what to change.
+    Args:
+        args: Of the trainer.
+        model: The model.
     """
     checkpointing = bool(checkpointing_already(model))
-    refused = {
+    return {
         "gradient_checkpointing=True recomputes already; leave it out, the plan decides"
         " what is recomputed": args.gradient_checkpointing or checkpointing,
         "torch_compile=True makes ops of its own; leave it out, or use"
         " `autosac.compile`": args.torch_compile,
-        "fp16=True scales losses and gradients; use bf16=True": args.fp16,
         f"n_gpu={args.n_gpu} copies the model to several GPUs at each step; make one of"
         " them visible (CUDA_VISIBLE_DEVICES)": args.n_gpu > 1,
         "deepspeed moves parameters and gradients; leave it out": args.deepspeed,
-        "fsdp shards the model; train with DDP, or leave `fsdp` out and apply the plan"
-        " of `autosac.plan_parallel` in a loop of your own": bool(args.fsdp)
+        "fsdp shards the model in units of its own before a batch comes; leave `fsdp`"
+        " out and call `autosac.integrations.huggingface_fsdp.plan_and_shard` before"
+        " training, without `MemoryBudget`": bool(args.fsdp)
         or any(map(is_fsdp_unit, model.modules())),
         f"label_smoothing_factor={args.label_smoothing_factor} makes the loss outside"
         " of the model, where a plan does not see it; set it to 0": (
             args.label_smoothing_factor != 0
         ),
     }
-    refuse(refused)

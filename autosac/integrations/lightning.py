@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autosac.checkpointing.batch_variants import steps_by_hand
 from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
+    SCALER_BYTES,
     BudgetCallback,
     Loop,
     checkpointing_already,
@@ -83,10 +84,12 @@ class MemoryBudget(BudgetCallback, Callback):
     ) -> Callable[..., None]:
         clips_norm = str(trainer.gradient_clip_algorithm or "norm") == "norm"
         replica = replica_of(_wrapped(trainer))
+        scales = getattr(trainer.precision_plugin, "scaler", None) is not None
         loop = Loop(
             forward=lambda module: _TrainingStep(module, trainer, replica),
             # Of a dataset without a length it fetches a batch ahead, to the CPU.
             num_other_batches=1 if module.device.type == "cpu" else 0,
+            scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if scales else 0),
             replica=replica,
             options={
                 "optimizer": trainer.optimizers[0],
@@ -222,9 +225,6 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
         ),
         "manual optimization is a loop of its own; use `autosac.plan` there": (
             not module.automatic_optimization
-        ),
-        "precision='16-mixed' scales losses and gradients; use 'bf16-mixed'": (
-            getattr(trainer.precision_plugin, "scaler", None) is not None
         ),
         f"the module has its own {', '.join(overridden)}; use `autosac.plan`": (
             bool(overridden)

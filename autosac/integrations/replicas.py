@@ -13,7 +13,7 @@ import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,10 @@ from autosac._compat_distributed import (
     has_hook,
 )
 from autosac.errors import AutosacError, UnsupportedError
-from autosac.planning.plans import Plan
 from autosac.profiles.profile import Profile
 
 _COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of ops
+_Plan = TypeVar("_Plan")
 _TABLE_ENTRY_BYTES = 4  # of which parameters were used: int32
 
 
@@ -181,7 +181,7 @@ def _buckets(sizes: list[int], most_bytes: int) -> list[int]:
     return [*buckets, open_bytes] if open_bytes else buckets
 
 
-def planned_once(make: Callable[[], Plan], size: int, group: Any) -> Plan:
+def planned_once(make: Callable[[], _Plan], size: int, group: Any) -> _Plan:
     """One plan for all processes, made by the one with the largest batch.
 
     All of them must call this. An error of the one that plans is raised by all.
@@ -210,7 +210,7 @@ def planned_once(make: Callable[[], Plan], size: int, group: Any) -> Plan:
     answer = sent[0] if own is None else own
     if isinstance(answer, Exception):
         raise answer
-    plan: Plan = answer
+    plan: _Plan = answer
     return plan
 
 

@@ -1,32 +1,35 @@
 """What other tools' own checkpointing can do under a plan's budget, traced.
 
-A plan decides op by op; these tools take a few settings. For each setting that could
-help, the model is traced with the tool's checkpointing really switched on, and the
-cheapest setting that fits is the answer, with the peak that it gives.
-
-- ``"transformers"``: `PreTrainedModel.activation_checkpointing_enable` with
-  `every_n_layers` (transformers 5.24, modeling_utils.py).
-- ``"torchtitan"``: layer-wise selective checkpointing, every k-th child of `layers` in
-  PyTorch's `checkpoint_wrapper` (torchtitan/distributed/activation_checkpoint.py at
-  01db32e97, `_apply_layer_sac`); "full" is every child.
+A plan decides op by op; these tools take a few settings (`export_targets`). For each
+setting that could help, the model is traced with the tool's checkpointing really
+switched on, and the fastest setting that fits is the answer, with the peak that it
+gives.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch
 
 from autosac.errors import ArgumentError, UnsupportedError
+from autosac.planning import export_targets
+from autosac.planning.export_targets import Family, Setting
 from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
 from autosac.quantities import format_bytes, format_ms
 
-Switch = Callable[[torch.nn.Module, int], None]
+_TARGETS = {
+    "transformers": export_targets.of_transformers,
+    "torchtitan": export_targets.of_torchtitan,
+    "megatron": export_targets.of_megatron,
+    "axolotl": export_targets.of_axolotl,
+}
+NOTHING = "nothing: the plain step fits"
+_Outcome = tuple[Setting, Profile]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,36 +78,19 @@ def export(
     """The best settings of a tool for a step under a budget.
 
     Args:
-        target: "transformers" or "torchtitan".
+        target: "transformers", "axolotl", "torchtitan" or "megatron".
         profile: The step.
         budget_bytes: Cap on the peak.
         plan: Peak and step time of the plan itself.
 
     Raises:
         ArgumentError: The tool is none of these, or the model is not of its kind.
+        UnsupportedError: What the tool does is not told by its setting.
     """
-    if target not in _TARGETS:
-        raise ArgumentError(
-            f"`target`={target!r} must be one of {', '.join(map(repr, _TARGETS))};"
-            " compiled models have `autosac.compile(model, memory_budget=...)`."
-        )
-    count, switch, words = _TARGETS[target]
-    model = profile.step.model
-    num_layers = count(model)
-    best: tuple[int, Profile] | None = None
-    for every in _frequencies(num_layers):
-        copied = _sharing(model)
-        switch(copied, every)
-        step = traced_again(profile, model=copied, options={})
-        if best is None or step.baseline_peak_bytes < best[1].baseline_peak_bytes:
-            best = every, step
-        if step.baseline_peak_bytes <= budget_bytes:
-            break
-    assert best is not None
-    every, step = best
+    setting, step = _best(_families(target, profile), profile, budget_bytes)
     return Export(
         target=target,
-        settings=words(every),
+        settings=setting.words,
         budget_bytes=budget_bytes,
         peak_bytes=step.baseline_peak_bytes,
         step_ms=step.baseline_ms,
@@ -113,86 +99,82 @@ def export(
     )
 
 
+def _families(target: str, profile: Profile) -> list[Family]:
+    """What the tool can be set to for a model."""
+    if target == "compile":
+        raise UnsupportedError(
+            "`activation_memory_budget` of torch.compile is a share of what the"
+            " partitioner may save, under which peaks rise as well as fall and"
+            " gradients may change; use `autosac.compile(model, memory_budget=...)`,"
+            " which takes bytes and keeps both."
+        )
+    if target not in _TARGETS:
+        raise ArgumentError(
+            f"`target`={target!r} must be one of {', '.join(map(repr, _TARGETS))};"
+            " compiled models have `autosac.compile(model, memory_budget=...)`."
+        )
+    return _TARGETS[target](profile.step.model)
+
+
+def _best(families: list[Family], profile: Profile, budget_bytes: int) -> _Outcome:
+    """The fastest setting that fits, or the one of least peak if none does."""
+    plain = Setting(words=NOTHING, switch=lambda model: None)
+    if profile.baseline_peak_bytes <= budget_bytes:
+        return plain, profile
+    traced: list[_Outcome] = []
+    for family in families:
+        if family.is_last_resort and any(_fits(t, budget_bytes) for t in traced):
+            continue
+        traced += _tried(family, profile, budget_bytes)
+    fitting = [t for t in traced if _fits(t, budget_bytes)]
+    if fitting:
+        return min(fitting, key=lambda t: (t[1].baseline_ms, t[1].baseline_peak_bytes))
+    return min(traced, key=lambda t: t[1].baseline_peak_bytes)
+
+
+def _fits(traced: _Outcome, budget_bytes: int) -> bool:
+    return traced[1].baseline_peak_bytes <= budget_bytes
+
+
+def _tried(family: Family, profile: Profile, budget_bytes: int) -> Iterator[_Outcome]:
+    """Settings of a family with their steps, the first that fits among them."""
+    if family.falls:
+        yield from _halved(family.settings, profile, budget_bytes)
+        return
+    for setting in family.settings:
+        tried = setting, _traced(setting, profile)
+        yield tried
+        if _fits(tried, budget_bytes):
+            return
+
+
+def _halved(
+    settings: tuple[Setting, ...], profile: Profile, budget_bytes: int
+) -> Iterator[_Outcome]:
+    """The first that fits, by halving, as memory falls from one to the next."""
+    if not settings:
+        return
+    low, high = 0, len(settings) - 1
+    last = settings[high], _traced(settings[high], profile)
+    yield last
+    while low < high and _fits(last, budget_bytes):
+        middle = (low + high) // 2
+        tried = settings[middle], _traced(settings[middle], profile)
+        yield tried
+        if _fits(tried, budget_bytes):
+            high = middle
+        else:
+            low = middle + 1
+
+
+def _traced(setting: Setting, profile: Profile) -> Profile:
+    """The step of a model whose tool is set so."""
+    copied = _sharing(profile.step.model)
+    setting.switch(copied)
+    return traced_again(profile, model=copied, options={})
+
+
 def _sharing(model: torch.nn.Module) -> Any:
     """A copy of a model's modules that has its very parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def _frequencies(num_layers: int) -> list[int]:
-    """Every how many layers, fewest layers first; one for each number of layers.
-
-    Tools count from the first layer (the number is rounded up) or from the k-th (down).
-    """
-    by_count = {
-        (num_layers // k, -(-num_layers // k)): k for k in range(1, num_layers + 1)
-    }
-    return sorted(by_count.values(), reverse=True)
-
-
-# --- transformers -------------------------------------------------------------
-
-
-def _transformers_layers(model: torch.nn.Module) -> int:
-    if not hasattr(model, "activation_checkpointing_enable"):
-        raise ArgumentError(
-            f"`model` is a {type(model).__name__} without"
-            " `activation_checkpointing_enable`: exports for 'transformers' take its"
-            " models, from transformers 5.24 on."
-        )
-    layers = [m for m in model.modules() if hasattr(m, "_can_checkpoint_with_cache")]
-    if not layers:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no `GradientCheckpointingLayer`, so that"
-            " `every_n_layers` means nothing; apply the plan itself."
-        )
-    if any(vars(layer).get("gradient_checkpointing") for layer in layers):
-        raise ArgumentError(
-            "The model has gradient checkpointing already: disable it, the export says"
-            " what to enable."
-        )
-    return len(layers)
-
-
-def _transformers(model: Any, every: int) -> None:
-    model.activation_checkpointing_enable(every_n_layers=every)
-
-
-def _transformers_words(every: int) -> str:
-    return f"model.activation_checkpointing_enable(every_n_layers={every})"
-
-
-# --- torchtitan ---------------------------------------------------------------
-
-
-def _titan_layers(model: torch.nn.Module) -> int:
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, torch.nn.Module) or not list(layers.children()):
-        raise ArgumentError(
-            f"`model` is a {type(model).__name__} without `layers`: exports for"
-            " 'torchtitan' take models of its kind, whose `layers` hold the blocks."
-        )
-    return len(list(layers.children()))
-
-
-def _titan(model: Any, every: int) -> None:
-    for number, (name, layer) in enumerate(list(model.layers.named_children()), 1):
-        if number % every == 0:
-            model.layers.register_module(name, of_torch.checkpoint_wrapper(layer))
-
-
-def _titan_words(every: int) -> str:
-    if every == 1:
-        return 'activation_checkpoint.mode = "full"'
-    return (
-        'activation_checkpoint.mode = "selective",'
-        f' activation_checkpoint.selective_ac_option = "{every}"'
-    )
-
-
-_TARGETS: dict[
-    str, tuple[Callable[[torch.nn.Module], int], Switch, Callable[[int], str]]
-] = {
-    "transformers": (_transformers_layers, _transformers, _transformers_words),
-    "torchtitan": (_titan_layers, _titan, _titan_words),
-}

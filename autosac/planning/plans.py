@@ -295,12 +295,14 @@ class Plan(Summarized):
         on, and the answer says the peak and time that it really gives.
 
         Args:
-            target: "transformers" (`every_n_layers` of its models) or "torchtitan"
-                (selective checkpointing of every k-th layer).
+            target: "transformers" (`every_n_layers` of its models), "axolotl" (the
+                same in its YAML), "torchtitan" (selective checkpointing of every k-th
+                layer) or "megatron" (Megatron-Core's ``--recompute-...`` flags).
             profile: The step that the plan is for, with the model.
 
         Raises:
             ArgumentError: The target is none of these, or the model not of its kind.
+            UnsupportedError: It is "compile": says why, and what to use.
         """
         from autosac.planning.exporting import export  # like `report`
 

@@ -19,7 +19,8 @@ from .recomputation import (
 )
 
 _MOST_DROPPED = 200  # values, until a choice fits
-_MOST_EXCHANGED = 120  # values that are dropped for others
+_MOST_EXCHANGED = 120  # values that are dropped for others; in large steps fewer, as
+_WORK_ON_EXCHANGES = 4_000_000  # each takes time by the square of the values
 _TRIED = 24  # values at a time, the largest at the peak
 
 
@@ -60,8 +61,9 @@ def exchange(
     order = sorted(
         kept & problem.kept_plainly, key=lambda v: (-problem.value_bytes[v], v)
     )
+    most = min(_MOST_EXCHANGED, _WORK_ON_EXCHANGES // len(problem.value_bytes) ** 2)
     since = 0  # values that were tried in vain, one after the other
-    for value in islice(cycle(order), _MOST_EXCHANGED):
+    for value in islice(cycle(order), most):
         since += 1
         if value in kept:
             try:

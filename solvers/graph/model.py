@@ -21,9 +21,9 @@ step for ops before the position and that of the step before for all others. For
 op with one value k_v + x_o <= 1, which makes (6) a sum. Bytes are in MiB.
 
 s_ot changes only where o may run again, so that positions share it between two such
-occasions; and y_vq where they ask the same of it. Values that it is never worse to keep
-something else for are never kept (`_is_dominated`): of n cells with the same costs, each
-has fewer choices that are nearly as good.
+occasions; and y_vq where they ask the same of it. A value is never kept if it is never
+worse to keep another one instead (`_is_dominated`): of many parts with the same costs,
+each has fewer choices that are nearly as good.
 
 x_o - s_ot says that o runs again after q: what is needed then is there already, or o is
 still to make it. Without that in (6) and (7), half of a value kept and half of its op
@@ -408,6 +408,8 @@ class GraphModel:
         bound = self.model.objective.value()
         room = (cost_ms + self.tie_break_ms) * self.time_scale - bound + _DUAL_NOISE
         for k in self.keep.values():
+            if k.lowBound == k.upBound:
+                continue  # a dominated value, which is never kept whatever it saves
             if (k.dj or 0.0) > room:
                 k.upBound = 0.0
             elif -(k.dj or 0.0) > room:

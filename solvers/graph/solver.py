@@ -37,6 +37,7 @@ _ANY_WORK = 2**50
 _MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do
 _LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
 _DECIDED = 0.25  # of the fractions, at once
+_OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
 _MIB = 2**20
@@ -195,7 +196,8 @@ class _Search:
             self.model.fix(self.best[0])
             self._dive()
             self.try_out(self._exchanged(self.best[1]))
-            self._look_around(int(self._work * _LOOKING))
+            is_too_large = self._work_at_root() > self._work * (1.0 - _LOOKING)
+            self._look_around(int(self._work * (1.0 if is_too_large else _LOOKING)))
         ended = self._branch(self._work)
         if self.best is None:
             return ended
@@ -255,7 +257,8 @@ class _Search:
         """
         least = self._work - work
         values = sorted(self.model.keep)
-        size = max(_LEAST_STRETCH, len(values) // 3)
+        share = min(1 / 3, math.sqrt(_OF_A_STRETCH * work / self._work_at_root()))
+        size = max(_LEAST_STRETCH, int(len(values) * share))
         starts = range(0, len(values), max(1, size // 2))
         for first in starts:
             while not self.is_done() and self._left_s > 0 and self._work > least:
@@ -268,6 +271,10 @@ class _Search:
                     break
                 if not self._take(self.model.kept()) and self.best is before:
                     break
+
+    def _work_at_root(self) -> float:
+        """What the root of the whole model counts."""
+        return pulp_runner.work_of(self.model.model)[0] * _charge(self.model)
 
     def _solve(self, work: int, share: float = 1.0) -> pulp_runner.Outcome:
         """Solve the model as it is; the work done counts.

@@ -124,7 +124,7 @@ def run(
     if any(_is_empty(v.lowBound, v.upBound) for v in model.variables()):
         # CBC does not read such a model.
         return Outcome(termination=Termination.INFEASIBLE, bound=None, solve_s=0.0)
-    at_root, a_look = _work_of(model)
+    at_root, a_look = work_of(model)
     most_looks = None if work_limit is None else max(0, work_limit - at_root) // a_look
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":
@@ -243,7 +243,7 @@ def _is_empty(low: float | None, high: float | None) -> bool:
     return low is not None and high is not None and low > high
 
 
-def _work_of(model: pulp.LpProblem) -> tuple[int, int]:
+def work_of(model: pulp.LpProblem) -> tuple[int, int]:
     """Work of a MILP's root, and of each look at its limits: see `run`."""
     columns, coefficients = len(model.variables()), len(_matrix(model).columns)
     at_root = _ROOT_OF_COLUMN * columns + _ROOT_OF_COEFFICIENT * coefficients

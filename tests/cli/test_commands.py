@@ -342,11 +342,16 @@ def test_settings_of_another_tool_have_their_own_peak(tmp_path):
     options = (f"hf:{tmp_path}/config.json", "--optimizer", "adamw", "--length", "64")
     plain = run_json("estimate", *options)
     budget = (plain["floor_bytes"] + 2 * plain["peak_bytes"]) // 3
-    record = run_json("export", *options, "-b", f"{budget}B", "--to", "transformers")
+    for target, words in {
+        "transformers": "every_n_layers=",
+        "axolotl": "gradient_checkpointing: true",
+        "megatron": "--recompute-granularity",
+    }.items():
+        record = run_json("export", *options, "-b", f"{budget}B", "--to", target)
 
-    assert record["fits"]
-    assert record["plan_step_ms"] <= record["step_ms"]
-    assert "every_n_layers=" in record["settings"]
+        assert record["fits"]
+        assert record["plan_step_ms"] <= record["step_ms"]
+        assert words in record["settings"]
 
 
 def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):

@@ -1,20 +1,16 @@
 """Trainings on two processes, one after the other: what each of them measured.
 
-Run by `torch.distributed.run`: ``replica_runs.py KIND FOLDER``. Each rank writes a
-dictionary: name of a training -> its peaks, its weights, the plan's figures.
+Run by `two_processes`. Each rank has a dictionary: name of a training -> its peaks, its
+weights, the plan's figures.
 """
 
 import gc
-import sys
-import warnings
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import allocator_shim as shim
-
-warnings.simplefilter("ignore")
 
 
 def _result(peaks, model, callback, log=()):
@@ -230,15 +226,3 @@ def errors(folder):
     except autosac.ArgumentError as error:
         told["sharded"] = type(error).__name__, str(error)
     return told
-
-
-def main():
-    kind, folder = sys.argv[1:]
-    results = globals()[kind](folder)
-    torch.save(results, f"{folder}/{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -51,6 +51,34 @@ class MeasuredAdamW(torch.optim.AdamW):
                     parameter.grad = parameter.grad.clone()
 
 
+class Scaled(lightning.plugins.MixedPrecision):
+    """fp16 on the CPU; measures the peak of a step, which is around the optimizer's."""
+
+    def __init__(self):
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256))
+
+    def optimizer_step(self, optimizer, model, closure, **known):
+        def own_step():
+            return lightning.plugins.MixedPrecision.optimizer_step(
+                self, optimizer, model, closure, **known
+            )
+
+        log, optimizer.log = optimizer.log, None
+        if not log:
+            log.append(0)
+            result = own_step()
+        else:
+            result, peak_bytes = measure_peak(
+                own_step,
+                device="cpu",
+                held=lambda: tensors_since(optimizer.before),
+                warm_up=optimizer.move_gradients,
+            )
+            log.append(peak_bytes)
+        optimizer.log = log
+        return result
+
+
 class Network(lightning.LightningModule):
     def __init__(self, *, is_called_twice=False):
         super().__init__()
@@ -144,15 +172,20 @@ def silent(memory_budget, **options):
         ({"is_called_twice": True}, {}),
         ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ({}, {"precision": "bf16-mixed"}),
+        ({}, {"plugins": Scaled, "gradient_clip_val": 0.5}),
     ],
-    ids=["called-twice", "accumulated", "bf16"],
+    ids=["called-twice", "accumulated", "bf16", "fp16"],
 )
 def test_training_under_a_budget_is_the_same_and_keeps_it(module, options):
-    plain, plain_peaks = train(module=module, **options)
+    def trained(callback=None):
+        own = {name: o() if o is Scaled else o for name, o in options.items()}
+        return train(callback, module=module, **own)
+
+    plain, plain_peaks = trained()
     ample = silent("1GiB")
-    _, unplanned_peaks = train(ample, module=module, **options)
+    _, unplanned_peaks = trained(ample)
     budget = silent(int(0.8 * ample.plan.peak_bytes))
-    planned, peaks = train(budget, module=module, **options)
+    planned, peaks = trained(budget)
 
     assert ample.plan.policy == {}
     assert budget.plan.policy

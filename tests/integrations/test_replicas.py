@@ -1,8 +1,6 @@
 """Trainers on two processes: budgets by the allocator's counts, weights bit by bit."""
 
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,7 +8,9 @@ import torch
 from autosac.errors import InfeasibleBudgetError
 from autosac.integrations.worst_batches import lengthened
 from benchmarks import allocator_shim as shim
+from tests.integrations.two_processes import forked, launched
 
+_RUNS = "tests.integrations.replica_runs"
 _SCALARS_BYTES = 1024  # of losses, norms and counts; numbers that autograd wraps
 _HELD_BYTES = {  # batches that the loop holds at most: of 3 tensors of 4 x 96 numbers
     "huggingface": 3 * 3 * 4 * 96 * 8,
@@ -20,28 +20,25 @@ _HELD_BYTES = {  # batches that the loop holds at most: of 3 tensors of 4 x 96 n
 }
 
 
-def run_ranks(kind, folder):
-    """What each of two processes measured."""
-    if shim.library() is None:
-        pytest.skip("there is no C compiler to build the counting library with")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    runs = ["-m", "tests.integrations.replica_runs", kind, str(folder)]
-    done = subprocess.run(
-        [*launcher, "--standalone", *runs],
-        env=shim.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+needs_compiler = pytest.mark.skipif(
+    shim.library() is None, reason="counting takes a C compiler"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["huggingface", "lora", "lightning", "accelerate"])
-def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        ("huggingface", forked),
+        ("lora", forked),
+        ("lightning", forked),
+        ("accelerate", launched),
+    ],
+)
+def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
     pytest.importorskip({"lora": "peft", "huggingface": "transformers"}.get(kind, kind))
-    ranks = run_ranks(kind, tmp_path)
+    ranks = run(_RUNS, kind, tmp_path)
 
     plain = ranks[0]["plain"]["weights"]
     for rank in ranks:
@@ -60,9 +57,9 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path)
     assert min(ranks[1]["ample"]["peaks"]) > planned["plan"]["budget_bytes"]
 
 
-@pytest.mark.slow
+@needs_compiler
 def test_an_error_of_the_rank_that_plans_is_raised_in_all(tmp_path):
-    first, second = run_ranks("errors", tmp_path)
+    first, second = forked(_RUNS, "errors", tmp_path)
 
     assert first == second
     kind, message = first["Linear"]

@@ -1,14 +1,10 @@
 """Two and four real gloo processes on this machine."""
 
-import json
-import multiprocessing
 import os
 from dataclasses import asdict, replace
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,13 +12,13 @@ import autosac
 from autosac.parallel.cluster_timing import CollectiveTiming, fit_ring
 from autosac.parallel.clusters import cluster_spec
 from autosac.solvers.fsdp.collectives import Fabric, Group, ring
+from benchmarks.rank_server import run_processes
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def _rank(rank, nodes, per_node, folder):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         rank=rank,
@@ -37,27 +33,14 @@ def _rank(rank, nodes, per_node, folder):
     )
     with pytest.raises(ValueError) as refused:
         autosac.calibrate_cluster(replace(asked, num_nodes=7))
-    answer = [asdict(measured.fabric), str(refused.value)]
-    (folder / f"{rank}.json").write_text(json.dumps(answer))
     dist.destroy_process_group()
+    return asdict(measured.fabric), str(refused.value)
 
 
 def _run_ranks(nodes, per_node, folder):
-    # A server that has imported what all ranks need forks a process for each.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    torch.multiprocessing.start_processes(
-        _rank,
-        args=(nodes, per_node, folder),
-        nprocs=nodes * per_node,
-        start_method="forkserver",
-    )
-    return [
-        json.loads((folder / f"{rank}.json").read_text())
-        for rank in range(nodes * per_node)
-    ]
+    return run_processes(_rank, nodes * per_node, nodes, per_node, folder)
 
 
-@pytest.mark.slow
 def test_ranks_measure_their_links_and_agree(tmp_path):
     answers = _run_ranks(1, 2, tmp_path)
     asked = cluster_spec("pcie-l40s").fabric

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -19,6 +18,7 @@ from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.tp_finding import find_styles
 from autosac.parallel.tp_styles import TensorParallel, apply, check
 from benchmarks import allocator_shim, mesh_ranks
+from benchmarks.rank_server import run_ranks
 
 VOCABULARY, LENGTH, WIDTH = 64, 16, 32
 SPEC = replace(cluster_spec("pcie-l40s", num_gpus=4), device=device_spec("cpu"))
@@ -191,11 +191,7 @@ def _seeded(make, seed):
     return make()
 
 
-def _hold_against_whole(rank, directory, name):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
-    )
+def _hold_against_whole(rank, name):
     mesh = init_device_mesh("cpu", (2,))
     for make, make_inputs, sequence in FAMILIES[name]:
         whole, divided = (_seeded(make, 0).train() for _ in range(2))
@@ -214,14 +210,12 @@ def _hold_against_whole(rank, directory, name):
             if wanted[fqn] is not None:
                 off = (gradient - wanted[fqn]).abs().max()
                 assert off <= 1e-5 * largest, (make, sequence, fqn)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_models_that_are_divided_by_found_styles_train_as_whole_ones(name, tmp_path):
-    torch.multiprocessing.spawn(_hold_against_whole, (str(tmp_path), name), nprocs=2)
+def test_models_that_are_divided_by_found_styles_train_as_whole_ones(name):
+    run_ranks(_hold_against_whole, 2, name)
 
 
 def test_the_plan_that_a_model_brings_along_is_taken():
@@ -422,10 +416,7 @@ def test_mixed_precision_is_traced_in_the_gathered_type():
     assert plans[1].sharding.param_dtype == "bfloat16"
 
 
-def _with_other_seeds(rank, directory):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
-    )
+def _with_other_seeds(rank):
     tensor = TensorParallel(degree=2, styles=find_styles(Titan()), draws=True)
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(rank)
@@ -433,13 +424,10 @@ def _with_other_seeds(rank, directory):
         tensor.apply(Titan(), mesh)
     torch.manual_seed(0)
     tensor.apply(Titan(), mesh)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_ranks_that_must_draw_alike_have_one_seed(tmp_path):
-    torch.multiprocessing.spawn(_with_other_seeds, (str(tmp_path),), nprocs=2)
+def test_ranks_that_must_draw_alike_have_one_seed():
+    run_ranks(_with_other_seeds, 2)
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ Bytes are compared in a group of one process, where what is gathered is left as 
 found; bits only where there is another rank.
 """
 
-import os
-
 import pytest
 import torch
 from torch import distributed as dist
@@ -24,6 +22,7 @@ from torch.nn import functional
 
 import autosac
 from autosac._compat_distributed import fake_group
+from benchmarks.rank_server import run_ranks
 
 NUM_TOKENS, WIDTH, HIDDEN, NUM_BLOCKS = 96, 32, 128, 3
 STYLES = ("tensor", "sequence")
@@ -145,11 +144,6 @@ def test_what_is_sharded_already_is_refused():
 
 
 def _train(rank, directory, style):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2
-    )
     mesh = init_device_mesh("cpu", (2,))
     model, inputs = make_model(style, mesh), make_inputs()
     path = f"{directory}/plan.json"
@@ -169,8 +163,6 @@ def _train(rank, directory, style):
     for _ in range(2):
         with pytest.warns(UserWarning, match="AC unit"):
             _assert_equal(_gradients(model, inputs), departed)
-    dist.barrier()  # whoever ends first must not take the other's connections along
-    dist.destroy_process_group()
 
 
 def _depart(model):
@@ -198,4 +190,4 @@ def _gradients(model, inputs):
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_gradients_of_real_ranks_are_those_without_a_plan(style, tmp_path):
-    torch.multiprocessing.spawn(_train, (str(tmp_path), style), nprocs=2)
+    run_ranks(_train, 2, str(tmp_path), style)

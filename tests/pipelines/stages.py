@@ -1,5 +1,7 @@
 """Small models that are cut into stages."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -35,11 +37,15 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
-def language_model():
-    blocks = [Attention() if i % 2 else Mlp(2 + i % 3) for i in range(8)]
+def language_model(num_blocks=8):
+    blocks = [Attention() if i % 2 else Mlp(2 + i % 3) for i in range(num_blocks)]
     head = nn.Linear(WIDTH, NUM_TOKENS)
     embedding = nn.Embedding(NUM_TOKENS, WIDTH)
     return nn.Sequential(embedding, *blocks, nn.LayerNorm(WIDTH), head)
+
+
+def short_language_model():
+    return language_model(3)
 
 
 def tokens(num_micro_batches):
@@ -86,6 +92,7 @@ def momentum(parameters):
 
 
 LANGUAGE = Recipe(make_model=language_model, make_batch=tokens, loss_fn=language_loss)
+SHORT = replace(LANGUAGE, make_model=short_language_model)
 CONVOLUTIONS = Recipe(
     make_model=convolutions,
     make_batch=images,

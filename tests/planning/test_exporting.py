@@ -8,7 +8,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import autosac
-from autosac.planning.exporting import _frequencies
+from autosac.planning.export_targets import frequencies, of_megatron
 
 WIDTH, NUM_LAYERS = 32, 6
 
@@ -32,6 +32,41 @@ class Titan(nn.Module):
     def forward(self, x):
         for layer in self.layers.values():
             x = layer(x)
+        return x
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.core_attention, self.proj = nn.Softmax(-1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.proj(self.core_attention(x @ x.T) @ x)
+
+
+class MegatronLayer(nn.Module):
+    """Its parts have the names of Megatron-Core's, and it returns a pair as those."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attention, self.mlp = Attention(), Layer()
+
+    def forward(self, x, context=None):
+        return x + self.mlp(x + self.self_attention(x)), context
+
+
+class Megatron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(MegatronLayer() for _ in range(NUM_LAYERS))
+
+    def forward(self, x):
+        x, context = self.embedding(x), None
+        for layer in self.decoder.layers:
+            output = layer(x, context=context)
+            x, context = output if isinstance(output, tuple) else (output, context)
         return x
 
 
@@ -73,6 +108,95 @@ def test_torchtitan_gets_the_fewest_layers_that_fit_with_their_own_peak():
     assert all(type(layer) is Layer for layer in model.layers.values())
 
 
+def megatron_settings():
+    """All that Megatron's flags can say, as traced: words -> peak and time."""
+    results = {}
+    for family in of_megatron(Megatron()):
+        for setting in family.settings:
+            model = Megatron()
+            setting.switch(model)
+            step = profiled(model)
+            results[setting.words] = step.baseline_peak_bytes, step.baseline_ms
+    return results
+
+
+def test_megatron_gets_the_fastest_flags_that_fit_with_their_own_peak():
+    profile, settings = profiled(Megatron()), megatron_settings()
+    floor, baseline = autosac.floor(profile), profile.baseline_peak_bytes
+    kinds = set()
+    for share in (0.02, 0.3, 0.6, 0.95):
+        budget = int(floor + share * (baseline - floor))
+        plan = autosac.plan(profile, memory_budget=budget)
+        export = plan.export("megatron", profile)
+
+        peak_bytes, step_ms = settings[export.settings]
+        assert (export.peak_bytes, export.step_ms) == (peak_bytes, step_ms)
+        fitting = [ms for nbytes, ms in settings.values() if nbytes <= budget]
+        assert export.fits == bool(fitting)
+        if export.fits:
+            assert export.step_ms == min(fitting)
+            assert plan.step_ms <= export.step_ms
+        else:
+            assert export.peak_bytes == min(nbytes for nbytes, _ in settings.values())
+        kinds.add(export.settings.partition("--recompute-num")[0])
+    assert len(kinds) >= 2
+    assert "--recompute-granularity full --recompute-method block " in kinds
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--recompute-granularity selective --recompute-modules core_attn mlp",
+        "--recompute-granularity full --recompute-method block"
+        " --recompute-num-layers 2",
+        "--recompute-granularity full --recompute-method uniform"
+        " --recompute-num-layers 3",
+    ],
+)
+def test_a_model_under_megatrons_flags_really_has_the_peak_and_the_same_gradients(
+    words,
+):
+    (setting,) = [
+        setting
+        for family in of_megatron(Megatron())
+        for setting in family.settings
+        if setting.words == words
+    ]
+    x, plain, switched = torch.ones(256, WIDTH), Megatron(), Megatron()
+    switched.load_state_dict(plain.state_dict())
+    names = [name for name, _ in switched.named_parameters()]
+    parameters = dict(switched.named_parameters())
+    setting.switch(switched)
+    for model in (plain, switched):
+        loss_fn(model(x)).backward()
+    for name in names:
+        assert torch.equal(parameters[name].grad, plain.get_parameter(name).grad)
+
+    def make_model():
+        model = Megatron()
+        setting.switch(model)
+        return model
+
+    step = profiled(make_model())
+    verification = autosac.verify(
+        autosac.plan(step, memory_budget="1GiB"),
+        make_model,
+        lambda: x,
+        make_optimizer="adamw",
+        loss_fn=loss_fn,
+    )
+    assert verification.identical
+    assert 0 <= step.baseline_peak_bytes - verification.baseline_peak_bytes <= 1024
+
+
+def test_a_budget_that_the_plain_step_keeps_asks_for_nothing():
+    profile = profiled(Titan())
+    export = autosac.plan(profile, memory_budget="1GiB").export("torchtitan", profile)
+
+    assert export.settings == "nothing: the plain step fits"
+    assert export.peak_bytes == profile.baseline_peak_bytes
+
+
 def test_settings_that_do_not_fit_are_those_of_least_peak_and_say_so():
     profile = profiled(Titan())
     floor = autosac.floor(profile)
@@ -107,6 +231,14 @@ def test_transformers_gets_a_call_whose_real_step_has_the_peak():
     assert not model.is_activation_checkpointing
     assert not model.get_input_embeddings()._forward_hooks
     assert export.fits
+    axolotl = plan.export("axolotl", profile)
+    assert axolotl.peak_bytes == export.peak_bytes
+    assert axolotl.settings.startswith("gradient_checkpointing: true\n")
+    every = export.settings.partition("every_n_layers=")[2].rstrip(")")
+    assert axolotl.settings.endswith(f"  every_n_layers: {every}")
+    megatron = plan.export("megatron", profile)
+    assert megatron.fits
+    assert "--recompute-granularity" in megatron.settings
     exec(export.settings, {"model": model})
     step = autosac.profile(model, inputs, optimizer="adamw")
     assert export.peak_bytes == step.baseline_peak_bytes
@@ -128,8 +260,12 @@ def test_what_cannot_be_exported_says_what_can():
     profile = profiled(nn.Sequential(Layer(), Layer()))
     plan = planned(profile)
 
-    with pytest.raises(ValueError, match="'transformers', 'torchtitan'"):
+    with pytest.raises(ValueError, match="'transformers', 'torchtitan', 'megatron'"):
+        plan.export("deepspeed", profile)
+    with pytest.raises(ValueError, match="`ModuleList` named `layers`"):
         plan.export("megatron", profile)
+    with pytest.raises(NotImplementedError, match=r"autosac.compile\(model, mem"):
+        plan.export("compile", profile)
     with pytest.raises(ValueError, match="without `layers`"):
         plan.export("torchtitan", profile)
     with pytest.raises(ValueError, match="activation_checkpointing_enable"):
@@ -138,7 +274,7 @@ def test_what_cannot_be_exported_says_what_can():
 
 @pytest.mark.parametrize("num_layers", range(1, 20))
 def test_every_number_of_layers_that_can_be_had_is_tried_once(num_layers):
-    tried = _frequencies(num_layers)
+    tried = frequencies(num_layers)
 
     assert tried == sorted(tried, reverse=True)
     every = range(1, num_layers + 1)

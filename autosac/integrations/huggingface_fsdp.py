@@ -1,0 +1,186 @@
+"""FSDP2 under the `Trainer` of Hugging Face Transformers: planned, sharded, trained.
+
+    trainer = Trainer(model, args, train_dataset=data, data_collator=collate)
+    plan = plan_and_shard(trainer, batch, memory_budget="6GiB", cluster="hgx-h100")
+    trainer.train()
+
+A trainer with ``fsdp=True`` wraps its model in units of its own before a batch comes.
+But it takes a model that is sharded already (transformers 5.24, trainer.py, where
+`is_distributed_loading_by_transformers`): it prepares autocast and the optimizer and
+leaves the rest as it is. So `plan_parallel` chooses FSDP units and AC units together,
+and what the trainer's loop holds besides counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.modeling import get_mixed_precision_context_manager
+from transformers import Trainer
+
+from autosac.devices.specs import DeviceSpec
+from autosac.errors import InfeasibleBudgetError
+from autosac.integrations.budgets import Loop, count_others, refuse
+from autosac.integrations.huggingface import LossOnly, refused_settings
+from autosac.integrations.replicas import Replica, planned_once
+from autosac.integrations.worst_batches import on_device
+from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.planning import plan_parallel
+from autosac.parallel.plans import ParallelPlan
+from autosac.parallel.preparing import cluster_of
+from autosac.quantities import parse_bytes
+from autosac.step.marks import Marks
+
+
+def plan_and_shard(
+    trainer: Trainer,
+    batch: Mapping[str, Any],
+    *,
+    memory_budget: int | str,
+    cluster: str | ClusterSpec,
+    degrees: Sequence[int] | None = None,
+    fsdp_units: Marks | None = None,
+    report: Callable[[str], object] = print,
+) -> ParallelPlan:
+    """Plan FSDP units and recomputation for a trainer, and shard its model so.
+
+    Every process calls it before ``trainer.train()``. The first one plans, the others
+    get its plan; an error is raised in all of them.
+
+    Args:
+        trainer: With the whole model, made without ``fsdp``.
+        batch: The largest one of a process, as the data collator makes it.
+        memory_budget: Cap on the peak of each process: bytes, or text.
+        cluster: As in `plan_parallel`, for as many GPUs as there are processes.
+        degrees: As in `plan_parallel`,
+        fsdp_units: likewise.
+        report: Gets a text that says what was planned, in the first process.
+
+    Returns:
+        The plan. Its figures are those of the step, without batches that the trainer
+        holds besides, for which its budget leaves room.
+
+    Raises:
+        InfeasibleBudgetError: No plan fits; the figures are those of all.
+        UnsupportedError: A plan could not keep its word under these settings.
+    """
+    refuse(_refused(trainer))
+    spec = cluster_of(cluster, dist.get_world_size())
+    model = trainer.model
+    assert isinstance(model, torch.nn.Module)
+    inputs = (), _as_called(trainer, batch)
+
+    def make() -> ParallelPlan:
+        loop = _loop(trainer, model, spec.device)
+        held_bytes = loop.held_bytes(inputs)
+        cap_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
+        with loop.profiled(model, inputs, real_step=True) as step:
+            try:
+                return plan_parallel(
+                    step,
+                    cluster=spec,
+                    memory_budget=cap_bytes - held_bytes,
+                    degrees=degrees,
+                    fsdp_units=fsdp_units,
+                )
+            except InfeasibleBudgetError as error:
+                count_others(error, held_bytes, memory_budget)
+                raise
+
+    plan = planned_once(make, -dist.get_rank(), dist.group.WORLD)
+    gc.collect()  # copies of the model refer to themselves by their `forward`
+    plan.apply(model, plan.make_mesh(trainer.args.device.type))
+    trainer.is_distributed_loading_by_transformers = (
+        True  # it leaves the model as it is
+    )
+    if trainer.is_world_process_zero():
+        report(plan.report())
+    return plan
+
+
+def _loop(trainer: Trainer, model: torch.nn.Module, device: DeviceSpec) -> Loop:
+    """How the trainer runs a step on a device."""
+    optimizer = trainer.create_optimizer()
+    trainer.optimizer = None  # the trainer makes one for the sharded parameters
+    args = trainer.args
+    return Loop(
+        forward=lambda module: LossOnly(
+            _Prepared(module.forward, trainer.accelerator), Replica(module=module)
+        ),
+        # The next one is fetched ahead, on the CPU where the model lies.
+        num_other_batches=int(args.device.type == "cpu"),
+        replica=Replica(module=model),
+        options={
+            "device": device,
+            "optimizer": optimizer,
+            "clip_grad_norm": args.max_grad_norm or math.inf,
+        },
+    )
+
+
+def _as_called(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the trainer calls its model with for a batch."""
+    inputs: dict[str, Any] = on_device(dict(batch), trainer.args.device)
+    if trainer.model_accepts_loss_kwargs and "labels" in inputs:
+        count = torch.ones((), device=trainer.args.device)
+        inputs["num_items_in_batch"] = count
+    return inputs
+
+
+class _Prepared:
+    """A model's ``forward`` as Accelerate prepares it: under autocast.
+
+    Args:
+        own: The model's.
+        accelerator: The trainer's.
+    """
+
+    def __init__(self, own: Callable[..., Any], accelerator: Any) -> None:
+        self.own = own
+        self.accelerator = accelerator
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Prepared:
+        return _Prepared(copy.deepcopy(self.own, memo), self.accelerator)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.own
+        if self.accelerator.native_amp:
+            autocast = get_mixed_precision_context_manager(
+                True, self.accelerator.autocast_handler
+            )
+            forward = convert_outputs_to_fp32(autocast(forward))
+        return forward(*args, **kwargs)
+
+
+def _refused(trainer: Trainer) -> dict[str, bool]:
+    """What to say of each setting that is not planned -> whether it is set."""
+    args, model = trainer.args, trainer.model
+    assert isinstance(model, torch.nn.Module)
+    steps = args.gradient_accumulation_steps
+    return {
+        "there is one process; use `MemoryBudget`": not dist.is_initialized(),
+        "this version of transformers takes no model that is sharded already; use 5.24"
+        " or later": not hasattr(trainer, "is_distributed_loading_by_transformers"),
+        "fp16=True scales losses and gradients, which are sharded; use bf16=True": (
+            args.fp16
+        ),
+        "`fully_shard` does not divide quantized parameters; train with DDP": any(
+            not p.is_floating_point() for p in model.parameters()
+        ),
+        f"gradient_accumulation_steps={steps} under FSDP2 is not modelled; use 1": (
+            steps > 1
+        ),
+        "the trainer was given an optimizer, which knows the whole parameters; pass"
+        " `optimizer_cls_and_kwargs` instead": trainer.optimizer is not None,
+        f"save_strategy={args.save_strategy.value!r} does not work for a model that"
+        " was sharded before training; use 'no' and save with"
+        " torch.distributed.checkpoint": args.save_strategy != "no",
+        **refused_settings(args, model),
+    }

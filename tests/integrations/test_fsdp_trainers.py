@@ -1,0 +1,69 @@
+"""FSDP2 under trainers: budgets by the allocator's counts, weights bit by bit."""
+
+import pytest
+import torch
+
+from tests.integrations.test_replicas import needs_compiler
+from tests.integrations.two_processes import forked, launched
+
+_RUNS = "tests.integrations.fsdp_runs"
+_SCALARS_BYTES = 4096  # of losses, norms and counts; numbers that autograd wraps
+_HELD_BYTES = {  # by the loop beside the batch of the step: 3 tensors of 4 x 96 numbers
+    "huggingface": 3 * 4 * 96 * 8,
+    "huggingface_bf16": 3 * 4 * 96 * 8,
+    "lora": 3 * 4 * 96 * 8,
+    "accelerate": 0,
+}
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        ("huggingface", launched),
+        ("huggingface_bf16", forked),
+        ("lora", forked),
+        ("accelerate", forked),
+    ],
+)
+def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
+    needed = {"lora": "peft", "accelerate": "accelerate"}
+    pytest.importorskip(needed.get(kind, "transformers"))
+    ranks = run(_RUNS, kind, tmp_path)
+
+    plain = ranks[0]["plain"]["weights"]
+    for rank in ranks:
+        for training in rank.values():
+            assert all(map(torch.equal, training["weights"].values(), plain.values()))
+        planned, ample = rank["planned"], rank["ample"]
+        assert planned["plan"] == ranks[0]["planned"]["plan"]
+        assert planned["plan"]["policy"]
+        assert not ample["plan"]["policy"]
+        assert max(planned["peaks"]) <= planned["plan"]["budget_bytes"]
+        assert min(ample["peaks"]) > planned["plan"]["budget_bytes"]
+        for training in (planned, ample):
+            plan = training["plan"]
+            above = max(training["peaks"]) - plan["peak_bytes"]
+            most = _HELD_BYTES[kind] + _SCALARS_BYTES + plan["late_bytes"]
+            assert -0.01 * plan["peak_bytes"] <= above <= most
+
+
+@needs_compiler
+def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
+    pytest.importorskip("transformers")
+    first, second = forked(_RUNS, "refused", tmp_path)
+
+    assert first == second
+    kind, message = first["infeasible"]
+    assert kind == "InfeasibleBudgetError"
+    assert "are for batches and figures that the training loop keeps" in message
+    for name, sentence in {
+        "quantized": "does not divide quantized parameters; train with DDP",
+        "accumulates": "gradient_accumulation_steps=2 under FSDP2 is not modelled",
+        "saves": "save_strategy='steps' does not work for a model that was sharded",
+        "with optimizer": "pass `optimizer_cls_and_kwargs` instead",
+        "callback": "`autosac.integrations.huggingface_fsdp.plan_and_shard` before",
+    }.items():
+        assert first[name][0] == "UnsupportedError"
+        assert sentence in first[name][1]
