@@ -55,8 +55,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Of a test that is `slow_but_first`, all cases but the first are slow.
 
-    Of one that is `slow_but_third`, two of three are: other ones in each such test, so
-    that those of a run without slow tests have every case among them.
+    Of one that is `slow_but_third`, two of three are, beginning with another one in
+    each such test.
     """
     seen = Counter()
     for item in items:

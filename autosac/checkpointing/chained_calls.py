@@ -154,8 +154,9 @@ def run_onward(record: Record, template: Any) -> Any:
 
 def alone(tensor: torch.Tensor) -> Handed:
     """A tensor without its graph."""
-    is_result = tensor.requires_grad and not tensor.is_leaf
-    return Handed(tensor.detach() if is_result else tensor, is_result=is_result)
+    handed: Handed = take_apart(tensor)
+    handed.cut_off()
+    return handed
 
 
 def drop(tensor: torch.Tensor) -> None:

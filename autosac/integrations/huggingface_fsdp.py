@@ -97,9 +97,8 @@ def plan_and_shard(
     plan = planned_once(make, -dist.get_rank(), dist.group.WORLD)
     gc.collect()  # copies of the model refer to themselves by their `forward`
     plan.apply(model, plan.make_mesh(trainer.args.device.type))
-    trainer.is_distributed_loading_by_transformers = (
-        True  # it leaves the model as it is
-    )
+    # With that, it leaves the model as it is.
+    trainer.is_distributed_loading_by_transformers = True
     if trainer.is_world_process_zero():
         report(plan.report())
     return plan

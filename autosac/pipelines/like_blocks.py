@@ -16,9 +16,9 @@ def kinds(
 ) -> list[Hashable]:
     """A kind for each block, equal for blocks that do the same.
 
-    That are blocks whose AC units have the same key, which says all that the trace has
-    of their forward and backward passes, and like parameters and buffers. A block that
-    is no unit, or shares a parameter with another one, is like no other.
+    Two blocks do the same if their AC units have one key, which says all that the trace
+    has of their forward and backward passes, and if their parameters and buffers are
+    alike. A block that is no unit, or shares a parameter, is like no other.
 
     Args:
         whole: The step of the whole model.
@@ -29,12 +29,14 @@ def kinds(
     tree = whole.tape.modules
     keys = {unit.module: unit.key for unit in whole.units.candidates}
     users = Counter(p for block in blocks for p in block.parameters())
-    found: list[Hashable] = []
+    block_kinds: list[Hashable] = []
     for fqn, block in zip(fqns, blocks, strict=True):
         key = keys.get(tree.index[fqn])
         is_alone = key is None or any(users[p] > 1 for p in block.parameters())
-        found.append(fqn if is_alone else (key, block.training, _tensors_of(block)))
-    return found
+        block_kinds.append(
+            fqn if is_alone else (key, block.training, _tensors_of(block))
+        )
+    return block_kinds
 
 
 def _tensors_of(block: torch.nn.Module) -> tuple[Any, ...]:

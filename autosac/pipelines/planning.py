@@ -26,7 +26,7 @@ from autosac.pipelines.blocks import Passed, Stage, chain_of, check_cuts, possib
 from autosac.pipelines.cutting import Cutting
 from autosac.pipelines.like_blocks import kinds
 from autosac.pipelines.plans import PipelinePlan, StagePlan
-from autosac.pipelines.playing import StageTimes
+from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
 from autosac.pipelines.stage_choosing import StageChoice, StageChooser
 from autosac.pipelines.stage_steps import (
@@ -383,12 +383,13 @@ class _Race:
 
     def plan(self, cutting: Cutting, alternatives: tuple[str, ...]) -> PipelinePlan:
         """The plan of the best cuts."""
-        whole = self.micro_batch.whole
+        whole, stages = self.micro_batch.whole, self._stages(cutting)
+        times = [t for t in (self.times_of(*s) for s in stages) if t is not None]
         return PipelinePlan(
             pipeline=self.schedule,
-            stage_plans=tuple(self._stage(*stage) for stage in self._stages(cutting)),
+            stage_plans=tuple(self._stage(*stage) for stage in stages),
             budget_bytes=self.budget_bytes,
-            step_ms=cutting.best_ms,
+            step_ms=step_ms(self.schedule, times),
             alternatives=alternatives,
             device=whole.device.name,
             calibrated=whole.calibrated,

@@ -174,12 +174,12 @@ class GraphModel:
         readers, problem = self.readers.get(value, ()), self.problem
         if value in problem.first_need or len(readers) != 1:
             return False
-        made = problem.makes[readers[0]]
+        result, *others = problem.makes[readers[0]]
         return (
-            len(made) == 1
-            and made[0] in self.keep
-            and problem.value_bytes[made[0]] <= problem.value_bytes[value]
-            and problem.last_forward_read[made[0]] >= problem.last_forward_read[value]
+            not others
+            and result in self.keep
+            and problem.value_bytes[result] <= problem.value_bytes[value]
+            and problem.last_forward_read[result] >= problem.last_forward_read[value]
         )
 
     def _binary(self, name: str) -> pulp.LpVariable:

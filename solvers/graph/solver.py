@@ -196,9 +196,10 @@ class _Search:
             self.model.fix(self.best[0])
             self._dive()
             self.try_out(self._exchanged(self.best[1]))
-            is_too_large = self._work_at_root() > self._work * (1.0 - _LOOKING)
-            self._look_around(int(self._work * (1.0 if is_too_large else _LOOKING)))
-        ended = self._branch(self._work)
+            work = min(self._work, _MOST_WORK)  # of a time limit most is for the whole
+            is_too_large = self._work_at_root() > work * (1.0 - _LOOKING)
+            self._look_around(int(work * (1.0 if is_too_large else _LOOKING)))
+        ended = self._branch()
         if self.best is None:
             return ended
         return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
@@ -206,18 +207,17 @@ class _Search:
     def _exchanged(self, kept: frozenset[int]) -> frozenset[int]:
         return local_search.exchange(self.problem, kept, self.budget_bytes)
 
-    def _branch(self, work: int) -> Termination:
+    def _branch(self) -> Termination:
         """Solve the model until its choice fits and is proven, or the work is done.
 
         With a choice at hand only such as are enough cheaper are looked for.
         """
-        least = self._work - work
-        while not self.is_done() and self._left_s > 0 and self._work > max(0, least):
+        while not self.is_done() and self._left_s > 0 and self._work > 0:
             most_ms = math.inf
             if self.best is not None:
                 most_ms = self.best[0] * (1.0 - self._gap)
                 self.model.cut_off(most_ms)
-            outcome = self._solve(self._work - max(0, least))
+            outcome = self._solve(self._work)
             if outcome.termination is Termination.INFEASIBLE:
                 if self.best is not None:
                     self.bound_ms = max(self.bound_ms, most_ms)
@@ -266,7 +266,8 @@ class _Search:
                 before = self.best
                 self.model.cut_off(before[0] * (1.0 - _WORTHWHILE))
                 with self.model.held(before[1], values[first : first + size]):
-                    outcome = self._solve((self._work - least) // 4, size / len(values))
+                    free = min(1.0, size / len(values))
+                    outcome = self._solve((self._work - least) // 4, free)
                 if not outcome.termination.has_incumbent:
                     break
                 if not self._take(self.model.kept()) and self.best is before:
