@@ -20,7 +20,7 @@ from .recomputation import (
 
 _MOST_DROPPED = 200  # values, until a choice fits
 _MOST_EXCHANGED = 120  # values that are dropped for others; in large steps fewer, as
-_WORK_ON_EXCHANGES = 4_000_000  # each takes time by the square of the values
+_WORK_ON_EXCHANGES = 2_000_000  # each takes time by the square of the values
 _TRIED = 24  # values at a time, the largest at the peak
 
 
@@ -116,6 +116,9 @@ def drop_until_it_fits(
 ) -> frozenset[int]:
     """Keep less at the peak, most bytes a time first, until the budget holds.
 
+    Where much is recomputed at the peak, one of these values is kept instead, if that
+    lowers it more.
+
     Args:
         problem: The step.
         kept: Any choice that can run.
@@ -131,11 +134,12 @@ def drop_until_it_fits(
             least = highest.live_bytes, kept
         if highest.live_bytes <= budget_bytes:
             break
-        at_peak = _could_be_dropped(problem, kept, highest.position)
-        best = _best_drop(problem, kept, highest.live_bytes, at_peak)
+        changes = _could_be_dropped(problem, kept, highest.position)
+        changes += _could_be_kept(problem, kept, highest.position)
+        best = _best_change(problem, kept, highest.live_bytes, changes)
         if best is None:
             break
-        kept = kept - {best}
+        kept = kept ^ {best}
     assert least is not None
     return least[1]
 
@@ -154,18 +158,28 @@ def _could_be_dropped(
     return values[:_TRIED]
 
 
-def _best_drop(
+def _could_be_kept(
+    problem: GraphProblem, kept: frozenset[int], position: Position
+) -> list[int]:
+    """Values that are made again at a position, smallest first."""
+    ops = reruns(problem, kept).get(position.step, ())
+    values = [v for op in ops for v in problem.makes[op] if v not in kept]
+    values.sort(key=lambda v: (problem.value_bytes[v], v))
+    return values[:_TRIED]
+
+
+def _best_change(
     problem: GraphProblem, kept: frozenset[int], highest_bytes: int, values: list[int]
 ) -> int | None:
-    """The value whose loss frees most bytes of the peak a time that it adds."""
+    """The value whose change frees most bytes of the peak a time that it adds."""
     before_ms = recompute_ms(problem, kept)
     best: tuple[float, int] | None = None
     for value in values:
         try:
-            freed = highest_bytes - peak_bytes(problem, kept - {value})
+            freed = highest_bytes - peak_bytes(problem, kept ^ {value})
         except ValueError:  # it needs a pinned op again
             continue
-        added_ms = recompute_ms(problem, kept - {value}) - before_ms
+        added_ms = recompute_ms(problem, kept ^ {value}) - before_ms
         rate = freed / max(added_ms, 1e-9)
         if freed > 0 and (best is None or rate > best[0]):
             best = rate, value

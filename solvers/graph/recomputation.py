@@ -207,9 +207,13 @@ def reruns(problem: GraphProblem, kept: Set[int]) -> dict[int, tuple[int, ...]]:
 
 
 def recompute_ms(problem: GraphProblem, kept: Set[int]) -> float:
-    """Time of all ops that run again."""
-    again = reruns(problem, kept)
-    return math.fsum(problem.runtime_ms[op] for ops in again.values() for op in ops)
+    """Time of all ops that run again: of each once, whatever needs it first.
+
+    Raises:
+        ValueError: As `rerun_ops`.
+    """
+    ops = rerun_ops(problem, problem.first_need, set(kept) | problem.returned)
+    return math.fsum(problem.runtime_ms[op] for op in ops)
 
 
 class Moment(NamedTuple):

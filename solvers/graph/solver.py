@@ -34,9 +34,11 @@ _MOST_WORK = 6_000_000  # of all MILPs, see `_charge`: some ten seconds
 _WORK_ON_FLOOR = 4_000_000
 _THOROUGH = 10  # times that, before a budget is refused
 _ANY_WORK = 2**50
-_MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do
+_MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do,
+_POWER = 2.5  # by this power
 _LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
 _DECIDED = 0.25  # of the fractions, at once
+_DECISIONS = 100  # one after the other: a heuristic
 _OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
@@ -197,7 +199,7 @@ class _Search:
             self._dive()
             self.try_out(self._exchanged(self.best[1]))
             work = min(self._work, _MOST_WORK)  # of a time limit most is for the whole
-            is_too_large = self._work_at_root() > work * (1.0 - _LOOKING)
+            is_too_large = self._at_root(1.0) > work * (1.0 - _LOOKING)
             self._look_around(int(work * (1.0 if is_too_large else _LOOKING)))
         ended = self._branch()
         if self.best is None:
@@ -233,18 +235,24 @@ class _Search:
 
         A heuristic for steps of many like parts, where whole models tell little.
         """
+        kept = self.model.kept()
         with self.model.released():
-            for _ in range(_LP_ROUNDS):
+            is_new = True
+            for _ in range(_DECISIONS):
                 outcome = pulp_runner.run(
-                    self.model.model, backend=self._backend, relaxed=True
+                    self.model.model,
+                    backend=self._backend,
+                    relaxed=True,
+                    again=not is_new,
                 )
                 if not outcome.termination.has_incumbent or self._left_s < 0:
-                    return
-                fractions = self.model.fractions()
-                kept = self.model.kept()
-                if not fractions:
                     break
-                self._add_rows(fractional.broken(self.model, self.budget_bytes))
+                kept = self.model.kept()
+                fractions = self.model.fractions()
+                broken = fractional.broken(self.model, self.budget_bytes)
+                is_new = self._add_rows(broken)
+                if not fractions and not is_new:
+                    break
                 count = max(1, int(len(fractions) * _DECIDED))
                 self.model.decide(v for _, v in fractions[:count])
         if self.try_out(kept):
@@ -257,7 +265,9 @@ class _Search:
         """
         least = self._work - work
         values = sorted(self.model.keep)
-        share = min(1 / 3, math.sqrt(_OF_A_STRETCH * work / self._work_at_root()))
+        share = 1 / 3
+        while self._at_root(share) > _OF_A_STRETCH * work:
+            share /= 2
         size = max(_LEAST_STRETCH, int(len(values) * share))
         starts = range(0, len(values), max(1, size // 2))
         for first in starts:
@@ -273,9 +283,9 @@ class _Search:
                 if not self._take(self.model.kept()) and self.best is before:
                     break
 
-    def _work_at_root(self) -> float:
-        """What the root of the whole model counts."""
-        return pulp_runner.work_of(self.model.model)[0] * _charge(self.model)
+    def _at_root(self, share: float) -> float:
+        """What the root of the model counts if a share of its values is free."""
+        return pulp_runner.work_of(self.model.model)[0] * _charge(self.model, share)
 
     def _solve(self, work: int, share: float = 1.0) -> pulp_runner.Outcome:
         """Solve the model as it is; the work done counts.
@@ -284,7 +294,7 @@ class _Search:
             work: The most.
             share: Of the values, that are not held.
         """
-        charge = _charge(self.model) * share**2  # fewer columns in fewer rows
+        charge = _charge(self.model, share)
         outcome = pulp_runner.run(
             self.model.model,
             backend=self._backend,
@@ -331,9 +341,14 @@ class _Search:
         )
 
 
-def _charge(model: GraphModel) -> float:
-    """What a unit of `pulp_runner`'s work counts: a heuristic, by times of MILPs."""
-    return max(1.0, len(model.model.variables()) / _MANY_COLUMNS)
+def _charge(model: GraphModel, share: float = 1.0) -> float:
+    """What a unit of `pulp_runner`'s work counts if a share of the values is free.
+
+    A heuristic, by times of MILPs: held values leave columns and rows out, and large
+    LPs take longer than their size tells.
+    """
+    columns = share * len(model.model.variables())
+    return share * max(1.0, columns / _MANY_COLUMNS) ** _POWER
 
 
 def _hardly_rises(bounds: list[float]) -> bool:

@@ -103,8 +103,8 @@ def run(
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
         warm_start: Offer the values the variables hold now as a first incumbent.
-        again: The model was solved before, and only right-hand sides and the objective
-            have changed since: HiGHS starts from where it ended.
+        again: The model was solved before, and only right-hand sides, bounds and the
+            objective have changed since: HiGHS starts from where it ended.
 
     Returns:
         How it ended, the proven bound and the time it took.
@@ -368,11 +368,12 @@ def _run_highs(
 
 def _rerun_highs(model: pulp.LpProblem) -> _Answer:
     variables = model.variables()
-    model.solverModel.changeColsCost(
-        len(variables),
-        np.array([v.index for v in variables], dtype=np.int32),
-        np.array([model.objective.get(v, 0.0) for v in variables]),
-    )
+    count, columns = len(variables), np.array([v.index for v in variables], np.int32)
+    costs = np.array([model.objective.get(v, 0.0) for v in variables])
+    model.solverModel.changeColsCost(count, columns, costs)
+    lowest = _or(-math.inf, (v.lowBound for v in variables))
+    highest = _or(math.inf, (v.upBound for v in variables))
+    model.solverModel.changeColsBounds(count, columns, lowest, highest)
     matrix = _matrix(model)
     numbers = np.arange(len(matrix.rows), dtype=np.int32)
     model.solverModel.changeRowsBounds(len(numbers), numbers, *matrix.bounds())
