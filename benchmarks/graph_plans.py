@@ -50,6 +50,7 @@ MODELS: dict[str, Callable[[], Workload]] = {
         layers=4, width=96, heads=3, vocabulary=512, batch=4, length=64
     ),
     "gru": language.gru_cells,
+    "lstm": language.lstm_cells,
     "resnet18": vision.resnet18,
     "resnet50": lambda: vision.resnet50(batch=16, pixels=64),
     "mobilenet": vision.mobilenet,

@@ -388,18 +388,21 @@ def recurrent(
 class CellsLM(nn.Module):
     """Embedding, a recurrent cell that is called for each token, head."""
 
-    def __init__(self, width: int, vocabulary: int) -> None:
+    def __init__(self, cell: nn.GRUCell | nn.LSTMCell, vocabulary: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.cell = nn.GRUCell(width, width)
-        self.head = nn.Linear(width, vocabulary)
+        self.embedding = nn.Embedding(vocabulary, cell.input_size)
+        self.cell = cell
+        self.head = nn.Linear(cell.hidden_size, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(tokens)
-        state = hidden.new_zeros(hidden.shape[0], hidden.shape[2])
-        for step in range(hidden.shape[1]):
-            state = self.cell(hidden[:, step], state)
-        logits: torch.Tensor = self.head(state)
+        inputs = self.embedding(tokens)
+        hidden = inputs.new_zeros(inputs.shape[0], self.cell.hidden_size)
+        state = (hidden, hidden) if isinstance(self.cell, nn.LSTMCell) else hidden
+        for step in range(inputs.shape[1]):
+            state = self.cell(inputs[:, step], state)
+        logits: torch.Tensor = self.head(
+            state[0] if isinstance(state, tuple) else state
+        )
         return logits
 
 
@@ -407,10 +410,27 @@ def gru_cells(
     *, width: int = 64, vocabulary: int = 64, batch: int = 64, length: int = 12
 ) -> Workload:
     """A GRU cell in a loop over tokens; it says what comes after the last one."""
+    return _cells(nn.GRUCell, width, vocabulary, batch, length)
+
+
+def lstm_cells(
+    *, width: int = 64, vocabulary: int = 64, batch: int = 64, length: int = 20
+) -> Workload:
+    """An LSTM cell in a loop over tokens; it says what comes after the last one."""
+    return _cells(nn.LSTMCell, width, vocabulary, batch, length)
+
+
+def _cells(
+    cell: type[nn.GRUCell | nn.LSTMCell],
+    width: int,
+    vocabulary: int,
+    batch: int,
+    length: int,
+) -> Workload:
     tokens, targets = integers(vocabulary, batch, length), integers(vocabulary, batch)
     return Workload(
-        name="GRU cells",
-        make_model=lambda: CellsLM(width, vocabulary),
+        name=f"{cell.__name__.removesuffix('Cell')} cells",
+        make_model=lambda: CellsLM(cell(width, width), vocabulary),
         make_inputs=lambda: tokens,
         loss_fn=classification(targets),
         make_optimizer=adamw,

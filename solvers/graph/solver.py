@@ -348,7 +348,7 @@ def _charge(model: GraphModel, share: float = 1.0) -> float:
     LPs take longer than their size tells.
     """
     columns = share * len(model.model.variables())
-    return share * max(1.0, columns / _MANY_COLUMNS) ** _POWER
+    return float(share * max(1.0, columns / _MANY_COLUMNS) ** _POWER)
 
 
 def _hardly_rises(bounds: list[float]) -> bool:
