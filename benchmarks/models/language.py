@@ -400,9 +400,8 @@ class CellsLM(nn.Module):
         state = (hidden, hidden) if isinstance(self.cell, nn.LSTMCell) else hidden
         for step in range(inputs.shape[1]):
             state = self.cell(inputs[:, step], state)
-        logits: torch.Tensor = self.head(
-            state[0] if isinstance(state, tuple) else state
-        )
+        last = state[0] if isinstance(state, tuple) else state
+        logits: torch.Tensor = self.head(last)
         return logits
 
 
