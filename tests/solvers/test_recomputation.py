@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 from autosac.solvers.graph.recomputation import (
     GraphProblem,
     peak_bytes,
+    recompute_ms,
     reruns,
     timeline,
 )
@@ -70,3 +73,19 @@ def test_memory_equals_that_of_a_replay_with_reference_counts(problem, data):
         problem, kept
     )
     assert peak_bytes(problem, kept) == max(m.live_bytes for m in found)
+
+
+@given(problem=graph_problems(), data=st.data())
+def test_recompute_time_is_that_of_all_ops_that_run_again(problem, data):
+    values = st.sets(st.sampled_from(range(len(problem.value_bytes))))
+    kept = data.draw(values)
+    try:
+        again = reruns(problem, kept)
+    except ValueError:
+        with pytest.raises(ValueError, match="pinned"):
+            recompute_ms(problem, kept)
+        return
+
+    times = [problem.runtime_ms[op] for ops in again.values() for op in ops]
+
+    assert recompute_ms(problem, kept) == math.fsum(times)
