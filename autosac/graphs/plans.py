@@ -197,7 +197,9 @@ class GraphPlanner:
         starts = [greedy.kept, greedy.lowest, additive.kept]
         starts.append(_known(problem).cheapest(budget_bytes))
         if modules is not None:
-            starts.append(_repaired(problem, self.kept_by(modules), budget_bytes))
+            starts.append(
+                local_search.repair(problem, self.kept_by(modules), budget_bytes)
+            )
         fitting = [kept for kept in starts if kept is not None]
         if all(recomputation.peak_bytes(problem, k) > budget_bytes for k in fitting):
             fitting.append(self.lowest[1])
@@ -280,16 +282,6 @@ class GraphPlanner:
             lowest_peak_bytes=peak_bytes,
             composition=composition,
         )
-
-
-def _repaired(
-    problem: GraphProblem, kept: frozenset[int], budget_bytes: int
-) -> frozenset[int] | None:
-    """A choice with less kept where it breaks the budget; None if it cannot run."""
-    try:
-        return local_search.drop_until_it_fits(problem, kept, budget_bytes)
-    except ValueError:  # it needs a pinned op again
-        return None
 
 
 class _Known:

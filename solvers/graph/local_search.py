@@ -13,12 +13,13 @@ from .recomputation import (
     GraphProblem,
     Position,
     Replay,
+    all_rerun_ops,
     peak_bytes,
     recompute_ms,
     reruns,
 )
 
-_MOST_DROPPED = 200  # values, until a choice fits
+_MOST_REPAIRS = 200  # values that are changed until a choice fits
 _MOST_EXCHANGED = 120  # values that are dropped for others; in large steps fewer, as
 _WORK_ON_EXCHANGES = 2_000_000  # each takes time by the square of the values
 _TRIED = 24  # values at a time, the largest at the peak
@@ -93,7 +94,7 @@ def _keep_again(
     cost_ms = recompute_ms(problem, kept)
     while before != kept:
         before = kept
-        again = {op for ops in reruns(problem, kept).values() for op in ops}
+        again = all_rerun_ops(problem, kept)
         values = {v for op in again for v in problem.makes[op]} - kept - {without}
         without = None
         # Savings of an earlier round order the queue: mostly they only fall.
@@ -111,27 +112,28 @@ def _keep_again(
     return kept
 
 
-def drop_until_it_fits(
+def repair(
     problem: GraphProblem, kept: frozenset[int], budget_bytes: int
-) -> frozenset[int]:
-    """Keep less at the peak, most bytes a time first, until the budget holds.
+) -> frozenset[int] | None:
+    """Lower the peak of a choice value by value until the budget holds.
 
-    Where much is recomputed at the peak, one of these values is kept instead, if that
-    lowers it more.
+    What is kept at the peak is dropped, or what is recomputed there is kept: whatever
+    frees most bytes a time.
 
     Args:
         problem: The step.
-        kept: Any choice that can run.
+        kept: Any choice.
         budget_bytes: Cap on the peak.
 
     Returns:
-        A choice that fits; where that was not reached, that of the least peak.
+        A choice that fits; where that was not reached, that of the least peak. None if
+        the given one needs a pinned op again.
     """
-    least: tuple[int, frozenset[int]] | None = None
-    for _ in range(_MOST_DROPPED):
+    try:
         highest = Replay(problem, kept).peak
-        if least is None or highest.live_bytes < least[0]:
-            least = highest.live_bytes, kept
+    except ValueError:
+        return None
+    for _ in range(_MOST_REPAIRS):
         if highest.live_bytes <= budget_bytes:
             break
         changes = _could_be_dropped(problem, kept, highest.position)
@@ -139,9 +141,9 @@ def drop_until_it_fits(
         best = _best_change(problem, kept, highest.live_bytes, changes)
         if best is None:
             break
-        kept = kept ^ {best}
-    assert least is not None
-    return least[1]
+        kept = kept ^ {best}  # which frees bytes, so that the last is the lowest
+        highest = Replay(problem, kept).peak
+    return kept
 
 
 def _could_be_dropped(
@@ -161,7 +163,7 @@ def _could_be_dropped(
 def _could_be_kept(
     problem: GraphProblem, kept: frozenset[int], position: Position
 ) -> list[int]:
-    """Values that are made again at a position, smallest first."""
+    """Values that are recomputed for the step of a position, smallest first."""
     ops = reruns(problem, kept).get(position.step, ())
     values = [v for op in ops for v in problem.makes[op] if v not in kept]
     values.sort(key=lambda v: (problem.value_bytes[v], v))

@@ -189,6 +189,15 @@ def rerun_ops(
     return ops
 
 
+def all_rerun_ops(problem: GraphProblem, kept: Set[int]) -> set[int]:
+    """Ops that run again in backward: each once, whichever step needs it first.
+
+    Raises:
+        ValueError: As `rerun_ops`.
+    """
+    return rerun_ops(problem, problem.first_need, set(kept) | problem.returned)
+
+
 def reruns(problem: GraphProblem, kept: Set[int]) -> dict[int, tuple[int, ...]]:
     """Steps -> the forward ops that run again just before each, in forward order.
 
@@ -207,13 +216,12 @@ def reruns(problem: GraphProblem, kept: Set[int]) -> dict[int, tuple[int, ...]]:
 
 
 def recompute_ms(problem: GraphProblem, kept: Set[int]) -> float:
-    """Time of all ops that run again: of each once, whatever needs it first.
+    """Time of all ops that run again.
 
     Raises:
         ValueError: As `rerun_ops`.
     """
-    ops = rerun_ops(problem, problem.first_need, set(kept) | problem.returned)
-    return math.fsum(problem.runtime_ms[op] for op in ops)
+    return math.fsum(problem.runtime_ms[op] for op in all_rerun_ops(problem, kept))
 
 
 class Moment(NamedTuple):

@@ -35,10 +35,10 @@ _WORK_ON_FLOOR = 4_000_000
 _THOROUGH = 10  # times that, before a budget is refused
 _ANY_WORK = 2**50
 _MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do,
-_POWER = 2.5  # by this power
+_POWER_OF_COLUMNS = 2.5  # by this power: a heuristic
 _LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
 _DECIDED = 0.25  # of the fractions, at once
-_DECISIONS = 100  # one after the other: a heuristic
+_DIVE_ROUNDS = 100  # of deciding about them: a heuristic
 _OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
@@ -144,14 +144,10 @@ class _Search:
         return broken
 
     def _repair(self, kept: frozenset[int]) -> None:
-        """Try out a choice with as little more dropped as makes it fit."""
-        try:
-            repaired = local_search.drop_until_it_fits(
-                self.problem, kept, self.budget_bytes
-            )
-        except ValueError:  # it needs a pinned op again
-            return
-        self.try_out(repaired)
+        """Try out a choice with as little changed as makes it fit."""
+        repaired = local_search.repair(self.problem, kept, self.budget_bytes)
+        if repaired is not None:
+            self.try_out(repaired)
 
     def _add_rows(self, positions: Iterable[Position]) -> bool:
         new = [p for p in positions if p not in self.model.rows]
@@ -238,14 +234,16 @@ class _Search:
         kept = self.model.kept()
         with self.model.released():
             is_new = True
-            for _ in range(_DECISIONS):
+            for _ in range(_DIVE_ROUNDS):
                 outcome = pulp_runner.run(
                     self.model.model,
                     backend=self._backend,
                     relaxed=True,
                     again=not is_new,
                 )
-                if not outcome.termination.has_incumbent or self._left_s < 0:
+                if self._left_s < 0:
+                    return
+                if not outcome.termination.has_incumbent:
                     break
                 kept = self.model.kept()
                 fractions = self.model.fractions()
@@ -348,7 +346,7 @@ def _charge(model: GraphModel, share: float = 1.0) -> float:
     LPs take longer than their size tells.
     """
     columns = share * len(model.model.variables())
-    return float(share * max(1.0, columns / _MANY_COLUMNS) ** _POWER)
+    return float(share * max(1.0, columns / _MANY_COLUMNS) ** _POWER_OF_COLUMNS)
 
 
 def _hardly_rises(bounds: list[float]) -> bool:
@@ -450,11 +448,9 @@ def _relaxed_lowest(
 def _lowered(
     problem: GraphProblem, kept: frozenset[int], cap_bytes: int
 ) -> list[frozenset[int]]:
-    """A choice with less kept at its peak; none if it cannot run."""
-    try:
-        return [local_search.drop_until_it_fits(problem, kept, cap_bytes)]
-    except ValueError:  # it needs a pinned op again
-        return []
+    """A choice with its peak lowered; none if it cannot run."""
+    lowered = local_search.repair(problem, kept, cap_bytes)
+    return [] if lowered is None else [lowered]
 
 
 def _least(problem: GraphProblem, choices: Iterable[frozenset[int]]) -> frozenset[int]:

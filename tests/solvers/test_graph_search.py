@@ -84,10 +84,10 @@ def test_reverse_delete_takes_back_what_the_end_of_a_greedy_makes_needless():
 
 @examples(60)
 @given(problem=graph_problems(most=6), data=st.data())
-def test_dropping_ends_with_a_choice_that_fits_or_is_no_higher(problem, data):
+def test_a_repair_ends_with_a_choice_that_fits_or_is_no_higher(problem, data):
     budget = budgets_of(problem, data)
 
-    kept = local_search.drop_until_it_fits(problem, problem.kept_plainly, budget)
+    kept = local_search.repair(problem, problem.kept_plainly, budget)
 
     assert peak_bytes(problem, kept) <= peak_bytes(problem, problem.kept_plainly)
 
@@ -97,7 +97,7 @@ def test_a_value_is_kept_where_making_it_again_is_the_peak():
     problem = dataclasses.replace(chain(), other_bytes=50 * MIB)
     assert peak_bytes(problem, frozenset()) == 119 * MIB
 
-    kept = local_search.drop_until_it_fits(problem, frozenset(), 110 * MIB)
+    kept = local_search.repair(problem, frozenset(), 110 * MIB)
 
     assert 1 in kept
     assert peak_bytes(problem, kept) <= 110 * MIB

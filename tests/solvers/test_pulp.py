@@ -68,6 +68,22 @@ def test_a_relaxation_run_again_has_the_optimum_of_its_new_right_hand_sides(back
 
 
 @both
+def test_a_relaxation_run_again_has_the_optimum_of_its_new_bounds(backend):
+    model, fresh = cover(2, num_items=5), cover(2, num_items=5)
+    pulp_runner.run(model, backend=backend, relaxed=True)
+
+    # The cheapest is left out, the dearest taken; then too few are left; then all are.
+    for bounds in ({0: (0, 0), 4: (1, 1)}, {i: (0, 0) for i in range(4)}, {}):
+        for either in (model, fresh):
+            for i, item in enumerate(either.variables()):
+                item.lowBound, item.upBound = bounds.get(i, (0, 1))
+        outcome = pulp_runner.run(model, backend=backend, relaxed=True, again=True)
+        expected = pulp_runner.run(fresh, backend=backend, relaxed=True)
+        assert outcome.termination is expected.termination
+        assert outcome.bound == pytest.approx(expected.bound)
+
+
+@both
 def test_a_constant_in_the_objective_counts_in_the_bound(backend):
     model = cover(2)
     model.setObjective(model.objective + 10)
