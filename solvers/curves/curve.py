@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _CONVEX_TOLERANCE = 1e-9  # of the steepest slope: float noise, not shape
+_ROUNDED = 4  # units in the last place that a rise of a line that was moved may be off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ class TradeoffCurve:
     def is_convex(self) -> bool:
         """Whether each further byte costs at least as much as the one before.
 
-        Slopes may fall by 1e-9 of the steepest one, which is rounding.
+        Slopes may fall by 1e-9 of the steepest one and by four units in the last place
+        of a time, which is rounding.
         """
         return is_convex(self.freed_bytes, self.recompute_ms)
 
@@ -91,11 +93,17 @@ class FittedCurve(TradeoffCurve):
 
 def is_convex(xs: Sequence[float], ys: Sequence[float]) -> bool:
     """Whether the line through the points bends upwards only; xs must increase."""
-    slopes = [
-        (ys[k + 1] - ys[k]) / (xs[k + 1] - xs[k]) for k in range(len(xs) - 1)
-    ]  # fmt: skip
-    slack = _CONVEX_TOLERANCE * max(map(abs, slopes), default=0.0)
-    return all(slopes[k + 1] >= slopes[k] - slack for k in range(len(slopes) - 1))
+    widths = [right - left for left, right in pairwise(xs)]
+    rises = [after - before for before, after in pairwise(ys)]
+    slopes = [rise / width for rise, width in zip(rises, widths, strict=True)]
+    steepest = max(map(abs, slopes), default=0.0)
+    unit = _ROUNDED * math.ulp(max(map(abs, ys), default=0.0))
+    slacks = (
+        _CONVEX_TOLERANCE * steepest + unit / one + unit / other
+        for one, other in pairwise(widths)
+    )
+    pairs = zip(pairwise(slopes), slacks, strict=True)
+    return all(after >= before - slack for (before, after), slack in pairs)
 
 
 def pareto(points: Iterable[tuple[int, float]]) -> TradeoffCurve:

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autosac.solvers.curves.curve import (
@@ -143,6 +143,9 @@ def highest_line(fitted, freed):
     return max(slope * freed + intercept for slope, intercept in lines)
 
 
+@example(  # its lowest convex line is flat: all slopes are rounding
+    curve=curve((0, 0.0), (63, 0.0), (64, 1.0), (192, 1.0)), num_segments=3
+)
 @examples(25)
 @given(curve=tradeoff_curves(), num_segments=st.integers(1, 5))
 def test_the_highest_line_of_a_convex_fit_is_the_fit(curve, num_segments):
