@@ -153,6 +153,7 @@ def test_a_large_gap_is_a_warning_that_says_what_to_do():
     assert "time_limit_s" in str(replace(plan, bound_ms=plan.recompute_ms * 0.94))
 
 
+@pytest.mark.slow
 def test_rules_that_all_peak_in_the_optimizer_are_not_all_replayed(monkeypatch):
     replays = []
     replay = Simulator.replay

@@ -46,6 +46,7 @@ def test_more_segments_never_cost_more(profile, place):
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow
 def test_plans_on_segments_are_near_those_on_exact_points(profile):
     for budget in budgets(profile):
         exact = autosac.plan(fresh(profile), memory_budget=budget)

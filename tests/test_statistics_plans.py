@@ -127,7 +127,7 @@ def test_what_pytorchs_milp_cannot_fit_is_infeasible(chain):
     assert met.peak_bytes == e.value.lowest_peak_bytes
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 def test_given_units_and_ranks_count_as_in_pytorchs_milp(chain):
     statistics, root = chain.statistics, chain.graph.nodes[0]["fqn"]
     inner = [m.fqn for m in statistics.modules if m.n_segments and m.fqn.count(".") > 1]

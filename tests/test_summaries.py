@@ -37,20 +37,31 @@ def traced(num):
     return autosac.profile(layers(num), torch.randn(64, WIDTH), loss_fn=mean_square)
 
 
-@pytest.fixture(scope="module")
-def results(traced, num):
-    budget = (autosac.floor(traced) + traced.baseline_peak_bytes) // 2
-    plan = autosac.plan(traced, memory_budget=budget)
-    with torch.device("meta"):
-        model = layers(num)
-    sharded = autosac.plan_parallel(
-        model,
-        torch.empty(64, WIDTH, device="meta"),
-        cluster="hgx-h100",
-        num_gpus=8,
-        memory_budget="1GiB",
+def budget_of(traced):
+    return (autosac.floor(traced) + traced.baseline_peak_bytes) // 2
+
+
+def planned(traced, num):
+    return autosac.plan(traced, memory_budget=budget_of(traced))
+
+
+def verified(traced, num):
+    batch = torch.randn(64, WIDTH)
+    return autosac.verify(
+        planned(traced, num), lambda: layers(num), lambda: batch, loss_fn=mean_square
     )
-    pipeline = autosac.plan_pipeline(
+
+
+def sharded(traced, num):
+    with torch.device("meta"):
+        model, inputs = layers(num), torch.empty(64, WIDTH)
+    return autosac.plan_parallel(
+        model, inputs, cluster="hgx-h100", num_gpus=8, memory_budget="1GiB"
+    )
+
+
+def pipelined(traced, num):
+    return autosac.plan_pipeline(
         layers(4),
         torch.randn(64, WIDTH),
         target=torch.randn(64, WIDTH),
@@ -60,20 +71,35 @@ def results(traced, num):
         memory_budget="1GiB",
         schedules=["1F1B"],
     )
-    inputs = torch.randn(64, WIDTH)
-    return (
-        traced,
-        plan,
-        autosac.advise(traced, memory_budget=budget),
-        autosac.verify(plan, lambda: layers(num), lambda: inputs, loss_fn=mean_square),
-        pipeline,
-        autosac.graph_info(layers(num), inputs),
-        autosac.estimate(traced),
-        autosac.sweep(traced, n=64),
-        traced.statistics,
-        autosac.joint_graph(layers(num), torch.randn(64, WIDTH)),
-        sharded,
-    )
+
+
+QUICK = {
+    "profile": lambda traced, num: traced,
+    "plan": planned,
+    "module graph": lambda _, num: autosac.graph_info(
+        layers(num), torch.randn(64, WIDTH)
+    ),
+    "estimate": lambda traced, num: autosac.estimate(traced),
+    "sweep": lambda traced, num: autosac.sweep(traced, n=64),
+    "statistics": lambda traced, num: traced.statistics,
+    "joint graph": lambda _, num: autosac.joint_graph(
+        layers(num), torch.randn(64, WIDTH)
+    ),
+}
+SLOW = {
+    "advice": lambda traced, _: autosac.advise(traced, memory_budget=budget_of(traced)),
+    "verification": verified,
+    "parallel plan": sharded,
+    "pipeline plan": pipelined,
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+)
+def result(request, traced, num):
+    return {**QUICK, **SLOW}[request.param](traced, num)
 
 
 class Checker(HTMLParser):
@@ -101,20 +127,18 @@ def read(text):
     return " ".join(checker.text)
 
 
-def test_results_show_one_screen_wherever_they_are_shown(results):
-    for result in results:
-        assert isinstance(result, Summarized)
-        assert repr(result) == str(result)
-        assert len(repr(result).splitlines()) <= 48
-        assert max(map(len, repr(result).splitlines())) <= 160
+def test_a_result_shows_one_screen_wherever_it_is_shown(result):
+    assert isinstance(result, Summarized)
+    assert repr(result) == str(result)
+    assert len(repr(result).splitlines()) <= 48
+    assert max(map(len, repr(result).splitlines())) <= 160
 
 
-def test_notebooks_show_what_text_says(results):
-    for result in results:
-        shown = " ".join(read(result._repr_html_()).split())
-        for line in repr(result).splitlines():
-            for word in line.split():
-                assert word in shown
+def test_notebooks_show_what_text_says(result):
+    shown = " ".join(read(result._repr_html_()).split())
+    for line in repr(result).splitlines():
+        for word in line.split():
+            assert word in shown
 
 
 def test_names_in_notebooks_are_no_markup():

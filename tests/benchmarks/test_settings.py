@@ -94,6 +94,7 @@ def last(records):
     return [json.loads(json.dumps(record)) for record in records][-1]
 
 
+@pytest.mark.slow
 def test_a_job_plans_every_budget_and_prices_every_rival(one_thread):
     last_call = last(settings_job.run("zoo/dit", "h100 bf16", 3, calibrate=False))
 

@@ -313,6 +313,7 @@ def test_an_estimate_that_does_not_fit_says_so_by_its_exit_code(figures):
     assert small["fits"] is False
 
 
+@pytest.mark.slow
 def test_advice_is_a_table_and_json(figures, tmp_path):
     options = ("advise", MLP, "--optimizer", "adamw", "--budget", f"{figures[0]}B")
     record = run_json(*options, "--csv", str(tmp_path / "advice.csv"))
@@ -405,6 +406,7 @@ def test_a_sweep_is_a_table_a_picture_and_json(figures, tmp_path):
     assert run("sweep", MLP, "--budget", "1KiB").exit_code == 3
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_that_of_the_python_function(figures):
     budget = figures[0] - 1  # for less than the model's own batch
     given = ("--argument", "rows", "--optimizer", "adamw")
@@ -422,6 +424,7 @@ def test_the_largest_batch_is_that_of_the_python_function(figures):
     assert run("batch-size", MLP, "-b", "1GiB").exit_code == cli.EXIT_USAGE
 
 
+@pytest.mark.slow
 def test_many_gpus_are_planned_for_and_counted(tmp_path):
     given = (GPT, "--set", "layers=2", "--optimizer", "adamw", "--cluster", "hgx-h100")
     least = run("parallel", *given, "--gpus", "2", "-b", "1KiB", "--json")
@@ -470,6 +473,7 @@ def test_graph_info_has_the_figures_of_the_python_function():
     assert run("graph-info", GPT, "--set", "layers=1").stdout == f"{expected}\n"
 
 
+@pytest.mark.slow
 def test_a_compiled_budget_is_kept_or_infeasible():
     plain = run_json("compile", MLP, "-b", "1GiB")
     least = run_json("compile", MLP, "-b", "1KiB", code=cli.EXIT_INFEASIBLE)
@@ -662,6 +666,7 @@ def test_plans_and_sweeps_take_given_units(figures):
     assert grid["rows"][0]["floor_bytes"] == sweep["rows"][0]["floor_bytes"]
 
 
+@pytest.mark.slow
 def test_batch_sizes_and_many_gpus_take_given_units():
     given = ("--ac-units", "blocks.0*")
 

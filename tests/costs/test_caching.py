@@ -263,6 +263,7 @@ def _typed(value):
     return (type(value).__name__, repr(value))
 
 
+@pytest.mark.slow
 @given(signatures, signatures)
 def test_texts_differ_where_ops_do(one, other):
     def exact(s):

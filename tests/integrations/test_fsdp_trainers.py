@@ -49,6 +49,7 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_
             assert -0.01 * plan["peak_bytes"] <= above <= most
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
     pytest.importorskip("transformers")

@@ -408,6 +408,7 @@ def test_only_steps_that_draw_ask_for_equal_seeds(profile):
     assert plan.tensor.draws
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_traced_in_the_gathered_type():
     options = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
     profile = autosac.profile(llama(), labelled(), optimizer="adamw", device="h100")
@@ -426,6 +427,7 @@ def _with_other_seeds(rank):
     tensor.apply(Titan(), mesh)
 
 
+@pytest.mark.slow
 def test_ranks_that_must_draw_alike_have_one_seed():
     run_ranks(_with_other_seeds, 2)
 

@@ -66,6 +66,7 @@ def test_every_plan_keeps_its_budget_and_more_budget_helps(swept):
     assert plans[budgets[0]].policy and not plans[budgets[-1]].policy
 
 
+@pytest.mark.slow
 def test_asked_again_no_plan_is_slower_than_that_of_a_smaller_budget(swept):
     profile, budgets, _ = swept
 
@@ -105,6 +106,7 @@ def test_nothing_fits_below_the_least_peak(swept):
     assert caught.value.lowest_peak_bytes == budgets[0]
 
 
+@pytest.mark.slow
 def test_no_time_at_all_gives_a_plan_or_the_least_peak(swept):
     _, budgets, plans = swept
 

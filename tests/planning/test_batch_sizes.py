@@ -88,6 +88,7 @@ def test_a_share_is_of_the_devices_memory():
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_best_batch_beats_every_other_one_that_was_tried(model):
     budget = floor_at(model, 6)
 

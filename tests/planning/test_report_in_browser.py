@@ -87,7 +87,7 @@ def look(page, width, *options):
     return json.loads(html.unescape(seen[1]))
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_no_labels_collide_and_nothing_is_cut_off(page, width, plan):
     seen = look(page, width)
