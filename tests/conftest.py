@@ -55,16 +55,16 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Of a test that is `slow_but_first`, all cases but the first are slow.
 
-    Of one that is `slow_but_third`, two of three are, beginning with another one in
+    Of one that is `slow_but_fifth`, four of five are, beginning with another one in
     each such test.
     """
-    seen = Counter()
-    for item in items:
-        name = item.nodeid.partition("[")[0]
+    names = [item.nodeid.partition("[")[0] for item in items]
+    num_cases, seen = Counter(names), Counter()
+    for item, name in zip(items, names, strict=True):
         if item.get_closest_marker("slow_but_first") and seen[name]:
             item.add_marker("slow")
-        in_turn = (seen[name] + crc32(name.encode())) % 3
-        if item.get_closest_marker("slow_but_third") and in_turn:
+        first = crc32(name.encode()) % min(5, num_cases[name])
+        if item.get_closest_marker("slow_but_fifth") and (seen[name] - first) % 5:
             item.add_marker("slow")
         seen[name] += 1
 

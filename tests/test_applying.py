@@ -40,7 +40,7 @@ def test_two_steps_are_bit_identical_with_any_policy(case):
         assert_equal(expected, train(case, model))
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_case
 def test_names_stay_the_same(case):
     plain, model = case.model(), planned(case, save_share=0.0)
@@ -56,7 +56,7 @@ def test_names_stay_the_same(case):
     assert names(model) == names(plain)
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_case
 def test_unapplying_restores_every_module(case):
     model = case.model()

@@ -47,7 +47,7 @@ class Applies(nn.Module):
         return self.function(self.weight * x).square().mean()
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_backward_makes_the_tensors_of_a_real_step(name):
     torch.manual_seed(0)

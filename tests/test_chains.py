@@ -385,7 +385,7 @@ def in_nests(case):
     return spell_out(traced, {nest: curves_of[nest].policies[-1] for nest in nests})
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("place", range(3))
 def test_a_nest_that_does_between_its_parts_what_no_rerun_may_is_exact(between, place):

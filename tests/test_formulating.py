@@ -51,7 +51,7 @@ def both_peaks(traced, formulation, points):
     return predicted, traced.simulator.peak_bytes(chosen)
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", CASES)
 def test_the_milp_predicts_the_peak_that_the_simulation_finds(name):
     traced = shared_profile(CASES[name])

@@ -55,6 +55,7 @@ def test_capture_runs_nothing():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.slow_but_fifth
 def test_simulated_peak_equals_the_measured_one(step):
     *_, graph = step
 

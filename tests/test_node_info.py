@@ -187,6 +187,7 @@ def mean_square(output):
     return output.square().mean()
 
 
+@pytest.mark.slow_but_fifth
 def test_flops_of_nodes_are_those_that_pytorch_counts(step):
     model, inputs, _, infos = step
 

@@ -253,7 +253,7 @@ def assert_empties(memory):
     assert memory.in_use_bytes == 0
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     "run",
     [no_backward, evaluates, fails_in_forward, fails_in_backward, stops_early,

@@ -531,7 +531,7 @@ class Left:
         return Left(storage_bytes(tensors_alive()))
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["mlp", "chain of blocks in parts"])
 def test_a_step_leaves_nothing_behind(name, way):

@@ -222,6 +222,7 @@ def test_two_linear_layers_count_by_hand():
     assert statistics.backward_post_order == ("1", "0", "")
 
 
+@pytest.mark.slow_but_fifth
 def test_figures_agree_with_the_trackers(both):
     tape, trackers = both
     has_backward = set(tape.backward_pre_order)

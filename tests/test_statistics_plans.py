@@ -101,6 +101,7 @@ def budgets(chain, num=12):
     return [lowest + (baseline - lowest) * (i + 1) // num for i in range(num)]
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     "backend", ["highs", pytest.param("cbc", marks=pytest.mark.slow)]
 )

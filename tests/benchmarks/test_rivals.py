@@ -273,6 +273,7 @@ def test_pytorchs_chain_becomes_a_policy_that_does_what_it_chose(step_profile):
             assert choice != SAVE or its & kept or group.unsavable
 
 
+@pytest.mark.slow
 @needs_datasheets
 def test_pytorchs_chain_does_not_fail_on_modules_without_backward_and_second_calls():
     class Net(torch.nn.Module):

@@ -517,6 +517,7 @@ def test_another_model_does_not_take_the_plan(plan_file):
     assert "made for another model" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_report_needs_only_the_file_and_takes_the_model(plan_file, tmp_path):
     bare = run("report", str(plan_file))
     full = run("report", str(plan_file), MLP, "--optimizer", "adamw")

@@ -108,7 +108,7 @@ def test_drawn_models_are_trained_bit_by_bit(seed):
             assert_equal(expected, train(case, model, steps=3))
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_value_case
 def test_a_dry_run_confirms_what_was_simulated(case):
     traced = case.profile()
@@ -135,7 +135,7 @@ def test_a_plan_says_that_values_decide_sizes(name, decide):
     assert ("decide sizes" in str(made)) is decide
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_value_case
 def test_nothing_of_the_user_changes(case):
     model, inputs = case.model(), case.inputs()

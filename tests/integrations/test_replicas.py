@@ -57,6 +57,7 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_
     assert min(ranks[1]["ample"]["peaks"]) > planned["plan"]["budget_bytes"]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_an_error_of_the_rank_that_plans_is_raised_in_all(tmp_path):
     first, second = forked(_RUNS, "errors", tmp_path)

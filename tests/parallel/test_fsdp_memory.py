@@ -114,6 +114,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("units, degrees", PAIRS)
 def test_every_phase_peaks_at_the_very_byte_of_the_allocator(traced, units, degrees):
     shard_degree, replicate_degree, rank = degrees
@@ -154,6 +155,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("units, shard_degree, replicate_degree, reduce_dtype", MIXED)
 def test_mixed_precision_peaks_at_the_very_byte(
     made_in_bf16, units, shard_degree, replicate_degree, reduce_dtype

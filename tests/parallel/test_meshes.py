@@ -396,6 +396,7 @@ def test_a_model_for_gpus_is_planned_on_the_meta_device():
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_only_steps_that_draw_ask_for_equal_seeds(profile):
     plan = cpu_plan(profile, "1GiB", mesh={"tp": 2})
     assert not plan.tensor.draws  # though an attention could have dropout

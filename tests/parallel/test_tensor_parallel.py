@@ -84,6 +84,7 @@ def make_model(style, mesh):
     return model
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("style", STYLES)
 def test_peaks_of_a_rank_are_what_its_allocator_sees(style):
     with fake_group(2):

@@ -53,6 +53,7 @@ MORE_JOBS = (
 )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "case",
     [*JOBS, *(pytest.param(more, marks=pytest.mark.slow) for more in MORE_JOBS)],

@@ -35,6 +35,7 @@ MORE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
 @pytest.mark.parametrize(
     ("case", "share"),

@@ -64,7 +64,7 @@ def test_peaks_keep_budgets_and_more_budget_never_costs_more(name):
         last_ms = plan.recompute_ms
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", NAMES)
 def test_the_baselines_budget_recomputes_nothing(name):
     traced = profile_of(name)
@@ -77,7 +77,7 @@ def test_the_baselines_budget_recomputes_nothing(name):
         assert plan.peak_bytes == baseline
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", NAMES)
 def test_the_floor_is_the_least_feasible_budget(name):
     traced = profile_of(name)

@@ -259,6 +259,7 @@ def test_ids_of_pictures_do_not_clash(page):
         assert used <= set(re.findall(r'id="(\w+)"', figure))
 
 
+@pytest.mark.slow
 def test_the_page_of_a_plan_from_a_file_has_what_is_known(loaded, traced, tmp_path):
     loaded.to_html(tmp_path / "bare.html")
     loaded.to_html(tmp_path / "full.html", traced)

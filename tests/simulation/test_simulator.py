@@ -94,7 +94,7 @@ def test_what_libraries_keep_is_alive_all_the_time():
     assert all(with_libraries >= without for with_libraries, without in pairs)
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_case
 def test_random_plans_hold_units(case):
     traced = shared_profile(case)

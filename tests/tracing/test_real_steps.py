@@ -204,7 +204,7 @@ def test_the_trace_runs_the_ops_of_a_real_step(function):
     assert first_departure(result.step, result.tape) is None
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_case
 def test_the_traces_of_the_test_models_run_the_ops_of_real_steps(case):
     traced = case.profile(None)

@@ -55,7 +55,7 @@ def _addresses(model):
     return observed
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_case
 def test_tracing_changes_nothing(case):
     model, inputs = case.model(), case.inputs()
@@ -87,7 +87,7 @@ def test_tracing_changes_nothing(case):
     assert all(torch.equal(a, b) for a, b in zip(given, left, strict=True))
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_case
 def test_a_meta_model_gives_the_same_tape(case):
     on_cpu = case.profile(torch.optim.AdamW).tape
@@ -144,7 +144,7 @@ def _persistent(model, args, kwargs, optimizer):
     ]
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_optimizer
 @each_case
 def test_the_baseline_peak_is_that_of_the_storages_of_a_real_step(case, optimizer):

@@ -288,7 +288,7 @@ def test_an_in_place_chain_is_one_group():
     assert relus == 2
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_case
 def test_every_op_is_in_one_group_at_most_and_groups_read_earlier_ones(case):
     traced = shared_profile(case)
@@ -302,7 +302,7 @@ def test_every_op_is_in_one_group_at_most_and_groups_read_earlier_ones(case):
             assert all(i < len(unit.ops) for i in group.ops)
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @each_case
 def test_a_group_lists_every_group_whose_storages_it_reads(case):
     traced = shared_profile(case)

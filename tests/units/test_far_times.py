@@ -150,7 +150,7 @@ def with_link(step, bytes_per_s):
     return restricted(replace(step, device=device), offload=True)
 
 
-@pytest.mark.slow_but_third
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("kinds", [("late",), ("early",), ("results",), tuple(KINDS)])
 @pytest.mark.parametrize("name", STEPS)
 def test_waits_add_up_to_no_less_than_a_step_that_is_played(name, kinds):
