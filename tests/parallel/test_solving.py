@@ -75,6 +75,7 @@ def test_asked_again_no_plan_is_slower_than_that_of_a_smaller_budget(swept):
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_no_rule_of_thumb_that_fits_is_faster(swept, degree):
     profile, budgets, plans = swept

@@ -131,6 +131,7 @@ def test_no_cuts_micro_batches_or_schedules_give_a_faster_step():
     assert own.peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower():
     model = Model(2).to("meta")
     options = {"cluster": CLUSTER, "schedules": ["1F1B"]}

@@ -38,7 +38,8 @@ def _language(**options):
     )
 
 
-@pytest.mark.parametrize("share", [0.5, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.5, 0.0])
 def test_a_reserved_cap_is_kept_by_what_is_reserved(traced, share):
     least = autosac.floor(traced, cap="reserved")
     most = traced.simulator.allocator_peaks({})[1]

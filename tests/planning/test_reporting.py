@@ -234,6 +234,7 @@ def _checked(path):
     return checker
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_with_pictures_and_tables(plan, page):
     checked = _checked(page)
     assert checked.seen.count("svg") == 4
