@@ -10,12 +10,27 @@ and none of the symmetry that branching cannot get through.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .table import Floats, Table
+
+
+class Part(NamedTuple):
+    """What members of a class take together: of one point, or of one between two.
+
+    Attributes:
+        column: Of the first member: the point, or the first of the two,
+        share: and how far it is on the way to the next one.
+        amount: Sum of the members' weights.
+    """
+
+    column: int
+    share: float
+    amount: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,23 +114,27 @@ def classify(table: Table, rows: Sequence[int], kinds: Sequence[int]) -> Classes
     )
 
 
-def spread(table: Table, classes: Classes, totals: Floats) -> Floats:
+def spread(table: Table, classes: Classes, parts: Iterable[Part]) -> Floats:
     """Weights of single units from those of whole classes.
 
     Units that free memory longest take the points that free most: in a network that
     runs backward in the opposite order, these rerun when memory is lowest. Units that
     hold what others free are taken where these are not, and units that hold what others
-    keep where these are, as far as there are such.
+    keep where these are, as far as there are such. A point between two others is one
+    unit's: two units at either of these are another choice.
 
     Args:
         table: The units.
         classes: Their classes.
-        totals: By column of the first member of each class, the sum of its members.
+        parts: What the members of each class take.
 
     Returns:
-        The weight of each column; integers if the totals are integers.
+        The weight of each column; integers if the parts are whole points in integers.
     """
-    weights = np.zeros_like(totals)
+    by_class: dict[int, list[Part]] = defaultdict(list)
+    for part in parts:
+        by_class[classes.of_unit[table.owner[part.column]]].append(part)
+    weights = np.zeros(len(table.times))
     room = np.ones(len(table.parents))  # what is left of each unit's weight of 1
     outermost_first = sorted(
         range(len(classes.members)), key=lambda c: len(classes.path(c))
@@ -133,32 +152,33 @@ def spread(table: Table, classes: Classes, totals: Floats) -> Floats:
                 for u, others in zip(members, partners, strict=True)
             }
             members = tuple(sorted(members, key=lambda u: beside[u]))
-        _spread_one(table, start, members, totals, room, weights)
+        moved = [p._replace(column=p.column - start) for p in by_class[c]]
+        _spread_one(table, members, moved, room, weights)
     return weights
 
 
 def _spread_one(
     table: Table,
-    start: int,
     members: Sequence[int],
-    totals: Floats,
+    parts: Iterable[Part],
     room: Floats,
     weights: Floats,
 ) -> None:
-    size = table.first[members[0] + 1] - table.first[members[0]]
-    points = sorted(
-        np.flatnonzero(totals[start : start + size] > 0.0).tolist(),
-        key=lambda k: -int(table.freed[start + k]),
-    )
+    """Deal out the parts of one class, whose columns count from the unit's first."""
+    freed = table.freed[slice(*table.first[members[0] : members[0] + 2])]
+    places = np.arange(len(freed))
     waiting = iter(members)
     u = next(waiting)
-    for k in points:
-        left = float(totals[start + k])
+    for k, share, left in sorted(
+        parts, key=lambda p: -float(np.interp(p.column + p.share, places, freed))
+    ):
         while left > 1e-9:
-            share = min(left, float(room[u]))
-            weights[table.first[u] + k] += share
-            room[u] -= share
-            left -= share
+            amount = min(left, float(room[u]))
+            weights[table.first[u] + k] += amount * (1.0 - share)
+            if share:
+                weights[table.first[u] + k + 1] += amount * share
+            room[u] -= amount
+            left -= amount
             if left > 1e-9:
                 following = next(waiting, None)
                 if following is None:

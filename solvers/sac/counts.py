@@ -38,7 +38,7 @@ import numpy as np
 import pulp
 
 from ..milp import pulp_runner
-from .classes import Classes
+from .classes import Classes, Part
 from .holds import Held, Numbers
 from .segments import least_on_hull
 from .table import Floats, Table
@@ -133,18 +133,15 @@ class CountModel:
         """How many variables a MILP has to branch on at most."""
         return sum(v.cat == pulp.LpInteger for v in self.model.variables())
 
-    def totals(self, *, whole: bool) -> Floats:
-        """Sums of the members' weights, in the columns of each class's first member."""
-        sums = np.zeros(len(self._table.times))
+    def parts(self, *, whole: bool) -> list[Part]:
+        """What the members of each class take together."""
+        parts = []
         for column, z in self.point_counts.items():
             value = max(0.0, z.varValue or 0.0)
-            sums[column] = round(value) if whole else value
+            parts.append(Part(column, 0.0, round(value) if whole else value))
         for b, column, share, _ in self._between:
-            value = max(0.0, b.varValue or 0.0)
-            sums[column] += (1.0 - share) * value
-            if share:
-                sums[column + 1] += share * value
-        return sums
+            parts.append(Part(column, share, max(0.0, b.varValue or 0.0)))
+        return [part for part in parts if part.amount > 0.0]
 
     def mixes_known(self) -> bool:
         """Whether a solution mixes points between which no point is missing."""

@@ -144,8 +144,8 @@ class RowSearch:
             self.work += max(1, outcome.work)
         if not outcome.termination.has_incumbent:
             return model, outcome, np.zeros(len(self._table.times))
-        totals = model.totals(whole=whole)
-        return model, outcome, spread(self._table, model.classes, totals)
+        parts = model.parts(whole=whole)
+        return model, outcome, spread(self._table, model.classes, parts)
 
     def _kinds(self) -> list[int]:
         """A number for each unit, equal for units that may be in one class."""
