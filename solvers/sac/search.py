@@ -271,7 +271,9 @@ class Search(RowSearch):
             )
             live, cap = self._table.live(weights), budget_bytes + TOLERANCE_BYTES
             if not self._refine(model, weights, live, cap):
-                return model.mixes_known()
+                # What breaks a position by less is whole, and bounds are of whole ones.
+                if not self._add_rows(live, budget_bytes):
+                    return model.mixes_known()
         return False
 
     def _is_hopeless(self, budget_bytes: int) -> bool:
