@@ -270,10 +270,10 @@ class Search(RowSearch):
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
             live, cap = self._table.live(weights), budget_bytes + TOLERANCE_BYTES
-            if not self._refine(model, weights, live, cap):
-                # What breaks a position by less is whole, and bounds are of whole ones.
-                if not self._add_rows(live, budget_bytes):
-                    return model.mixes_known()
+            is_refined = self._refine(model, weights, live, cap)
+            # Positions that are no rows yet need no tolerance.
+            if not is_refined and not self._add_rows(live, budget_bytes):
+                return model.mixes_known()
         return False
 
     def _is_hopeless(self, budget_bytes: int) -> bool:

@@ -451,6 +451,43 @@ def test_the_bound_over_mixed_points_holds_for_every_save_set(saving, budget, kn
             assert found.bound_ms >= best * (1 - 2e-3) - 1e-9
 
 
+def test_a_point_between_two_others_is_dealt_out_to_one_unit():
+    # Two units must free 6 MiB: each half is best, by a point between its first two.
+    points, middle_ms = [(0.25, 2, 1.0), (0.5, 4, 3.0), (1.0, 8, 3.5)], 1.5
+    between = (Between(point=0, share=0.5, recompute_ms=middle_ms),)
+    like = [
+        replace(unit(name, points), between=between, mixed_from_ms=math.inf)
+        for name in "ab"
+    ]
+    told = []
+
+    def finer(shares):
+        told.append({u: mixture.tolist() for u, mixture in shares.items()})
+        return math.inf
+
+    solver = Solver(problem(*like, base=(0, 20, 0), budget=14))
+    found = solver.solve(14 * MIB, mixed_units=[0, 1], finer=finer)
+
+    assert found.bound_ms == pytest.approx(2 * middle_ms, rel=2e-3)
+    assert {0: [0.5, 0.5, 0.0], 1: [0.5, 0.5, 0.0]} in told
+
+
+def test_bounds_of_mixtures_are_of_such_as_break_no_position_even_by_bytes():
+    # The first point breaks the third position by 512 bytes.
+    one = replace(
+        unit("a", [(0.5, 4, 1.0), (1.0, 8, 4.0)], freed=(1, 3)),
+        working=((2, (512, 0)),),
+        mixed_from_ms=math.inf,
+    )
+
+    found = Solver(problem(one, base=(0, 12, 12), budget=8)).solve(
+        8 * MIB, mixed_units=[0]
+    )
+
+    assert found.recompute_ms == 4.0
+    assert found.bound_ms >= 4.0 * (1 - 5e-3)
+
+
 def _between(front, selected, known_ms):
     """Known points that are not selected, placed between those that are."""
     sizes = [solution.saved_bytes for solution in solutions(front)]
