@@ -481,7 +481,7 @@ def test_bounds_of_mixtures_are_of_such_as_break_no_position_even_by_bytes():
     )
 
     found = Solver(problem(one, base=(0, 12, 12), budget=8)).solve(
-        8 * MIB, mixed_units=[0]
+        8 * MIB, mixed_units=[0], relative_gap=5e-3
     )
 
     assert found.recompute_ms == 4.0
