@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_map
 
-from autosac.planning.deferred_logits import deferred, head_of
+from autosac.advice.deferred_logits import deferred, head_of
 from autosac.profiles.profile import Profile
 from autosac.pytrees import tensors_in
 from autosac.step.training_step import LossFn, OptimizerInBackward

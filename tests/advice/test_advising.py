@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import autosac
+from autosac.advice.sharded_steps import sharded_row
 
 WIDTH, CLASSES, BATCH, LENGTH = 32, 600, 8, 24
 
@@ -173,6 +174,54 @@ def test_offload_has_the_figures_of_plans_with_it():
     assert row.cell["results"] == "same"
     assert row.floor_bytes == low < autosac.floor(profile)
     assert (row.peak_bytes, row.recompute_ms) == (plan.peak_bytes, plan.recompute_ms)
+
+
+def row_of_fsdp(advice):
+    (row,) = (row for row in advice if row.cell["change"].startswith("FSDP2"))
+    return row
+
+
+def test_fsdp_has_the_figures_of_the_plan_for_the_fewest_gpus_that_fit():
+    profile = profiled(device="h100")
+    lowest = {}
+    for num_gpus in (2, 4, 8):
+        with pytest.raises(autosac.InfeasibleBudgetError) as caught:
+            autosac.plan_parallel(
+                profiled(device="h100"),
+                cluster="hgx-h100",
+                num_gpus=num_gpus,
+                degrees=[num_gpus],
+                memory_budget=1,
+            )
+        lowest[num_gpus] = caught.value.lowest_peak_bytes
+    assert lowest[8] < lowest[4] < lowest[2] < autosac.floor(profile)
+
+    row = sharded_row(profile, lowest[4])
+    plan = autosac.plan_parallel(
+        profiled(device="h100"),
+        cluster="hgx-h100",
+        num_gpus=4,
+        degrees=[4],
+        memory_budget=lowest[4],
+    )
+
+    assert row.cell["change"] == "FSDP2 on 4 GPUs"
+    assert row.floor_bytes == lowest[4]
+    assert (row.peak_bytes, row.step_ms) == (plan.peak_bytes, plan.step_ms)
+    assert plan.peak_bytes <= lowest[4] < row.baseline_peak_bytes
+
+    too_low = sharded_row(profile, lowest[8] - 1)
+    assert (too_low.status, too_low.mesh_shape) == ("infeasible", "8")
+    assert row_of_fsdp(autosac.advise(profile)).floor_bytes == lowest[2]
+
+
+def test_fsdp_is_not_claimed_where_links_or_its_memory_are_not_known(advice):
+    _, _, on_cpu = advice
+    accumulating = autosac.advise(profiled(device="h100", accumulate=2))
+
+    for advice_, why in ((on_cpu, "No node"), (accumulating, "accumulate")):
+        assert why in advice_.not_simulated["FSDP2 on several GPUs"]
+        assert not any(row.cell["change"].startswith("FSDP2") for row in advice_)
 
 
 def test_changes_that_keep_results_are_looked_at_together(advice):
