@@ -83,8 +83,9 @@ def advise(
     Each change is traced, calibrated and planned like the step itself; what cannot be
     is not claimed. Looked at are the optimizer (in backward, fused, without foreach),
     gradients set to None, cross entropy by chunks, the batch in micro-steps, bf16
-    autocast, offload, FSDP2 on 2, 4 or 8 GPUs of a known node, and together those on
-    one GPU but offload that keep results the same but for rounding.
+    autocast, parameters and states in bf16, offload, FSDP2 on 2, 4 or 8 GPUs of a
+    known node, and together those on one GPU but offload that keep results the same
+    but for rounding.
 
     Args:
         model: The model, or a `Profile` of it (then `options` are its own).
@@ -165,7 +166,12 @@ def _looked_at(
     """Add the row of a change if it lowers the peak; whether it does."""
     try:
         with change.around():
-            step = traced_again(now, inputs=change.inputs, options=change.options)
+            step = traced_again(
+                now,
+                model=None if change.make_model is None else change.make_model(),
+                inputs=change.inputs,
+                options=change.options,
+            )
             row = _row(change, step, budget_bytes)
     except (AutosacError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         why[change.name] = reason_of(error)
