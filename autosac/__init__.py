@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autosac import plotting
     from autosac.advice.advising import Advice, advise
+    from autosac.advice.tiled_mlp import tile_mlp
     from autosac.checkpointing.backward_order import fork, join
     from autosac.checkpointing.early_recompute import (
         Checkpointed,
@@ -118,6 +119,7 @@ __all__ = [
     "sweep",
     "sweep_grid",
     "sweep_parallel",
+    "tile_mlp",
     "verify",
 ]
 
@@ -128,6 +130,7 @@ _NAMES_OF = {
         "Advice",
         "advise",
     ),
+    "autosac.advice.tiled_mlp": ("tile_mlp",),
     "autosac.checkpointing.backward_order": (
         "fork",
         "join",

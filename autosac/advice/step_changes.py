@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from autosac.advice.bf16_models import cast, in_bf16, optimizer_of_copy
 from autosac.advice.deferred_logits import deferred, head_of
+from autosac.advice.tiled_mlp import tile_mlp
 from autosac.profiles.profile import Profile
 from autosac.pytrees import tensors_in
 from autosac.step.training_step import LossFn, OptimizerInBackward
@@ -98,6 +99,14 @@ def changes_of(profile: Profile, make_loss_fn: MakeLoss | None) -> Iterator[Chan
             inputs=inputs,
             around=partial(deferred, module, chunk_bytes),
         )
+    yield Change(
+        name="tiled MLPs",
+        how="autosac.tile_mlp(model)",
+        results="rounded",
+        options={},
+        inputs=inputs,
+        around=partial(tile_mlp, step.model),
+    )
     yield from _smaller_batches(profile, make_loss_fn)
     yield from _bf16_changes(profile)
 
