@@ -82,10 +82,10 @@ def advise(
 
     Each change is traced, calibrated and planned like the step itself; what cannot be
     is not claimed. Looked at are the optimizer (in backward, fused, without foreach),
-    gradients set to None, cross entropy by chunks, the batch in micro-steps, bf16
-    autocast, parameters and states in bf16, offload, FSDP2 on 2, 4 or 8 GPUs of a
-    known node, and together those on one GPU but offload that keep results the same
-    but for rounding.
+    gradients set to None, cross entropy by chunks, MLPs in tiles, the batch in
+    micro-steps, bf16 autocast, parameters and states in bf16, offload, FSDP2 on 2, 4 or
+    8 GPUs of a known node, and together those on one GPU but offload that keep results
+    the same but for rounding.
 
     Args:
         model: The model, or a `Profile` of it (then `options` are its own).

@@ -81,6 +81,6 @@ def _node_of(step: Profile) -> ClusterSpec:
         if cluster.device.name == step.device.name:
             return cluster
     raise UnsupportedError(
-        f"No node of several {step.device.name!r} is known, so that its links are not:"
-        " pass a `ClusterSpec` to `autosac.plan_parallel`."
+        f"No node with several devices like {step.device.name!r} is known, nor its"
+        " links: pass a `ClusterSpec` to `autosac.plan_parallel`."
     )

@@ -2,8 +2,8 @@
 
     tiled = autosac.tile_mlp(model)  # until tiled.remove()
 
-A tiled module runs on some positions after the other, under non-reentrant
-checkpointing, and joins what they give. Backward runs the last tile again and goes
+A tiled module runs on some tokens after the other, under non-reentrant checkpointing,
+and joins what they give. Backward runs the last tile again and goes
 backward through it, then the one before. Its output and gradients are those of the
 module but for rounding: kernels may round matrices of other sizes otherwise, and
 gradients of parameters are summed over the tiles, last to first.
@@ -15,12 +15,13 @@ is added to its sum at once.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from autosac.advice.position_wise import why_not_position_wise
+from autosac.advice.token_wise import why_not_token_wise
 from autosac.errors import ArgumentError, UnsupportedError
 from autosac.step.marks import Marks
 from autosac.tracing.probing import marked_modules
@@ -40,8 +41,18 @@ class TiledMlps:
         self.fqns = tuple(modules)
 
     def remove(self) -> None:
-        """Run the modules as they are from now on."""
-        for module in self._modules.values():
+        """Run the modules as they are from now on.
+
+        Raises:
+            UnsupportedError: A plan is applied on top.
+        """
+        for fqn, module in self._modules.items():
+            forward = module.__dict__.get("forward")
+            if not isinstance(forward, (_Tiled, type(None))):
+                raise UnsupportedError(
+                    f"The tiles of `{fqn}` cannot be removed: its `forward` was replaced"
+                    " since, as by a plan. Take that off first."
+                )
             module.__dict__.pop("forward", None)
 
     def __enter__(self) -> TiledMlps:
@@ -65,8 +76,8 @@ def tile_mlp(
         model: The model.
         modules: Which: names, patterns such as ``"blocks.*.mlp"``, or classes; None for
             the outermost modules inside the model of which the ops prove that each
-            position depends on itself alone.
-        num_tiles: Tiles of each; None for positions over width, but 4 at least.
+            token depends on itself alone.
+        num_tiles: Tiles of each; None for tokens over width, but 4 at least.
 
     Returns:
         A handle that removes the tiles.
@@ -82,7 +93,7 @@ def tile_mlp(
     if not chosen:
         raise ArgumentError(
             "The model has no module that can be tiled: of none could it be proven that"
-            " each position depends on itself alone (dropout must be 0)."
+            " each token depends on itself alone (dropout must be 0)."
         )
     for fqn, module in chosen.items():
         if "forward" in module.__dict__:
@@ -107,7 +118,7 @@ def _found(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
             continue
         kind = (type(module), repr(module), shapes, module.training)
         if kind not in known:
-            known[kind] = not why_not_position_wise(module)
+            known[kind] = not why_not_token_wise(module)
         if known[kind]:
             found[fqn] = module
     return found
@@ -118,9 +129,9 @@ def _checked(model: torch.nn.Module, marks: Marks) -> dict[str, torch.nn.Module]
     chosen = {}
     for fqn in sorted(marked_modules(marks, model, name="modules")):
         chosen[fqn] = model.get_submodule(fqn)
-        if why := why_not_position_wise(chosen[fqn]):
+        if why := why_not_token_wise(chosen[fqn]):
             raise UnsupportedError(
-                f"`{fqn}` cannot be tiled: {why}. Tile modules of which each position"
+                f"`{fqn}` cannot be tiled: {why}. Tile modules of which each token"
                 " depends on itself alone, without dropout."
             )
     return chosen
@@ -143,8 +154,5 @@ class _Tiled:
         num_rows, width = rows.shape[1:]
         count = self.num_tiles or max(_LEAST_TILES, -(-num_rows // width))
         tiles = rows.chunk(count, 1)
-        made = [
-            checkpoint(self.__wrapped__, tile, use_reentrant=False) for tile in tiles
-        ]
-        joined = torch.cat(made, 1)
-        return joined.view(*hidden.shape[:-1], joined.shape[-1])
+        run = partial(checkpoint, self.__wrapped__, use_reentrant=False)
+        return torch.cat([run(tile) for tile in tiles], 1).view(hidden.shape)

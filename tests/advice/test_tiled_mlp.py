@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import autosac
-from autosac.advice.position_wise import why_not_position_wise
 from autosac.advice.step_changes import changes_of
+from autosac.advice.token_wise import why_not_token_wise
 
 WIDTH, LENGTH, BATCH = 16, 48, 4
 
@@ -145,6 +145,12 @@ def test_the_handle_removes_the_tiles():
 
     assert all("forward" not in module.__dict__ for module in model.modules())
 
+    tiled = autosac.tile_mlp(model)
+    plain = model.blocks[0].mlp.forward
+    model.blocks[0].mlp.forward = lambda x: plain(x)
+    with pytest.raises(autosac.UnsupportedError, match="cannot be removed"):
+        tiled.remove()
+
 
 class Apart(nn.Module):
     """What lies between two linear layers."""
@@ -160,24 +166,40 @@ class Apart(nn.Module):
         return self.down(self.between(self, self.up(x)))
 
 
+class Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient - gradient.mean(1, keepdim=True)
+
+
 def counting(module, x):
     module.calls += 1
     return x
 
 
 MIXING = {
-    "mean over positions": lambda _, x: x - x.mean(1, keepdim=True),
+    "mean over tokens": lambda _, x: x - x.mean(1, keepdim=True),
     "mean over the batch": lambda _, x: x - x.mean(0),
-    "softmax over positions": lambda _, x: x.softmax(1),
-    "the next position": lambda _, x: x.roll(1, 1),
+    "softmax over tokens": lambda _, x: x.softmax(1),
+    "the next token": lambda _, x: x.roll(1, 1),
     "flipped": lambda _, x: x.flip(1),
     "sum so far": lambda _, x: x.cumsum(1),
     "attention": lambda _, x: functional.scaled_dot_product_attention(x, x, x),
-    "products of positions": lambda _, x: x @ (x.mT @ x),
+    "products of tokens": lambda _, x: x @ (x.mT @ x),
     "sizes reinterpreted": lambda _, x: x.mT.reshape(x.shape),
-    "numbers of positions": lambda _, x: x + torch.arange(x.shape[1])[:, None],
-    "the first position": lambda _, x: x * x[:, :1],
+    "numbers of tokens": lambda _, x: x + torch.arange(x.shape[1])[:, None],
+    "the first token": lambda _, x: x * x[:, :1],
     "dropout": lambda _, x: functional.dropout(x, 0.1),
+    "how many tokens": lambda _, x: x / x.shape[1],
+    "how many elements": lambda _, x: x * x.numel() ** -0.5,
+    "a tensor of how many": lambda _, x: (
+        x * torch.full((), x.shape[0], device=x.device)
+    ),
+    "backward that mixes": lambda _, x: Centred.apply(x),
     "state": counting,
 }
 APART = {
@@ -192,10 +214,10 @@ APART = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_positions_is_not_tiled(name):
+def test_what_mixes_tokens_is_not_tiled(name):
     module = Apart(MIXING[name])
 
-    assert why_not_position_wise(module)
+    assert why_not_token_wise(module)
     with pytest.raises(autosac.UnsupportedError, match="cannot be tiled"):
         autosac.tile_mlp(nn.Sequential(module), "0")
     with pytest.raises(autosac.ArgumentError, match="no module that can be tiled"):
@@ -204,12 +226,12 @@ def test_what_mixes_positions_is_not_tiled(name):
 
 
 @pytest.mark.parametrize("name", APART)
-def test_what_keeps_positions_apart_is_tiled(name):
+def test_what_keeps_tokens_apart_is_tiled(name):
     module = Apart(APART[name])
     x = torch.randn(3, 10, 8)
     plain = module(x)
 
-    assert why_not_position_wise(module) == ""
+    assert why_not_token_wise(module) == ""
     torch.testing.assert_close(module(x[:, 4:7]), plain[:, 4:7])
     torch.testing.assert_close(module(x[1:2]), plain[1:2])
 
