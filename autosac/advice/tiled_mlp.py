@@ -50,8 +50,8 @@ class TiledMlps:
             forward = module.__dict__.get("forward")
             if not isinstance(forward, (_Tiled, type(None))):
                 raise UnsupportedError(
-                    f"The tiles of `{fqn}` cannot be removed: its `forward` was replaced"
-                    " since, as by a plan. Take that off first."
+                    f"The tiles of `{fqn}` cannot be removed: its `forward` is another"
+                    " by now, such as a plan's. Take that off first."
                 )
             module.__dict__.pop("forward", None)
 
