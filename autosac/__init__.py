@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autosac import plotting
+    from autosac.advice.advising import Advice, advise
+    from autosac.advice.tiled_mlp import tile_mlp
     from autosac.checkpointing.backward_order import fork, join
     from autosac.checkpointing.early_recompute import (
         Checkpointed,
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from autosac.parallel.sweeping import sweep_parallel
     from autosac.pipelines.planning import plan_pipeline
     from autosac.pipelines.plans import PipelinePlan
-    from autosac.planning.advising import Advice, advise
     from autosac.planning.batch_sizes import (
         BatchSize,
         best_batch_size,
@@ -118,12 +119,18 @@ __all__ = [
     "sweep",
     "sweep_grid",
     "sweep_parallel",
+    "tile_mlp",
     "verify",
 ]
 
 # Each public name is imported when it is first used: `import autosac` takes no time,
 # and planning loads neither the compiler nor FSDP.
 _NAMES_OF = {
+    "autosac.advice.advising": (
+        "Advice",
+        "advise",
+    ),
+    "autosac.advice.tiled_mlp": ("tile_mlp",),
     "autosac.checkpointing.backward_order": (
         "fork",
         "join",
@@ -160,10 +167,6 @@ _NAMES_OF = {
     ),
     "autosac.parallel.plans": ("ParallelPlan",),
     "autosac.parallel.sweeping": ("sweep_parallel",),
-    "autosac.planning.advising": (
-        "Advice",
-        "advise",
-    ),
     "autosac.pipelines.planning": ("plan_pipeline",),
     "autosac.pipelines.plans": ("PipelinePlan",),
     "autosac.planning.batch_sizes": (

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
+from autosac.advice.advising import Advice
 from autosac.devices.specs import DeviceSpec
 from autosac.graphs.compiling import CompiledPlan
 from autosac.parallel.plans import ParallelPlan
-from autosac.planning.advising import Advice
 from autosac.planning.plans import Plan
 from autosac.profiles.estimate import Estimate
 from autosac.quantities import format_bytes

@@ -280,6 +280,9 @@ class _Run:
         if not self.recipe.gradients_in_forward:  # then the step itself does
             # Of the model: gradients of parameters the optimizer lacks count as well.
             self.model.zero_grad(set_to_none=not self.recipe.keeps_gradients)
+        for leaf in tensors_in((self.args, self.kwargs)):
+            if leaf.is_leaf:
+                leaf.grad = None  # training has another batch in each step
 
     def step(self) -> torch.Tensor:
         try:

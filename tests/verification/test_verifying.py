@@ -291,3 +291,16 @@ def test_tensors_that_modules_keep_count_in_the_peak(how):
     found = verify(lowest, lambda: Remembering(how), lambda: inputs, **step)
 
     assert found.prediction_error == 0.0 and found.identical
+
+
+def test_gradients_of_inputs_are_those_of_one_step():
+    def make_inputs():
+        return torch.randn(BATCH, WIDTH, requires_grad=True)
+
+    step = calibrate(profile(make_model(), make_inputs(), loss_fn=torch.sum))
+    lowest = plan(step, memory_budget=floor(step))
+
+    verification = verify(lowest, make_model, make_inputs, loss_fn=torch.sum)
+
+    assert verification.measured_peak_bytes == lowest.peak_bytes
+    assert verification.baseline_peak_bytes == step.baseline_peak_bytes

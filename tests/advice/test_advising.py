@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import autosac
+from autosac.advice.sharded_steps import sharded_row
+from autosac.advice.step_changes import changes_of
 
 WIDTH, CLASSES, BATCH, LENGTH = 32, 600, 8, 24
 
@@ -54,7 +56,8 @@ def loss_fn(loss):
 
 def profiled(model=None, inputs=None, **options):
     known = {"optimizer": "adamw", "loss_fn": loss_fn, "device": "cpu", **options}
-    return autosac.profile(model or Model(), inputs or batch(), **known)
+    inputs = batch() if inputs is None else inputs
+    return autosac.profile(model or Model(), inputs, **known)
 
 
 def figures(profile, budget_bytes):
@@ -91,12 +94,15 @@ CHANGED = {
     "2 micro-steps of 4": lambda: profiled(
         keeps_gradients=True, accumulate=2, inputs=batch(4)
     ),
+    "bf16 parameters and states": lambda: profiled(
+        Model().bfloat16(), keeps_gradients=True
+    ),
     "bf16 autocast": lambda: profiled(keeps_gradients=True, autocast="bf16"),
 }
 
 
 # Of a change, only what `autosac.advise` hands over is its own.
-_FAST = ("optimizer in backward", "2 micro-steps of 4")
+_FAST = ("optimizer in backward", "2 micro-steps of 4", "bf16 parameters and states")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +179,95 @@ def test_offload_has_the_figures_of_plans_with_it():
     assert row.cell["results"] == "same"
     assert row.floor_bytes == low < autosac.floor(profile)
     assert (row.peak_bytes, row.recompute_ms) == (plan.peak_bytes, plan.recompute_ms)
+
+
+def row_of_fsdp(advice):
+    (row,) = (row for row in advice if row.cell["change"].startswith("FSDP2"))
+    return row
+
+
+@pytest.mark.parametrize("in_groups", [True, False])
+def test_bf16_parameters_are_those_of_a_copy(in_groups):
+    class WithBuffer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tied = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.also_tied = self.tied
+            self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+        def forward(self, x):
+            x = torch.tanh(x @ self.tied * self.scale + self.frozen)
+            return (x @ self.also_tied).square().mean()
+
+    model, x = WithBuffer(), torch.randn(64, WIDTH)
+    adamw = torch.optim.AdamW([{"params": [model.tied], "lr": 0.1}])
+    if in_groups:
+        adamw.add_param_group({"params": [model.frozen]})
+    model(x).backward()
+    adamw.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    step = profiled(model, x, optimizer=adamw, device="h100")
+    (change,) = (
+        change
+        for change in changes_of(step, None)
+        if change.name == "bf16 parameters and states"
+    )
+    row = profiled(change.make_model(), change.inputs, device="h100", **change.options)
+
+    assert torch.equal(torch.get_rng_state(), random)
+    by_hand = profiled(WithBuffer().bfloat16(), x.bfloat16(), device="h100")
+    assert row.baseline_peak_bytes == by_hand.baseline_peak_bytes
+    assert [p.dtype for p in row.tape.parameters] == ["bfloat16"] * 2
+    assert row.tape.parameters[0].state_itemsizes == (2, 2)
+    assert model.tied.grad.dtype == adamw.state[model.tied]["exp_avg"].dtype
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, before[name])
+
+
+def test_fsdp_has_the_figures_of_the_plan_for_the_fewest_gpus_that_fit():
+    profile = profiled(device="h100")
+    lowest = {}
+    for num_gpus in (2, 4, 8):
+        with pytest.raises(autosac.InfeasibleBudgetError) as caught:
+            autosac.plan_parallel(
+                profiled(device="h100"),
+                cluster="hgx-h100",
+                num_gpus=num_gpus,
+                degrees=[num_gpus],
+                memory_budget=1,
+            )
+        lowest[num_gpus] = caught.value.lowest_peak_bytes
+    assert lowest[8] < lowest[4] < lowest[2] < autosac.floor(profile)
+
+    row = sharded_row(profile, lowest[4])
+    plan = autosac.plan_parallel(
+        profiled(device="h100"),
+        cluster="hgx-h100",
+        num_gpus=4,
+        degrees=[4],
+        memory_budget=lowest[4],
+    )
+
+    assert row.cell["change"] == "FSDP2 on 4 GPUs"
+    assert row.floor_bytes == lowest[4]
+    assert (row.peak_bytes, row.step_ms) == (plan.peak_bytes, plan.step_ms)
+    assert plan.peak_bytes <= lowest[4] < row.baseline_peak_bytes
+
+    too_low = sharded_row(profile, lowest[8] - 1)
+    assert (too_low.status, too_low.mesh_shape) == ("infeasible", "8")
+    assert row_of_fsdp(autosac.advise(profile)).floor_bytes == lowest[2]
+
+
+def test_fsdp_is_not_claimed_where_links_or_its_memory_are_not_known(advice):
+    _, _, on_cpu = advice
+    accumulating = autosac.advise(profiled(device="h100", accumulate=2))
+
+    for advice_, why in ((on_cpu, "No node"), (accumulating, "accumulate")):
+        assert why in advice_.not_simulated["FSDP2 on several GPUs"]
+        assert not any(row.cell["change"].startswith("FSDP2") for row in advice_)
 
 
 def test_changes_that_keep_results_are_looked_at_together(advice):

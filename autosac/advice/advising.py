@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autosac.advice.sharded_steps import SHARDED, sharded_row
+from autosac.advice.step_changes import Change, MakeLoss, changes_of
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.planning.make_plan import floor, make_plan, may_offload
-from autosac.planning.step_changes import Change, MakeLoss, changes_of
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
@@ -28,8 +29,9 @@ class Advice(Sweep):
     The first row is the step as it is. ``cell`` says what changes ("change"), what
     becomes of losses and weights ("results": the "same" bits, "rounded" otherwise, or
     "other" ones) and what to write ("how"). ``step_ms`` is for the same samples in
-    every row, ``baseline_peak_bytes`` the peak without recomputation, ``floor_bytes``
-    the least of any plan, ``peak_bytes`` that of the plan for the budget.
+    every row (with FSDP2 of a rank, each of which has them), ``baseline_peak_bytes``
+    the peak without recomputation, ``floor_bytes`` the least of any plan,
+    ``peak_bytes`` that of the plan for the budget.
 
     Attributes:
         not_simulated: Change -> why no step of it could be traced; nothing is said
@@ -80,9 +82,10 @@ def advise(
 
     Each change is traced, calibrated and planned like the step itself; what cannot be
     is not claimed. Looked at are the optimizer (in backward, fused, without foreach),
-    gradients set to None, cross entropy by chunks, the batch in micro-steps, bf16
-    autocast, offload, and together those but offload that keep results the same but
-    for rounding.
+    gradients set to None, cross entropy by chunks, MLPs in tiles, the batch in
+    micro-steps, bf16 autocast, parameters and states in bf16, offload, FSDP2 on 2, 4 or
+    8 GPUs of a known node, and together those on one GPU but offload that keep results
+    the same but for rounding.
 
     Args:
         model: The model, or a `Profile` of it (then `options` are its own).
@@ -120,6 +123,13 @@ def advise(
             helpful.append(change)
     if (offloaded := _offloaded(own, now, budget_bytes, first)) is not None:
         rows[_OFFLOAD] = offloaded
+    try:
+        sharded = sharded_row(now, budget_bytes)
+    except AutosacError as error:
+        why[SHARDED] = reason_of(error)
+    else:
+        if _is_lower(sharded, first):
+            rows[SHARDED] = sharded
     for change in _together(helpful, rows):
         _looked_at(change, now, budget_bytes, first, rows, why)
     return Advice(
@@ -156,20 +166,30 @@ def _looked_at(
     """Add the row of a change if it lowers the peak; whether it does."""
     try:
         with change.around():
-            step = traced_again(now, inputs=change.inputs, options=change.options)
+            step = traced_again(
+                now,
+                model=None if change.make_model is None else change.make_model(),
+                inputs=change.inputs,
+                options=change.options,
+            )
             row = _row(change, step, budget_bytes)
     except (AutosacError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         why[change.name] = reason_of(error)
         return False
-    assert row.floor_bytes and first.floor_bytes
-    assert row.baseline_peak_bytes and first.baseline_peak_bytes
-    if (
-        row.floor_bytes >= first.floor_bytes
-        and row.baseline_peak_bytes >= first.baseline_peak_bytes
-    ):
+    if not _is_lower(row, first):
         return False
     rows[change.name] = row
     return True
+
+
+def _is_lower(row: Row, first: Row) -> bool:
+    """Whether a change lowers the floor, or the peak without recomputation."""
+    assert row.floor_bytes and first.floor_bytes
+    assert row.baseline_peak_bytes and first.baseline_peak_bytes
+    return (
+        row.floor_bytes < first.floor_bytes
+        or row.baseline_peak_bytes < first.baseline_peak_bytes
+    )
 
 
 def _row(change: Change, step: Profile, budget_bytes: int | None) -> Row:

@@ -13,7 +13,9 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_map
 
-from autosac.planning.deferred_logits import deferred, head_of
+from autosac.advice.bf16_models import cast, in_bf16, optimizer_of_copy
+from autosac.advice.deferred_logits import deferred, head_of
+from autosac.advice.tiled_mlp import tile_mlp
 from autosac.profiles.profile import Profile
 from autosac.pytrees import tensors_in
 from autosac.step.training_step import LossFn, OptimizerInBackward
@@ -37,6 +39,7 @@ class Change:
         options: Of `profile` that differ.
         inputs: What the model is called with.
         micro_steps: How many of its steps do the work of one.
+        make_model: Makes another model to trace; None for the same.
         around: Must be entered while the step is traced and planned.
     """
 
@@ -46,6 +49,7 @@ class Change:
     options: dict[str, Any]
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
     micro_steps: int = 1
+    make_model: Callable[[], torch.nn.Module] | None = None
     around: Callable[[], contextlib.AbstractContextManager[Any]] = field(
         default=contextlib.nullcontext
     )
@@ -95,17 +99,42 @@ def changes_of(profile: Profile, make_loss_fn: MakeLoss | None) -> Iterator[Chan
             inputs=inputs,
             around=partial(deferred, module, chunk_bytes),
         )
+    yield Change(
+        name="tiled MLPs",
+        how="autosac.tile_mlp(model)",
+        results="rounded",
+        options={},
+        inputs=inputs,
+        around=partial(tile_mlp, step.model),
+    )
     yield from _smaller_batches(profile, make_loss_fn)
-    if step.autocast is None and any(
-        parameter.dtype == torch.float32 for parameter in step.model.parameters()
-    ):
+    yield from _bf16_changes(profile)
+
+
+def _bf16_changes(profile: Profile) -> Iterator[Change]:
+    step = profile.step
+    if all(parameter.dtype != torch.float32 for parameter in step.model.parameters()):
+        return
+    if step.autocast is None:
         yield Change(
             name="bf16 autocast",
             how='torch.autocast(device, torch.bfloat16), autocast="bf16"',
             results="other",
             options={"autocast": torch.bfloat16},
-            inputs=inputs,
+            inputs=(step.args, step.kwargs),
         )
+    yield Change(
+        name="bf16 parameters and states",
+        how="model.to(torch.bfloat16) before the optimizer is made, likewise inputs;"
+        " no autocast",
+        results="other",
+        options={
+            "autocast": None,
+            "optimizer": optimizer_of_copy(step.optimizer, step.model),
+        },
+        inputs=cast((step.args, step.kwargs)),
+        make_model=partial(in_bf16, step.model),
+    )
 
 
 # --- the optimizer ------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What else lowers a peak: changes of a step, each traced and planned."""
