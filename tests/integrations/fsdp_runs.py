@@ -11,12 +11,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import default_collate
 
 from autosac.devices.specs import device_spec
 from autosac.errors import AutosacError
 from autosac.parallel.clusters import cluster_spec
 from benchmarks import allocator_shim as shim
 from tests.integrations.measured_runs import (
+    measured_fit,
     measured_trainer,
     result,
     trainings,
@@ -102,6 +104,62 @@ def lora(folder):
     return _huggingface(folder, make_model=with_adapter, bf16=True)
 
 
+def lightning(folder):
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    from autosac.integrations.lightning_fsdp import plan_and_shard
+    from tests.integrations.test_lightning import BATCH, Network, Rows
+
+    def train(memory_budget):
+        plans = []
+
+        class Sharded(Network):
+            def training_step(self, batch, batch_idx):
+                x, y = batch
+                return torch.nn.functional.cross_entropy(self.forward(x), y)
+
+            def configure_model(self):
+                if memory_budget is not None:
+                    rows = Rows()
+                    batch = default_collate([rows[i] for i in range(BATCH)])
+                    plan = plan_and_shard(
+                        self,
+                        batch,
+                        memory_budget=memory_budget,
+                        cluster=cluster(),
+                        degrees=[2],
+                        report=lambda text: None,
+                    )
+                    plans.append(plan)
+                    return
+                for block in self.blocks:
+                    fully_shard(block)
+                fully_shard(self)
+                register_fsdp_forward_method(self, "training_step")
+
+        def fit(**options):
+            return measured_fit(
+                Sharded,
+                strategy=ModelParallelStrategy(2, 1),
+                accumulate_grad_batches=2,
+                gradient_clip_val=0.5,
+                precision="bf16-mixed",
+                **options,
+            )
+
+        module, trainer, peaks = fit()
+        # Lightning's checkpoints have no random states, and lose their place in data.
+        checkpoint = f"{folder}/lightning-{memory_budget}"
+        trainer.save_checkpoint(checkpoint)
+        loaded, _, _ = fit(checkpoint=checkpoint)
+        plan = plans[0] if plans else None
+        saved = {name: whole(t) for name, t in loaded.state_dict().items()}
+        return result(peaks, module, plan, memory_budget, saved=saved)
+
+    return trainings(train, 0.9)  # the least peak is nearer
+
+
 def accelerate(folder):
     """The recipe of ``examples/train_accelerate.py``."""
     from accelerate import Accelerator
@@ -136,6 +194,30 @@ def accelerate(folder):
         return figures
 
     return trainings(train, _FRACTION)
+
+
+def _refused_by_lightning():
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from autosac.integrations.lightning_fsdp import plan_and_shard
+    from tests.integrations.test_lightning import WIDTH, Network
+
+    class CallsItself(Network):
+        def configure_model(self):
+            batch = torch.randn(4, WIDTH), torch.zeros(4, dtype=torch.long)
+            plan_and_shard(self, batch, memory_budget="1GiB", cluster=cluster())
+
+    told = {}
+    for name, strategy in {
+        "calls itself": ModelParallelStrategy(2, 1),
+        "tensors": ModelParallelStrategy(1, 2),
+        "ddp": "ddp",
+    }.items():
+        try:
+            measured_fit(CallsItself, strategy=strategy)
+        except AutosacError as error:
+            told[name] = type(error).__name__, str(error)
+    return told
 
 
 def refused(folder):
@@ -176,6 +258,7 @@ def refused(folder):
         "reads whole": told(reads_whole),
         "with optimizer": told(with_optimizer),
     }
+    results |= _refused_by_lightning()
     try:
         sharded.train()
     except AutosacError as error:

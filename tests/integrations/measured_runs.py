@@ -76,6 +76,43 @@ def measured_trainer(folder, *, make_model=None, callbacks=(), **options):
     return trainer, peaks
 
 
+def measured_fit(make_module, *, callbacks=(), checkpoint=None, max_steps=3, **options):
+    """A module trained by Lightning, its trainer, the peaks of all but its first step.
+
+    A micro-step is all that the trainer does from one batch to the next.
+    """
+    import lightning.pytorch as lightning
+    from torch.utils.data import DataLoader
+
+    from tests.integrations.test_lightning import BATCH, Rows
+
+    gc.collect()
+    before, peaks = shim.live_bytes(), []
+
+    class Measure(lightning.Callback):
+        def on_train_batch_start(self, *_):
+            shim.reset()
+
+        def on_train_batch_end(self, *_):
+            peaks.append(shim.peak_bytes() - before)
+
+    torch.manual_seed(0)
+    module = make_module()
+    trainer = lightning.Trainer(
+        callbacks=[*callbacks, Measure()],
+        max_steps=max_steps,
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, DataLoader(Rows(), batch_size=BATCH), ckpt_path=checkpoint)
+    return module, trainer, peaks[trainer.accumulate_grad_batches :]
+
+
 def with_adapter():
     """A model of Transformers with LoRA."""
     import peft

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from benchmarks import allocator_shim as shim
 from tests.integrations.measured_runs import (
+    measured_fit,
     measured_trainer,
     result,
     trainings,
@@ -44,45 +45,15 @@ def _callbacks(kind, memory_budget):
     return [kind(memory_budget, report=lambda text: None)]
 
 
-def lightning(folder, **options):
-    import lightning.pytorch as lightning
-    from torch.utils.data import DataLoader
-
+def lightning(folder):
     from autosac.integrations.lightning import MemoryBudget
-    from tests.integrations.test_lightning import BATCH, Network, Rows
+    from tests.integrations.test_lightning import Network
 
     def train(memory_budget):
-        gc.collect()
-        before, peaks = shim.live_bytes(), []
         callbacks = _callbacks(MemoryBudget, memory_budget)
-
-        class Measured(torch.optim.AdamW):
-            def step(self, closure=None):
-                own = torch.optim.AdamW.step
-                _, peak_bytes = shim.peak_of(lambda: own(self, closure))
-                peaks.append(peak_bytes - before)
-
-        class Measure(Network):
-            def configure_optimizers(self):
-                return Measured(self.parameters(), lr=1e-3)
-
-        torch.manual_seed(0)
-        module = Measure()
-        trainer = lightning.Trainer(
-            callbacks=callbacks,
-            max_steps=3,
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **options,
-        )
-        trainer.fit(module, DataLoader(Rows(), batch_size=BATCH))
+        module, _, peaks = measured_fit(Network, callbacks=callbacks, strategy="ddp")
         plan = callbacks[0].plan if callbacks else None
-        return result(peaks[1:], module, plan, memory_budget)
+        return result(peaks, module, plan, memory_budget)
 
     return trainings(train, _FRACTION)
 

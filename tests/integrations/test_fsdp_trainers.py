@@ -13,6 +13,7 @@ _HELD_BYTES = {  # by the loop beside the batch of the step
     "huggingface": 2 * _BATCH_BYTES,
     "huggingface_fp16": _BATCH_BYTES,
     "lora": _BATCH_BYTES,
+    "lightning": 0,
     "accelerate": 0,
 }
 
@@ -25,11 +26,12 @@ _HELD_BYTES = {  # by the loop beside the batch of the step
         ("huggingface", launched),
         ("huggingface_fp16", forked),
         ("lora", forked),
+        ("lightning", forked),
         ("accelerate", forked),
     ],
 )
 def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
-    needed = {"lora": "peft", "accelerate": "accelerate"}
+    needed = {"lora": "peft", "accelerate": "accelerate", "lightning": "lightning"}
     pytest.importorskip(needed.get(kind, "transformers"))
     ranks = run(_RUNS, kind, tmp_path)
 
@@ -55,6 +57,7 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_
 @needs_compiler
 def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
     pytest.importorskip("transformers")
+    pytest.importorskip("lightning")
     first, second = forked(_RUNS, "refused", tmp_path)
 
     assert first == second
@@ -65,6 +68,9 @@ def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
         "quantized": "does not divide quantized parameters; train with DDP",
         "reads whole": "load_best_model_at_end=True reads whole weights into a model",
         "with optimizer": "pass `optimizer_cls_and_kwargs` instead",
+        "calls itself": "call `self.forward(x)` or a submodule",
+        "tensors": "`tensor_parallel_size=1` to `ModelParallelStrategy`",
+        "ddp": "DDPStrategy does not leave sharding to `configure_model`",
         "callback": "`autosac.integrations.huggingface_fsdp.plan_and_shard` before",
     }.items():
         assert first[name][0] == "UnsupportedError"
