@@ -157,7 +157,9 @@ def lightning(folder):
         saved = {name: whole(t) for name, t in loaded.state_dict().items()}
         return result(peaks, module, plan, memory_budget, saved=saved)
 
-    return trainings(train, 0.9)  # the least peak is nearer
+    results = trainings(train, 0.9)  # the least peak is nearer
+    results["plain"]["refused"] = _refused_by_lightning()
+    return results
 
 
 def accelerate(folder):
@@ -258,7 +260,6 @@ def refused(folder):
         "reads whole": told(reads_whole),
         "with optimizer": told(with_optimizer),
     }
-    results |= _refused_by_lightning()
     try:
         sharded.train()
     except AutosacError as error:

@@ -9,6 +9,11 @@ from tests.integrations.two_processes import forked, launched
 _RUNS = "tests.integrations.fsdp_runs"
 _SCALARS_BYTES = 4096  # of losses, norms and counts; numbers that autograd wraps
 _BATCH_BYTES = 3 * 4 * 96 * 8  # 3 tensors of 4 x 96 numbers
+_REFUSED_BY_LIGHTNING = {
+    "calls itself": "call `self.forward(x)` or a submodule",
+    "tensors": "`tensor_parallel_size=1` to `ModelParallelStrategy`",
+    "ddp": "DDPStrategy does not leave sharding to `configure_model`",
+}
 _HELD_BYTES = {  # by the loop beside the batch of the step
     "huggingface": 2 * _BATCH_BYTES,
     "huggingface_fp16": _BATCH_BYTES,
@@ -52,12 +57,21 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_
             above = max(training["peaks"]) - plan["peak_bytes"]
             most = _HELD_BYTES[kind] + _SCALARS_BYTES + plan["late_bytes"]
             assert -0.01 * plan["peak_bytes"] <= above <= most
+        if kind == "lightning":
+            assert rank["plain"]["refused"].keys() == _REFUSED_BY_LIGHTNING.keys()
+            for name, told in rank["plain"]["refused"].items():
+                _check_refused(told, _REFUSED_BY_LIGHTNING[name])
+
+
+def _check_refused(told, sentence):
+    kind, message = told
+    assert kind == "UnsupportedError"
+    assert sentence in message
 
 
 @needs_compiler
 def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
     pytest.importorskip("transformers")
-    pytest.importorskip("lightning")
     first, second = forked(_RUNS, "refused", tmp_path)
 
     assert first == second
@@ -68,10 +82,6 @@ def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
         "quantized": "does not divide quantized parameters; train with DDP",
         "reads whole": "load_best_model_at_end=True reads whole weights into a model",
         "with optimizer": "pass `optimizer_cls_and_kwargs` instead",
-        "calls itself": "call `self.forward(x)` or a submodule",
-        "tensors": "`tensor_parallel_size=1` to `ModelParallelStrategy`",
-        "ddp": "DDPStrategy does not leave sharding to `configure_model`",
         "callback": "`autosac.integrations.huggingface_fsdp.plan_and_shard` before",
     }.items():
-        assert first[name][0] == "UnsupportedError"
-        assert sentence in first[name][1]
+        _check_refused(first[name], sentence)
