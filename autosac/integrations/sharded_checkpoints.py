@@ -3,7 +3,7 @@
 A trainer that did not shard a model itself writes what the first process has of it,
 and gives that to all of them when it resumes (accelerate 1.15, checkpointing.py;
 transformers 5.24, trainer.py, `_save_optimizer_and_scheduler`). Shards are read again
-by any number of processes, sharded in any way.
+by models that are sharded in another way.
 """
 
 from __future__ import annotations

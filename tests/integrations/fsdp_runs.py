@@ -60,20 +60,6 @@ def _shard(trainer, memory_budget):
     return None
 
 
-def _huggingface(folder, **options):
-    def train(memory_budget):
-        trainer, peaks = measured_trainer(folder, **options)
-        plan = _shard(trainer, memory_budget)
-        trainer.train()
-        return result(peaks, trainer.model, plan, memory_budget)
-
-    return trainings(train, _FRACTION)
-
-
-def huggingface_fp16(folder):
-    return _huggingface(folder, fp16=True)
-
-
 def huggingface(folder):
     """Accumulating trainings that go on from what those before them have saved."""
     import transformers
@@ -101,7 +87,22 @@ def huggingface(folder):
 
 
 def lora(folder):
-    return _huggingface(folder, make_model=with_adapter, bf16=True)
+    """With a scaler for fp16; an adapter is saved without the model around it."""
+    import peft
+
+    from tests.integrations.test_huggingface import gpt2
+
+    def train(memory_budget):
+        trainer, peaks = measured_trainer(folder, make_model=with_adapter, fp16=True)
+        plan = _shard(trainer, memory_budget)
+        trainer.train()
+        trainer.save_model(folder)
+        dist.barrier()
+        saved = peft.PeftModel.from_pretrained(gpt2(), folder).state_dict()
+        adapter = {name: whole(t) for name, t in saved.items() if "lora" in name}
+        return result(peaks, trainer.model, plan, memory_budget, saved=adapter)
+
+    return trainings(train, _FRACTION)
 
 
 def lightning(folder):

@@ -16,7 +16,6 @@ _REFUSED_BY_LIGHTNING = {
 }
 _HELD_BYTES = {  # by the loop beside the batch of the step
     "huggingface": 2 * _BATCH_BYTES,
-    "huggingface_fp16": _BATCH_BYTES,
     "lora": _BATCH_BYTES,
     "lightning": 0,
     "accelerate": 0,
@@ -29,7 +28,6 @@ _HELD_BYTES = {  # by the loop beside the batch of the step
     ("kind", "run"),
     [
         ("huggingface", launched),
-        ("huggingface_fp16", forked),
         ("lora", forked),
         ("lightning", forked),
         ("accelerate", forked),

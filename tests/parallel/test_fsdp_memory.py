@@ -252,10 +252,15 @@ def test_shards_kept_for_a_backward_that_never_comes_stay_until_the_next_forward
 
 EARLIER = [
     ({"accumulate": 3}, "blocks", (4, 1), None),
-    ({"accumulate": 2}, "nested", (2, 2), None),
-    ({"accumulate": 2}, "blocks", (2, 2), "float32"),
-    ({"gradients_in_forward": True}, "model only", (4, 1), None),
-    ({"gradients_in_forward": True, "accumulate": 2}, "kept", (4, 1), None),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ({"accumulate": 2}, "nested", (2, 2), None),
+            ({"accumulate": 2}, "blocks", (2, 2), "float32"),
+            ({"gradients_in_forward": True}, "model only", (4, 1), None),
+            ({"gradients_in_forward": True, "accumulate": 2}, "kept", (4, 1), None),
+        )
+    ),
 ]
 
 

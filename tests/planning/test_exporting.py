@@ -277,6 +277,7 @@ def backward_names(switch):
     ]
 
 
+@pytest.mark.slow
 def test_automodel_reruns_every_other_matmul_and_no_attention():
     selective, full = (f.settings[0].switch for f in of_automodel(llama()))
     forward_only = {"aten.rsqrt.default", "aten.silu.default"}
@@ -292,6 +293,7 @@ def test_automodel_reruns_every_other_matmul_and_no_attention():
     assert attention not in backward_names(selective)
 
 
+@pytest.mark.slow
 def test_what_automodel_checkpoints_by_rules_of_its_own_is_refused():
     frozen, sharing = llama(), llama(num_kv_shared_layers=2)
     frozen.model.layers[0].requires_grad_(False)
