@@ -15,7 +15,6 @@ gradients.
 from __future__ import annotations
 
 import copy
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,22 +26,19 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from transformers import Trainer
 
 from autosac.devices.specs import DeviceSpec
-from autosac.errors import InfeasibleBudgetError
 from autosac.integrations.budgets import (
     SCALER_BYTES,
     Loop,
-    count_others,
     refuse,
 )
 from autosac.integrations.huggingface import LossOnly, refused_settings
 from autosac.integrations.huggingface_sharded import adopt_sharded
-from autosac.integrations.replicas import Replica, planned_once
+from autosac.integrations.replicas import Replica
+from autosac.integrations.sharded_loops import plan_loop
 from autosac.integrations.worst_batches import on_device
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.planning import plan_parallel
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.preparing import cluster_of
-from autosac.quantities import parse_bytes
 from autosac.step.marks import Marks
 
 
@@ -82,28 +78,16 @@ def plan_and_shard(
     spec = cluster_of(cluster, dist.get_world_size())
     model = trainer.model
     assert isinstance(model, torch.nn.Module)
-    inputs = (), _as_called(trainer, batch)
-
-    def make() -> ParallelPlan:
-        loop = _loop(trainer, model, spec.device)
-        held_bytes = loop.held_bytes(inputs)
-        cap_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
-        with loop.profiled(model, inputs, real_step=True) as step:
-            try:
-                return plan_parallel(
-                    step,
-                    cluster=spec,
-                    memory_budget=cap_bytes - held_bytes,
-                    degrees=degrees,
-                    fsdp_units=fsdp_units,
-                )
-            except InfeasibleBudgetError as error:
-                count_others(error, held_bytes, memory_budget)
-                raise
-
-    plan = planned_once(make, -dist.get_rank(), dist.group.WORLD)
-    gc.collect()  # copies of the model refer to themselves by their `forward`
-    plan.apply(model, plan.make_mesh(trainer.args.device.type))
+    plan = plan_loop(
+        model,
+        ((), _as_called(trainer, batch)),
+        lambda: _loop(trainer, model, spec.device),
+        memory_budget=memory_budget,
+        cluster=spec,
+        device_type=trainer.args.device.type,
+        degrees=degrees,
+        fsdp_units=fsdp_units,
+    )
     adopt_sharded(trainer)
     if trainer.is_world_process_zero():
         report(plan.report())

@@ -14,7 +14,6 @@ so that this is what FSDP2 takes for its forward.
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,15 +27,13 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from autosac.errors import InfeasibleBudgetError
-from autosac.integrations.budgets import count_others, refuse
+from autosac.integrations.budgets import Loop, refuse
 from autosac.integrations.lightning import TrainingStep, loop_of, refused_settings
-from autosac.integrations.replicas import Replica, planned_once
+from autosac.integrations.replicas import Replica
+from autosac.integrations.sharded_loops import plan_loop
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.planning import plan_parallel
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.preparing import cluster_of
-from autosac.quantities import parse_bytes
 from autosac.step.marks import Marks
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -84,31 +81,24 @@ def plan_and_shard(
     num_arguments = len(inspect.signature(module.training_step).parameters)
     inputs: Any = (batch, 0)[:num_arguments], {}
 
-    def make() -> ParallelPlan:
+    def make_loop() -> Loop:
         optimizers, _ = _init_optimizers_and_lr_schedulers(module)
         replica = Replica(module=module)
-        loop = replace(
+        return replace(
             loop_of(trainer, replica, device=spec.device, optimizer=optimizers[0]),
             forward=lambda module: _ShardedStep(module, trainer, replica),
         )
-        held_bytes = loop.held_bytes(inputs)
-        cap_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
-        with loop.profiled(module, inputs, real_step=True) as step:
-            try:
-                return plan_parallel(
-                    step,
-                    cluster=spec,
-                    memory_budget=cap_bytes - held_bytes,
-                    degrees=degrees,
-                    fsdp_units=fsdp_units,
-                )
-            except InfeasibleBudgetError as error:
-                count_others(error, held_bytes, memory_budget)
-                raise
 
-    plan = planned_once(make, -dist.get_rank(), dist.group.WORLD)
-    gc.collect()  # copies of the module refer to themselves by their `forward`
-    plan.apply(module, plan.make_mesh(trainer.strategy.root_device.type))
+    plan = plan_loop(
+        module,
+        inputs,
+        make_loop,
+        memory_budget=memory_budget,
+        cluster=spec,
+        device_type=trainer.strategy.root_device.type,
+        degrees=degrees,
+        fsdp_units=fsdp_units,
+    )
     for name in _STEPS:
         register_fsdp_forward_method(module, name)
     _PLANS[module] = plan
