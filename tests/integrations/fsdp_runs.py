@@ -246,6 +246,8 @@ def refused(folder):
 
     reads_whole = make_trainer()
     reads_whole.args.load_best_model_at_end = True
+    launched = make_trainer()
+    launched.is_fsdp_enabled = True  # by the environment
     with_optimizer = make_trainer()
     with_optimizer.create_optimizer()
     quantized = make_trainer()
@@ -259,6 +261,7 @@ def refused(folder):
         "infeasible": told(make_trainer(), "1MiB"),
         "quantized": told(quantized),
         "reads whole": told(reads_whole),
+        "launched with FSDP": told(launched),
         "with optimizer": told(with_optimizer),
     }
     try:

@@ -78,6 +78,7 @@ def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
     assert "are for batches and figures that the training loop keeps" in message
     for name, sentence in {
         "quantized": "does not divide quantized parameters; train with DDP",
+        "launched with FSDP": "ACCELERATE_USE_FSDP lets the trainer shard the model",
         "reads whole": "load_best_model_at_end=True reads whole weights into a model",
         "with optimizer": "pass `optimizer_cls_and_kwargs` instead",
         "callback": "`autosac.integrations.huggingface_fsdp.plan_and_shard` before",
