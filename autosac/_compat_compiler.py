@@ -49,3 +49,11 @@ def without_compiled_code(*, on_fakes: bool) -> Iterator[None]:
 def is_of_compiled_code(error: BaseException) -> bool:
     """Whether an error was raised by `without_compiled_code`."""
     return _STANCE in str(error)
+
+
+def compute_intensive_ops() -> frozenset[Any]:
+    """Ops that the partitioner of torch.compile does not run again."""
+    from torch._functorch import partitioners  # loads what compiles
+
+    ops: Any = partitioners.get_default_op_list().compute_intensive_ops
+    return frozenset(op.default for op in ops)

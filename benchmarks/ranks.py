@@ -56,6 +56,8 @@ class Recipe:
         loss_fn: Output -> scalar; None for the output's own loss.
         make_optimizer: Builds the optimizer of parameters; None for none.
         clip_grad_norm: Largest norm of all gradients, or None.
+        accumulate: Micro-steps, each of which reduces its gradients.
+        gradients_in_forward: Gradients are dropped between forward and backward.
         blocks: FQNs of its blocks.
     """
 
@@ -64,6 +66,8 @@ class Recipe:
     loss_fn: LossFn | None = None
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = torch.optim.AdamW
     clip_grad_norm: float | None = None
+    accumulate: int = 1
+    gradients_in_forward: bool = False
     blocks: tuple[str, ...] = ()
 
     def model(self) -> nn.Module:
@@ -82,6 +86,8 @@ class Recipe:
             loss_fn=self.loss_fn,
             optimizer=self.make_optimizer,
             clip_grad_norm=self.clip_grad_norm,
+            accumulate=self.accumulate,
+            gradients_in_forward=self.gradients_in_forward,
         )
 
 
@@ -147,21 +153,33 @@ def run_rank(
     optimizer = None if make is None else make(model.parameters())
     args, kwargs = normalize_inputs(recipe.inputs(dist.get_rank()))
     running = contextlib.ExitStack()
+    drops: list[bool] = []
+
+    def end_step() -> None:
+        if recipe.gradients_in_forward:
+            drops.append(True)
+        else:
+            model.zero_grad()
 
     def mark(phase: str, loss: Any = None) -> None:
+        if phase == "backward" and drops:
+            drops.clear()
+            assert optimizer is not None
+            optimizer.zero_grad()  # it has the shards; the model may be gathered
         running.close()
         running.enter_context(record_function(f"phase {phase}"))
 
     def step() -> torch.Tensor:
-        loss = micro_step(
-            model,
-            args,
-            kwargs,
-            loss_fn=recipe.loss_fn,
-            autocast=None,
-            accumulate=1,
-            mark=mark,
-        )
+        for _ in range(recipe.accumulate):
+            loss = micro_step(
+                model,
+                args,
+                kwargs,
+                loss_fn=recipe.loss_fn,
+                autocast=None,
+                accumulate=recipe.accumulate,
+                mark=mark,
+            )
         mark("optimizer")
         finish_step(model, optimizer, recipe.clip_grad_norm)
         running.close()
@@ -170,25 +188,27 @@ def run_rank(
     torch.manual_seed(2)
     loss = float(step())
     gradients = _whole_gradients(model) if want_gradients else {}
-    model.zero_grad()
+    end_step()
     with cpu_events() as recording:
         step()
-        model.zero_grad()
+        end_step()
         gc.collect()
         tensors = [*model.parameters(), *model.buffers(), *_leaves((args, kwargs))]
+        tensors += [p.grad for p in model.parameters() if p.grad is not None]
         if optimizer is not None:
             tensors += optimizer_tensors(optimizer)
         persistent = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in map(_local, tensors)
         }
+        del tensors  # gradients among them
         held = []
         for _ in range(num_measured):
             held.append(_held())
             with record_function("measured step"):
                 kept = step()
             del kept
-            model.zero_grad()
+            end_step()
         held.append(_held())
     peaks = step_peaks(recording, persistent, held)
     worst = max(peaks, key=lambda of_step: of_step.peak_bytes)

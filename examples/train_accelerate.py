@@ -25,6 +25,7 @@ from accelerate import Accelerator
 import autosac
 from autosac.cli.demo import GPT
 from autosac.devices.specs import device_spec
+from autosac.integrations.accelerate_sharded import save_sharded
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 
 VOCABULARY, LENGTH, BATCH, WIDTH = 1032, 64, 6, 96
@@ -91,6 +92,7 @@ def prepared(
     plan = planned(accelerator, model, budget)
     plan.apply(model, plan.make_mesh(accelerator.device.type))
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    save_sharded(accelerator)  # `save_state` and `load_state`
     return model, optimizer, plan
 
 

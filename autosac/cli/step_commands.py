@@ -245,7 +245,8 @@ def export(
     budget: Budget,
     options: Options,
     to: Annotated[
-        str, typer.Option(help="transformers, axolotl, torchtitan or megatron.")
+        str,
+        typer.Option(help="transformers, axolotl, automodel, torchtitan or megatron."),
     ],
     as_json: Json = False,
 ) -> None:

@@ -8,13 +8,13 @@ A trainer with ``fsdp=True`` wraps its model in units of its own before a batch 
 But it takes a model that is sharded already (transformers 5.24, trainer.py, where
 `is_distributed_loading_by_transformers`): it prepares autocast and the optimizer and
 leaves the rest as it is. So `plan_parallel` chooses FSDP units and AC units together,
-and what the trainer's loop holds besides counts.
+and what the trainer's loop holds besides counts. Every micro-step reduces its
+gradients.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,16 +26,19 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from transformers import Trainer
 
 from autosac.devices.specs import DeviceSpec
-from autosac.errors import InfeasibleBudgetError
-from autosac.integrations.budgets import Loop, count_others, refuse
+from autosac.integrations.budgets import (
+    SCALER_BYTES,
+    Loop,
+    refuse,
+)
 from autosac.integrations.huggingface import LossOnly, refused_settings
-from autosac.integrations.replicas import Replica, planned_once
+from autosac.integrations.huggingface_sharded import adopt_sharded
+from autosac.integrations.replicas import Replica
+from autosac.integrations.sharded_loops import plan_loop
 from autosac.integrations.worst_batches import on_device
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.planning import plan_parallel
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.preparing import cluster_of
-from autosac.quantities import parse_bytes
 from autosac.step.marks import Marks
 
 
@@ -75,30 +78,17 @@ def plan_and_shard(
     spec = cluster_of(cluster, dist.get_world_size())
     model = trainer.model
     assert isinstance(model, torch.nn.Module)
-    inputs = (), _as_called(trainer, batch)
-
-    def make() -> ParallelPlan:
-        loop = _loop(trainer, model, spec.device)
-        held_bytes = loop.held_bytes(inputs)
-        cap_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
-        with loop.profiled(model, inputs, real_step=True) as step:
-            try:
-                return plan_parallel(
-                    step,
-                    cluster=spec,
-                    memory_budget=cap_bytes - held_bytes,
-                    degrees=degrees,
-                    fsdp_units=fsdp_units,
-                )
-            except InfeasibleBudgetError as error:
-                count_others(error, held_bytes, memory_budget)
-                raise
-
-    plan = planned_once(make, -dist.get_rank(), dist.group.WORLD)
-    gc.collect()  # copies of the model refer to themselves by their `forward`
-    plan.apply(model, plan.make_mesh(trainer.args.device.type))
-    # With that, it leaves the model as it is.
-    trainer.is_distributed_loading_by_transformers = True
+    plan = plan_loop(
+        model,
+        ((), _as_called(trainer, batch)),
+        lambda: _loop(trainer, model, spec.device),
+        memory_budget=memory_budget,
+        cluster=spec,
+        device_type=trainer.args.device.type,
+        degrees=degrees,
+        fsdp_units=fsdp_units,
+    )
+    adopt_sharded(trainer)
     if trainer.is_world_process_zero():
         report(plan.report())
     return plan
@@ -114,11 +104,14 @@ def _loop(trainer: Trainer, model: torch.nn.Module, device: DeviceSpec) -> Loop:
             _Prepared(module.forward, trainer.accelerator), Replica(module=module)
         ),
         # The next one is fetched ahead, on the CPU where the model lies.
-        num_other_batches=int(args.device.type == "cpu"),
+        num_other_batches=args.gradient_accumulation_steps
+        - (args.device.type != "cpu"),
+        scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if args.fp16 else 0),
         replica=Replica(module=model),
         options={
             "device": device,
             "optimizer": optimizer,
+            "accumulate": args.gradient_accumulation_steps,
             "clip_grad_norm": args.max_grad_norm or math.inf,
         },
     )
@@ -162,24 +155,22 @@ def _refused(trainer: Trainer) -> dict[str, bool]:
     """What to say of each setting that is not planned -> whether it is set."""
     args, model = trainer.args, trainer.model
     assert isinstance(model, torch.nn.Module)
-    steps = args.gradient_accumulation_steps
     return {
         "there is one process; use `MemoryBudget`": not dist.is_initialized(),
         "this version of transformers takes no model that is sharded already; use 5.24"
         " or later": not hasattr(trainer, "is_distributed_loading_by_transformers"),
-        "fp16=True scales losses and gradients, which are sharded; use bf16=True": (
-            args.fp16
-        ),
         "`fully_shard` does not divide quantized parameters; train with DDP": any(
             not p.is_floating_point() for p in model.parameters()
         ),
-        f"gradient_accumulation_steps={steps} under FSDP2 is not modelled; use 1": (
-            steps > 1
-        ),
         "the trainer was given an optimizer, which knows the whole parameters; pass"
         " `optimizer_cls_and_kwargs` instead": trainer.optimizer is not None,
-        f"save_strategy={args.save_strategy.value!r} does not work for a model that"
-        " was sharded before training; use 'no' and save with"
-        " torch.distributed.checkpoint": args.save_strategy != "no",
+        "load_best_model_at_end=True reads whole weights into a model that is sharded;"
+        " leave it out and load the best checkpoint afterwards": (
+            args.load_best_model_at_end
+        ),
+        "save_on_each_node=True wants whole weights in several processes, and the first"
+        " one gathers them; leave it out": args.save_on_each_node,
+        "ACCELERATE_USE_FSDP lets the trainer shard the model once more; launch it"
+        " without FSDP": getattr(trainer, "is_fsdp_enabled", False),
         **refused_settings(args, model),
     }

@@ -82,24 +82,13 @@ class MemoryBudget(BudgetCallback, Callback):
     def _apply(
         self, trainer: Trainer, module: LightningModule, inputs: tuple[Any, ...]
     ) -> Callable[..., None]:
-        clips_norm = str(trainer.gradient_clip_algorithm or "norm") == "norm"
         replica = replica_of(_wrapped(trainer))
-        scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-        loop = Loop(
-            forward=lambda module: _TrainingStep(module, trainer, replica),
-            # Of a dataset without a length it fetches a batch ahead, to the CPU.
-            num_other_batches=1 if module.device.type == "cpu" else 0,
-            scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if scales else 0),
-            replica=replica,
-            options={
-                "optimizer": trainer.optimizers[0],
-                "accumulate": trainer.accumulate_grad_batches,
-                # Clipping by value takes no memory.
-                "clip_grad_norm": (clips_norm and trainer.gradient_clip_val) or None,
-                "gradients_in_forward": True,
-                "exclude": self.exclude,
-                "opaque": self.opaque,
-            },
+        loop = loop_of(
+            trainer,
+            replica,
+            optimizer=trainer.optimizers[0],
+            exclude=self.exclude,
+            opaque=self.opaque,
         )
         batches = [inputs, *self._worst(trainer, inputs)]
         self.plan = plan_loss(
@@ -134,6 +123,32 @@ class MemoryBudget(BudgetCallback, Callback):
         self._begin_step = None
 
 
+def loop_of(trainer: Trainer, replica: Replica, **options: Any) -> Loop:
+    """How a trainer runs a step.
+
+    Args:
+        trainer: The trainer.
+        replica: What DDP adds.
+        options: As in `profile`, besides what the trainer says.
+    """
+    clips_norm = str(trainer.gradient_clip_algorithm or "norm") == "norm"
+    scales = getattr(trainer.precision_plugin, "scaler", None) is not None
+    return Loop(
+        forward=lambda module: TrainingStep(module, trainer, replica),
+        # Of a dataset without a length it fetches a batch ahead, to the CPU.
+        num_other_batches=int(trainer.strategy.root_device.type == "cpu"),
+        scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if scales else 0),
+        replica=replica,
+        options={
+            "accumulate": trainer.accumulate_grad_batches,
+            # Clipping by value takes no memory.
+            "clip_grad_norm": (clips_norm and trainer.gradient_clip_val) or None,
+            "gradients_in_forward": True,
+            **options,
+        },
+    )
+
+
 def _wrapped(trainer: Trainer) -> torch.nn.Module:
     """The module, with DDP around it if there is one."""
     model = trainer.strategy.model
@@ -141,7 +156,7 @@ def _wrapped(trainer: Trainer) -> torch.nn.Module:
     return model
 
 
-class _TrainingStep:
+class TrainingStep:
     """Runs a module's ``training_step`` as the trainer does, in place of ``forward``.
 
     Args:
@@ -159,8 +174,8 @@ class _TrainingStep:
         self.own = module.__dict__.get("forward")
         self.__wrapped__ = module.training_step  # for those who look at the signature
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _TrainingStep:
-        copied: _TrainingStep = object.__new__(type(self))
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingStep:
+        copied: TrainingStep = object.__new__(type(self))
         memo[id(self)] = copied
         copied.module = copy.deepcopy(self.module, memo)
         copied.trainer, copied.replica = self.trainer, self.replica
@@ -214,15 +229,23 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
         UnsupportedError: With what to change.
     """
     strategy = trainer.strategy
+    moves = (
+        f"{type(strategy).__name__} moves or shards the model; use 'ddp' or one device,"
+        " or `ModelParallelStrategy` with"
+        " `autosac.integrations.lightning_fsdp.plan_and_shard` instead of this callback"
+    )
+    is_whole = isinstance(strategy, SingleDeviceStrategy) or isinstance(
+        strategy.model, DistributedDataParallel
+    )
+    refuse({moves: not is_whole, **refused_settings(module)})
+
+
+def refused_settings(module: LightningModule) -> dict[str, bool]:
+    """What to say of each way of a module that is not planned -> whether it is so."""
     overridden = [name for name in _OWN_LOOP if is_overridden(name, module)]
     step = inspect.signature(module.training_step).parameters
     checkpointing = checkpointing_already(module)
-    refused = {
-        f"{type(strategy).__name__} moves or shards the model; use 'ddp' or one device,"
-        " or apply the plan of `autosac.plan_parallel` in a loop of your own": (
-            not isinstance(strategy, SingleDeviceStrategy)
-            and not isinstance(strategy.model, DistributedDataParallel)
-        ),
+    return {
         "manual optimization is a loop of its own; use `autosac.plan` there": (
             not module.automatic_optimization
         ),
@@ -238,4 +261,3 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
         f"`{checkpointing}` has gradient checkpointing already; switch"
         " it off, the plan decides what is recomputed": bool(checkpointing),
     }
-    refuse(refused)

@@ -268,7 +268,10 @@ class ParallelFormulation:
             reduce_bytes=sum(
                 n * degree * sharding.reduced_itemsize(p) for p, n in trained
             ),
-            shard_grad_bytes=sum(n * p.itemsize for p, n in trained),
+            # If they are added to those of earlier micro-steps, these are there always.
+            shard_grad_bytes=0
+            if self.profile.step.adds_gradients
+            else sum(n * p.itemsize for p, n in trained),
             grad_from=self._grad_from(min(born, default=None), span.backward),
             dtype=" and ".join(dtypes) or None,
             can_be_unit=candidate.can_be_unit,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from autosac.errors import UnsupportedError
 from autosac.parallel.sharding import Sharding
 
 
@@ -38,6 +41,26 @@ def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=policy,
         )
+
+
+def reduce_always(model: torch.nn.Module) -> None:
+    """Refuse from now on that micro-steps of a sharded model keep whole gradients."""
+    own: Any = model
+    setting = own.set_requires_gradient_sync
+
+    def set_requires_gradient_sync(
+        requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        if not requires_gradient_sync:
+            raise UnsupportedError(
+                "`set_requires_gradient_sync(False)`, as `no_sync` calls it, keeps"
+                " whole gradients over micro-steps, for which the plan has no room:"
+                " leave it out, and plan with `accumulate`; every micro-step then"
+                " reduces its gradients."
+            )
+        setting(requires_gradient_sync, recurse=recurse)
+
+    own.set_requires_gradient_sync = set_requires_gradient_sync
 
 
 def check_mesh(

@@ -40,12 +40,17 @@ class Collectives:
         copies: The process group copies what it sends, as gloo does.
         frees_before_copy_out: The buffer that the unit before was gathered into is
             freed before the next unit is copied out of its own, not after that.
+        adds_gradients: Gradients of earlier micro-steps are there, in shards; what is
+            reduced is added to them.
+        keeps_gradients: Those of the step before are there until backward begins.
     """
 
     granularity_bytes: int
     on_cpu: bool
     copies: bool
     frees_before_copy_out: bool
+    adds_gradients: bool = False
+    keeps_gradients: bool = False
 
     def rounded(self, num_bytes: int) -> int:
         """Size of a block for so many bytes."""
@@ -191,12 +196,23 @@ class Replay:
         self.retained: int | None = None  # FSDPCommContext.all_gather_state
         self.reduced: int | None = None  # FSDPCommContext.reduce_scatter_states
         self.order: list[_State] = []  # FSDPCommContext.post_forward_order
+        self.earlier: list[int] = []  # gradients
+        if how.adds_gradients or how.keeps_gradients:
+            for group in groups:
+                nbytes = group.gradient_bytes or group.output_bytes
+                self.earlier.append(self._allocate(nbytes, "gradient"))
+                self.born[-1] = 0
 
     def at(self, key: int) -> None:
         """Move the replay on to a key of the tape, after what happens there."""
         self.now = max(self.now, key * PLACES)
 
     # --- hooks ------------------------------------------------------------
+
+    def zero_gradients(self) -> None:
+        """Drop the gradients of the step before, which a loop may do in between."""
+        if not self.how.adds_gradients:
+            self._free_all(self.earlier)
 
     def pre_forward(self, state: _State) -> None:
         """Gather; the buffer stays until the next unit's is full, or is copied out."""
@@ -254,15 +270,17 @@ class Replay:
         self.now += 1
         self.gradient_died.update(dict.fromkeys(group.gradients, self.now))
         output = self._allocate(group.output_bytes, "gradient")
+        sharded = output
         if how.on_cpu:
             copies = group.reduced_bytes if how.copies and degree > 1 else 0
             self._spike(copies + _DIVISOR_BYTES)
         if group.gradient_bytes:
-            self._allocate(group.gradient_bytes, "gradient")
-            if self.sharding.replicate_degree > 1:
-                state.all_reduced = output
-            else:
-                self._free(output)
+            sharded = self._allocate(group.gradient_bytes, "gradient")
+        left = [b for b in {output, sharded} if b != sharded or how.adds_gradients]
+        if self.sharding.replicate_degree > 1 and output in left:
+            left.remove(output)
+            state.all_reduced = output
+        self._free_all(left)
         self._free(state.late)
 
     def final(self) -> None:

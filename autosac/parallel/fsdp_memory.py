@@ -25,7 +25,9 @@ padded), y_u = 1 if u is a unit and k_u = 1 if it is kept after forward. It adds
     at the end of backward of u: G_u for the input of reduce-scatter while the gradients
         live, then G_u + G_u / degree (with gloo 2 G_u + G_u / degree); P_u is gone;
     until the end of backward of the unit before u: G_u, an input that is kept;
-    from the end of its backward on: G_u / degree, its sharded gradients.
+    from the end of its backward on: G_u / degree, its sharded gradients. With those
+        of earlier micro-steps in place, these are there always, and it is for an
+        instant.
 Parameters that no chosen unit holds are those of the model itself, P - sum of y_u P_u,
 kept after forward by default and reduced at the very end of backward, with all their
 gradients alive until then. Before and after are meant in the order of forward. So each
@@ -99,8 +101,9 @@ class RankSimulator:
             does, and not on a GPU, as NCCL does not.
 
     Raises:
-        UnsupportedError: The step accumulates gradients, steps its optimizer in
-            backward, or has optimizer state that is not shaped like its parameter.
+        ValueError: The trace begins with gradients of earlier steps.
+        UnsupportedError: The step steps its optimizer in backward, or has optimizer
+            state that is not shaped like its parameter.
     """
 
     def __init__(self, profile: Profile, *, copies: bool | None = None) -> None:
@@ -116,6 +119,8 @@ class RankSimulator:
             on_cpu=on_cpu,
             copies=on_cpu if copies is None else copies,
             frees_before_copy_out=_compat.FSDP_FREES_BEFORE_COPY_OUT,
+            adds_gradients=profile.step.adds_gradients,
+            keeps_gradients=profile.step.gradients_in_forward,
         )
         self.shards: Shards = find_shards(self.tape)
         self._sharded: dict[Sharding, _Sharded] = {}
@@ -140,13 +145,15 @@ class RankSimulator:
 
         Each of the two threads of a process group may still hold what it has just
         reduced (`ProcessGroupGloo::runLoop`): among ranks that share parameters a copy,
-        and among replicas what is then cast. Without a cast that is the gradients.
+        and among replicas what is then cast, or added to earlier gradients. Otherwise
+        that is the gradients.
         """
         is_cast = any(
             p.gradient is not None and sharding.reduce_dtype not in (None, p.dtype)
             for p in self.tape.parameters
         )
-        is_all_reduced = is_cast and sharding.replicate_degree > 1
+        is_left = is_cast or self.how.adds_gradients
+        is_all_reduced = is_left and sharding.replicate_degree > 1
         num_groups = int(sharding.shard_degree > 1) + int(is_all_reduced)
         return GLOO_THREADS * num_groups if self.how.copies else 0
 
@@ -221,11 +228,17 @@ class RankSimulator:
         base = self.simulator.ledger({})
         nbytes = base.nbytes.copy()
         self._resize(nbytes, degree, 0)
-        gradients = [p.gradient for p in self.tape.parameters]
-        nbytes[[g for g in gradients if g is not None]] = 0
-        return replace(base, nbytes=nbytes).after_ticks(
+        trained = [p for p in self.tape.parameters if p.gradient is not None]
+        nbytes[[p.gradient for p in trained]] = 0
+        by_tick = replace(base, nbytes=nbytes).after_ticks(
             self.tape.num_ticks, self.simulator.span
         )
+        earlier_bytes = sum(chunk_numel(p, degree) * p.itemsize for p in trained)
+        if self.how.adds_gradients:
+            by_tick += earlier_bytes
+        elif self.how.keeps_gradients:
+            by_tick[: self.tape.phases["backward"]] += earlier_bytes
+        return by_tick
 
     def _shard(self, sharding: Sharding) -> _Sharded:
         if sharding not in self._sharded:
@@ -261,7 +274,8 @@ class RankSimulator:
 
     def _run_hooks(self, replay: Replay) -> None:
         events: list[tuple[int, Hook, int, int, int]] = [
-            (self.schedule.final, Hook.FINAL, 0, 0, 0)
+            (self.schedule.final, Hook.FINAL, 0, 0, 0),
+            (self.tape.phases["backward"] - 1, Hook.ZERO_GRADIENTS, 0, 0, 0),
         ]
         for i, state in enumerate(replay.states):
             hooks = state.group.hooks
@@ -281,6 +295,8 @@ class RankSimulator:
             state = replay.states[i]
             if hook == Hook.FINAL:
                 replay.final()
+            elif hook == Hook.ZERO_GRADIENTS:
+                replay.zero_gradients()
             elif hook == Hook.POST_FORWARD:
                 replay.post_forward(state)
             elif not state.group.unsharded_bytes:
@@ -369,10 +385,10 @@ def _in_real_types(profile: Profile) -> Tape:
 
 
 def _check_step(profile: Profile) -> None:
-    if profile.step.accumulate > 1:
-        raise UnsupportedError(
-            f"`accumulate`={profile.step.accumulate} under FSDP2 is not modelled;"
-            " profile a step of one micro-step."
+    if profile.step.finds_gradients:
+        raise ValueError(
+            "The trace begins with whole gradients of earlier steps, which FSDP2 keeps"
+            " as shards; trace it with `profiling.as_sharded`."
         )
     if isinstance(profile.step.optimizer, OptimizerInBackward):
         raise UnsupportedError(

@@ -28,13 +28,14 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class Hook(IntEnum):
-    """Kinds of FSDP2 hooks; at the same tick they run in this order."""
+    """Kinds of FSDP2 hooks, and what a loop does; at a tick they run in this order."""
 
     POST_FORWARD = 0
     PRE_FORWARD = 1
     POST_BACKWARD = 2
     PRE_BACKWARD = 3
     FINAL = 4
+    ZERO_GRADIENTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,6 +221,7 @@ class ParallelPlan(Summarized):
             mesh = mesh[self.sharding.mesh_dim_names]
         installing.install(model, self.op_policies)
         fsdp_applying.shard(model, self.sharding, mesh)
+        fsdp_applying.reduce_always(model)
         return model
 
     def save(self, path: str | Path) -> None:

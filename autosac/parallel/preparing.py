@@ -13,7 +13,7 @@ from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import ParallelChooser
-from autosac.profiles.compute_dtype import in_compute_dtype
+from autosac.profiles.compute_dtype import as_sharded, in_compute_dtype
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, calibrate
 from autosac.profiles.restricting import restricted
@@ -82,7 +82,12 @@ def profile_for(
 
 
 def in_gathered_type(profile: Profile, setting: Setting) -> Profile:
-    """The step as it runs under a mixed-precision policy."""
+    """The step as FSDP2 runs it: under a mixed-precision policy, gradients sharded."""
+    if profile.step.finds_gradients:
+        sharded = as_sharded(profile)
+        return in_gathered_type(
+            calibrate(sharded) if profile.calibrated else sharded, setting
+        )
     if setting.param_dtype is None or profile.step.compute_dtype is not None:
         return profile
     # Checks the names before the step is traced once more.

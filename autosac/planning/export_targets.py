@@ -5,7 +5,7 @@
 - ``"axolotl"``: `gradient_checkpointing` and `gradient_checkpointing_kwargs` of its
   configuration, which it hands to the `Trainer` of Transformers
   (utils/schemas/config.py), so that these are the same. Its ``offload`` is left out: no
-  trace shows when its copies end.
+  trace shows when its copies end. Its lists of saved ops are in `selective_targets`.
 - ``"torchtitan"``: layer-wise selective checkpointing, every k-th child of `layers` in
   PyTorch's `checkpoint_wrapper` (torchtitan/distributed/activation_checkpoint.py at
   01db32e97, `_apply_layer_sac`); "full" is every child.
@@ -96,7 +96,7 @@ def of_axolotl(model: torch.nn.Module) -> list[Family]:
 def _every_n_layers(model: torch.nn.Module, words: str) -> list[Family]:
     settings = (
         Setting(words=words.format(every), switch=partial(_enable, every=every))
-        for every in frequencies(_num_transformers_layers(model))
+        for every in frequencies(len(transformers_layers(model)))
     )
     return [Family(settings=tuple(settings))]
 
@@ -105,25 +105,35 @@ def _enable(model: Any, every: int) -> None:
     model.activation_checkpointing_enable(every_n_layers=every)
 
 
-def _num_transformers_layers(model: torch.nn.Module) -> int:
+def transformers_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Layers of a model of Transformers that can be checkpointed, by FQN.
+
+    Raises:
+        ArgumentError: It is no such model, or is checkpointed already.
+        UnsupportedError: It has no such layers.
+    """
     if not hasattr(model, "activation_checkpointing_enable"):
         raise ArgumentError(
             f"`model` is a {type(model).__name__} without"
-            " `activation_checkpointing_enable`: exports for 'transformers' and"
-            " 'axolotl' take models of Transformers, from 5.24 on."
+            " `activation_checkpointing_enable`: exports for 'transformers', 'axolotl'"
+            " and 'automodel' take models of Transformers, from 5.24 on."
         )
-    layers = [m for m in model.modules() if hasattr(m, "_can_checkpoint_with_cache")]
+    layers = {
+        fqn: module
+        for fqn, module in model.named_modules()
+        if hasattr(type(module), "_can_checkpoint_with_cache")
+    }
     if not layers:
         raise UnsupportedError(
             f"{type(model).__name__} has no `GradientCheckpointingLayer`, so that"
             " `every_n_layers` means nothing; apply the plan itself."
         )
-    if any(vars(layer).get("gradient_checkpointing") for layer in layers):
+    if any(vars(layer).get("gradient_checkpointing") for layer in layers.values()):
         raise ArgumentError(
             "The model has gradient checkpointing already: disable it, the export says"
             " what to enable."
         )
-    return len(layers)
+    return layers
 
 
 # --- torchtitan ---------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autosac.errors import ArgumentError, UnsupportedError
-from autosac.planning import export_targets
+from autosac.planning import export_targets, selective_targets
 from autosac.planning.export_targets import Family, Setting
 from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
@@ -26,7 +26,11 @@ _TARGETS = {
     "transformers": export_targets.of_transformers,
     "torchtitan": export_targets.of_torchtitan,
     "megatron": export_targets.of_megatron,
-    "axolotl": export_targets.of_axolotl,
+    "axolotl": lambda model: [
+        *selective_targets.axolotl_lists(model),
+        *export_targets.of_axolotl(model),
+    ],
+    "automodel": selective_targets.of_automodel,
 }
 NOTHING = "nothing: the plain step fits"
 _Outcome = tuple[Setting, Profile]
@@ -78,7 +82,7 @@ def export(
     """The best settings of a tool for a step under a budget.
 
     Args:
-        target: "transformers", "axolotl", "torchtitan" or "megatron".
+        target: "transformers", "axolotl", "automodel", "torchtitan" or "megatron".
         profile: The step.
         budget_bytes: Cap on the peak.
         plan: Peak and step time of the plan itself.

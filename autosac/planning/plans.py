@@ -296,7 +296,8 @@ class Plan(Summarized):
 
         Args:
             target: "transformers" (`every_n_layers` of its models), "axolotl" (the
-                same in its YAML), "torchtitan" (selective checkpointing of every k-th
+                same in its YAML, or its lists of saved ops), "automodel" (NeMo's
+                selective or full), "torchtitan" (selective checkpointing of every k-th
                 layer) or "megatron" (Megatron-Core's ``--recompute-...`` flags).
             profile: The step that the plan is for, with the model.
 

@@ -244,7 +244,7 @@ def measured(step: Step) -> dict[str, Stretch]:
         if step.learned.earlier:
             run(lambda *_: None)
             model.zero_grad(set_to_none=True)
-        if step.accumulate > 1:
+        if step.accumulate > 1 and not step.sharded:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)

@@ -31,7 +31,7 @@ def register_outer(
     _register_buffers(recorder, own, model)
     _register_attributes(recorder, own, model)
     recorder.register_copies(tensors_in(given), tensors_in(inputs), "input")
-    if step.adds_gradients or step.gradients_in_forward:
+    if step.finds_gradients:
         _make_gradients(recorder, model)
 
 
@@ -68,7 +68,7 @@ def _kept_besides(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
     """The function that the micro-step calls when a phase begins."""
-    if step.adds_gradients or not step.gradients_in_forward:
+    if step.adds_gradients or not step.finds_gradients:
         return recorder.mark
 
     def mark(phase: str, loss: torch.Tensor | None = None) -> None:

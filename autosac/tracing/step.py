@@ -34,6 +34,8 @@ class Step:
         gradients_in_forward: The gradients of the step before are dropped between
             forward and backward only.
         keeps_gradients: Gradients are never dropped.
+        sharded: FSDP2 shards the model, so that gradients of earlier micro-steps and
+            steps are shards, which no trace has: backward makes new ones.
         lens: The GPU whose kernels are traced though the model is not there.
         compute_dtype: Type that floating-point parameters and inputs of the model are
             traced in, as under a mixed-precision policy of FSDP2; None for their own.
@@ -53,6 +55,7 @@ class Step:
     clip_grad_norm: float | None = None
     gradients_in_forward: bool = False
     keeps_gradients: bool = False
+    sharded: bool = False
     lens: DeviceSpec | None = None
     compute_dtype: torch.dtype | None = None
     opaque: frozenset[str] = frozenset()
@@ -60,8 +63,13 @@ class Step:
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether backward adds to gradients that are there already."""
+        """Whether gradients are added to those that are there already."""
         return self.keeps_gradients or self.accumulate > 1
+
+    @property
+    def finds_gradients(self) -> bool:
+        """Whether its trace begins with gradients of earlier steps."""
+        return not self.sharded and (self.adds_gradients or self.gradients_in_forward)
 
     @property
     def traced_type(self) -> str:

@@ -300,9 +300,8 @@ def _run_on(
                 if isinstance(optimizer, OptimizerInBackward):
                     make_states(recorder, optimizer)
                 loss = _one_micro_step(recorder, step, model, args, kwargs)
-                enter_steady_state(
-                    recorder, model, optimizer, adds_gradients=step.adds_gradients
-                )
+                found = step.adds_gradients and step.finds_gradients
+                enter_steady_state(recorder, model, optimizer, adds_gradients=found)
                 recorder.mark("optimizer")
                 if optimizes:
                     finish_step(model, optimizer, step.clip_grad_norm)

@@ -346,6 +346,7 @@ def test_settings_of_another_tool_have_their_own_peak(tmp_path):
     for target, words in {
         "transformers": "every_n_layers=",
         "axolotl": "gradient_checkpointing: true",
+        "automodel": "activation_checkpointing: ",
         "megatron": "--recompute-granularity",
     }.items():
         record = run_json("export", *options, "-b", f"{budget}B", "--to", target)

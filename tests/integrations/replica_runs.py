@@ -5,142 +5,57 @@ weights, the plan's figures.
 """
 
 import gc
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import allocator_shim as shim
+from tests.integrations.measured_runs import (
+    measured_fit,
+    measured_trainer,
+    result,
+    trainings,
+    with_adapter,
+)
+
+_FRACTION = 0.8  # of the ample plan's peak that a budget leaves
 
 
-def _result(peaks, model, callback, log=()):
-    plan = None if callback is None else callback.plan
-    return {
-        "peaks": peaks,
-        "weights": {n: t.detach().clone() for n, t in model.state_dict().items()},
-        "plan": None
-        if plan is None
-        else {
-            "peak_bytes": plan.peak_bytes,
-            "budget_bytes": callback.memory_budget,
-            "policy": plan.policy,
-            "composition": plan.composition,
-            "num_kinds": len(plan.each),
-        },
-        "log": list(log),
-    }
-
-
-def _trainings(train, make_budget):
-    """A plain training, one with an ample budget, one with four fifths of its peak."""
-    results = {"plain": train(None)}
-    results["ample"] = train(make_budget("1GiB"))
-    budget_bytes = int(0.8 * results["ample"]["plan"]["peak_bytes"])
-    results["planned"] = train(make_budget(budget_bytes))
-    return results
-
-
-def huggingface(folder, *, accumulate=2, make_model=None, **options):
-    import transformers
-
+def huggingface(folder, *, accumulate=2, **options):
     from autosac.integrations.huggingface import MemoryBudget
-    from tests.integrations.test_huggingface import Texts, gpt2
 
-    def train(callback):
-        gc.collect()
-        before, peaks = shim.live_bytes(), []
-
-        class Measured(transformers.Trainer):
-            def training_step(self, *args, **kwargs):
-                def run():
-                    return transformers.Trainer.training_step(self, *args, **kwargs)
-
-                loss, peak_bytes = shim.peak_of(run)
-                if self.state.global_step > 0:
-                    peaks.append(peak_bytes - before)
-                return loss
-
-        torch.manual_seed(0)
-        known = {
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": accumulate,
-            "use_cpu": True,
-            "report_to": [],
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "logging_strategy": "no",
-        }
-        trainer = Measured(
-            (make_model or gpt2)(),
-            transformers.TrainingArguments(folder, **{**known, **options}),
-            train_dataset=Texts((96,) * 48),
-            callbacks=[] if callback is None else [callback],
-        )
+    def train(memory_budget):
+        callbacks = _callbacks(MemoryBudget, memory_budget)
+        options["gradient_accumulation_steps"] = accumulate
+        trainer, peaks = measured_trainer(folder, callbacks=callbacks, **options)
         trainer.train()
-        log = trainer.state.log_history
-        return _result(peaks, trainer.model, callback, log)
+        plan = callbacks[0].plan if callbacks else None
+        return result(peaks, trainer.model, plan, memory_budget)
 
-    def budget(memory_budget):
-        return MemoryBudget(memory_budget, report=lambda text: None)
-
-    return _trainings(train, budget)
+    return trainings(train, _FRACTION)
 
 
 def lora(folder):
-    import peft
-
-    from tests.integrations.test_huggingface import gpt2
-
-    def make_model():
-        config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1)
-        return peft.get_peft_model(gpt2(), config)
-
-    return huggingface(folder, accumulate=1, make_model=make_model, bf16=True)
+    return huggingface(folder, accumulate=1, make_model=with_adapter, bf16=True)
 
 
-def lightning(folder, **options):
-    import lightning.pytorch as lightning
-    from torch.utils.data import DataLoader
+def _callbacks(kind, memory_budget):
+    if memory_budget is None:
+        return []
+    return [kind(memory_budget, report=lambda text: None)]
 
+
+def lightning(folder):
     from autosac.integrations.lightning import MemoryBudget
-    from tests.integrations.test_lightning import BATCH, Network, Rows
+    from tests.integrations.test_lightning import Network
 
-    def train(callback):
-        gc.collect()
-        before, peaks = shim.live_bytes(), []
+    def train(memory_budget):
+        callbacks = _callbacks(MemoryBudget, memory_budget)
+        module, _, peaks = measured_fit(Network, callbacks=callbacks, strategy="ddp")
+        plan = callbacks[0].plan if callbacks else None
+        return result(peaks, module, plan, memory_budget)
 
-        class Measured(torch.optim.AdamW):
-            def step(self, closure=None):
-                own = torch.optim.AdamW.step
-                _, peak_bytes = shim.peak_of(lambda: own(self, closure))
-                peaks.append(peak_bytes - before)
-
-        class Measure(Network):
-            def configure_optimizers(self):
-                return Measured(self.parameters(), lr=1e-3)
-
-        torch.manual_seed(0)
-        module = Measure()
-        trainer = lightning.Trainer(
-            callbacks=[] if callback is None else [callback],
-            max_steps=3,
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **options,
-        )
-        trainer.fit(module, DataLoader(Rows(), batch_size=BATCH))
-        return _result(peaks[1:], module, callback)
-
-    def budget(memory_budget):
-        return MemoryBudget(memory_budget, report=lambda text: None)
-
-    return _trainings(train, budget)
+    return trainings(train, _FRACTION)
 
 
 def accelerate(folder):
@@ -183,12 +98,10 @@ def accelerate(folder):
         for _ in range(3):
             _, peak_bytes = shim.peak_of(step)
             peaks.append(peak_bytes - before)
-        callback = None
-        if plan is not None:
-            callback = SimpleNamespace(plan=plan, memory_budget=memory_budget)
-        return _result(peaks[1:], accelerator.unwrap_model(model), callback)
+        trained = accelerator.unwrap_model(model)
+        return result(peaks[1:], trained, plan, memory_budget)
 
-    return _trainings(train, lambda memory_budget: memory_budget)
+    return trainings(train, _FRACTION)
 
 
 def errors(folder):

@@ -8,10 +8,16 @@ from tests.integrations.two_processes import forked, launched
 
 _RUNS = "tests.integrations.fsdp_runs"
 _SCALARS_BYTES = 4096  # of losses, norms and counts; numbers that autograd wraps
-_HELD_BYTES = {  # by the loop beside the batch of the step: 3 tensors of 4 x 96 numbers
-    "huggingface": 3 * 4 * 96 * 8,
-    "huggingface_bf16": 3 * 4 * 96 * 8,
-    "lora": 3 * 4 * 96 * 8,
+_BATCH_BYTES = 3 * 4 * 96 * 8  # 3 tensors of 4 x 96 numbers
+_REFUSED_BY_LIGHTNING = {
+    "calls itself": "call `self.forward(x)` or a submodule",
+    "tensors": "`tensor_parallel_size=1` to `ModelParallelStrategy`",
+    "ddp": "DDPStrategy does not leave sharding to `configure_model`",
+}
+_HELD_BYTES = {  # by the loop beside the batch of the step
+    "huggingface": 2 * _BATCH_BYTES,
+    "lora": _BATCH_BYTES,
+    "lightning": 0,
     "accelerate": 0,
 }
 
@@ -22,13 +28,13 @@ _HELD_BYTES = {  # by the loop beside the batch of the step: 3 tensors of 4 x 96
     ("kind", "run"),
     [
         ("huggingface", launched),
-        ("huggingface_bf16", forked),
         ("lora", forked),
+        ("lightning", forked),
         ("accelerate", forked),
     ],
 )
 def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
-    needed = {"lora": "peft", "accelerate": "accelerate"}
+    needed = {"lora": "peft", "accelerate": "accelerate", "lightning": "lightning"}
     pytest.importorskip(needed.get(kind, "transformers"))
     ranks = run(_RUNS, kind, tmp_path)
 
@@ -36,6 +42,8 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_
     for rank in ranks:
         for training in rank.values():
             assert all(map(torch.equal, training["weights"].values(), plain.values()))
+            for name, weight in training.get("saved", {}).items():
+                assert torch.equal(weight, plain[name])
         planned, ample = rank["planned"], rank["ample"]
         assert planned["plan"] == ranks[0]["planned"]["plan"]
         assert planned["plan"]["policy"]
@@ -47,6 +55,16 @@ def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_
             above = max(training["peaks"]) - plan["peak_bytes"]
             most = _HELD_BYTES[kind] + _SCALARS_BYTES + plan["late_bytes"]
             assert -0.01 * plan["peak_bytes"] <= above <= most
+        if kind == "lightning":
+            assert rank["plain"]["refused"].keys() == _REFUSED_BY_LIGHTNING.keys()
+            for name, told in rank["plain"]["refused"].items():
+                _check_refused(told, _REFUSED_BY_LIGHTNING[name])
+
+
+def _check_refused(told, sentence):
+    kind, message = told
+    assert kind == "UnsupportedError"
+    assert sentence in message
 
 
 @pytest.mark.slow
@@ -61,10 +79,9 @@ def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
     assert "are for batches and figures that the training loop keeps" in message
     for name, sentence in {
         "quantized": "does not divide quantized parameters; train with DDP",
-        "accumulates": "gradient_accumulation_steps=2 under FSDP2 is not modelled",
-        "saves": "save_strategy='steps' does not work for a model that was sharded",
+        "launched with FSDP": "ACCELERATE_USE_FSDP lets the trainer shard the model",
+        "reads whole": "load_best_model_at_end=True reads whole weights into a model",
         "with optimizer": "pass `optimizer_cls_and_kwargs` instead",
         "callback": "`autosac.integrations.huggingface_fsdp.plan_and_shard` before",
     }.items():
-        assert first[name][0] == "UnsupportedError"
-        assert sentence in first[name][1]
+        _check_refused(first[name], sentence)

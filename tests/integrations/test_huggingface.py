@@ -39,18 +39,22 @@ class Texts(Dataset):
         return {"input_ids": row, "labels": row, "attention_mask": [1] * len(row)}
 
 
-class MeasuredTrainer(transformers.Trainer):
+class ScalingTrainer(transformers.Trainer):
+    """Scales losses in fp16 on the CPU, where Accelerate takes no notice of that."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if self.args.fp16:
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+
+class MeasuredTrainer(ScalingTrainer):
     """Measures the peak of forward and backward of all steps but the first."""
 
     def __init__(self, *args, before, **kwargs):
         super().__init__(*args, **kwargs)
         self.before, self.peaks, self.losses = before, [], []
-
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        if self.args.fp16:  # of which Accelerate takes no notice on the CPU
-            self.accelerator.native_amp = True
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
 
     def training_step(self, *args, **kwargs):
         def run():

@@ -8,7 +8,7 @@ import torch
 from autosac.errors import InfeasibleBudgetError
 from autosac.integrations.worst_batches import lengthened
 from benchmarks import allocator_shim as shim
-from tests.integrations.two_processes import forked, launched
+from tests.integrations.two_processes import forked
 
 _RUNS = "tests.integrations.replica_runs"
 _SCALARS_BYTES = 1024  # of losses, norms and counts; numbers that autograd wraps
@@ -27,18 +27,10 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    ("kind", "run"),
-    [
-        ("huggingface", forked),
-        ("lora", forked),
-        ("lightning", forked),
-        ("accelerate", launched),
-    ],
-)
-def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
+@pytest.mark.parametrize("kind", ["huggingface", "lora", "lightning", "accelerate"])
+def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):
     pytest.importorskip({"lora": "peft", "huggingface": "transformers"}.get(kind, kind))
-    ranks = run(_RUNS, kind, tmp_path)
+    ranks = forked(_RUNS, kind, tmp_path)
 
     plain = ranks[0]["plain"]["weights"]
     for rank in ranks:

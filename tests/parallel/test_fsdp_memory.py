@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from autosac.parallel.formulating import Setting
 from autosac.parallel.fsdp_hooks import PLACES
 from autosac.parallel.fsdp_memory import RankSimulator
+from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.sharding import FsdpUnit, Sharding, fsdp_units
 from autosac.planning.spelling import spell_out
 from autosac.profiles.compute_dtype import in_compute_dtype
@@ -250,6 +252,46 @@ def test_shards_kept_for_a_backward_that_never_comes_stay_until_the_next_forward
     assert timeline.composition["resharded parameter"] > 0
 
 
+EARLIER = [
+    ({"accumulate": 3}, "blocks", (4, 1), None),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ({"accumulate": 2}, "nested", (2, 2), None),
+            ({"accumulate": 2}, "blocks", (2, 2), "float32"),
+            ({"gradients_in_forward": True}, "model only", (4, 1), None),
+            ({"gradients_in_forward": True, "accumulate": 2}, "kept", (4, 1), None),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("options, units, degrees, reduce_dtype", EARLIER)
+def test_shards_of_earlier_gradients_are_there(options, units, degrees, reduce_dtype):
+    recipe = replace(RECIPE, **options)
+    setting = Setting()
+    if reduce_dtype is not None:
+        setting = Setting(param_dtype="bfloat16", reduce_dtype=reduce_dtype)
+    ranks = RankSimulator(
+        in_gathered_type(calibrate(recipe.profile()), setting), copies=False
+    )
+    sharding = Sharding(
+        units=UNITS[units],
+        shard_degree=degrees[0],
+        replicate_degree=degrees[1],
+        param_dtype=setting.param_dtype,
+        reduce_dtype=setting.reduce_dtype,
+    )
+
+    real = run_fake_rank(recipe, sharding)
+
+    peaks = phase_peaks(ranks, ranks.timeline(sharding))
+    spare = {name: peaks[name] - real.phase_peaks[name] for name in peaks}
+    # Numbers: by which the loss is divided, and of the optimizer.
+    assert 0 <= min(spare.values()) <= max(spare.values()) <= 24
+    assert set(spare.values()) == {0} or recipe.accumulate > 1
+
+
 def test_clipping_and_momentum_are_sharded(traced):
     recipe = Recipe(
         make_model=wide_gpt,
@@ -409,7 +451,6 @@ def test_steps_that_are_not_modelled_are_refused():
     model, batch = CASES["mlp"].model(), CASES["mlp"].inputs()
     in_backward = OptimizerInBackward(model.parameters(), torch.optim.AdamW)
     steps = [
-        ({"optimizer": torch.optim.AdamW, "accumulate": 2}, "`accumulate`=2"),
         ({"optimizer": in_backward}, "OptimizerInBackward"),
     ]
     for settings, words in steps:

@@ -233,6 +233,9 @@ def test_a_plan_is_for_its_model_its_mesh_and_once(traced, lowest_bytes):
         plan.apply(model, mesh)
         with pytest.raises(ValueError, match="sharded already"):
             plan.apply(model, mesh)
+        with pytest.raises(autosac.UnsupportedError, match="plan with `accumulate`"):
+            model.set_requires_gradient_sync(False)
+        model.set_requires_gradient_sync(True)
         with torch.device("meta"):
             empty = GPT.make_model()
         plan.apply(empty, mesh)

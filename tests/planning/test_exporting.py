@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import autosac
 from autosac.planning.export_targets import frequencies, of_megatron
+from autosac.planning.selective_targets import axolotl_lists, of_automodel
 
 WIDTH, NUM_LAYERS = 32, 6
 
@@ -209,23 +210,110 @@ def test_settings_that_do_not_fit_are_those_of_least_peak_and_say_so():
     assert "does not fit" in str(export)
 
 
-@pytest.mark.slow
-def test_transformers_gets_a_call_whose_real_step_has_the_peak():
+TOKENS = {
+    name: torch.ones(4, 64, dtype=torch.int64) for name in ("input_ids", "labels")
+}
+
+
+def llama(**options):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        num_hidden_layers=4,
-        hidden_size=48,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=50,
-        use_cache=False,
+    known = {
+        "num_hidden_layers": 4,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 50,
+        "use_cache": False,
+    }
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**known, **options})
     )
-    ids = torch.ones(4, 64, dtype=torch.int64)
-    inputs = {"input_ids": ids, "labels": ids}
-    model = transformers.LlamaForCausalLM(config)
     if not hasattr(model, "activation_checkpointing_enable"):
         pytest.skip("this version of transformers has no `every_n_layers`")
+    return model
+
+
+@pytest.mark.slow
+def test_layers_that_save_some_ops_really_have_the_peak_and_the_same_gradients():
+    settings = [
+        setting
+        for family in [*of_automodel(llama()), *axolotl_lists(llama())]
+        for setting in family.settings
+    ]
+    peaks = {}
+    for setting in settings:
+
+        def make_model(setting=setting):
+            model = llama()
+            setting.switch(model)
+            return model
+
+        step = autosac.profile(make_model(), TOKENS, optimizer="adamw")
+        verification = autosac.verify(
+            autosac.plan(step, memory_budget="1GiB"),
+            make_model,
+            lambda: TOKENS,
+            make_optimizer="adamw",
+        )
+        above = step.baseline_peak_bytes - verification.baseline_peak_bytes
+        assert verification.identical
+        assert 0 <= above <= 1024
+        peaks[setting.words] = step.baseline_peak_bytes
+    selective, full, *lists = peaks.values()
+    assert full < selective < autosac.profile(llama(), TOKENS).baseline_peak_bytes
+    assert lists == sorted(lists, reverse=True)
+    assert lists[-1] > full  # it saves attention besides
+
+
+def backward_names(switch):
+    """Names of ops that backward of one layer runs, with those that run again."""
+    model = llama(num_hidden_layers=1)
+    switch(model)
+    tape = autosac.profile(model, TOKENS).tape
+    begin = tape.phases["model backward"]
+    return [
+        op.name
+        for op in tape.ops
+        if op.start > begin and tape.modules[op.module].fqn.startswith("model.layers.0")
+    ]
+
+
+@pytest.mark.slow
+def test_automodel_reruns_every_other_matmul_and_no_attention():
+    selective, full = (f.settings[0].switch for f in of_automodel(llama()))
+    forward_only = {"aten.rsqrt.default", "aten.silu.default"}
+
+    assert forward_only <= set(backward_names(selective))
+    # Seven in forward; backward has two for each, and the rerun stops at its last need.
+    num_matmuls = [
+        backward_names(switch).count("aten.mm.default") for switch in (selective, full)
+    ]
+    assert num_matmuls == [14 + 3, 14 + 6]
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert attention in backward_names(full)
+    assert attention not in backward_names(selective)
+
+
+@pytest.mark.slow
+def test_what_automodel_checkpoints_by_rules_of_its_own_is_refused():
+    frozen, sharing = llama(), llama(num_kv_shared_layers=2)
+    frozen.model.layers[0].requires_grad_(False)
+    two = llama()
+    two.vision = nn.ModuleList(llama().model.layers)
+
+    for model, words in (
+        (frozen, "layers without trained parameters"),
+        (sharing, "shares keys and values among layers"),
+        (two, "layers in `model.layers`, `vision`, which"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            of_automodel(model)
+
+
+@pytest.mark.slow
+def test_transformers_gets_a_call_whose_real_step_has_the_peak():
+    inputs, model = TOKENS, llama()
     profile = autosac.profile(model, inputs, optimizer="adamw")
     plan = planned(profile)
     export = plan.export("transformers", profile)
@@ -234,10 +322,11 @@ def test_transformers_gets_a_call_whose_real_step_has_the_peak():
     assert not model.get_input_embeddings()._forward_hooks
     assert export.fits
     axolotl = plan.export("axolotl", profile)
-    assert axolotl.peak_bytes == export.peak_bytes
     assert axolotl.settings.startswith("gradient_checkpointing: true\n")
-    every = export.settings.partition("every_n_layers=")[2].rstrip(")")
-    assert axolotl.settings.endswith(f"  every_n_layers: {every}")
+    assert axolotl.fits
+    assert axolotl.step_ms <= export.step_ms  # it can do the same, and more
+    automodel = plan.export("automodel", profile)
+    assert automodel.settings.startswith("distributed:\n  activation_checkpointing: ")
     megatron = plan.export("megatron", profile)
     assert megatron.fits
     assert "--recompute-granularity" in megatron.settings
@@ -247,7 +336,7 @@ def test_transformers_gets_a_call_whose_real_step_has_the_peak():
     plain = autosac.plan(step, memory_budget="1GiB")
 
     def make_model():
-        made = transformers.LlamaForCausalLM(config)
+        made = llama()
         exec(export.settings, {"model": made})
         return made
 
