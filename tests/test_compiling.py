@@ -245,6 +245,7 @@ def test_calls_without_gradients_run_at_any_time():
     loss.backward()
 
 
+@pytest.mark.slow
 def test_every_shape_has_a_plan_of_its_own():
     model, inputs = made("dropout")
     compiled = autosac.compile(model, memory_budget="1GiB")

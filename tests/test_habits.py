@@ -312,6 +312,7 @@ def test_units_that_depart_find_parametrized_weights_as_forward_did():
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_alone", "left_out"),
     [

@@ -197,6 +197,7 @@ def test_a_planned_model_gives_the_gradients_of_the_plain_one(name, way):
         assert are_equal(expected, outcome)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=at_most(40),
     suppress_health_check=[HealthCheck.function_scoped_fixture],

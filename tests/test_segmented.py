@@ -35,7 +35,7 @@ def budgets(profile, num=4):
     return [lowest + (highest - lowest) * (i + 1) // (num + 1) for i in range(num)]
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("place", range(3))
 def test_more_segments_never_cost_more(profile, place):
     budget = budgets(profile, 3)[place]

@@ -314,6 +314,7 @@ def test_a_larger_budget_never_costs_more(chain):
     assert times == pytest.approx(sorted(times, reverse=True), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_own_statistics_are_planned_as_pytorchs_milp_would():
     # The figures of a trace, restated for PyTorch's MILP.
     roofline_of_an_absent_gpu()

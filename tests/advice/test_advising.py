@@ -152,6 +152,7 @@ def test_every_row_lowers_the_peak_and_the_cheapest_comes_first(advice):
     assert costs == sorted(costs)
 
 
+@pytest.mark.slow
 def test_offload_has_the_figures_of_plans_with_it():
     class Blocks(nn.Module):
         def __init__(self):
@@ -227,6 +228,7 @@ def test_bf16_parameters_are_those_of_a_copy(in_groups):
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.slow
 def test_fsdp_has_the_figures_of_the_plan_for_the_fewest_gpus_that_fit():
     profile = profiled(device="h100")
     lowest = {}
@@ -261,13 +263,11 @@ def test_fsdp_has_the_figures_of_the_plan_for_the_fewest_gpus_that_fit():
     assert row_of_fsdp(autosac.advise(profile)).floor_bytes == lowest[2]
 
 
-def test_fsdp_is_not_claimed_where_links_or_its_memory_are_not_known(advice):
+def test_fsdp_is_not_claimed_where_links_are_not_known(advice):
     _, _, on_cpu = advice
-    accumulating = autosac.advise(profiled(device="h100", accumulate=2))
 
-    for advice_, why in ((on_cpu, "No node"), (accumulating, "accumulate")):
-        assert why in advice_.not_simulated["FSDP2 on several GPUs"]
-        assert not any(row.cell["change"].startswith("FSDP2") for row in advice_)
+    assert "No node" in on_cpu.not_simulated["FSDP2 on several GPUs"]
+    assert not any(row.cell["change"].startswith("FSDP2") for row in on_cpu)
 
 
 def test_changes_that_keep_results_are_looked_at_together(advice):
@@ -279,6 +279,7 @@ def test_changes_that_keep_results_are_looked_at_together(advice):
     assert rows[name].cell["results"] != "other"
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was_and_the_table_is_text_and_pandas(advice):
     model = Model()
     table = autosac.advise(profiled(model))
@@ -289,6 +290,7 @@ def test_the_model_is_left_as_it_was_and_the_table_is_text_and_pandas(advice):
     assert next(iter(table.to_dataframe()["change"])) == "as it is"
 
 
+@pytest.mark.slow
 def test_a_loss_that_needs_logits_is_not_said_to_be_chunked():
     class Model2(Model):
         def forward(self, ids, labels):

@@ -167,6 +167,7 @@ def test_the_copy_is_gone_when_the_trace_is_done():
 # --- draws that decide ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_of_steps_that_draws_decide_the_largest_is_planned():
     case = VALUE_CASES["Drops"]
     traced = case.profile()

@@ -229,7 +229,7 @@ def test_a_budget_below_the_least_says_what_the_loop_keeps_besides(tmp_path):
     assert caught.value.budget_bytes == 2**20 < caught.value.lowest_peak_bytes
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["max_length", "worst_batch"])
 def test_batches_up_to_the_largest_are_planned_for_with_the_first(tmp_path, how):
     rows = torch.ones(4, 96, dtype=torch.int64)

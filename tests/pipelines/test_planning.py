@@ -250,6 +250,7 @@ def test_a_damaged_file_is_refused(tmp_path):
         autosac.PipelinePlan.load(tmp_path / "plan.json")
 
 
+@pytest.mark.slow
 def test_stages_of_like_blocks_need_one_trace_and_the_plan_stays_the_same(monkeypatch):
     with torch.device("meta"):
         model = Model(4)

@@ -53,10 +53,10 @@ MORE_JOBS = (
 )
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [*JOBS, *(pytest.param(more, marks=pytest.mark.slow) for more in MORE_JOBS)],
+    [*JOBS, *MORE_JOBS],
     ids=lambda case: f"{case.schedule.name}-{case.starts}",
 )
 def test_ranks_peak_as_replayed_and_train_alike(case):

@@ -39,7 +39,7 @@ MORE = (
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
 @pytest.mark.parametrize(
     ("case", "share"),
-    [*CASES, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)],
+    [*CASES, *MORE],
     ids=lambda v: v if isinstance(v, float) else f"{v.schedule.name}-{v.starts}",
 )
 def test_planned_ranks_keep_their_caps_and_train_alike(case, share):

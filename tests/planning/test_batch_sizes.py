@@ -34,6 +34,7 @@ def model():
     return gpt(2)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_one_does_not(model):
     budget = floor_at(model, 21)  # so that the answer is known: at least 21
     make = Counted()

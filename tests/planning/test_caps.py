@@ -65,6 +65,7 @@ def test_the_same_budget_of_what_is_handed_out_may_reserve_more(traced):
     assert plan.peak_bytes <= budget < plan.reserved_bytes <= most
 
 
+@pytest.mark.slow
 def test_what_no_plan_can_reserve_is_refused_with_the_least_that_one_can(traced):
     least = autosac.floor(traced, cap="reserved")
     assert least > autosac.floor(traced)
