@@ -470,6 +470,7 @@ def deep_gpt():
     return GPT(vocabulary=64, num_layers=16, width=16, num_heads=2, length=16)
 
 
+@pytest.mark.slow
 def test_a_deep_models_floor_is_below_that_of_every_block_checkpointed():
     tokens = torch.randint(64, (64, 16))
     traced = autosac.profile(deep_gpt(), tokens)

@@ -65,6 +65,7 @@ def test_the_milp_predicts_the_peak_that_the_simulation_finds(name):
         assert predicted == actual
 
 
+@pytest.mark.slow
 def test_memory_adds_up_at_every_position_where_autocast_drops_its_copies():
     # Relative position biases keep copies of weights alive for several blocks.
     transformers = pytest.importorskip("transformers")

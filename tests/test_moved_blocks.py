@@ -52,6 +52,7 @@ def budgets(step):
     return [low, (low + floor) // 2, *above]
 
 
+@pytest.mark.slow
 def test_choices_fit_are_never_dearer_with_more_memory_and_no_plan_is_dearer(
     step, budgets
 ):

@@ -271,6 +271,7 @@ class Saving(fx.Interpreter):
         )
 
 
+@pytest.mark.slow_but_fifth
 def test_saved_bytes_of_nodes_are_those_that_autograd_saves(step):
     *_, graph, infos = step
     run = Saving(graph)

@@ -336,6 +336,7 @@ def test_plans_keep_the_budget_of_the_whole_step_and_its_updates(planner, strate
     assert plan.joint.stage_peaks().keys() == planner.joint.stage_peaks().keys()
 
 
+@pytest.mark.slow
 def test_no_budget_lies_below_what_the_optimizer_takes(planner):
     least = planner.joint.stage_peaks()["optimizer"]
 

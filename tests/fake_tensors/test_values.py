@@ -206,7 +206,7 @@ def experts():
     return nn.Sequential(*(Experts() for _ in range(4)))
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_a_plan_leaves_room_for_other_draws(share):
     x = torch.randn(256, WIDTH)
@@ -242,6 +242,7 @@ class DropsBlocks(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_plan_that_leaves_room_is_no_dearer_at_a_larger_budget():
     torch.manual_seed(0)
     traced = profile(DropsBlocks(), torch.randn(256, WIDTH), loss_fn=_mean_square)

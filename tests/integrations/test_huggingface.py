@@ -162,6 +162,7 @@ def test_the_model_is_left_as_it_was_found_and_the_report_says_what_was_done(tmp
     assert "Nothing has to be recomputed" in said[0]
 
 
+@pytest.mark.slow
 def test_evaluation_before_training_is_not_what_is_planned(tmp_path):
     budget = silent("1GiB")
     callback = transformers.TrainerCallback()
@@ -191,6 +192,7 @@ def test_evaluation_before_training_is_not_what_is_planned(tmp_path):
     assert budget.plan is not None
 
 
+@pytest.mark.slow
 def test_a_larger_batch_than_the_first_is_warned_about_once(tmp_path):
     texts = Texts((64,) * 4 + (96,) * 8)
     with pytest.warns(UserWarning, match=r"\[4, 96\].* is larger") as caught:

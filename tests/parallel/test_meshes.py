@@ -336,6 +336,7 @@ def test_no_mesh_is_a_mesh_of_one(profile):
     assert plans[0].mesh_dim_names == ("shard",)
 
 
+@pytest.mark.slow
 def test_the_cheapest_batch_wins_and_the_plan_says_what_lost(profile, tmp_path):
     plan = cpu_plan(profile, "1GiB", mesh={"tp": None})
     assert plan.tensor.degree == 1  # everything fits: nothing is to be exchanged
@@ -380,6 +381,7 @@ def test_more_memory_is_never_slower(profile):
     )
 
 
+@pytest.mark.slow
 def test_a_model_for_gpus_is_planned_on_the_meta_device():
     with torch.device("meta"):
         model, inputs = Titan().to(torch.bfloat16), tokens()

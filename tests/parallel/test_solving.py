@@ -138,6 +138,7 @@ def test_rows_that_are_off_give_the_plan_of_those_that_are_not(swept, off_share)
         assert search.best.milp_ms <= exact.best.milp_ms / (1 - 2 * RELATIVE_GAP)
 
 
+@pytest.mark.slow
 def test_no_step_takes_less_than_the_bound_that_a_degree_is_given_up_by(swept):
     profile, budgets, _ = swept
     options = SolveOptions()

@@ -26,6 +26,7 @@ def collated(lengths):
     return batch_of(max(lengths), rows=len(lengths))
 
 
+@pytest.mark.slow
 def test_a_loader_is_planned_for_all_its_lengths_and_not_disturbed():
     lengths = [6] * 24 + [12] * 12 + [24] * 4
 

@@ -51,6 +51,7 @@ def test_the_largest_batch_fits_and_the_next_one_does_not(model):
     assert len(set(make.sizes)) <= 12  # not one by one
 
 
+@pytest.mark.slow
 def test_measured_workspaces_count_where_the_model_is():
     model = gpt(1)
     lowest = autosac.plan(
@@ -116,6 +117,7 @@ def test_recomputation_counts_in_the_throughput(model):
     assert tight.samples_per_s < ample.samples_per_s
 
 
+@pytest.mark.slow
 def test_accumulation_spreads_the_optimizer_step_over_more_samples(model):
     rates = [
         autosac.best_batch_size(

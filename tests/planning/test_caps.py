@@ -86,6 +86,7 @@ def test_more_to_reserve_never_costs_more(traced):
     assert all(row.plan.reserved_bytes <= row.budget_bytes for row in rows)
 
 
+@pytest.mark.slow
 def test_what_is_capped_is_printed_and_kept_in_files(traced, tmp_path):
     budget = autosac.floor(traced, cap="reserved")
     plan = autosac.plan(traced, memory_budget=budget, cap="reserved")

@@ -199,6 +199,7 @@ def test_a_branch_is_seen_before_the_first_unit(plan):
     assert followed[0] == followed[2] != followed[1] == followed[3]
 
 
+@pytest.mark.slow
 def test_each_branch_is_checked_and_reported(plan):
     for batch in BATCHES:
         traced = autosac.profile(make_model(), batch, optimizer="adamw")

@@ -121,6 +121,7 @@ def test_replanning_in_the_middle_of_autocast_plans_the_same_step():
     assert replanned.peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_opaque_modules_stay_so_when_a_batch_is_planned_anew():
     step_options = {"optimizer": "adamw", "opaque": "blocks.0"}
     small = autosac.calibrate(autosac.profile(make_model(), BATCHES[3], **step_options))
@@ -137,6 +138,7 @@ def test_opaque_modules_stay_so_when_a_batch_is_planned_anew():
     assert units and not any(fqn.startswith("blocks.0") for fqn in units)
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_runs_with_the_least_peak_and_says_so():
     planned = autosac.plan(
         make_model(),

@@ -97,6 +97,7 @@ def test_a_budget_that_nothing_fits_is_a_row_that_says_the_floor():
     assert rows[0].peak_bytes is rows[0].recompute_ms is None
 
 
+@pytest.mark.slow
 def test_anything_can_be_an_axis():
     def step(device, optimizer, dtype, kind):
         parts = make_step(8, 64, device=device)
