@@ -110,8 +110,9 @@ def _found(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The outermost modules inside a model that can be tiled, by FQN."""
     found: dict[str, torch.nn.Module] = {}
     known: dict[object, bool] = {}  # of modules that look alike
-    for fqn, module in model.named_modules():
-        if not fqn or any(fqn.startswith(f"{outer}.") for outer in found):
+    last = ""
+    for fqn, module in model.named_modules():  # what is inside one follows it
+        if not fqn or (last and fqn.startswith(f"{last}.")):
             continue
         shapes = tuple(parameter.shape for parameter in module.parameters())
         if sum(len(shape) > 1 for shape in shapes) < 2:
@@ -120,7 +121,7 @@ def _found(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         if kind not in known:
             known[kind] = not why_not_token_wise(module)
         if known[kind]:
-            found[fqn] = module
+            last, found[fqn] = fqn, module
     return found
 
 

@@ -229,13 +229,14 @@ def test_bf16_parameters_are_those_of_a_copy(in_groups):
 
 
 @pytest.mark.slow
-def test_fsdp_has_the_figures_of_the_plan_for_the_fewest_gpus_that_fit():
-    profile = profiled(device="h100")
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
+def test_fsdp_has_the_figures_of_the_plan_for_the_fewest_gpus_that_fit(options):
+    profile = profiled(device="h100", **options)
     lowest = {}
     for num_gpus in (2, 4, 8):
         with pytest.raises(autosac.InfeasibleBudgetError) as caught:
             autosac.plan_parallel(
-                profiled(device="h100"),
+                profiled(device="h100", **options),
                 cluster="hgx-h100",
                 num_gpus=num_gpus,
                 degrees=[num_gpus],
@@ -246,7 +247,7 @@ def test_fsdp_has_the_figures_of_the_plan_for_the_fewest_gpus_that_fit():
 
     row = sharded_row(profile, lowest[4])
     plan = autosac.plan_parallel(
-        profiled(device="h100"),
+        profiled(device="h100", **options),
         cluster="hgx-h100",
         num_gpus=4,
         degrees=[4],

@@ -53,7 +53,7 @@ MORE_JOBS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "case",
     [*JOBS, *MORE_JOBS],

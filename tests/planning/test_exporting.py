@@ -145,7 +145,7 @@ def test_megatron_gets_the_fastest_flags_that_fit_with_their_own_peak():
     assert "--recompute-granularity full --recompute-method block " in kinds
 
 
-@pytest.mark.slow
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "words",
     [
