@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from autosac.statistics.by_module import Statistics
     from autosac.statistics.trackers import from_trackers
     from autosac.step.chunked_cross_entropy import chunked_cross_entropy
+    from autosac.step.offloaded_optimizer import OffloadedOptimizer
     from autosac.step.training_step import OptimizerInBackward
     from autosac.sweeps.grids import sweep_grid
     from autosac.verification.verifying import Verification, verify
@@ -75,6 +76,7 @@ __all__ = [
     "InfeasibleBudgetError",
     "Interrupted",
     "ModuleCurve",
+    "OffloadedOptimizer",
     "OptimizerInBackward",
     "ParallelPlan",
     "PipelinePlan",
@@ -204,6 +206,7 @@ _NAMES_OF = {
     "autosac.statistics.by_module": ("Statistics",),
     "autosac.statistics.trackers": ("from_trackers",),
     "autosac.step.chunked_cross_entropy": ("chunked_cross_entropy",),
+    "autosac.step.offloaded_optimizer": ("OffloadedOptimizer",),
     "autosac.step.training_step": ("OptimizerInBackward",),
     "autosac.sweeps.grids": ("sweep_grid",),
     "autosac.verification.verifying": (

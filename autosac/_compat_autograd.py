@@ -92,3 +92,8 @@ def has_hooks(owner: torch.nn.Parameter | torch.optim.Optimizer) -> bool:
         if of_all._global_optimizer_pre_hooks or of_all._global_optimizer_post_hooks:
             return True
     return any(getattr(owner, kind, None) for kind in _HOOKS)
+
+
+def unscales_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is given scaled gradients by `torch.amp.GradScaler`."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

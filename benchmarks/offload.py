@@ -23,10 +23,10 @@ from torch import nn
 
 import autosac
 from autosac.checkpointing import batch_variants
-from autosac.checkpointing.far_memory import FarMemory
 from autosac.costs.sources import modelled_costs
 from autosac.devices.specs import device_spec
 from autosac.errors import InfeasibleBudgetError
+from autosac.far_memory import FarMemory
 from autosac.planning.checking import chosen
 from autosac.profiles.restricting import restricted
 from autosac.solving.incumbents import recompute_ms

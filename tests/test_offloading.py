@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.checkpointing import far_memory, installing
-from autosac.checkpointing.far_memory import FarMemory
+from autosac import far_memory
+from autosac.checkpointing import installing
 from autosac.errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
+from autosac.far_memory import FarMemory
 from autosac.planning.make_plan import difference_in_dry_run
 from autosac.planning.spelling import spell_out
 from autosac.profiles.restricting import restricted

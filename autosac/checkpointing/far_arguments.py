@@ -22,7 +22,6 @@ from autosac.checkpointing.call_arguments import (
     map_nested,
     take_apart,
 )
-from autosac.checkpointing.far_memory import FarMemory, Sent
 from autosac.checkpointing.tensor_parts import (
     Layout,
     Result,
@@ -33,6 +32,7 @@ from autosac.checkpointing.tensor_parts import (
     layout_of,
     version_of,
 )
+from autosac.far_memory import FarMemory, Sent
 from autosac.pytrees import tensors_in
 from autosac.units.policies import OpPolicy
 

@@ -27,13 +27,13 @@ from autosac.checkpointing.call_arguments import Handed, Kept, Source, leaves
 from autosac.checkpointing.chained_calls import RelayedCall
 from autosac.checkpointing.departed_units import Code
 from autosac.checkpointing.far_arguments import FarArguments, Prefetch
-from autosac.checkpointing.far_memory import FarMemory
 from autosac.checkpointing.module_attributes import Snapshots
 from autosac.checkpointing.nested_calls import Nest, NestedCall
 from autosac.checkpointing.op_programs import KnownMode, Program
 from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.recording_mode import RecordingMode
 from autosac.checkpointing.saved_tensors import Frame
+from autosac.far_memory import FarMemory
 from autosac.pytrees import first_function
 from autosac.units.policies import OpPolicy
 

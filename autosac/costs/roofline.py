@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from autosac.devices.specs import DeviceSpec
+from autosac.errors import ArgumentError
+from autosac.step.op_signatures import Copies
 from autosac.step.tape import Op, Tape
 
 
@@ -11,8 +13,11 @@ def op_ms(op: Op, device: DeviceSpec) -> float:
 
     ``max(flops / flops_per_s(dtype), bytes / bandwidth) + launch overhead``, the
     roofline of Williams et al., Communications of the ACM 52(4), 2009, at the shares
-    of the data sheet's rates that published steps reach (`DeviceSpec`).
+    of the data sheet's rates that published steps reach (`DeviceSpec`). Copies from
+    and to far memory take as long as those of the slower way.
     """
+    if isinstance(op.signature, Copies):
+        return _copies_ms(op.signature, device)
     if op.is_view:
         return 0.0
     return roofline_ms(op.flops, op.dtype, op.moved_bytes, device)
@@ -23,6 +28,20 @@ def roofline_ms(flops: int, dtype: str, moved_bytes: int, device: DeviceSpec) ->
     compute_s = flops / device.achieved_flops_per_s(dtype)
     memory_s = moved_bytes / device.achieved_bytes_per_s
     return max(compute_s, memory_s) * 1e3 + device.launch_overhead_ms
+
+
+def _copies_ms(copies: Copies, device: DeviceSpec) -> float:
+    link = device.link
+    if link is None:
+        raise ArgumentError(
+            "`optimizer` keeps its state in far memory, and the rates between"
+            f" {device.name} and that are not known: pass a `DeviceSpec` with a `link`"
+            " as `device`."
+        )
+    return max(
+        link.out_ms(copies.out_bytes, copies.num_out),
+        link.back_ms(copies.back_bytes, copies.num_back),
+    )
 
 
 def tape_ms(tape: Tape, device: DeviceSpec) -> tuple[float, ...]:

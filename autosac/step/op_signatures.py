@@ -33,6 +33,23 @@ class Signature:
     kwargs: tuple[tuple[str, Hashable], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies between a device and its far memory, one beside the other.
+
+    Attributes:
+        out_bytes: Bytes that leave the device,
+        num_out: in so many tensors.
+        back_bytes: Bytes that come back,
+        num_back: likewise.
+    """
+
+    out_bytes: int
+    num_out: int
+    back_bytes: int
+    num_back: int
+
+
 def signature(func: Any, args: Any, kwargs: Any) -> Signature:
     """The signature of a call."""
     pairs = ((name, _freeze(value)) for name, value in sorted(kwargs.items()))

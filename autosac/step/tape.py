@@ -73,7 +73,8 @@ class Op:
             each becomes a tensor of 8 bytes on the CPU, which autograd may save.
         dtype: Of its first floating-point output, such as ``float32``.
         shapes: Shapes of its tensor outputs.
-        signature: Equal for calls that do the same work on the same shapes.
+        signature: Equal for calls that do the same work on the same shapes; `Copies`
+            where the program waits for far memory.
         source: ``file:line`` of the user's code that runs it, if that is known.
         function: The autograd function that runs it in backward, with its number in
             the order of making, such as ``MaxBackward1 6``.
@@ -103,7 +104,7 @@ class Op:
     @property
     def is_view(self) -> bool:
         """Whether the op neither allocates nor mutates, so that it costs nothing."""
-        return not self.creates and not self.writes
+        return not (self.creates or self.writes or self.moved_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ def find_parameters(
     parameters = []
     for original, parameter in zip(own.parameters(), model.parameters(), strict=True):
         tensors = list(tensors_in(states.get(parameter, {})))
+        tensors = [t for t in tensors if recorder.storages_of([t])]
         alike = [t for t in tensors if t.shape == parameter.shape and t.dim()]
         others = [t for t in tensors if t.shape != parameter.shape and t.numel() > 1]
         gradient = recorder.storages_of([parameter.grad])

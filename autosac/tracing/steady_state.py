@@ -16,6 +16,7 @@ from autosac.fake_tensors.equal_states import EqualStates
 from autosac.lens.mode import host_state
 from autosac.pytrees import tensors_in
 from autosac.step.training_step import AnyOptimizer, Marker, OptimizerInBackward
+from autosac.tracing.far_states import put_away, updating, watch
 from autosac.tracing.recorder import Recorder
 from autosac.tracing.step import Step
 
@@ -108,10 +109,11 @@ def make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
         recorder.phase = "backward"
 
     equal_states = EqualStates(recorder.repeated.mode)
+    watch(recorder, optimizer)
     recorder.muted = True
     for parameter, its_own in optimizer.optimizers.items():
         (group,) = its_own.param_groups
-        kind = equal_states.kind(its_own, group, parameter)
+        kind = equal_states.kind(updating(its_own), group, parameter)
         its_own.register_step_pre_hook(begin)
         its_own.register_step_post_hook(end)
         if parameter in its_own.state:
@@ -129,6 +131,7 @@ def make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
 
 def _register_state(recorder: Recorder, optimizer: AnyOptimizer) -> None:
     """Count the optimizer's state; through a lens, not what it keeps on the CPU."""
+    put_away(recorder, optimizer)
     if recorder.target is not None:
         recorder.exempt(host_state(optimizer))
     recorder.register(tensors_in(optimizer.state), "optimizer")
@@ -150,6 +153,7 @@ def enter_steady_state(
         recorder.rename(parameter.grad, "gradient")
     if optimizer is None or isinstance(optimizer, OptimizerInBackward):
         return
+    watch(recorder, optimizer)
     recorder.phase = "optimizer"
     recorder.muted = True
     _make_state(EqualStates(recorder.repeated.mode), optimizer)
@@ -164,12 +168,13 @@ def _make_state(equal_states: EqualStates, optimizer: torch.optim.Optimizer) -> 
     """
     kinds: dict[torch.Tensor, Hashable] = {}
     firsts: dict[Hashable, torch.Tensor] = {}
+    own = updating(optimizer)
     groups = optimizer.param_groups
     of_groups = [group["params"] for group in groups]
     for group in groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter not in optimizer.state:
-                kinds[parameter] = equal_states.kind(optimizer, group, parameter)
+                kinds[parameter] = equal_states.kind(own, group, parameter)
                 firsts.setdefault(kinds[parameter], parameter)
     if not kinds:
         return

@@ -16,14 +16,21 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
 from autosac import _compat
-from autosac.quantities import format_bytes
+from autosac.quantities import format_bytes, rounded_up
+
+Way = Literal["out", "back"]
+_SMALLEST_FILE_BYTES, _LARGEST_FILE_BYTES = 2**20, 2**30  # that tensors share
+_ALIGNED_BYTES = 64
 
 
 class Sent(Protocol):
@@ -54,6 +61,20 @@ class Sent(Protocol):
         """Give the buffer back to the pool; it may be called more than once."""
 
 
+class Copy(Protocol):
+    """A copy that runs beside the program."""
+
+    def wait(self) -> None:
+        """Wait until the program may read the target, and let go of the source.
+
+        Raises:
+            Exception: Whatever the copy raised.
+        """
+
+    def settle(self) -> None:
+        """Wait until the host may read the target as well."""
+
+
 class FarMemory:
     """Buffers outside of the device, by size.
 
@@ -74,6 +95,10 @@ class FarMemory:
         self.bytes_per_s = bytes_per_s
         self.in_use_bytes = 0
         self.peak_bytes = 0
+        # The last file that `new` took parts of: these keep it.
+        self._file: Callable[[], mmap.mmap | None] = lambda: None
+        self._file_bytes = _SMALLEST_FILE_BYTES // 2
+        self._taken_bytes = 0
         self._free: defaultdict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self._lock = threading.Lock()
         self._threads: dict[str, ThreadPoolExecutor] = {}
@@ -108,6 +133,59 @@ class FarMemory:
             return _Streamed(self, buffer, source)
         return _Threaded(self, buffer, source)
 
+    def new(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor here of the layout of another one without holes, and not filled.
+
+        Nobody but its holders keeps it: `in_use_bytes` does not count it.
+
+        Args:
+            tensor: The other one.
+            device: Whose far memory this is.
+
+        Raises:
+            OSError: There is no room for it.
+        """
+        if device.type == "cuda":
+            buffer = self._new("cuda", tensor.nbytes)
+        else:
+            with self._lock:
+                buffer = self._piece(tensor.nbytes)
+        return buffer.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+
+    def _piece(self, num_bytes: int) -> torch.Tensor:
+        """A part of a mapped file: each of these takes a file descriptor."""
+        file = self._file()
+        if file is None or self._taken_bytes + num_bytes > len(file):
+            self._file_bytes = min(2 * self._file_bytes, _LARGEST_FILE_BYTES)
+            file = self._mapped(max(num_bytes, self._file_bytes))
+            self._file, self._taken_bytes = weakref.ref(file), 0
+        offset = self._taken_bytes
+        self._taken_bytes = rounded_up(offset + num_bytes, _ALIGNED_BYTES)
+        return torch.frombuffer(file, dtype=torch.uint8, count=num_bytes, offset=offset)
+
+    def begin_copy(self, target: torch.Tensor, source: torch.Tensor, way: Way) -> Copy:
+        """Begin to copy a tensor, after what the program has done to it so far.
+
+        Copies of one way follow one another. Whoever begins one keeps both tensors
+        until it has waited.
+
+        Args:
+            target: What is written,
+            source: and what is read.
+            way: "out" if the target lies here, "back" if the source does.
+        """
+        device = (source if way == "out" else target).device
+        if device.type != "cuda":
+            # In a list: executors hold arguments a moment longer than the work lasts.
+            return _Thread(self.executor(way).submit(_copy, [target, source], self))
+        stream = self.stream(device, way)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with _compat.no_modes(), torch.no_grad(), torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return _Stream(device, event)
+
     def take_back(self, key: tuple[str, int], buffer: torch.Tensor | None) -> None:
         """Keep a buffer for the next step.
 
@@ -128,34 +206,74 @@ class FarMemory:
     def _new(self, kind: str, num_bytes: int) -> torch.Tensor:
         if kind == "cuda":
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        # `torch.from_file` would tell the allocator's observers of it.
+        return torch.frombuffer(self._mapped(num_bytes), dtype=torch.uint8)
+
+    def _mapped(self, num_bytes: int) -> mmap.mmap:
+        """A new file, mapped: `torch.from_file` would tell the allocator's observers.
+
+        Raises:
+            OSError: There is no room for it.
+        """
         try:
             with tempfile.TemporaryFile(dir=self.directory) as file:
                 os.truncate(file.fileno(), num_bytes)
                 if hasattr(os, "posix_fallocate"):  # else writing ends the process
                     os.posix_fallocate(file.fileno(), 0, num_bytes)
-                mapping = mmap.mmap(file.fileno(), num_bytes)
+                return mmap.mmap(file.fileno(), num_bytes)
         except OSError as error:
             place = self.directory or tempfile.gettempdir()
             raise OSError(
                 error.errno,
                 f"`offload_dir`={place!r} has no room for another"
                 f" {format_bytes(num_bytes)} ({error.strerror}): name a directory that"
-                " has, or plan without `offload`",
+                " has, or do not offload",
             ) from error
-        return torch.frombuffer(mapping, dtype=torch.uint8)
 
-    def executor(self, way: str) -> ThreadPoolExecutor:
+    def executor(self, way: Way) -> ThreadPoolExecutor:
         """The thread for one way of copies, out or back: they follow one another."""
         if way not in self._threads:
             self._threads[way] = ThreadPoolExecutor(1, f"autosac_far_memory_{way}")
         return self._threads[way]
 
-    def stream(self, device: torch.device, way: str) -> torch.cuda.Stream:
+    def stream(self, device: torch.device, way: Way) -> torch.cuda.Stream:
         """The stream of a device for one way of copies."""
         if (device, way) not in self._streams:
             self._streams[device, way] = torch.cuda.Stream(device)
         return self._streams[device, way]
+
+
+@dataclass(frozen=True, slots=True)
+class _Thread:
+    """A copy by a thread."""
+
+    future: Future[None]
+
+    def wait(self) -> None:
+        """As `Copy.wait`."""
+        self.future.result()
+
+    def settle(self) -> None:
+        """As `Copy.settle`."""
+        self.future.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A copy on a stream of its own: the kernels that follow a wait run after it.
+
+    So may those that get the source's memory from the allocator.
+    """
+
+    device: torch.device
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        """As `Copy.wait`."""
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def settle(self) -> None:
+        """As `Copy.settle`."""
+        self.event.synchronize()
 
 
 class _Buffered:
@@ -191,10 +309,10 @@ class _Threaded(_Buffered):
         source: torch.Tensor,
     ) -> None:
         super().__init__(memory, buffer, source)
-        # In a list: executors hold arguments a moment longer than the work lasts.
-        box = [buffer, source]
         self._back: Future[None] | None = None
-        self._out: Future[None] = memory.executor("out").submit(_copy, box, memory)
+        self._out: Future[None] = memory.executor("out").submit(
+            _copy, [buffer, source], memory
+        )
 
     def wait(self) -> None:
         """As `Sent.wait`."""
@@ -236,7 +354,7 @@ def _copy(box: list[torch.Tensor], memory: FarMemory) -> None:
     source, target = box.pop(), box.pop()
     with torch.no_grad():
         target.copy_(source)
-    memory.linger(source.numel())
+    memory.linger(source.nbytes)
 
 
 class _Streamed(_Buffered):
@@ -249,35 +367,20 @@ class _Streamed(_Buffered):
         source: torch.Tensor,
     ) -> None:
         super().__init__(memory, buffer, source)
-        self._device = source.device
-        self._back: tuple[torch.cuda.Event, torch.Tensor] | None = None
-        self._event = self._copied(buffer, source, "out")
-
-    def _copied(
-        self, target: torch.Tensor, source: torch.Tensor, way: str
-    ) -> torch.cuda.Event:
-        """Copy on the stream for a way, after what the present one has to do."""
-        stream = self._memory.stream(self._device, way)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with _compat.no_modes(), torch.no_grad(), torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
+        self._back: tuple[Copy, torch.Tensor] | None = None
+        self._out = memory.begin_copy(buffer, source, "out")
 
     def wait(self) -> None:
-        """As `Sent.wait`: the kernels that follow run after the copy.
-
-        So may those that get the same memory from the allocator.
-        """
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        """As `Sent.wait`."""
+        self._out.wait()
 
     def begin(self, target: torch.Tensor) -> None:
         """As `Sent.begin`; what is copied into stays until the program has waited."""
         assert self._buffer is not None
         if self._back is None:
             self.wait()
-            self._back = self._copied(target, self._buffer, "back"), target
+            back = self._memory.begin_copy(target, self._buffer, "back")
+            self._back = back, target
 
     def fetch(self, target: torch.Tensor) -> None:
         """As `Sent.fetch`, on the stream of the kernels that read it.
@@ -300,6 +403,5 @@ class _Streamed(_Buffered):
 
     def _wait_back(self) -> None:
         assert self._back is not None
-        event, _ = self._back
-        torch.cuda.current_stream(self._device).wait_event(event)
+        self._back[0].wait()
         self._back = None

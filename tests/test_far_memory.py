@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from autosac.checkpointing import far_memory
-from autosac.checkpointing.far_memory import FarMemory
+from autosac import far_memory
 from autosac.devices.allocator_events import cpu_events, recorded_events
+from autosac.far_memory import FarMemory
 
 
 def some_bytes(number=5000, seed=0):
