@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autosac.advice.sharded_steps import SHARDED, sharded_row
-from autosac.advice.step_changes import Change, MakeLoss, changes_of
+from autosac.advice.step_changes import (
+    STATE_OFFLOADED,
+    Change,
+    MakeLoss,
+    changes_of,
+    offloaded_states,
+)
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.planning.make_plan import floor, make_plan, may_offload
 from autosac.profiles.given import profile_of
@@ -83,9 +89,9 @@ def advise(
     Each change is traced, calibrated and planned like the step itself; what cannot be
     is not claimed. Looked at are the optimizer (in backward, fused, without foreach),
     gradients set to None, cross entropy by chunks, MLPs in tiles, the batch in
-    micro-steps, bf16 autocast, parameters and states in bf16, offload, FSDP2 on 2, 4 or
-    8 GPUs of a known node, and together those on one GPU but offload that keep results
-    the same but for rounding.
+    micro-steps, bf16 autocast, parameters and states in bf16, offload of activations or
+    of the optimizer's state, FSDP2 on 2, 4 or 8 GPUs of a known node, and together
+    those on one GPU but offload that keep results the same but for rounding.
 
     Args:
         model: The model, or a `Profile` of it (then `options` are its own).
@@ -123,6 +129,13 @@ def advise(
             helpful.append(change)
     if (offloaded := _offloaded(own, now, budget_bytes, first)) is not None:
         rows[_OFFLOAD] = offloaded
+    try:
+        far_states = offloaded_states(now)
+    except AutosacError as error:
+        why[STATE_OFFLOADED] = reason_of(error)
+    else:
+        if far_states is not None:
+            _looked_at(far_states, now, budget_bytes, first, rows, why)
     try:
         sharded = sharded_row(now, budget_bytes)
     except AutosacError as error:

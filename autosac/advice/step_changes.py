@@ -18,10 +18,12 @@ from autosac.advice.deferred_logits import deferred, head_of
 from autosac.advice.tiled_mlp import tile_mlp
 from autosac.profiles.profile import Profile
 from autosac.pytrees import tensors_in
+from autosac.step.offloaded_optimizer import OffloadedOptimizer
 from autosac.step.training_step import LossFn, OptimizerInBackward
 
 Results = Literal["same", "rounded", "other"]
 MakeLoss = Callable[[Any], LossFn]
+STATE_OFFLOADED = "optimizer state offloaded"
 _MICRO_STEPS = (2, 4, 8)
 _MOST_CHUNK_BYTES = 64 * 2**20
 _CHUNKS = 8  # of logits that are not much larger than that
@@ -163,6 +165,37 @@ def _optimizer_changes(profile: Profile) -> Iterator[Change]:
             results="same",
             options={"optimizer": partial(_in_backward, rebuild)},
         )
+
+
+def offloaded_states(profile: Profile) -> Change | None:
+    """The step with the state of its optimizer in far memory; None if it has none.
+
+    Raises:
+        ArgumentError: The state of such an optimizer cannot lie there.
+    """
+    step, optimizer = profile.step, profile.step.optimizer
+    has_state = any(one.states for one in profile.tape.parameters)
+    if profile.device.link is None or not has_state:
+        return None
+    if isinstance(optimizer, OptimizerInBackward):
+        moved: Any = copy.copy(optimizer)  # whose hooks are there already
+        moved.make_optimizer = partial(_with_far_state, optimizer.make_optimizer)
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        same = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        moved = OffloadedOptimizer(copy.deepcopy(optimizer, dict[int, Any](same)))
+    else:
+        moved = partial(_with_far_state, optimizer)
+    return Change(
+        name=STATE_OFFLOADED,
+        how="autosac.OffloadedOptimizer(optimizer)",
+        results="same",
+        options={"optimizer": moved},
+        inputs=(step.args, step.kwargs),
+    )
+
+
+def _with_far_state(rebuild: Callable[[Any], Any], parameters: Any) -> Any:
+    return OffloadedOptimizer(rebuild(list(parameters)))
 
 
 def _with_flags(optimizer: Any, flags: dict[str, bool], parameters: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from autosac import _compat, _compat_autograd, _compat_gpu, _compat_graphs
 from autosac.errors import TraceError, UnsupportedError
 from autosac.pytrees import tensors_in
+from autosac.step.offloaded_optimizer import OffloadedOptimizer
 from autosac.step.training_step import (
     OptimizerInBackward,
     check_optimizer,
@@ -185,6 +186,11 @@ def _copy_of(parameter: torch.nn.Parameter, *, with_memory: bool) -> torch.nn.Pa
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers whose step is no graph, or another one each time."""
     check_optimizer(optimizer, 1, None)
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise UnsupportedError(
+            "`optimizer` is an OffloadedOptimizer, and copies to far memory are not"
+            " part of a graph: pass the optimizer that it is made of."
+        )
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

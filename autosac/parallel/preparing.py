@@ -19,6 +19,8 @@ from autosac.profiles.profile import Profile, calibrate
 from autosac.profiles.restricting import restricted
 from autosac.step.marks import Marks, marked, marks_of
 
+_NOT_ON_MANY = ("offload", "host_budget", "offload_dir")
+
 
 def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
     """The cluster that was passed or named, with so many GPUs."""
@@ -59,6 +61,12 @@ def profile_for(
     options: dict[str, Any],
 ) -> Profile:
     """The profile that was passed, or a new one, on a GPU of the cluster."""
+    for name in _NOT_ON_MANY:
+        if name in options:
+            raise UnsupportedError(
+                f"`{name}` is not planned for many GPUs: leave it out, or plan one of"
+                " the ranks by `autosac.plan`."
+            )
     if "device" in options:
         raise ValueError("`device` is that of `cluster`; leave it out.")
     if isinstance(model, Profile):
@@ -72,6 +80,11 @@ def profile_for(
     else:
         profile = profile_of(model, inputs, {**options, "device": spec.device})
     assert isinstance(profile, Profile)
+    if profile.far_state_bytes:
+        raise UnsupportedError(
+            "An `OffloadedOptimizer` is not planned for many GPUs: pass the optimizer"
+            " that it is made of."
+        )
     if are_distributed(map(type, profile.step.model.parameters())):
         raise UnsupportedError(
             "`model` has parameters that are distributed tensors: FSDP2 on top of that"

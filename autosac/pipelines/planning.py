@@ -47,6 +47,7 @@ from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
 _NOT_IN_PIPELINES = (
     *("accumulate", "autocast", "clip_grad_norm"),
     *("gradients_in_forward", "keeps_gradients"),
+    *("offload", "host_budget", "offload_dir"),
 )
 _MODEL_PHASES = ("forward", "loss", "backward")
 

@@ -148,12 +148,17 @@ def check_step(of_model: Profile) -> None:
 
     Raises:
         UnsupportedError: Values or draws decide sizes, or the optimizer steps in
-            backward.
+            backward or has its state in far memory.
     """
     tape = of_model.tape
     in_backward = any(
         op.phase == "optimizer" and op.start < tape.phases["finish"] for op in tape.ops
     )
+    if of_model.far_state_bytes:
+        raise UnsupportedError(
+            "Pipelines are not planned with an `OffloadedOptimizer`: pass the optimizer"
+            " that it is made of."
+        )
     if of_model.redrawn or in_backward:
         raise UnsupportedError(
             "Pipelines are not planned where values or random draws decide sizes, nor"

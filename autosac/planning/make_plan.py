@@ -114,10 +114,19 @@ def make_plan(
             found; and fields of `SolveOptions`.
 
     Raises:
-        ArgumentError: The device has no known link to far memory.
+        ArgumentError: The device has no known link to far memory, or more of the
+            optimizer's state lies there than may.
         InfeasibleBudgetError: No plan fits.
         SolverError: The applied model's dry run does not confirm the plan.
     """
+    far_state_bytes = profile.far_state_bytes
+    if host_bytes is not None and far_state_bytes > host_bytes:
+        raise ArgumentError(
+            f"`host_budget`={host_bytes} ({format_bytes(host_bytes)}) is less than the"
+            f" {far_state_bytes} bytes ({format_bytes(far_state_bytes)}) of optimizer"
+            " state that lie in far memory: raise it to that, or keep the state on the"
+            " device."
+        )
     if offload == "auto":
         try:
             plan = _make_plan(profile, budget_bytes, **options)
@@ -429,6 +438,7 @@ def _as_plan(
         cap=profile.cap,
         traced=profile.traced(),
         offloaded_bytes=far_bytes(chosen),
+        far_state_bytes=profile.far_state_bytes,
         exposed_ms=sum(unit.waits_ms(policy) for unit, policy in chosen.items()),
     )
 

@@ -75,6 +75,7 @@ class Plan(Summarized):
         offloaded_bytes: Bytes of arguments and saved results of units that lie in far
             memory between forward and backward, added up over the step,
         exposed_ms: and the time of `recompute_ms` that it waits for their copies.
+        far_state_bytes: Bytes of the optimizer's state that lie there between updates.
         offload_dir: Directory of the CPU's far memory; None for the system's temporary
             one.
         variants: The plans for several kinds of batches, that of the highest peak
@@ -110,6 +111,7 @@ class Plan(Summarized):
     on_mismatch: OnMismatch = "recompute"
     offloaded_bytes: int = 0
     exposed_ms: float = 0.0
+    far_state_bytes: int = 0
     offload_dir: str | None = None
     variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
@@ -212,6 +214,8 @@ class Plan(Summarized):
         if not self.offloads:  # others read such files, too
             for name in ("offloaded_bytes", "exposed_ms", "offload_dir"):
                 del record[name]
+        if not self.far_state_bytes:
+            del record["far_state_bytes"]
         return record
 
     @classmethod
@@ -361,6 +365,12 @@ class Plan(Summarized):
                 f"{format_bytes(self.offloaded_bytes)} to"
                 f" {'a file' if self.device == 'cpu' else 'the host'},"
                 f" {format_ms(self.exposed_ms)} of the recomputation is waiting for it",
+            )
+        if self.far_state_bytes:
+            yield (
+                "state",
+                f"{format_bytes(self.far_state_bytes)} of the optimizer in"
+                f" {'a file' if self.device == 'cpu' else 'the host'} between updates",
             )
         for one in self.variants:
             yield "batches", one._of_batches()

@@ -26,6 +26,7 @@ from autosac.solving.rules_of_thumb import Choice, Rules
 from autosac.solving.solve_options import read_segments
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step.batch_signatures import BatchSignature
+from autosac.step.op_signatures import Copies
 from autosac.step.tape import Tape
 from autosac.summaries import Summarized, Summary
 from autosac.tracing.collecting import no_collections
@@ -86,6 +87,26 @@ class TracedStep(Summarized):
     host_bytes: int | None = None
     optimizer: str = ""
 
+    @cached_property
+    def _far_copies(self) -> list[tuple[Copies, float]]:
+        """Copies of the optimizer's state, and the time of each."""
+        pairs = zip(self.tape.ops, self.op_ms, strict=True)
+        return [
+            (op.signature, ms) for op, ms in pairs if isinstance(op.signature, Copies)
+        ]
+
+    @property
+    def far_state_bytes(self) -> int:
+        """Bytes of the optimizer's state that lie in far memory between updates."""
+        return sum(copies.back_bytes for copies, _ in self._far_copies)
+
+    @property
+    def far_unit_bytes(self) -> int | None:
+        """Most bytes that units may have there; None for as many as one likes."""
+        if self.host_bytes is None:
+            return None
+        return max(0, self.host_bytes - self.far_state_bytes)
+
     def summary(self) -> Summary:
         """Model, batch, peak, time, and how many modules can be AC units."""
         trained = sum(
@@ -100,7 +121,7 @@ class TracedStep(Summarized):
                 ("model", f"{self.model[0][1]}, {len(self.model)} modules"),
                 ("trained", f"{format_bytes(trained)} of parameters"),
                 ("batch", str(self.signature)),
-                ("optimizer", self.optimizer or "none"),
+                ("optimizer", self._optimizer_in_words()),
                 (
                     "step",
                     f"{len(self.tape.ops)} ops, {format_ms(self.baseline_ms)} on"
@@ -113,6 +134,18 @@ class TracedStep(Summarized):
                     f" {cannot} modules cannot, see `units.refused`",
                 ),
             ),
+        )
+
+    def _optimizer_in_words(self) -> str:
+        """Which it is, and what of it lies in far memory."""
+        is_there = any(op.phase == "optimizer" for op in self.tape.ops)
+        name = self.optimizer or ("of a function" if is_there else "none")
+        if not self.far_state_bytes:
+            return name
+        copies_ms = sum(ms for _, ms in self._far_copies)
+        return (
+            f"{name}, {format_bytes(self.far_state_bytes)} of its state in far memory,"
+            f" {format_ms(copies_ms)} of copies a step"
         )
 
     @cached_property
@@ -194,7 +227,7 @@ class TracedStep(Summarized):
     @cached_property
     def moved_blocks(self) -> MovedBlocks:
         """Finder of choices with offload that are good and not the best."""
-        twins = within(self.far_units, self.host_bytes)
+        twins = within(self.far_units, self.far_unit_bytes)
         return MovedBlocks(self.simulator, self.rules, twins)
 
     @cached_property
@@ -208,7 +241,7 @@ class TracedStep(Summarized):
                 self.chains,
                 self.fronts,
                 self.far_units,
-                self.host_bytes,
+                self.far_unit_bytes,
             )
 
     @cached_property

@@ -15,6 +15,7 @@ from autosac import _compat_compiler
 from autosac.errors import ArgumentError
 from autosac.pytrees import tensors_in
 from autosac.step import source_lines
+from autosac.step.offloaded_optimizer import OffloadedOptimizer
 from autosac.step.training_step import AnyOptimizer, OptimizerInBackward
 
 _CLOSE_OVER = "`loss_fn=lambda output: criterion(output, targets)`"
@@ -221,6 +222,8 @@ def optimizer_name(optimizer: Any) -> str:
     if isinstance(optimizer, OptimizerInBackward):
         return "optimizer in backward"
     maker = getattr(optimizer, "func", optimizer)  # of a `functools.partial`
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer = optimizer.base
     if isinstance(optimizer, torch.optim.Optimizer):
         maker = type(optimizer)
     return maker.__name__ if isinstance(maker, type) else ""

@@ -24,6 +24,7 @@ from autosac.far_memory import Copy, FarMemory
 from autosac.quantities import parse_bytes
 from autosac.step.training_step import OptimizerInBackward
 
+_CHUNK_BYTES = 2**26  # at the rates of a host's link 1 ms: latencies are a small part
 _AMP = ("grad_scale", "found_inf")  # that GradScaler hands to an optimizer
 _OWN = ("torch", "optim")  # where classes are known to update each parameter by itself
 
@@ -59,7 +60,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: One of ``torch.optim`` but LBFGS; from now on it is this one's.
         chunk_bytes: Most state that is updated at once, in bytes or as text; two chunks
-            at most are on the device. What one parameter keeps is never divided.
+            at most are on the device. What one parameter keeps is never divided. None
+            for as much as the largest parameter keeps, and 64 MiB at most.
         offload_dir: Directory of the CPU's far memory; None for the system's temporary
             one, which may be memory.
 
@@ -79,7 +81,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        chunk_bytes: int | str = "64MiB",
+        chunk_bytes: int | str | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         directory = None if offload_dir is None else os.fspath(offload_dir)
@@ -89,11 +91,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 " another."
             )
         _check(optimizer)
-        most_bytes = parse_bytes(chunk_bytes, name="chunk_bytes")
-        self._wrap(optimizer, most_bytes, directory)
+        if chunk_bytes is not None:
+            chunk_bytes = parse_bytes(chunk_bytes, name="chunk_bytes")
+        self._wrap(optimizer, chunk_bytes, directory)
 
     def _wrap(
-        self, base: torch.optim.Optimizer, chunk_bytes: int, directory: str | None
+        self,
+        base: torch.optim.Optimizer,
+        chunk_bytes: int | None,
+        directory: str | None,
     ) -> None:
         super().__setstate__(
             {
@@ -204,6 +210,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Those of which nothing lies in far memory yet are updated one by one.
         """
+        most_bytes = self.chunk_bytes
+        if most_bytes is None:
+            each = (sum(t.nbytes for t in far.values()) for far in self.far.values())
+            most_bytes = min(_CHUNK_BYTES, max(each, default=0))
         for group in self.param_groups:
             chunk: list[torch.Tensor] = []
             num_bytes = 0
@@ -211,8 +221,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 far = self.far.get(parameter, {}).values()
-                own_bytes = sum(t.nbytes for t in far) or self.chunk_bytes
-                if chunk and num_bytes + own_bytes > self.chunk_bytes:
+                own_bytes = sum(t.nbytes for t in far) or most_bytes + 1
+                if chunk and num_bytes + own_bytes > most_bytes:
                     yield group, chunk
                     chunk, num_bytes = [], 0
                 chunk.append(parameter)
