@@ -181,7 +181,7 @@ def gpus() -> Iterator[str]:
     yield f"| model | {heads} | shares |"
     yield "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |"
     notes = []
-    for name, make in (("Llama-3-8B", _llama), ("Qwen3-8B", _qwen)):
+    for name, make in (("Llama-3-8B", llama), ("Qwen3-8B", _qwen)):
         for length in LENGTHS:
             traced = _traced(make, length)
             for gpu in map(device_spec, GPUS):
@@ -265,7 +265,7 @@ def _plan_row(profile: Any, budget: int, cells: list[str]) -> str:
     return f"| {' | '.join([*cells, f'{budget / 1e9:.2f} GB', told, shares])} |"
 
 
-def _llama() -> nn.Module:
+def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(

@@ -101,6 +101,11 @@ class TracedStep(Summarized):
         return sum(copies.back_bytes for copies, _ in self._far_copies)
 
     @property
+    def far_state_ms(self) -> float:
+        """Time of a step that waits for copies of the optimizer's state."""
+        return sum(ms for _, ms in self._far_copies)
+
+    @property
     def far_unit_bytes(self) -> int | None:
         """Most bytes that units may have there; None for as many as one likes."""
         if self.host_bytes is None:
@@ -142,10 +147,9 @@ class TracedStep(Summarized):
         name = self.optimizer or ("of a function" if is_there else "none")
         if not self.far_state_bytes:
             return name
-        copies_ms = sum(ms for _, ms in self._far_copies)
         return (
             f"{name}, {format_bytes(self.far_state_bytes)} of its state in far memory,"
-            f" {format_ms(copies_ms)} of copies a step"
+            f" {format_ms(self.far_state_ms)} of copies a step"
         )
 
     @cached_property
