@@ -223,6 +223,7 @@ def test_every_state_leaves_and_comes_once_a_step(step):
     copies = [op.signature for op in step.tape.ops if isinstance(op.signature, Copies)]
     nbytes = 2 * sum(p.nbytes for p in WIDE.model().parameters())
 
+    assert "by the rates of the link" in str(step.calibration)
     assert sum(one.out_bytes for one in copies) == nbytes
     assert sum(one.back_bytes for one in copies) == nbytes == step.far_state_bytes
 

@@ -9,6 +9,7 @@ from typing import Literal
 from autosac.costs import roofline
 from autosac.devices.specs import DeviceSpec
 from autosac.quantities import format_bytes, format_ms
+from autosac.step.op_signatures import FAR_COPIES
 from autosac.step.tape import Op, Tape
 
 Source = Literal["measured", "cached", "modelled", "view"]
@@ -127,7 +128,7 @@ def calibration(ops: Iterable[Op], costs: OpCosts) -> Calibration:
         for source, workspaces in distinct.items()
     }
     names = sorted(formula_ms, key=lambda name: -formula_ms[name])
-    why = costs.failures
+    why = {FAR_COPIES: "by the rates of the link", **costs.failures}
     reasons = tuple((name, why.get(name, "not calibrated")) for name in names)
     return Calibration(
         measured=shares["measured"],

@@ -145,6 +145,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._share()
         leaving: list[_Moved] = []
         coming: list[_Moved] = []
         try:
@@ -191,7 +192,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ArgumentError: Parameters are not plain tensors.
         """
         self.base.add_param_group(param_group)
-        _check_parameters(self.base)
+        try:
+            _check_parameters(self.base)
+        except ArgumentError:
+            self.param_groups.pop()
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         return {"wrapped": (self.base, self.chunk_bytes, self.offload_dir)}
@@ -201,6 +206,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._wrap(*state["wrapped"])
             return
         super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Let the optimizer inside have groups and state that others may replace."""
         self.base.state, self.base.param_groups = self.state, self.param_groups
 
     # --- chunks -------------------------------------------------------------------
@@ -336,7 +345,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.base.load_state_dict({"state": {0: state}, "param_groups": [saved]})
             loaded: dict[str, Any] = self.base.state[parameter]
         finally:
-            self.base.state, self.base.param_groups = self.state, self.param_groups
+            self._share()
         return loaded
 
 

@@ -33,6 +33,9 @@ class Signature:
     kwargs: tuple[tuple[str, Hashable], ...]
 
 
+FAR_COPIES = "autosac.far_copies"  # name of such an op
+
+
 @dataclass(frozen=True, slots=True)
 class Copies:
     """Copies between a device and its far memory, one beside the other.

@@ -11,12 +11,10 @@ from functools import partial
 import torch
 
 from autosac.step.offloaded_optimizer import OffloadedOptimizer, offloaded_parts
-from autosac.step.op_signatures import Copies
+from autosac.step.op_signatures import FAR_COPIES, Copies
 from autosac.step.tape import Op
 from autosac.step.training_step import AnyOptimizer
 from autosac.tracing.recorder import Recorder
-
-COPIES = "autosac.far_copies"
 
 
 def watch(recorder: Recorder, optimizer: AnyOptimizer | None) -> None:
@@ -51,7 +49,7 @@ def _note(
         return
     recorder.ops.append(
         Op(
-            name=COPIES,
+            name=FAR_COPIES,
             phase=recorder.phase,
             module=recorder.modules.stack[-1],
             start=start,

@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import pickle
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -273,6 +274,28 @@ def test_groups_that_are_added_later_are_trained():
         optimizer.step()
 
     assert torch.equal(more["params"][0], more_far["params"][0])
+
+
+def test_a_group_that_is_refused_is_not_added():
+    far = offloaded(torch.optim.AdamW, make_model())
+    elsewhere = torch.nn.Parameter(torch.empty(2, device="meta"))
+    with pytest.raises(ArgumentError, match="on several devices"):
+        far.add_param_group({"params": [elsewhere]})
+
+    assert len(far.param_groups) == len(far.base.param_groups) == 2
+
+
+def test_a_state_that_is_replaced_is_begun_anew():
+    plain, model = make_model(), make_model()
+    own = torch.optim.AdamW(plain.groups())
+    far = offloaded(torch.optim.AdamW, model)
+    for optimizer, trained in ((own, plain), (far, model)):
+        train(trained, optimizer)
+        optimizer.state = defaultdict(dict)
+        train(trained, optimizer, first=3)
+
+    assert_same(plain, model)
+    assert_same_state(own, far)
 
 
 class Broken(RuntimeError):
