@@ -204,7 +204,7 @@ def _predicted(
     chosen, _ = same_choice(profile, plan)
     replayed = None
     if profile.device.type == "cuda":
-        replayed = profile.simulator.replay(chosen).peak_allocated_bytes
+        replayed = profile.simulator.allocator_peak_bytes(chosen, "allocated")
     found = {
         "share": share,
         "budget_bytes": plan.budget_bytes,
@@ -223,7 +223,7 @@ def _predicted(
         if not departures:
             found["lens_bytes"] = lens.simulator.peak_bytes(through_lens)
             found["lens_reserved_bytes"] = (
-                lens.simulator.allocator_peaks(through_lens)[1]
+                lens.simulator.allocator_peak_bytes(through_lens, "reserved")
                 if lens.device.type == "cuda"
                 else None
             )

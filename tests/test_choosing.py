@@ -156,9 +156,9 @@ def test_a_large_gap_is_a_warning_that_says_what_to_do():
 @pytest.mark.slow
 def test_rules_that_all_peak_in_the_optimizer_are_not_all_replayed(monkeypatch):
     replays = []
-    replay = Simulator.replay
+    replay = Simulator.handed_out
     monkeypatch.setattr(
-        Simulator, "replay", lambda *a, **k: replays.append(a) or replay(*a, **k)
+        Simulator, "handed_out", lambda *a, **k: replays.append(a) or replay(*a, **k)
     )
     with torch.device("meta"):
         model = GPT(num_layers=24, width=320, num_heads=5, vocabulary=1000, length=3)
@@ -174,7 +174,7 @@ def test_rules_that_all_peak_in_the_optimizer_are_not_all_replayed(monkeypatch):
 
     peaks = {step.simulator.peak_bytes(rule) for rule in rules}
     assert len(rules) > 100 and len(peaks) == 1
-    assert len(replays) < len(rules) / 2
+    assert 0 < len(replays) < len(rules) / 2
 
 
 @pytest.mark.parametrize("setting", ["h100", "cpu"])

@@ -446,7 +446,7 @@ def _as_plan(
 def _reserved_bytes(profile: TracedStep, chosen: Choice) -> int | None:
     if profile.device.type != "cuda":
         return None
-    return profile.simulator.allocator_peaks(chosen)[1]
+    return profile.simulator.allocator_peak_bytes(chosen, "reserved")
 
 
 def policy_ratios(profile: TracedStep, chosen: Choice) -> dict[str, float]:

@@ -10,16 +10,21 @@ the same in the first backward pass.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from autosac.devices.allocator_settings import AllocatorSettings
-from autosac.simulation.caching_allocator import CachingAllocator
+from autosac.simulation.caching_allocator import (
+    CachingAllocator,
+    small_block_bytes,
+)
 from autosac.step.ledger import Ledger
 from autosac.step.tape import IntArray, Op, Tape
 
 _DEFAULT = AllocatorSettings()
+_NEVER = 2**62  # after all instants
 _MOST_STEPS = 8  # a bound on work: none was seen to need more than five
 
 
@@ -103,6 +108,81 @@ def block_bytes(
     return sizes
 
 
+@dataclass(frozen=True, kw_only=True)
+class HandedOut:
+    """Size of all blocks in use during a step.
+
+    Attributes:
+        keys: Instants at which it changes, ascending, each once.
+        nbytes: Bytes after all that happens at each.
+        between_steps: Bytes when the next batch is there and the gradients are too.
+    """
+
+    keys: IntArray
+    nbytes: IntArray
+    between_steps: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use at one instant."""
+        return max(int(self.nbytes.max()), self.between_steps)
+
+
+def handed_out(
+    step: Ledger,
+    *,
+    first: FirstStep | None = None,
+    settings: AllocatorSettings = _DEFAULT,
+) -> list[HandedOut]:
+    """What the allocator hands out in the first steps of a training.
+
+    As `replay` finds it, in less time: small requests have segments of their own, in
+    which a block is as large as the request, rounded up, so that they add up. Only
+    large ones are replayed, until a step reserves nothing more for them.
+    """
+    small_bytes = small_block_bytes(step.nbytes)
+    if settings.garbage_collection_threshold is not None:
+        small_bytes[:] = 0  # what goes depends on all that is reserved
+    steps: list[HandedOut] = []
+    is_small = small_bytes > 0
+    large = replace(step, nbytes=np.where(is_small, 0, step.nbytes))
+    replay(large, first=first, settings=settings, steps=steps)
+    small = replace(step, nbytes=small_bytes, constant_bytes=0)
+    of_first = small
+    if first is not None:
+        of_first = _first(small, _born(first, settings), first.absent)
+    is_old = step.born <= 0
+    return [
+        _with_small(found, small if number else of_first, is_old)
+        for number, found in enumerate(steps)
+    ]
+
+
+def _with_small(
+    large: HandedOut, small: Ledger, is_old: npt.NDArray[np.bool_]
+) -> HandedOut:
+    """What is handed out to large requests and to small ones.
+
+    Args:
+        large: What large ones get in a step.
+        small: The small ones of that step.
+        is_old: Which entries are there when a step begins.
+    """
+    stays = small.died >= small.end
+    died = np.where(stays, _NEVER, small.died)
+    nbytes = np.where(died > small.born, small.nbytes, 0)
+    timeline = replace(small, died=died, nbytes=nbytes).timeline()
+    keys = np.union1d(large.keys, timeline.keys.clip(min=0))
+    keys = keys[keys < _NEVER]
+    of_large = large.keys.searchsorted(keys, side="right") - 1
+    of_small = timeline.keys.searchsorted(keys, side="right")
+    return HandedOut(
+        keys=keys,
+        nbytes=large.nbytes[of_large] + np.append(0, timeline.live_bytes)[of_small],
+        between_steps=large.between_steps + int(small.nbytes[stays | is_old].sum()),
+    )
+
+
 def replay(
     step: Ledger,
     *,
@@ -110,7 +190,7 @@ def replay(
     settings: AllocatorSettings = _DEFAULT,
     capacity_bytes: int | None = None,
     sizes: IntArray | None = None,
-    live: dict[int, int] | None = None,
+    steps: list[HandedOut] | None = None,
 ) -> CachingAllocator:
     """What the allocator does in the first steps of a training.
 
@@ -124,8 +204,7 @@ def replay(
         settings: Of the allocator and the program.
         capacity_bytes: Most that can be reserved; None for no limit.
         sizes: Takes the size of every allocation's last block.
-        live: Takes the most bytes handed out just after each time of a step; at time
-            0, before it.
+        steps: Takes what is handed out during each step.
 
     Returns:
         The allocator after the last step.
@@ -134,8 +213,8 @@ def replay(
         OutOfMemory: The steps do not fit the capacity.
     """
     allocator = CachingAllocator(capacity_bytes, settings)
-    real = np.flatnonzero((step.nbytes > 0) & (step.died > step.born))
-    old = real[step.born[real] <= 0].tolist()
+    is_real = (step.nbytes > 0) & (step.died > step.born)
+    old = np.flatnonzero(is_real & (step.born <= 0)).tolist()
     nbytes = step.nbytes.tolist()
     addresses: dict[int, int] = {}
 
@@ -144,35 +223,29 @@ def replay(
         if sizes is not None:
             sizes[index] = allocator.block_size(address)
 
-    born: dict[int, int] = {}
-    absent: frozenset[int] = frozenset()
-    if first is not None:
-        born = {**first.gradient_born, **first.state_born}
-        absent = first.absent
-        if settings.state_is_loaded:
-            born = first.gradient_born
+    born = {} if first is None else _born(first, settings)
     for index in old:
         if index not in born:
             allocate(index)
-    steady = _events(step, real)
-    if live is not None:
-        live[0] = allocator.allocated_bytes
+    steady = _events(step)
     for number in range(_MOST_STEPS):
         reserved_bytes = allocator.peak_reserved_bytes
         events = steady
-        if number == 0 and born:
-            events = _events(_beginning(step, born), real[~np.isin(real, list(absent))])
+        if number == 0 and first is not None and born:
+            events = _events(_first(step, born, first.absent))
+        live = {0: allocator.allocated_bytes}
         for time, index, is_birth in events:
             if is_birth:
                 allocate(index)
             else:
                 allocator.free(addresses.pop(index))
-            if live is not None:
-                live[time] = max(live.get(time, 0), allocator.allocated_bytes)
+            live[time] = allocator.allocated_bytes
         # The next batch comes before the gradients of this one go.
         for index in old:
             if index not in addresses:
                 allocate(index)
+        if steps is not None:
+            steps.append(_handed_out(live, allocator.allocated_bytes))
         for index in [i for i in addresses if step.born[i] > 0]:
             allocator.free(addresses.pop(index))
         if number and allocator.peak_reserved_bytes == reserved_bytes:
@@ -180,15 +253,26 @@ def replay(
     return allocator
 
 
-def _beginning(step: Ledger, born: dict[int, int]) -> Ledger:
+def _born(first: FirstStep, settings: AllocatorSettings) -> dict[int, int]:
+    """What the first step makes that is there when the others begin, and when."""
+    if settings.state_is_loaded:
+        return first.gradient_born
+    return {**first.gradient_born, **first.state_born}
+
+
+def _first(step: Ledger, born: dict[int, int], absent: frozenset[int]) -> Ledger:
     """The allocations of a first step, in which some entries are born later."""
-    births = step.born.copy()
+    births, nbytes = step.born.copy(), step.nbytes
     births[list(born)] = list(born.values())
-    return Ledger(born=births, died=step.died, nbytes=step.nbytes, end=step.end)
+    if born and absent:
+        nbytes = nbytes.copy()
+        nbytes[list(absent)] = 0
+    return replace(step, born=births, nbytes=nbytes)
 
 
-def _events(step: Ledger, real: IntArray) -> list[tuple[int, int, bool]]:
+def _events(step: Ledger) -> list[tuple[int, int, bool]]:
     """Time, births and deaths in a step; at the same time deaths come first."""
+    real = np.flatnonzero((step.nbytes > 0) & (step.died > step.born))
     births = real[step.born[real] > 0]
     deaths = real[step.died[real] < step.end]
     index = np.concatenate([deaths, births])
@@ -197,3 +281,11 @@ def _events(step: Ledger, real: IntArray) -> list[tuple[int, int, bool]]:
     flags: Iterable[bool] = (order >= len(deaths)).tolist()
     times, places = time[order].tolist(), index[order].tolist()
     return list(zip(times, places, flags, strict=True))
+
+
+def _handed_out(live: dict[int, int], between_steps: int) -> HandedOut:
+    return HandedOut(
+        keys=np.fromiter(live, dtype=np.int64),
+        nbytes=np.fromiter(live.values(), dtype=np.int64),
+        between_steps=between_steps,
+    )

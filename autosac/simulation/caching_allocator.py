@@ -32,9 +32,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.errors import AutosacError
 from autosac.quantities import rounded_up
+from autosac.step.tape import IntArray
 
 _MIN_BLOCK_BYTES = 512  # kMinBlockSize
 _SMALL_BYTES = 2**20  # kSmallSize
@@ -408,6 +411,12 @@ def _room(block: _Block) -> int:
         room += after.size
         after = after.after  # type: ignore[assignment]
     return room
+
+
+def small_block_bytes(nbytes: IntArray) -> IntArray:
+    """Size of the blocks of small requests, likewise; 0 for none and for large ones."""
+    sizes = -(-nbytes // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
+    return np.where(sizes <= _SMALL_BYTES, sizes, 0)
 
 
 def segment_bytes(size: int) -> int:

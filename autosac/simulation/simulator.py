@@ -25,7 +25,13 @@ from functools import cached_property
 import numpy as np
 
 from autosac.devices.allocator_settings import AllocatorSettings, Cap
-from autosac.simulation.allocator_steps import block_bytes, first_step, replay
+from autosac.simulation.allocator_steps import (
+    HandedOut,
+    block_bytes,
+    first_step,
+    handed_out,
+    replay,
+)
 from autosac.simulation.caching_allocator import CachingAllocator
 from autosac.simulation.reruns import Lifetimes, Reruns, Span, rows
 from autosac.step.ledger import Ledger, Timeline
@@ -95,7 +101,7 @@ class Simulator:
         self._later: dict[Hashable, Lifetimes] = {}
         self._onwards: dict[Hashable, _Onward] = {}
         self._allocator_peaks: dict[
-            frozenset[tuple[Unit, Policy]], tuple[int, int]
+            tuple[Cap, frozenset[tuple[Unit, Policy]]], int
         ] = {}
         self._born = tape.born * self.span
         self._died = tape.died * self.span
@@ -152,35 +158,39 @@ class Simulator:
         self,
         chosen: Mapping[Unit, Policy],
         settings: AllocatorSettings | None = None,
-        *,
-        live: dict[int, int] | None = None,
     ) -> CachingAllocator:
         """What a GPU's caching allocator does in the first steps of a training.
 
         Args:
             chosen: The AC units.
             settings: Of the allocator; None for those of the simulator.
-            live: As in `autosac.simulation.allocator_steps.replay`.
         """
         return replay(
             self.ledger(chosen),
             first=self._first_step,
             settings=settings or self.settings,
-            live=live,
         )
 
-    def allocator_peaks(self, chosen: Mapping[Unit, Policy]) -> tuple[int, int]:
-        """Bytes that a GPU's caching allocator hands out, and reserves, at most."""
-        key = frozenset(chosen.items())
+    def handed_out(self, chosen: Mapping[Unit, Policy]) -> list[HandedOut]:
+        """What a GPU's caching allocator hands out in the first steps of a training."""
+        return handed_out(
+            self.ledger(chosen), first=self._first_step, settings=self.settings
+        )
+
+    def allocator_peak_bytes(self, chosen: Mapping[Unit, Policy], cap: Cap) -> int:
+        """Most bytes that a GPU's caching allocator hands out, or reserves."""
+        key = cap, frozenset(chosen.items())
         if key not in self._allocator_peaks:
-            after = self.replay(chosen)
-            peaks = (after.peak_allocated_bytes, after.peak_reserved_bytes)
-            self._allocator_peaks[key] = peaks
+            if cap == "reserved":
+                peak_bytes = self.replay(chosen).peak_reserved_bytes
+            else:
+                peak_bytes = max(step.peak_bytes for step in self.handed_out(chosen))
+            self._allocator_peaks[key] = peak_bytes
         return self._allocator_peaks[key]
 
     def takes_replay(self, chosen: Mapping[Unit, Policy]) -> bool:
         """Whether nobody has asked for a true peak before, which takes a replay."""
-        is_known = frozenset(chosen.items()) in self._allocator_peaks
+        is_known = (self.cap, frozenset(chosen.items())) in self._allocator_peaks
         return self.tape.device_type == "cuda" and not is_known
 
     def num_replays(self, most: int) -> int:
@@ -197,7 +207,7 @@ class Simulator:
         """
         if self.tape.device_type != "cuda":
             return self.peak_bytes(chosen)
-        return self.allocator_peaks(chosen)[self.cap == "reserved"]
+        return self.allocator_peak_bytes(chosen, self.cap)
 
     def true_timeline(self, chosen: Mapping[Unit, Policy]) -> Timeline:
         """Memory of a step as the device counts it: see `true_peak_bytes`.
@@ -206,13 +216,15 @@ class Simulator:
         """
         if self.tape.device_type != "cuda":
             return self.timeline(chosen)
-        live: dict[int, int] = {}
-        self.replay(chosen, live=live)
-        keys = np.array(list(live), dtype=np.int64)
-        order = np.argsort(keys)
-        sizes = np.array(list(live.values()), dtype=np.int64)
-        added_bytes = self.true_peak_bytes(chosen) - self.allocator_peaks(chosen)[0]
-        return Timeline(keys=keys[order], live_bytes=sizes[order] + added_bytes)
+        steps = self.handed_out(chosen)
+        keys = np.unique(np.concatenate([step.keys for step in steps]))
+        of_steps = [
+            step.nbytes[step.keys.searchsorted(keys, side="right") - 1]
+            for step in steps
+        ]
+        peak_bytes = max(step.peak_bytes for step in steps)
+        added_bytes = self.true_peak_bytes(chosen) - peak_bytes
+        return Timeline(keys=keys, live_bytes=np.max(of_steps, axis=0) + added_bytes)
 
     def in_blocks(self) -> Simulator:
         """The simulator of this step with each allocation as large as its block.

@@ -38,7 +38,7 @@ from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
 _ROUNDS = 6  # of moving the rows
-_MOST_WORK = 10_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
+_MOST_WORK = 6_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
 _MOST_MENDS = 14  # a tenth of a second each where an allocator is replayed
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
@@ -431,6 +431,8 @@ class _Search:
         """
         rows = self._rows
         if solution.chosen is None:
+            if self._is_settled():
+                return None
             if not raised.any() and not self._is_feasible:
                 least_bytes = self.chooser.predicted_floor(self.options.backend)[0]
                 if least_bytes > self.budget_bytes:

@@ -46,7 +46,8 @@ def _predicted(subject: Subject, gpu: str, point: Record) -> Record:
         device=_in_use(device_spec(gpu), subject),
         **subject.options,
     )
-    allocated, reserved = traced.simulator.allocator_peaks({})
+    allocated = traced.simulator.allocator_peak_bytes({}, "allocated")
+    reserved = traced.simulator.allocator_peak_bytes({}, "reserved")
     kinds = Counter(
         (op.name, op.dtype, op.flops, op.moved_bytes)
         for op in traced.tape.ops

@@ -65,9 +65,9 @@ class Classes:
 def classify(table: Table, rows: Sequence[int], kinds: Sequence[int]) -> Classes:
     """Group units by all that rows at a few positions show of them.
 
-    Holds with `freed_by` or `kept_by` are left out: they would tell most layers apart.
-    The model counts them, see `counts`; where that is not enough,
-    `Search._tell_apart`.
+    Which units share holds with `freed_by` or `kept_by` is left out: that would tell
+    most layers apart. Units of a class have the same part in holds that are alike. The
+    model counts them, see `counts`; where that is not enough, `Search._tell_apart`.
 
     Args:
         table: The units.
@@ -75,15 +75,25 @@ def classify(table: Table, rows: Sequence[int], kinds: Sequence[int]) -> Classes
         kinds: A number for each unit; units of different numbers are kept apart.
     """
     columns = [np.array(table.shapes), np.array(kinds)]
-    for position in rows:
+    shared: list[list[tuple[int, int, int]]] = [[] for _ in table.parents]
+    for number, position in enumerate(rows):
         columns.append(table.role(position))
         for hold in table.holds.at(position):
             if hold.columns is None:
                 held = np.zeros(len(table.parents), dtype=np.int64)
                 held[hold.holders] = 1
                 columns.append(held)
+                continue
+            alike = number, table.holds.alike(hold.index)[0]
+            for u in hold.holders.tolist():
+                shared[u].append((*alike, -1))
+            for column in hold.columns.tolist():
+                u = int(table.owner[column])
+                shared[u].append((*alike, column - table.first[u]))
     keys = np.stack(columns, axis=1)
-    marks: list[object] = [row.tobytes() for row in keys]
+    marks: list[object] = [
+        (row.tobytes(), *sorted(parts)) for row, parts in zip(keys, shared, strict=True)
+    ]
     # First what is inside a unit, then what is around it.
     inside: list[list[int]] = [[] for _ in marks]
     seen: dict[object, int] = {}

@@ -10,6 +10,7 @@ from ..milp.solution import Termination
 from .greedy import round_and_repair
 from .rows import (
     LP_ROUNDS,
+    MOST_IN_VAIN,
     TOLERANCE_BYTES,
     RowSearch,
 )
@@ -31,13 +32,16 @@ class LeastPeak(RowSearch):
         relaxed: list[Floats] = []
         for whole in (False, True):
             # Relaxations are not timed: without them the peak may be that of no AC.
-            left = math.inf if whole else LP_ROUNDS
+            left, in_vain = math.inf if whole else LP_ROUNDS, 0
             while not self._is_least(_EXACT_BYTES) and not (whole and self._is_late()):
                 model, outcome, weights = self._solve(
                     None, relaxed=not whole, whole=whole
                 )
+                before = self.bound
                 if outcome.bound is not None:
                     self._prove(outcome.bound / model.scale)
+                is_higher = self.bound - before > _EXACT_BYTES
+                in_vain = 0 if is_higher else in_vain + 1
                 if not outcome.termination.has_incumbent:
                     break
                 dealt = weights.astype(np.int64) if whole else weights
@@ -48,7 +52,9 @@ class LeastPeak(RowSearch):
                 live = self._table.live(dealt)
                 cap = int(self.bound) + _EXACT_BYTES
                 left -= 1
-                if not self._refine(model, weights, live, cap) or not left:
+                if not left or (not whole and in_vain == MOST_IN_VAIN):
+                    break
+                if not self._refine(model, weights, live, cap):
                     break
             if not whole:  # the last first: the bound of few rows is not to be met
                 any(self._repair_peak(weights) for weights in relaxed[::-1])

@@ -23,6 +23,7 @@ from .start import Start
 from .table import Choice, Floats, Table
 
 LP_ROUNDS = 30  # of adding rows to the relaxation: a start, no proof hangs on it
+MOST_IN_VAIN = 3  # of these: what breaks then are dealt-out fractions
 TOLERANCE_BYTES = 4096  # weights off by 1e-6 move kilobytes
 NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 _NEW_ROWS = 3  # at a time: every row splits classes

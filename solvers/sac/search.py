@@ -15,6 +15,7 @@ from ..milp.solution import Backend, Termination
 from .greedy import likely, round_and_repair
 from .rows import (
     LP_ROUNDS,
+    MOST_IN_VAIN,
     NOISE,
     TOLERANCE_BYTES,
     RowSearch,
@@ -27,7 +28,6 @@ _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _RISE = 1e-4  # of a relaxation that new rows are worth,
-_MOST_IN_VAIN = 3  # rounds of rows that are not
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 8  # as a share of it
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
@@ -166,7 +166,7 @@ class Search(RowSearch):
             if self._start is not None:  # what binds does so at the next budget too
                 self._start.rows = [q for q in self.rows if live[q] >= near]
             cap = budget_bytes + TOLERANCE_BYTES
-            if rounds_in_vain == _MOST_IN_VAIN:  # what is dealt out breaks like rows
+            if rounds_in_vain == MOST_IN_VAIN:
                 break
             if not self._refine(model, weights, live, cap):
                 break

@@ -42,7 +42,7 @@ def _language(**options):
 @pytest.mark.parametrize("share", [0.5, 0.0])
 def test_a_reserved_cap_is_kept_by_what_is_reserved(traced, share):
     least = autosac.floor(traced, cap="reserved")
-    most = traced.simulator.allocator_peaks({})[1]
+    most = traced.simulator.allocator_peak_bytes({}, "reserved")
     assert least < most
     budget = int(least + share * (most - least))
 
@@ -56,7 +56,7 @@ def test_a_reserved_cap_is_kept_by_what_is_reserved(traced, share):
 
 
 def test_the_same_budget_of_what_is_handed_out_may_reserve_more(traced):
-    most = traced.simulator.allocator_peaks({})[1]
+    most = traced.simulator.allocator_peak_bytes({}, "reserved")
     budget = traced.baseline_peak_bytes - 1
 
     plan = autosac.plan(traced, memory_budget=budget)
@@ -126,7 +126,9 @@ def test_advice_says_what_a_simulation_of_it_shows(traced):
     }
     for name, words in settings.items():
         other = _language(allocator=AllocatorSettings(**{name: True}))
-        less = plan.reserved_bytes - other.simulator.allocator_peaks({})[1]
+        less = plan.reserved_bytes - other.simulator.allocator_peak_bytes(
+            {}, "reserved"
+        )
         told = [n for way, n in saved.items() if words in way]
         assert told == ([less] if less >= 0.01 * plan.reserved_bytes else [])
     assert saved

@@ -1,13 +1,21 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.profiles.profile import profile
-from autosac.simulation.allocator_steps import FirstStep, first_step, replay
+from autosac.simulation.allocator_steps import (
+    FirstStep,
+    first_step,
+    handed_out,
+    replay,
+)
 from autosac.step.ledger import Ledger
 from autosac.step.training_step import OptimizerInBackward
+from tests.models import CASES, random_choice
 
 MIB = 2**20
 LOADED = AllocatorSettings(state_is_loaded=True)
@@ -63,6 +71,61 @@ def test_state_in_a_small_segment_makes_its_tensor_take_a_large_one():
     # The state takes 12 of the 14. In the second step 14 come off the 40, which are
     # then reserved anew; in the third all finds its place.
     assert replay(step, first=first).peak_reserved_bytes == (14 + 40 + 40) * MIB
+
+
+# --- large and small requests apart -------------------------------------------------
+
+sizes = st.one_of(
+    st.integers(0, 2048), st.integers(1, 2 * MIB), st.integers(1, 50 * MIB)
+)
+lifetimes = st.tuples(st.integers(-1, 9), st.integers(1, 12), sizes)
+any_settings = st.sampled_from(
+    [
+        AllocatorSettings(),
+        LOADED,
+        AllocatorSettings(expandable_segments=True),
+        AllocatorSettings(max_split_size_mb=32),
+        AllocatorSettings(
+            garbage_collection_threshold=0.3, memory_limit_bytes=100 * MIB
+        ),
+    ]
+)
+
+
+@given(st.lists(lifetimes, min_size=1, max_size=30), any_settings, st.integers(0, 9))
+def test_what_is_handed_out_is_what_a_replay_of_all_hands_out(rows, settings, made):
+    born, died, nbytes = np.array(rows, dtype=np.int64).T
+    step = Ledger(born=born, died=died, nbytes=nbytes, end=10)
+    old = np.flatnonzero((born <= 0) & (died >= 10)).tolist()
+    new = np.flatnonzero((born > 0) & (died < 10)).tolist()
+    first = FirstStep(
+        state_born=dict.fromkeys(old[::2], made + 1),
+        gradient_born=dict.fromkeys(old[1::4], made + 1),
+        absent=frozenset(new[:1] if old[1::4] else ()),
+    )
+
+    together = []
+    replay(step, first=first, settings=settings, steps=together)
+
+    # The others may need fewer steps until nothing is reserved any more.
+    apart = handed_out(step, first=first, settings=settings)
+    assert 0 < len(apart) <= len(together)
+    for found, true in zip(apart, together, strict=False):
+        assert found.peak_bytes == true.peak_bytes
+        assert found.between_steps == true.between_steps
+        places = found.keys.searchsorted(true.keys)
+        assert (found.keys[places] == true.keys).all()
+        assert (found.nbytes[places] == true.nbytes).all()
+
+
+@pytest.mark.parametrize("name", ["gpt", "convolutions"])
+def test_the_peak_of_large_and_small_requests_apart_is_that_of_all(name):
+    made = CASES[name].profile(torch.optim.AdamW)
+    for seed in range(3):
+        chosen = random_choice(made, seed)
+        peak_bytes = made.simulator.allocator_peak_bytes(chosen, "allocated")
+
+        assert peak_bytes == made.simulator.replay(chosen).peak_allocated_bytes
 
 
 # --- read off a step ----------------------------------------------------------------

@@ -488,6 +488,29 @@ def test_bounds_of_mixtures_are_of_such_as_break_no_position_even_by_bytes():
     assert found.bound_ms >= 4.0 * (1 - 5e-3)
 
 
+def test_what_like_units_keep_counts_for_one_holder_only():
+    # Norms are alike, and what each keeps is held by the unit after it, which frees
+    # little without it: 24 layers are more units than can be told apart one by one.
+    units, holds = [], []
+    for layer in range(24):
+        for name, mib in (("attn", 4), ("mlp", 3)):
+            norm = len(units)
+            units.append(unit(f"{layer}.norm_of_{name}", [(1.0, 1, 5.0)]))
+            units.append(unit(f"{layer}.{name}", [(1.0, mib, 1.0)]))
+            held_bytes = 6 * MIB
+            holders, kept = ((norm + 1, 2),), ((norm, (2,)),)
+            holds.append(
+                Hold(nbytes=held_bytes, held_from=1, holders=holders, kept_by=kept)
+            )
+    layers = replace(problem(*units, base=(0, 600, 0), budget=300), holds=tuple(holds))
+
+    found = solve(layers, integral=True, relative_gap=5e-3)
+
+    # All but the norms free 168 MiB, and each norm 7 MiB more.
+    assert found.recompute_ms == 48 * 1.0 + 19 * 5.0
+    assert found.termination is Termination.OPTIMAL
+
+
 def _between(front, selected, known_ms):
     """Known points that are not selected, placed between those that are."""
     sizes = [solution.saved_bytes for solution in solutions(front)]
