@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from autosac import TraceError
+from autosac import OffloadedOptimizer, TraceError
 from autosac.errors import InfeasibleBudgetError
 from autosac.verification.measuring import measure_peak
 from tests.alive import tensors_alive, tensors_since
@@ -322,3 +322,36 @@ def test_a_loss_that_the_trainer_makes_is_refused(tmp_path):
     )
     with pytest.raises((NotImplementedError, TraceError), match="compute_loss_func"):
         trainer.train()
+
+
+def test_checkpoints_of_optimizers_with_far_state_resume_either_way(tmp_path):
+    def trained(wrap, folder, resume=None):
+        torch.manual_seed(0)
+        model = gpt2()
+        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / folder),
+            max_steps=4,
+            save_steps=2,
+            per_device_train_batch_size=4,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=Texts(), optimizers=(optimizer, scheduler)
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return list(model.parameters())
+
+    def resident(optimizer):
+        return optimizer
+
+    own, far = trained(resident, "own"), trained(OffloadedOptimizer, "far")
+    others = (
+        trained(OffloadedOptimizer, "third", str(tmp_path / "own" / "checkpoint-2")),
+        trained(resident, "fourth", str(tmp_path / "far" / "checkpoint-2")),
+    )
+    for parameters in (far, *others):
+        assert all(map(torch.equal, own, parameters))
