@@ -15,9 +15,10 @@ subject to  k_v + x_o >= 1                         backward reads v, made by o  
             y_vq >= a + (x_c - s_ct) - 1           so it does, and o makes more   (7)
             sum_v m_v y_vq + b_q <= P              at position q: the peak        (8)
 
-with a = k_v or s_ot: a copy is there. Of values that may be moved (`moving.py`), a_v = 1
-if v is, and w_vt = 1 if it is in far memory still when step t begins, before any step
-reads it: rows (8) have y_vq - w_vt, and k_v - a_v once forward has read v the last time.
+with a = k_v or s_ot: a copy is there. Of values that may be moved (`moving.py`), a_v
+is 1 if v is, and w_vt is 1 if it is in far memory still when step t begins, before any
+step reads it: rows (8) have y_vq - w_vt; and k_v - a_v once forward has read v the last
+time.
 
             a_v <= k_v                             it is not made again           (9)
             w_vt <= a_v, 1 - s_ct                  c reads v                      (10)

@@ -9,10 +9,11 @@ subject to  E >= sum_{v made by i and later} out_v a_v - time of forward after i
                  - sum_{o may run again by step t} t_o x_o                          (12)
             sum_v m_v a_v <= H                     host memory                      (13)
 
-All copies out begin after their ops and end within forward; all copies back begin within
-backward and end before the first step that reads the value. Each way has one link. So
-optima are bounds for every plan that recomputes a value at most once and moves it at
-most once. (11) and (12) are sums over values in order: each adds one to the sum before.
+All copies out begin after their ops and end within forward; all copies back begin
+within backward and end before the first step that reads the value. Each way has one
+link. So optima are bounds for every plan that recomputes a value at most once and moves
+it at most once. (11) and (12) are sums over values in order: each adds one to the sum
+before.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
-
-import pulp
 
 from ..milp import pulp_runner
 from .model import GraphModel
@@ -40,9 +39,7 @@ class MoveModel(GraphModel):
         budget_bytes: Cap on the peak; None to minimise the peak instead.
         """
         self.moves_of = moves
-        super().__init__(
-            moves.graph, budget_bytes=budget_bytes, movable=moves.movable
-        )
+        super().__init__(moves.graph, budget_bytes=budget_bytes, movable=moves.movable)
         if moves.host_bytes is not None and self.moved:
             held = [
                 (a, moves.graph.value_bytes[v] / _MIB) for v, a in self.moved.items()

@@ -74,10 +74,7 @@ def solve(
         most once. A budget that no plan was found for is an outcome, not an error.
     """
     search = _Search(problem, budget_bytes, time_limit_s, relative_gap, backend)
-    for plan in start:
-        if plan.peak_bytes <= budget_bytes and problem.holds(plan.choice.moved):
-            search.take(plan)
-    search.try_out(Choice(problem.graph.kept_plainly))
+    search.begin([*start])
     if not search.is_done():
         search.run()
     return search.solution()
@@ -121,9 +118,21 @@ class _Search:
     def _left_s(self) -> float:
         return self._ends - time.perf_counter()
 
-    def take(self, plan: MovePlan) -> None:
+    def begin(self, starts: list[MovePlan]) -> None:
+        """Try out the best of some plans that fit, and keeping or moving everything."""
+        problem, budget_bytes = self.problem, self.budget_bytes
+        for plan in starts:
+            if plan.peak_bytes <= budget_bytes and problem.holds(plan.choice.moved):
+                self._take(plan)
+                again = plan_moves(problem, plan.choice, budget_bytes)
+                self._take(again or plan)  # with as many bytes as there are now
+        if self.best is not None:
+            self._take(move_search.improved(problem, self.best, budget_bytes))
+        self.try_out(Choice(problem.graph.kept_plainly))
+
+    def _take(self, plan: MovePlan) -> None:
         """Note a plan that fits, if it is the best."""
-        if self.best is None or plan.cost_ms < self.best.cost_ms:
+        if self.best is None or plan.rank < self.best.rank:
             self.best = plan
 
     def try_out(self, choice: Choice) -> None:
@@ -136,7 +145,7 @@ class _Search:
             return
         plan = plan_moves(self.problem, repaired, self.budget_bytes)
         if plan is not None:
-            self.take(move_search.improved(self.problem, plan, self.budget_bytes))
+            self._take(move_search.improved(self.problem, plan, self.budget_bytes))
 
     def _add_rows(self, positions: Iterable[Position]) -> bool:
         new = [p for p in positions if p not in self.model.rows]
@@ -246,7 +255,7 @@ def broken(problem: MoveProblem, choice: Choice, cap_bytes: float) -> list[Posit
 
 
 def charge(model: MoveModel) -> float:
-    """What a unit of `pulp_runner`'s work counts: large LPs take longer than it says."""
+    """What a unit of `pulp_runner`'s work counts: large LPs take longer."""
     columns = len(model.model.variables())
     return float(max(1.0, columns / _MANY_COLUMNS) ** _POWER_OF_COLUMNS)
 
@@ -288,7 +297,7 @@ def lowest(
         if not _add_rows(model, over) or hardly_rises(bounds):
             break
     rounded = [model.choice(share) for share in _SHARES] if bounds else []
-    best = min(best, _least(problem, rounded, round(bounds[-1] * _MIB), best))
+    best = _least(problem, rounded, round(max(bounds, default=0.0) * _MIB), best)
     return _branched(problem, model, best, ends, backend)
 
 
@@ -314,7 +323,7 @@ def _branched(
             break
         choice = model.choice()
         cap_bytes = round((outcome.bound or 0.0) * _MIB)
-        best = min(best, _least(problem, (choice,), cap_bytes, best), key=lambda b: b[0])
+        best = _least(problem, (choice,), cap_bytes, best)
         if best[0] <= cap_bytes:
             break
         try:

@@ -1,15 +1,16 @@
 """Forward values in far memory, from a place of forward to a place of backward.
 
-A kept value that backward reads may be *moved*. It is sent as soon as it is made: a copy
-out begins. After a later op of forward, none before the last that reads it, the step
-waits for that copy and frees the value: its *release*. Just before a step of backward, and
-what runs again for it, memory for the value is made and the copy back begins: its *fetch*,
-none after the first step before which it is read. The first reader waits for it.
+A kept value that backward reads may be *moved*. It is sent as soon as it is made: a
+copy out begins. After a later op of forward, none before the last that reads it, the
+step waits for that copy and frees the value: its *release*. Just before a step of
+backward, and what runs again for it, memory for the value is made and the copy back
+begins: its *fetch*, at the latest with the step for which it is read first. The first
+reader waits for it.
 
 So memory depends on places alone. Time is played: copies out follow one another, copies
 back too, and the step waits where it says above; all that it waits is *exposed*.
 
-The least memory is that of *late* moves: released after the last op that reads the value,
+*Late* moves take the least memory: released after the last op that reads the value,
 fetched where it is read. `moves` puts the two apart as far as copies ask for and the
 budget allows.
 """
@@ -103,6 +104,8 @@ class MovePlan:
     Attributes:
         choice: What is kept and moved.
         moves: Where, of each moved value.
+        fetch_order: Moved values in the order in which copies back begin.
+        moved_bytes: Bytes in far memory.
         peak_bytes: Of the step.
         recompute_ms: Time of what runs again,
         exposed_ms: and for which the step waits.
@@ -110,6 +113,8 @@ class MovePlan:
 
     choice: Choice
     moves: Mapping[int, Move]
+    fetch_order: tuple[int, ...] = ()
+    moved_bytes: int
     peak_bytes: int
     recompute_ms: float
     exposed_ms: float
@@ -118,6 +123,11 @@ class MovePlan:
     def cost_ms(self) -> float:
         """All that the plan adds to the step."""
         return self.recompute_ms + self.exposed_ms
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Least is best: time, then bytes that are moved."""
+        return self.cost_ms, self.moved_bytes
 
 
 class MovedStep:
@@ -232,9 +242,10 @@ class MovedStep:
         events += [(uses[v], 1, 0, v) for v in moves]
         return sorted(events)
 
-    def fetch_order(self, moves: Mapping[int, Move]) -> list[int]:
+    def fetch_order(self, moves: Mapping[int, Move]) -> tuple[int, ...]:
         """Moved values in the order in which their copies back begin."""
-        return [v for _, is_use, _, v in self._events_of_backward(moves) if not is_use]
+        events = self._events_of_backward(moves)
+        return tuple(v for _, is_use, _, v in events if not is_use)
 
     def moves(self, budget_bytes: int) -> dict[int, Move]:
         """Moves that expose little, within a budget that late ones keep.
@@ -304,6 +315,8 @@ def plan_moves(
     return MovePlan(
         choice=choice,
         moves=moves,
+        fetch_order=step.fetch_order(moves),
+        moved_bytes=problem.far_bytes(choice.moved),
         peak_bytes=int(step.live_bytes(moves).max()),
         recompute_ms=recompute_ms(problem.graph, choice.kept),
         exposed_ms=step.exposed_ms(moves),
