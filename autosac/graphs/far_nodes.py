@@ -20,6 +20,7 @@ import torch
 
 from autosac import _compat
 from autosac.checkpointing.far_memory import FarMemory, Sent
+from autosac.errors import UnsupportedError
 
 
 class _Held(NamedTuple):
@@ -125,7 +126,7 @@ def _hold(ticket: torch.Tensor, held: _Held) -> None:
 def _held_by(ticket: Any) -> _Held:
     held = getattr(ticket, "autosac_held", None)
     if not isinstance(held, _Held):
-        raise RuntimeError(
+        raise UnsupportedError(
             "What a graph with `offload` saved for backward was replaced by another"
             " tensor, as hooks on saved tensors do: run it without such hooks, or plan"
             " without `offload`."
