@@ -151,7 +151,7 @@ class GraphPlanner:
         """
         check_graph_offload(offload, strategy)
         if offload:
-            return self._lowest_with_moves(self._move_problem(host_budget))[0]
+            return self._lowest_with_moves(self.move_problem(host_budget))[0]
         if strategy == "milp":
             return self.lowest[0]
         return capuchin.solve(self.problem, budget_bytes=0).peak_bytes
@@ -214,7 +214,7 @@ class GraphPlanner:
             known_plans.known(self.problem).add(self.problem, solution.kept)
         if offload:
             limits = (time_limit_s, relative_gap)
-            moves = self._move_problem(host_budget)
+            moves = self.move_problem(host_budget)
             return self._with_moves(moves, budget_bytes, solution, limits, offload_dir)
         if solution.kept is None:
             peak_bytes = recomputation.peak_bytes(self.problem, self.lowest_at_all)
@@ -224,7 +224,8 @@ class GraphPlanner:
         bound_ms = known.bound(budget_bytes, solution.bound_ms)
         return self._made(budget_bytes, Choice(solution.kept), bound_ms, strategy)
 
-    def _move_problem(self, host_budget: int | str | None) -> MoveProblem:
+    def move_problem(self, host_budget: int | str | None = None) -> MoveProblem:
+        """The graph as numbers, with far memory; `host_budget` as in `plan`."""
         assert self.link is not None  # the CPU's is known
         host_bytes = None
         if host_budget is not None:
