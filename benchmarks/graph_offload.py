@@ -9,10 +9,10 @@ nominal rates of a disk (1 GB/s out, 2 GB/s back, 0.05 ms for each copy); ms are
 that a plan adds to the step, *exposed* of them what it waits for copies. *Everything*
 is the rule that moves every value that backward reads and recomputes nothing, with
 copies as far apart as the budget allows; a dash where its peak is above the budget.
-Plans with offload are run with copies as fast as can be and held to 0.1 GB/s. Exits with 1 if
-a peak is above its budget or not the predicted one, if results differ in a bit, if far
-memory holds anything afterwards, if a plan with offload is dearer than the one without
-or than the rule, or if a larger budget is dearer.
+Plans with offload are run with copies as fast as can be and held to 0.1 GB/s. Exits
+with 1 if a peak is above its budget or not the predicted one, if results differ in a
+bit, if far memory holds anything afterwards, if a plan with offload is dearer than the
+one without or than the rule, or if a larger budget is dearer.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def improved(problem: MoveProblem, plan: MovePlan, budget_bytes: int) -> MovePla
         if since >= len(values) or tried >= most or plan.rank == (0.0, 0):
             break
         since += 1
-        for choice in _changes_of(problem, plan.choice, v):
+        for choice in _changes_of(problem, plan, v):
             tried += 1
             try:
                 other = plan_moves(problem, choice, budget_bytes)
@@ -158,14 +158,20 @@ def _made_from(problem: MoveProblem) -> set[int]:
     return needed | all_rerun_ops(graph, pinned)
 
 
-def _changes_of(problem: MoveProblem, choice: Choice, v: int) -> list[Choice]:
-    """The other things that can become of a value, cheapest first."""
-    kept, moved = choice
+def _changes_of(problem: MoveProblem, plan: MovePlan, v: int) -> list[Choice]:
+    """The other things that can become of a value, cheapest first.
+
+    What is kept on the device goes only where the step waits: others have more room to
+    come back early then.
+    """
+    kept, moved = plan.choice
     changes: list[Choice] = []
     if v in moved or v not in kept:
         changes.append(Choice(kept | {v}, moved - {v}))
-    if v in problem.movable and v not in kept:
+    if v in kept and v not in moved and not plan.exposed_ms:
+        return changes
+    if v in problem.movable and v not in moved:
         changes.append(Choice(kept | {v}, moved | {v}))
-    if v in moved:
+    if v in kept:
         changes.append(Choice(kept - {v}, moved - {v}))
     return changes
