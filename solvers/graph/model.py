@@ -334,7 +334,7 @@ class GraphModel:
             if v in problem.returned or problem.last_forward_read[v] >= here:
                 constant += problem.value_bytes[v]
             elif v in self.moved:
-                here_still = self.keep[v] - self.moved[v]
+                here_still = self.keep[v] - self.gone(v, here)
                 terms.append(Term(here_still, problem.value_bytes[v]))
             elif v in self.keep:
                 kept = v if v in problem.first_need else None
@@ -357,7 +357,7 @@ class GraphModel:
                 if v in self.keep and (alive := self._alive(v, position)) is not None:
                     is_needed = len(alive) and problem.last_need.get(v, -1) >= step
                     if v in self.moved and problem.first_need[v] > step:
-                        terms.append(Term(alive - self._away(v, step), sizes[v]))
+                        terms.append(Term(alive - self.away(v, step), sizes[v]))
                         continue
                     terms.append(Term(alive, sizes[v], v if is_needed else None))
                 elif here == op:  # nobody reads it; made all the same
@@ -397,7 +397,11 @@ class GraphModel:
             asked.append(copy - self.again(op, position.step - 1))
         return self._at_least(value, position, asked) if asked else None
 
-    def _away(self, value: int, step: int) -> _Expression:
+    def gone(self, value: int, op: int) -> _Expression:
+        """Whether a moved value has left when an op of forward runs."""
+        return self.moved[value] + 0.0
+
+    def away(self, value: int, step: int) -> _Expression:
         """w_vt, or an expression equal to it; before the first step that reads it."""
         readers = self.readers.get(value, ())
         asked = [term for c in readers if len(term := self.again(c, step))]

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
 from . import fractional, move_search, rounding
@@ -29,6 +31,7 @@ from .moving import (
 from .recomputation import Position, stretches
 
 _ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
+_SPREAD = 6  # positions of forward, and of backward, to begin with
 _LP_ROUNDS = 40  # of adding rows to the relaxation
 _LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds: else they are not
 _ROUNDS_TO_RISE = 3  # worth their time
@@ -153,6 +156,17 @@ class _Search:
             self.model.add_row(position)
         return bool(new)
 
+    def _spread(self, choice: Choice) -> list[Position]:
+        """Positions of forward and backward over the budget, evenly spread."""
+        step = MovedStep(self.problem, choice)
+        over = np.flatnonzero(step.replay.live_bytes > self.budget_bytes)
+        num_forward = len(self.problem.graph.reads)
+        places: list[int] = []
+        for some in (over[over < num_forward], over[over >= num_forward]):
+            picked = np.linspace(0, len(some) - 1, min(len(some), _SPREAD))
+            places += some[picked.round().astype(int)].tolist()
+        return [step.replay.position(place) for place in dict.fromkeys(places)]
+
     def _broken(self, choice: Choice) -> list[Position]:
         try:
             return broken(self.problem, choice, self.budget_bytes)
@@ -176,7 +190,8 @@ class _Search:
 
     def _relax(self) -> bool:
         """Solve relaxations until they keep the budget; whether any choice could."""
-        self._add_rows(self._broken(Choice(self.problem.graph.kept_plainly)))
+        for position in self._spread(Choice(self.problem.graph.kept_plainly)):
+            self.model.add_row(position)
         bounds: list[float] = []
         for _ in range(_LP_ROUNDS):
             outcome = pulp_runner.run(
