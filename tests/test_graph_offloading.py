@@ -1,6 +1,7 @@
 """Graphs that move what forward keeps to far memory: peaks, bits, and what is left."""
 
 import gc
+import re
 import time
 
 import pytest
@@ -128,6 +129,15 @@ def test_a_budget_below_the_floor_with_offload_names_one_that_fits(planner, budg
         planner.plan(budgets[0] // 2, offload=True)
 
     assert raised.value.lowest_peak_bytes == budgets[0]
+
+
+def test_who_does_not_offload_is_told_what_it_would_reach(planner, budgets):
+    with pytest.raises(InfeasibleBudgetError, match="With `offload`=True") as raised:
+        planner.plan(budgets[0] // 2)
+
+    (said,) = re.findall(r"`offload`=True (\d+) bytes", str(raised.value))
+    assert budgets[0] <= int(said) < raised.value.lowest_peak_bytes
+    assert planner.plan(int(said), offload=True).peak_bytes <= int(said)
 
 
 def test_far_memory_holds_no_more_than_the_host_budget(planner, budgets):

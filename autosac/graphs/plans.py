@@ -17,7 +17,14 @@ from autosac.planning.make_plan import check_offload
 from autosac.planning.plans import Plan
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.solvers.graph import GraphSolution, capuchin, local_search, recomputation
-from autosac.solvers.graph.moving import Choice, MovePlan, MoveProblem, plan_moves
+from autosac.solvers.graph.moving import (
+    Choice,
+    MovePlan,
+    MoveProblem,
+    late_peak_bytes,
+    moved_at_floor,
+    plan_moves,
+)
 from autosac.solvers.milp.solution import Backend
 from autosac.summaries import Summarized, Summary
 
@@ -180,7 +187,7 @@ class GraphPlanner:
                 takes no more time than to recompute what it recomputes.
             offload: Intermediates may lie in far memory between their last use in
                 forward and their first in backward. The plan without is found first,
-                and none with it takes more time.
+                as far as `floor` finds one, and none with it takes more time.
             host_budget: Cap on what lies there, in bytes or as text; None for none.
             offload_dir: Where the files of far memory are; None for the system's
                 temporary directory.
@@ -218,7 +225,8 @@ class GraphPlanner:
             return self._with_moves(moves, budget_bytes, solution, limits, offload_dir)
         if solution.kept is None:
             peak_bytes = recomputation.peak_bytes(self.problem, self.lowest_at_all)
-            raise self._infeasible(budget_bytes, peak_bytes, strategy)
+            hint = self._what_offload_reaches(peak_bytes)
+            raise self._infeasible(budget_bytes, peak_bytes, strategy, hint)
         assert solution.bound_ms is not None
         known = known_plans.known(self.problem)
         bound_ms = known.bound(budget_bytes, solution.bound_ms)
@@ -245,14 +253,13 @@ class GraphPlanner:
         directory: str | None,
     ) -> GraphPlan:
         """A plan that may offload; limits are of time and of the gap."""
-        start: MovePlan | None = None
         if without.kept is not None:
-            start = plan_moves(moves, Choice(without.kept), budget_bytes)
+            choice = Choice(without.kept)
         else:
             lowest_bytes, choice = self._lowest_with_moves(moves)
             if lowest_bytes > budget_bytes:
                 raise self._infeasible(budget_bytes, lowest_bytes, "milp")
-            start = plan_moves(moves, choice, budget_bytes)
+        start = plan_moves(moves, choice, budget_bytes)
         time_limit_s, relative_gap = limits
         found = far_plans.with_moves(
             moves,
@@ -362,8 +369,20 @@ class GraphPlanner:
             far_memory=memory,
         )
 
+    def _what_offload_reaches(self, peak_bytes: int) -> str:
+        """A sentence if moving what is kept at the least peak lowers that."""
+        moves, kept = self.move_problem(), self.lowest_at_all
+        choice = Choice(kept, moved_at_floor(moves, kept))
+        far_bytes = late_peak_bytes(moves, choice)
+        if far_bytes >= peak_bytes:
+            return ""
+        return (
+            f" With `offload`=True {far_bytes} bytes ({format_bytes(far_bytes)}) or"
+            " less are enough (not with TorchInductor)."
+        )
+
     def _infeasible(
-        self, budget_bytes: int, peak_bytes: int, strategy: Strategy
+        self, budget_bytes: int, peak_bytes: int, strategy: Strategy, hint: str = ""
     ) -> InfeasibleBudgetError:
         inputs = self.joint.persistent_bytes
         state = ", optimizer state" if self.joint.has_optimizer else ""
@@ -380,7 +399,7 @@ class GraphPlanner:
             f" ({format_bytes(budget_bytes)}): the lowest peak that"
             f" `strategy`={strategy!r} reaches is {peak_bytes} bytes"
             f" ({format_bytes(peak_bytes)}), made of {parts}. Raise the budget to"
-            f" that{more}, or use a smaller batch.",
+            f" that{more}, or use a smaller batch.{hint}",
             budget_bytes=budget_bytes,
             lowest_peak_bytes=peak_bytes,
             composition=composition,

@@ -438,11 +438,6 @@ class GraphModel:
         keep = self.keep.items()
         return frozenset(v for v, k in keep if (k.varValue or 0.0) > more_than)
 
-    def moves(self, more_than: float = 0.5) -> frozenset[int]:
-        """Values that the variables move by more than a share."""
-        moved = self.moved.items()
-        return frozenset(v for v, a in moved if (a.varValue or 0.0) > more_than)
-
     def cut_off(self, cost_ms: float) -> None:
         """Leave out choices that take more than so much time."""
         limit = (cost_ms + self.tie_break_ms) * self.time_scale

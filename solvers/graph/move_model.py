@@ -194,8 +194,9 @@ class MoveModel(GraphModel):
 
     def choice(self, more_than: float = 0.5) -> Choice:
         """Values that the variables keep, and move, by more than a share."""
-        kept = self.kept(more_than)
-        return Choice(kept, self.moves(more_than) & kept)
+        kept, moved = self.kept(more_than), self.moved.items()
+        away = frozenset(v for v, a in moved if (a.varValue or 0.0) > more_than)
+        return Choice(kept, away & kept)
 
 
 def _after(times: tuple[float, ...]) -> list[float]:
