@@ -10,7 +10,7 @@ from autosac.checkpointing.far_memory import FarMemory
 from autosac.devices.links import Link
 from autosac.devices.specs import device_spec
 from autosac.errors import ArgumentError, InfeasibleBudgetError
-from autosac.graphs import far_plans, known_plans, module_starts
+from autosac.graphs import far_nodes, far_plans, known_plans, module_starts, reading
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.reading import GraphReader
 from autosac.planning.make_plan import check_offload
@@ -129,6 +129,12 @@ class GraphPlanner:
     ) -> None:
         if backend not in get_args(Backend):
             raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
+        targets = {node.target for node in joint.module.graph.nodes}
+        if far_nodes.fetch in targets:
+            raise ArgumentError(
+                "`joint` is the graph of a plan that offloads already: plan the graph"
+                " that it was made of."
+            )
         self.joint = joint
         self.floor_limit_s = floor_limit_s
         self.backend: Backend = backend
@@ -139,7 +145,7 @@ class GraphPlanner:
     @cached_property
     def baseline_peak_bytes(self) -> int:
         """Simulated peak when nothing is recomputed."""
-        return self.joint.memory.peak_bytes()
+        return reading.peak_bytes(self.joint)
 
     def floor(
         self,
@@ -350,7 +356,7 @@ class GraphPlanner:
         again = recomputation.reruns(problem, kept)
         joint = self._reader.rewritten(kept, plan, memory)
         ops = [op for ops in again.values() for op in ops]
-        peak_bytes = joint.memory.peak_bytes()
+        peak_bytes = reading.peak_bytes(joint)
         most_bytes = recomputation.peak_bytes(problem, kept)
         assert peak_bytes <= (most_bytes if plan is None else plan.peak_bytes)
         exposed_ms = 0.0 if plan is None else plan.exposed_ms

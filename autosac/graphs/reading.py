@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autosac import _compat
+from autosac._compat_graphs import is_tangent
 from autosac.checkpointing.far_memory import FarMemory
 from autosac.devices.links import Link
 from autosac.graphs import rewriting as graph_rewriting
@@ -20,10 +21,31 @@ from autosac.solvers.graph.moving import MovePlan, MoveProblem
 from autosac.solvers.graph.recomputation import GraphProblem, reruns
 from autosac.units.groups import BATCH_NORM_OPS, NEVER_RERUN
 
+_AFTER = ("backward", "optimizer")
 _FUNCTIONAL_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 _LEAST_MOVED_BYTES = (
     4096  # a page: a heuristic, as every copy takes some time of its own
 )
+
+
+def peak_bytes(joint: JointGraph) -> int:
+    """Most bytes alive at once, in forward without what only backward is given."""
+    late_bytes, stages = _late_bytes(joint), joint.stages
+    return max(
+        num_bytes - (0 if stages.get(node, "backward") in _AFTER else late_bytes)
+        for node, num_bytes in joint.memory.live()
+    )
+
+
+def _late_bytes(joint: JointGraph) -> int:
+    """Gradients of outputs, which a compiled forward pass is not given yet."""
+    if joint.inputs:  # it is run as a whole
+        return 0
+    nodes, nbytes = joint.memory.nodes, joint.memory.nbytes
+    inputs = joint.module.graph.find_nodes(op="placeholder")
+    given = {s for n in inputs if not is_tangent(n) for s in nodes[n].storages}
+    late = {s for n in inputs if is_tangent(n) for s in nodes[n].storages} - given
+    return sum(nbytes[storage] for storage in late)
 
 
 class GraphReader:
@@ -84,7 +106,7 @@ class GraphReader:
             step_reads=step_reads,
             step_bytes=during,
             carried_bytes=carried,
-            other_bytes=self.memory.input_bytes,
+            other_bytes=self.memory.input_bytes - _late_bytes(self.joint),
         )
 
     def _only_updating(self, step_reads: tuple[tuple[int, ...], ...]) -> frozenset[int]:
