@@ -129,9 +129,13 @@ class _Search:
                 self._take(plan)
                 again = plan_moves(problem, plan.choice, budget_bytes)
                 self._take(again or plan)  # with as many bytes as there are now
+        kept = problem.graph.kept_plainly
+        for choice in (Choice(kept), Choice(kept, moved_at_floor(problem, kept))):
+            plain = plan_moves(problem, choice, budget_bytes)
+            if plain is not None:
+                self._take(plain)
         if self.best is not None:
             self._take(move_search.improved(problem, self.best, budget_bytes))
-        self.try_out(Choice(problem.graph.kept_plainly))
 
     def _take(self, plan: MovePlan) -> None:
         """Note a plan that fits, if it is the best."""
