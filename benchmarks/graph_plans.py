@@ -163,7 +163,7 @@ def run(
     """All planners under all budgets of one model."""
     graph = joint_graph(make_model(work), work.make_inputs(), loss_fn=work.loss_fn)
     planner = graph_plans.GraphPlanner(graph)
-    expected = _results(graph)
+    expected = results_of(graph)
     profile = autosac.profile(
         make_model(work), work.make_inputs(), loss_fn=work.loss_fn
     )
@@ -236,7 +236,7 @@ def _floor_of_greedy(planner: graph_plans.GraphPlanner) -> int:
         return error.lowest_peak_bytes
 
 
-def _results(graph: JointGraph) -> list[Any]:
+def results_of(graph: JointGraph) -> list[Any]:
     """Results of a run from fixed inputs and random numbers, which are put back."""
     before = [tensor.detach().clone() for tensor in graph.inputs]
     torch.manual_seed(1)
@@ -264,7 +264,7 @@ def _graph_cell(
         budget, strategy=strategy, time_limit_s=time_limit_s, modules=modules
     )
     solve_s = time.process_time() - started
-    pairs = zip(expected, _results(plan.joint), strict=True)
+    pairs = zip(expected, results_of(plan.joint), strict=True)
     identical = all(_equal(one, other) for one, other in pairs)
     _, measured = measure_peak(
         plan.joint.run,

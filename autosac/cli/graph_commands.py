@@ -10,7 +10,7 @@ import typer
 import autosac
 from autosac import cli
 from autosac.cli.app import EPILOG, Budget, Json, Model, Options, app, exit_codes, show
-from autosac.cli.step_options import takes_step
+from autosac.cli.step_options import HostBudget, Offload, takes_step
 from autosac.cli.usage import usage
 
 _PANEL = "Graphs"
@@ -38,6 +38,8 @@ def compile_model(
     options: Options,
     backend: Annotated[str, typer.Option(help="aot_eager or inductor.")] = "aot_eager",
     strategy: Annotated[str, typer.Option(help="milp or capuchin.")] = "milp",
+    offload: Offload = False,
+    host_budget: HostBudget = None,
     as_json: Json = False,
 ) -> None:
     """Compile forward and loss under a budget, run them once, and show the plan."""
@@ -45,6 +47,7 @@ def compile_model(
         parts = cli.models.asked(model, **options).parts()
         with usage():
             plan = cli.compiled.plan_of(
-                parts, memory_budget=budget, backend=backend, strategy=strategy
-            )
+                parts, memory_budget=budget, backend=backend, strategy=strategy,
+                offload=offload, host_budget=host_budget,
+            )  # fmt: skip
         show(as_json, lambda: cli.tables.compiled_record(plan), str(plan))

@@ -78,7 +78,7 @@ FsdpUnits = Annotated[
 ]
 
 Offload = Annotated[
-    bool, typer.Option(help="Let what AC units keep lie in far memory as well.")
+    bool, typer.Option(help="Let what is kept for backward lie in far memory as well.")
 ]
 HostBudget = Annotated[
     str | None, typer.Option(help='Cap on what lies there, such as "64GiB".')

@@ -33,7 +33,7 @@ _PARALLEL_FIELDS = (
 
 _GRAPH_FIELDS = (
     "budget_bytes", "baseline_peak_bytes", "recompute_ms", "bound_ms",
-    "optimality_gap", "strategy",
+    "optimality_gap", "strategy", "offloaded_bytes", "exposed_ms",
 )  # fmt: skip
 
 

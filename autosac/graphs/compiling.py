@@ -19,7 +19,7 @@ from autosac import _compat_compiler, _compat_graphs
 from autosac.errors import AutosacError, InfeasibleBudgetError, UnsupportedError
 from autosac.graphs import compiled_runs
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
-from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy
+from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy, check_graph_offload
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
@@ -61,6 +61,9 @@ def compile(
     time_limit_s: float | None = None,
     relative_gap: float = 0.01,
     solver: Backend = "highs",
+    offload: bool = False,
+    host_budget: int | str | None = None,
+    offload_dir: str | None = None,
 ) -> Any:
     """Compile a model so that forward and backward together keep a memory budget.
 
@@ -86,6 +89,10 @@ def compile(
             after an amount of work, which is the same in every run.
         relative_gap: The MILP stops this close to its bound.
         solver: Which one solves MILPs: ``"highs"`` or ``"cbc"``.
+        offload: What forward keeps may lie in far memory, a file, until backward needs
+            it. With ``aot_eager`` and ``"milp"`` only: TorchInductor orders ops anew.
+        host_budget: Cap on what lies there, in bytes or as text; None for none.
+        offload_dir: Where the file is; None for the system's temporary directory.
 
     Returns:
         What ``torch.compile`` returns. Its first call raises `InfeasibleBudgetError` if
@@ -116,6 +123,16 @@ def compile(
     _check_choice("strategy", strategy, get_args(Strategy))
     _check_choice("backend", backend, get_args(CompilerBackend))
     _check_choice("solver", solver, get_args(Backend))
+    check_graph_offload(offload, strategy, offload_dir)
+    if offload and backend != "aot_eager":
+        raise UnsupportedError(
+            f"`offload`=True needs `backend`='aot_eager', got {backend!r}, which orders"
+            " and fuses ops anew: the places where memory is freed and copies begin"
+            " would not be those of the plan."
+        )
+    host_bytes = None
+    if host_budget is not None:
+        host_bytes = parse_bytes(host_budget, name="host_budget")
     if extra_bytes < 0:
         raise ValueError(f"`extra_bytes`={extra_bytes} must not be negative.")
     compiler = _Compiler(
@@ -128,6 +145,11 @@ def compile(
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
         solver=solver,
+        far={
+            "offload": offload,
+            "host_budget": host_bytes,
+            "offload_dir": offload_dir,
+        },
     )
     compiled = torch.compile(model, backend=compiler.run, fullgraph=True, dynamic=False)
     _plans[compiled] = compiler.plans
@@ -156,7 +178,10 @@ def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 
 @dataclass(kw_only=True)
 class _Compiler:
-    """A backend for Dynamo; the attributes are arguments of `compile`."""
+    """A backend for Dynamo; the attributes are arguments of `compile`.
+
+    Those on offload are together in ``far``.
+    """
 
     model: weakref.ref[torch.nn.Module]
     budget_bytes: int
@@ -167,6 +192,7 @@ class _Compiler:
     time_limit_s: float | None
     relative_gap: float
     solver: Backend
+    far: dict[str, Any]
     plans: list[CompiledPlan] = field(default_factory=list)
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -320,6 +346,7 @@ class _Partition:
             strategy=self.compiler.strategy,
             time_limit_s=self.compiler.time_limit_s,
             relative_gap=self.compiler.relative_gap,
+            **self.compiler.far,
         )
 
     def _climbed_down(self, planner: GraphPlanner, first: int) -> GraphPlan:

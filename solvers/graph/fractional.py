@@ -46,7 +46,9 @@ def live_bytes(model: GraphModel) -> tuple[_Floats, _Floats]:
     """Memory of each forward op and of each step itself, by the model's variables."""
     keep = {v: k.varValue or 0.0 for v, k in model.keep.items()}
     run = {op: x.varValue or 0.0 for op, x in model.run.items()}
-    return _in_forward(model, keep), _in_steps(model, keep, run)
+    moved = {v: a.varValue or 0.0 for v, a in model.moved.items()}
+    here = {v: kept - moved.get(v, 0.0) for v, kept in keep.items()}
+    return _in_forward(model, here), _in_steps(model, keep, run, moved)
 
 
 def _in_forward(model: GraphModel, keep: Mapping[int, float]) -> _Floats:
@@ -61,7 +63,10 @@ def _in_forward(model: GraphModel, keep: Mapping[int, float]) -> _Floats:
 
 
 def _in_steps(
-    model: GraphModel, keep: Mapping[int, float], run: Mapping[int, float]
+    model: GraphModel,
+    keep: Mapping[int, float],
+    run: Mapping[int, float],
+    moved: Mapping[int, float],
 ) -> _Floats:
     problem = model.problem
     steps = np.arange(len(problem.step_reads))
@@ -82,6 +87,11 @@ def _in_steps(
                 alive = np.maximum(alive, np.maximum(kept, copy) + needs - 1.0)
         if v in problem.first_need:
             there = np.maximum(np.maximum(kept, copy), 1.0 - ahead)
+            if moved.get(v):
+                away = np.full(len(steps), moved[v])
+                for reader in model.readers.get(v, ()):
+                    away = np.minimum(away, 1.0 - again.get(reader, nothing))
+                there = np.maximum(there - away, 0.0)
             there = np.where(steps >= problem.first_need[v], 1.0, there)
             alive = np.where(steps <= problem.last_need[v], there, alive)
         live += alive * problem.value_bytes[v]

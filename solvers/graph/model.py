@@ -15,10 +15,18 @@ subject to  k_v + x_o >= 1                         backward reads v, made by o  
             y_vq >= a + (x_c - s_ct) - 1           so it does, and o makes more   (7)
             sum_v m_v y_vq + b_q <= P              at position q: the peak        (8)
 
-with a = k_v or s_ot: a copy is there. (3) to (8) are added for the positions that turn
-out to bind. At a position inside the ops that run again before a step, s is that of the
-step for ops before the position and that of the step before for all others. For an
-op with one value k_v + x_o <= 1, which makes (6) a sum. Bytes are in MiB.
+with a = k_v or s_ot: a copy is there. Of values that may be moved (`moving.py`), a_v
+is 1 if v is, and w_vt is 1 if it is in far memory still when step t begins, before any
+step reads it: rows (8) have y_vq - w_vt; and k_v - a_v once forward has read v the last
+time.
+
+            a_v <= k_v                             it is not made again           (9)
+            w_vt <= a_v, 1 - s_ct                  c reads v                      (10)
+
+(3) to (8) and (10) are added for the positions that turn out to bind. At a position
+inside the ops that run again before a step, s is that of the step for ops before the
+position and that of the step before for all others. For an op with one value
+k_v + x_o <= 1, which makes (6) a sum. Bytes are in MiB.
 
 s_ot changes only where o may run again, so that positions share it between two such
 occasions; and y_vq where they ask the same of it. A value is never kept if it is never
@@ -89,20 +97,31 @@ class GraphModel:
     Attributes:
         model: The PuLP model.
         rows: Positions that have a row.
+        moved: Values -> whether they are in far memory between forward and backward.
     """
 
-    def __init__(self, problem: GraphProblem, *, budget_bytes: int | None) -> None:
+    def __init__(
+        self,
+        problem: GraphProblem,
+        *,
+        budget_bytes: int | None,
+        movable: Collection[int] = (),
+    ) -> None:
         """Args:
         problem: The step.
         budget_bytes: Cap on the peak; None to minimise the peak instead.
+        movable: Values that backward reads and that may be moved, see `moving.py`.
         """
         self.problem = problem
+        self._movable = frozenset(movable)
+        self.moved: dict[int, pulp.LpVariable] = {}
         self.budget_bytes = budget_bytes
         self.model = pulp_runner.Model("graph")
         self.rows: set[Position] = set()
         self.capped: list[Capped] = []
         self._again: dict[tuple[int, int], _Expression] = {}
         self._alive_if: dict[tuple[int, frozenset[Any]], _Expression] = {}
+        self._away_if: dict[tuple[int, frozenset[str]], _Expression] = {}
         self._cutoff: pulp.LpConstraint | None = None
         self._add_choices()
         if budget_bytes is None:
@@ -163,6 +182,9 @@ class GraphModel:
         for v, k in self.keep.items():
             if self._is_dominated(v):
                 k.upBound = 0.0
+            if v in self._movable:
+                self.moved[v] = self._binary(f"a{v}")
+                self.model += self.moved[v] <= k  # (9)
 
     def _is_dominated(self, value: int) -> bool:
         """Whether it is never worse to keep what is made of a value instead of it.
@@ -200,16 +222,15 @@ class GraphModel:
 
     @cached_property
     def tie_break_ms(self) -> float:
-        """The most that keeping bytes counts in the objective."""
+        """The most that keeping and moving bytes counts in the objective."""
         return _TIE_BREAK * sum(self.problem.runtime_ms[op] for op in self.run)
 
     def _objective(self) -> _Expression:
-        total_bytes = sum(self.problem.value_bytes[v] for v in self.keep) or 1
-        weight = self.tie_break_ms / total_bytes
+        sizes = self.problem.value_bytes
+        stays = [*self.keep.items(), *self.moved.items()]
+        weight = self.tie_break_ms / (sum(sizes[v] for v, _ in stays) or 1)
         terms = [(x, self.problem.runtime_ms[op]) for op, x in self.run.items()]
-        terms += [
-            (k, weight * self.problem.value_bytes[v]) for v, k in self.keep.items()
-        ]
+        terms += [(x, weight * sizes[v]) for v, x in stays]
         return pulp_runner.row((x, ms * self.time_scale) for x, ms in terms)
 
     # --- what has run again by a step -----------------------------------------------
@@ -312,6 +333,9 @@ class GraphModel:
                 continue
             if v in problem.returned or problem.last_forward_read[v] >= here:
                 constant += problem.value_bytes[v]
+            elif v in self.moved:
+                here_still = self.keep[v] - self.gone(v, here)
+                terms.append(Term(here_still, problem.value_bytes[v]))
             elif v in self.keep:
                 kept = v if v in problem.first_need else None
                 terms.append(Term(self.keep[v] + 0.0, problem.value_bytes[v], kept))
@@ -332,6 +356,9 @@ class GraphModel:
             for v in problem.makes[op]:
                 if v in self.keep and (alive := self._alive(v, position)) is not None:
                     is_needed = len(alive) and problem.last_need.get(v, -1) >= step
+                    if v in self.moved and problem.first_need[v] > step:
+                        terms.append(Term(alive - self.away(v, step), sizes[v]))
+                        continue
                     terms.append(Term(alive, sizes[v], v if is_needed else None))
                 elif here == op:  # nobody reads it; made all the same
                     terms.append(Term(now, sizes[v]))
@@ -369,6 +396,25 @@ class GraphModel:
         if is_here:
             asked.append(copy - self.again(op, position.step - 1))
         return self._at_least(value, position, asked) if asked else None
+
+    def gone(self, value: int, op: int) -> _Expression:
+        """Whether a moved value has left when an op of forward runs."""
+        return self.moved[value] + 0.0
+
+    def away(self, value: int, step: int) -> _Expression:
+        """w_vt, or an expression equal to it; before the first step that reads it."""
+        readers = self.readers.get(value, ())
+        asked = [term for c in readers if len(term := self.again(c, step))]
+        if not asked:
+            return self.moved[value] + 0.0
+        rows = frozenset(str(term) for term in asked)
+        if (value, rows) not in self._away_if:
+            w = self._binary(f"w{value}_{step}")
+            self.model += w <= self.moved[value]
+            for term in asked:
+                self.model += w <= 1 - term  # (10)
+            self._away_if[value, rows] = w + 0.0
+        return self._away_if[value, rows]
 
     def _at_least(
         self, value: int, position: Position, asked: Collection[_Expression]

@@ -235,6 +235,7 @@ class Replay:
     """Memory of every op of the step, in the order in which they run.
 
     Attributes:
+        again: Steps -> the ops that run again before each.
         live_bytes: By place in that order.
     """
 
@@ -246,7 +247,7 @@ class Replay:
         Raises:
             ValueError: As `rerun_ops`.
         """
-        again = reruns(problem, kept)
+        self.again = again = reruns(problem, kept)
         self._num_forward = len(problem.reads)
         self._steps = [t for t, ops in again.items() for _ in ops]
         self._ops = [op for ops in again.values() for op in ops]
@@ -295,6 +296,17 @@ class Replay:
         np.add.at(changes, first[is_copy], sizes[is_copy])
         np.subtract.at(changes, ends[is_copy] + 1, sizes[is_copy])
         return changes[:-1].cumsum()
+
+    @property
+    def step_places(self) -> _Ints:
+        """Places of the steps themselves."""
+        return self._step_places
+
+    @cached_property
+    def first_places(self) -> _Ints:
+        """Where each step begins: the first of what runs again for it, or itself."""
+        before = np.array([self._num_forward - 1], np.int64)
+        return np.concatenate([before, self._step_places[:-1]]) + 1
 
     def position(self, place: int) -> Position:
         """What runs at a place of the order."""

@@ -482,8 +482,15 @@ def test_a_compiled_budget_is_kept_or_infeasible():
     record = run_json("compile", MLP, "-b", f"{budget}B")
     wrong = run("compile", MLP, "-b", "1GiB", "--backend", "nothing")
 
+    far_least = run_json(
+        "compile", MLP, "-b", "1KiB", "--offload", code=cli.EXIT_INFEASIBLE
+    )["lowest_peak_bytes"]
+    far = run_json("compile", MLP, "-b", f"{far_least}B", "--offload")
+
     assert plain["num_rerun"] == 0 < record["num_rerun"]
     assert record["peak_bytes"] <= budget
+    assert far["peak_bytes"] <= far_least <= least["lowest_peak_bytes"]
+    assert far["offloaded_bytes"] > 0 == record["offloaded_bytes"]
     assert wrong.exit_code == cli.EXIT_USAGE and "'nothing'" in wrong.stderr
 
 

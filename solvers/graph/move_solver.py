@@ -1,0 +1,381 @@
+"""Which forward values to keep, make again or move under a cap on the true peak.
+
+The relaxation and the MILP of `move_model.py` get rows where their choices break the
+budget, as in `solver.py`. Each choice on the way gets places for its moves, is played,
+and is improved value by value. A choice that takes longer than the model says is not
+forbidden, as other places for its moves may be better: so every bound holds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..milp import pulp_runner
+from ..milp.solution import Backend, Solution, Termination
+from . import fractional, move_search, rounding
+from .move_model import MoveModel
+from .moving import (
+    Choice,
+    MovedStep,
+    MovePlan,
+    MoveProblem,
+    late_peak_bytes,
+    moved_at_floor,
+    plan_moves,
+)
+from .recomputation import Position, stretches
+
+_ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
+_SPREAD = 6  # positions of forward, and of backward, to begin with
+_LP_ROUNDS = 40  # of adding rows to the relaxation
+_LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds: else they are not
+_ROUNDS_TO_RISE = 3  # worth their time
+_SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept
+_MOST_WORK = 4_000_000  # of all MILPs of one budget: some ten seconds
+_MANY_COLUMNS = 2500  # from which on a unit of work takes longer
+_POWER_OF_COLUMNS = 2.5
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveSolution(Solution):
+    """What becomes of forward's values.
+
+    Attributes:
+        plan: None without an incumbent.
+    """
+
+    plan: MovePlan | None = None
+
+
+def solve(
+    problem: MoveProblem,
+    *,
+    budget_bytes: int,
+    start: Iterable[MovePlan] = (),
+    time_limit_s: float | None = None,
+    relative_gap: float = 0.0,
+    backend: Backend = "highs",
+) -> MoveSolution:
+    """Keep, make again or move values within a budget, in little time.
+
+    Args:
+        problem: The step.
+        budget_bytes: Cap on its peak.
+        start: Plans that may fit; the result takes no more time than any that does.
+        time_limit_s: Stop after about so long; None to stop after an amount of work.
+        relative_gap: Stop as soon as a plan is proven this close to the best.
+        backend: Which MILP solver to run.
+
+    Returns:
+        The outcome, with a bound for every plan that recomputes and moves a value at
+        most once. A budget that no plan was found for is an outcome, not an error.
+    """
+    search = _Search(problem, budget_bytes, time_limit_s, relative_gap, backend)
+    search.begin([*start])
+    if not search.is_done():
+        search.run()
+    return search.solution()
+
+
+class _Search:
+    """Search with rows on demand.
+
+    Attributes:
+        best: The best plan that fits.
+        bound_ms: Proven so far.
+    """
+
+    def __init__(
+        self,
+        problem: MoveProblem,
+        budget_bytes: int,
+        time_limit_s: float | None,
+        relative_gap: float,
+        backend: Backend,
+    ) -> None:
+        self.problem = problem
+        self.budget_bytes = budget_bytes
+        self.started = time.perf_counter()
+        self._ends = math.inf if time_limit_s is None else self.started + time_limit_s
+        self._gap = relative_gap
+        self._backend: Backend = backend
+        self.model = MoveModel(problem, budget_bytes=budget_bytes)
+        self.best: MovePlan | None = None
+        self.bound_ms = 0.0
+        self._tried: set[Choice] = set()
+
+    def is_done(self) -> bool:
+        """Whether the best plan is proven as close to the best as is asked for."""
+        if self.best is None:
+            return False
+        cost_ms = self.best.cost_ms
+        return cost_ms - self.bound_ms <= self._gap * cost_ms
+
+    @property
+    def _left_s(self) -> float:
+        return self._ends - time.perf_counter()
+
+    def begin(self, starts: list[MovePlan]) -> None:
+        """Try out the best of some plans that fit, and keeping or moving everything."""
+        problem, budget_bytes = self.problem, self.budget_bytes
+        for plan in starts:
+            if plan.peak_bytes <= budget_bytes and problem.holds(plan.choice.moved):
+                self._take(plan)
+                again = plan_moves(problem, plan.choice, budget_bytes)
+                self._take(again or plan)  # with as many bytes as there are now
+        kept = problem.graph.kept_plainly
+        for choice in (Choice(kept), Choice(kept, moved_at_floor(problem, kept))):
+            plain = plan_moves(problem, choice, budget_bytes)
+            if plain is not None:
+                self._take(plain)
+        if self.best is not None:
+            self._take(move_search.improved(problem, self.best, budget_bytes))
+
+    def _take(self, plan: MovePlan) -> None:
+        """Note a plan that fits, if it is the best."""
+        if self.best is None or plan.rank < self.best.rank:
+            self.best = plan
+
+    def try_out(self, choice: Choice) -> None:
+        """Repair a choice, and improve it if it fits then."""
+        if choice in self._tried:
+            return
+        self._tried.add(choice)
+        repaired = move_search.repair(self.problem, choice, self.budget_bytes)
+        if repaired is None:
+            return
+        plan = plan_moves(self.problem, repaired, self.budget_bytes)
+        if plan is not None:
+            self._take(move_search.improved(self.problem, plan, self.budget_bytes))
+
+    def _add_rows(self, positions: Iterable[Position]) -> bool:
+        new = [p for p in positions if p not in self.model.rows]
+        for position in new[:_ROWS_A_ROUND]:
+            self.model.add_row(position)
+        return bool(new)
+
+    def _spread(self, choice: Choice) -> list[Position]:
+        """Positions of forward and backward over the budget, evenly spread."""
+        step = MovedStep(self.problem, choice)
+        over = np.flatnonzero(step.replay.live_bytes > self.budget_bytes)
+        num_forward = len(self.problem.graph.reads)
+        places: list[int] = []
+        for some in (over[over < num_forward], over[over >= num_forward]):
+            picked = np.linspace(0, len(some) - 1, min(len(some), _SPREAD))
+            places += some[picked.round().astype(int)].tolist()
+        return [step.replay.position(place) for place in dict.fromkeys(places)]
+
+    def _broken(self, choice: Choice) -> list[Position]:
+        try:
+            return broken(self.problem, choice, self.budget_bytes)
+        except ValueError:  # it needs a pinned op again
+            return []
+
+    def _note_bound(self, bound: float | None, most_ms: float = math.inf) -> None:
+        if bound is not None:
+            bound_ms = bound / self.model.time_scale - self.model.tie_break_ms
+            self.bound_ms = max(self.bound_ms, min(bound_ms, most_ms))
+
+    def run(self) -> None:
+        """Solve the relaxation, round it, then the model until its choice fits."""
+        if not self._relax():
+            return
+        for share in _SHARES:
+            if self.is_done():
+                return
+            self.try_out(self.model.choice(share))
+        self._branch()
+
+    def _relax(self) -> bool:
+        """Solve relaxations until they keep the budget; whether any choice could."""
+        for position in self._spread(Choice(self.problem.graph.kept_plainly)):
+            self.model.add_row(position)
+        bounds: list[float] = []
+        for _ in range(_LP_ROUNDS):
+            outcome = pulp_runner.run(
+                self.model.model, backend=self._backend, relaxed=True
+            )
+            if not outcome.termination.has_incumbent:
+                return False
+            self._note_bound(outcome.bound)
+            bounds.append(self.bound_ms)
+            if self.is_done() or self._left_s < 0 or hardly_rises(bounds):
+                break
+            over = fractional.broken(self.model, self.budget_bytes)
+            is_rounded = rounding.add_rounded_rows(self.model)
+            if not self._add_rows(over) and not is_rounded:
+                break
+        return True
+
+    def _branch(self) -> None:
+        """Solve the model until its choice fits, or the work is done."""
+        work = _MOST_WORK if math.isinf(self._ends) else 2**50
+        while not self.is_done() and self._left_s > 0 and work > 0:
+            most_ms = math.inf
+            if self.best is not None:
+                most_ms = self.best.cost_ms * (1.0 - self._gap)
+                self.model.cut_off(most_ms)
+            rate = charge(self.model)
+            outcome = pulp_runner.run(
+                self.model.model,
+                backend=self._backend,
+                time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
+                work_limit=int(work / rate),
+                relative_gap=self._gap,
+            )
+            work -= max(1, int(outcome.work * rate))
+            if outcome.termination is Termination.INFEASIBLE:
+                if self.best is not None:
+                    self.bound_ms = max(self.bound_ms, most_ms)
+                return
+            self._note_bound(outcome.bound, most_ms)
+            if not outcome.termination.has_incumbent:
+                return
+            choice = self.model.choice()
+            self.try_out(choice)
+            if not self._add_rows(self._broken(choice)):
+                return
+
+    def solution(self) -> MoveSolution:
+        solve_s = time.perf_counter() - self.started
+        if self.best is None:
+            return MoveSolution(termination=Termination.NO_INCUMBENT, solve_s=solve_s)
+        is_done = self.is_done()
+        cost_ms = self.best.cost_ms
+        return MoveSolution(
+            termination=Termination.OPTIMAL if is_done else Termination.FEASIBLE,
+            objective_ms=cost_ms,
+            bound_ms=min(self.bound_ms, cost_ms),
+            solve_s=solve_s,
+            plan=self.best,
+        )
+
+
+def broken(problem: MoveProblem, choice: Choice, cap_bytes: float) -> list[Position]:
+    """The highest position of every stretch above a cap with late moves, highest first.
+
+    Raises:
+        ValueError: A pinned op would have to run again.
+    """
+    step = MovedStep(problem, choice)
+    live = step.live_bytes(step.late)
+    places = [
+        first + int(live[first:end].argmax())
+        for first, end in stretches(live > cap_bytes)
+    ]
+    places.sort(key=lambda place: -int(live[place]))
+    return [step.replay.position(place) for place in places]
+
+
+def charge(model: MoveModel) -> float:
+    """What a unit of `pulp_runner`'s work counts: large LPs take longer."""
+    columns = len(model.model.variables())
+    return float(max(1.0, columns / _MANY_COLUMNS) ** _POWER_OF_COLUMNS)
+
+
+def hardly_rises(bounds: list[float]) -> bool:
+    """Whether the last rounds of rows have hardly raised the bound."""
+    if len(bounds) <= _ROUNDS_TO_RISE:
+        return False
+    return bounds[-1] - bounds[-1 - _ROUNDS_TO_RISE] <= _LEAST_RISE * bounds[-1]
+
+
+def lowest(
+    problem: MoveProblem,
+    *,
+    start: Iterable[Choice] = (),
+    time_limit_s: float | None = None,
+    backend: Backend = "highs",
+) -> tuple[int, Choice]:
+    """The least peak that some work finds, with late moves, and its choice.
+
+    Args:
+        problem: The step.
+        start: Choices that are known.
+        time_limit_s: Stop branching after about so long.
+        backend: Which MILP solver to run.
+    """
+    ends = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
+    plain = problem.graph.kept_plainly
+    best = _least(problem, (Choice(plain), *start), 0)
+    model = MoveModel(problem, budget_bytes=None)
+    _add_rows(model, broken(problem, best[1], best[0] - 1))
+    bounds: list[float] = []
+    for _ in range(_LP_ROUNDS):
+        outcome = pulp_runner.run(model.model, backend=backend, relaxed=True)
+        if outcome.bound is None or time.perf_counter() > ends:
+            break
+        bounds.append(outcome.bound)
+        over = fractional.broken(model, outcome.bound * _MIB)
+        if not _add_rows(model, over) or hardly_rises(bounds):
+            break
+    rounded = [model.choice(share) for share in _SHARES] if bounds else []
+    best = _least(problem, rounded, round(max(bounds, default=0.0) * _MIB), best)
+    return _branched(problem, model, best, ends, backend)
+
+
+def _branched(
+    problem: MoveProblem,
+    model: MoveModel,
+    best: tuple[int, Choice],
+    ends: float,
+    backend: Backend,
+) -> tuple[int, Choice]:
+    """Solve the model of the least peak until rows hold, or the work is done."""
+    work = _MOST_WORK if math.isinf(ends) else 2**50
+    while work > 0 and (left_s := ends - time.perf_counter()) > 0:
+        rate = charge(model)
+        outcome = pulp_runner.run(
+            model.model,
+            backend=backend,
+            time_limit_s=left_s if math.isfinite(left_s) else None,
+            work_limit=int(work / rate),
+        )
+        work -= max(1, int(outcome.work * rate))
+        if not outcome.termination.has_incumbent:
+            break
+        choice = model.choice()
+        cap_bytes = round((outcome.bound or 0.0) * _MIB)
+        best = _least(problem, (choice,), cap_bytes, best)
+        if best[0] <= cap_bytes:
+            break
+        try:
+            over = broken(problem, choice, cap_bytes)
+        except ValueError:  # it needs a pinned op again
+            break
+        if not _add_rows(model, over):
+            break
+    return best
+
+
+def _add_rows(model: MoveModel, positions: Iterable[Position]) -> bool:
+    new = [p for p in positions if p not in model.rows]
+    for position in new[:_ROWS_A_ROUND]:
+        model.add_row(position)
+    return bool(new)
+
+
+def _least(
+    problem: MoveProblem,
+    choices: Iterable[Choice],
+    cap_bytes: int,
+    best: tuple[int, Choice] | None = None,
+) -> tuple[int, Choice]:
+    """The choice of least peak of some, all moved or repaired, and of a known one."""
+    for choice in choices:
+        all_moved = Choice(choice.kept, moved_at_floor(problem, choice.kept))
+        for one in (choice, all_moved):
+            repaired = move_search.repair(problem, one, cap_bytes)
+            if repaired is None:
+                continue
+            peak_bytes = late_peak_bytes(problem, repaired)
+            if best is None or peak_bytes < best[0]:
+                best = peak_bytes, repaired
+    assert best is not None
+    return best
