@@ -52,6 +52,28 @@ class Lost(NamedTuple, Generic[_Plan]):
     plan: _Plan | None = None
 
 
+def read_dimensions(
+    mesh: Mapping[str, int | None] | None, num_stages: int
+) -> tuple[int | None, int | None]:
+    """Stages of a pipeline, and ranks that share slices, of a mesh.
+
+    Args:
+        mesh: Degrees by dimension, as in `plan_parallel`.
+        num_stages: If it does not say.
+
+    Raises:
+        ArgumentError: A dimension is not known.
+    """
+    asked = dict(mesh or {})
+    stages, degree = asked.pop("pp", num_stages), asked.pop("tp", 1)
+    if asked:
+        raise ArgumentError(
+            f"`mesh` has {', '.join(map(repr, asked))}, and its dimensions are 'tp' and"
+            " 'pp'; sharding degrees of FSDP2 are the `degrees` of `plan_parallel`."
+        )
+    return stages, degree
+
+
 def read_degrees(degree: Any, tp_plan: Any, spec: ClusterSpec) -> tuple[int, ...]:
     """Degrees of tensor parallelism to look at, least first.
 

@@ -6,10 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.errors import InfeasibleBudgetError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import Setting
-from autosac.parallel.mesh_racing import Lost, MeshRace, TpPlan, read_degrees
+from autosac.parallel.mesh_racing import (
+    Lost,
+    MeshRace,
+    TpPlan,
+    read_degrees,
+    read_dimensions,
+)
 from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.racing import LATE
 from autosac.parallel.tp_styles import TensorParallel
@@ -35,13 +41,7 @@ def read_mesh(
         ArgumentError: A dimension is not known, or a degree does not fit a node.
         UnsupportedError: Stages of pipelines are asked for.
     """
-    asked = dict(mesh or {})
-    pipeline, degree = asked.pop("pp", 1), asked.pop("tp", 1)
-    if asked:
-        raise ArgumentError(
-            f"`mesh` has {', '.join(map(repr, asked))}, and its dimensions are 'tp' and"
-            " 'pp'; sharding degrees of FSDP2 are given as `degrees`."
-        )
+    pipeline, degree = read_dimensions(mesh, 1)
     if pipeline not in (1, None):
         raise UnsupportedError(
             f"`mesh` asks for {pipeline} stages, and FSDP2 inside a pipeline is not"

@@ -13,10 +13,11 @@ from autosac._compat_distributed import fake_group
 from autosac.devices.specs import device_spec
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.parallel.clusters import cluster_spec
-from autosac.pipelines import planning
+from autosac.pipelines import micro_batches
 from autosac.pipelines.blocks import Stage, chain_of
-from autosac.pipelines.planning import _MicroBatch, _Race
+from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import step_ms
+from autosac.pipelines.schedule_racing import Race
 from autosac.pipelines.schedules import Schedule
 from benchmarks.stage_ranks import SEED, Job, can_count, run_ranks
 from tests.pipelines.stages import (
@@ -104,17 +105,18 @@ def test_no_cuts_micro_batches_or_schedules_give_a_faster_step():
     inputs, target = tokens(4)
     races = []
     for number in (2, 4):
-        micro_batch = _MicroBatch(
+        micro_batch = MicroBatch(
             model=model,
             inputs=inputs[: len(inputs) // number],
             target=target[: len(inputs) // number],
             loss_fn=language_loss,
             options={"optimizer": torch.optim.AdamW, "device": CLUSTER.device},
             cluster=CLUSTER,
+            divided=model,
         )
         for name in ("1F1B", "GPipe"):
             schedule = Schedule(name=name, num_ranks=2, num_micro_batches=number)
-            races.append(_Race(micro_batch, schedule, 0, 0.0))
+            races.append(Race(micro_batch, schedule, 0, 0.0))
     budget_bytes = int(1.2 * min(race.lowest()[0] for race in races))
 
     own = plan(model, budget_bytes, num_micro_batches=(2, 4), cluster=CLUSTER)
@@ -256,16 +258,16 @@ def test_stages_of_like_blocks_need_one_trace_and_the_plan_stays_the_same(monkey
         model = Model(4)
     size = 4 << 20
     stages = []
-    stage_step = planning.stage_step
+    stage_step = micro_batches.stage_step
 
     def counted(stage, *args, **kwargs):
         stages.append(stage)
         return stage_step(stage, *args, **kwargs)
 
-    monkeypatch.setattr(planning, "stage_step", counted)
+    monkeypatch.setattr(micro_batches, "stage_step", counted)
     shared = plan(model, size, cluster=CLUSTER, schedules=["1F1B"])
     num_shared = len(stages)
-    monkeypatch.setattr(planning._MicroBatch, "like", lambda _, *stage: stage)
+    monkeypatch.setattr(MicroBatch, "like", lambda _, *stage: stage)
     alone = plan(model, size, cluster=CLUSTER, schedules=["1F1B"])
 
     assert num_shared <= len(stages) - num_shared
