@@ -38,6 +38,7 @@ from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 
 _MODEL_PHASES = ("forward", "loss", "backward")
+_RANK_BYTES = 4  # of `DeviceMesh.mesh`
 
 
 @dataclass(kw_only=True, eq=False)
@@ -156,6 +157,11 @@ class MicroBatch:
                 **self.options,
             ).each(self._measured)
         return self._steps[first, end]
+
+    def mesh_bytes(self, num_stages: int) -> int:
+        """What a mesh of so many stages holds: a number for each rank, on the CPU."""
+        on_cpu = self.whole.device.type == "cpu"
+        return _RANK_BYTES * num_stages * self.tensor.degree * on_cpu
 
     def late_bytes(self, first: int, end: int) -> int:
         """What slow threads of gloo may hold of what ranks of a group exchange."""

@@ -81,7 +81,12 @@ class Race:
         key = stage, first, end
         if key not in self._choosers:
             step = self.micro_batch.step(first, end)
-            self._choosers[key] = StageChooser(self.schedule, stage, step)
+            self._choosers[key] = StageChooser(
+                self.schedule,
+                stage,
+                step,
+                besides_bytes=self.micro_batch.mesh_bytes(self.schedule.num_ranks),
+            )
         return self._choosers[key]
 
     def choice(self, stage: int, first: int, end: int) -> StageChoice | None:
