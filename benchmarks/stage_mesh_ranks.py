@@ -2,11 +2,12 @@
 
     python -m benchmarks.stage_mesh_ranks [--models LLAMA,GPT] [--output DIR]
 
-`plan_pipeline` plans each model for 4 ranks, 2 stages x tp=2, under 1F1B and GPipe, with
-and without parts of the sequence between blocks, each under two caps: near the least
-peak and in the middle between that and the plain stages'. Ranks are processes that gloo
-connects (`stage_ranks`). What they hold is counted by `allocator_shim.c` on all
-threads, to the byte; it takes a C compiler. oneDNN is switched off.
+`plan_pipeline` plans each model for 4 ranks, 2 stages x tp=2, under 1F1B and GPipe,
+with and without parts of the sequence between blocks, each under two caps: near the
+least peak and in the middle between that and the fastest plan's. Ranks are processes
+that gloo connects (`stage_ranks`). What they hold is counted by `allocator_shim.c` on
+all threads, to the byte; it takes a C compiler. oneDNN is switched off: it keeps memory
+between steps that no plan knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
 or if losses or gradients differ from those of one process.
 """
@@ -17,6 +18,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -191,24 +193,24 @@ class Row:
 
 
 @torch.backends.mkldnn.flags(enabled=False)
-def planned(name: str) -> Iterator[Planned]:
-    """Plans of a model: kinds, schedules, caps.
+def planned(name: str, kind: str, schedule: str) -> Iterator[Planned]:
+    """Plans of a model under several caps.
 
     Args:
         name: Of the recipe.
+        kind: "tensor" or "sequence".
+        schedule: Its name.
     """
-    for kind in KINDS:
-        for schedule in (ONE_F_ONE_B, GPIPE):
-            fastest = _plan(name, kind, schedule, _INFINITE)
-            try:
-                _plan(name, kind, schedule, 2**10)
-            except autosac.InfeasibleBudgetError as error:
-                least_bytes = error.lowest_peak_bytes
-            between = fastest.highest_peak_bytes - least_bytes
-            for share in SHARES:
-                cap = int(least_bytes + share * between)
-                plan = _plan(name, kind, schedule, cap)
-                yield Planned(model=name, kind=kind, plan=plan)
+    fastest = _plan(name, kind, schedule, _INFINITE)
+    try:
+        _plan(name, kind, schedule, 2**10)
+    except autosac.InfeasibleBudgetError as error:
+        least_bytes = error.lowest_peak_bytes
+    between = fastest.highest_peak_bytes - least_bytes
+    for share in SHARES:
+        cap = int(least_bytes + share * between)
+        plan = _plan(name, kind, schedule, cap)
+        yield Planned(model=name, kind=kind, plan=plan)
 
 
 def _plan(name: str, kind: str, schedule: str, cap: int) -> PipelinePlan:
@@ -278,7 +280,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [run(cell) for name in options.models.split(",") for cell in planned(name)]
+    cells = product(options.models.split(","), KINDS, (ONE_F_ONE_B, GPIPE))
+    rows = [run(cell) for which in cells for cell in planned(*which)]
     text = "\n".join(_table(rows)) + "\n"
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "stage_mesh_ranks.md").write_text(text)
@@ -295,11 +298,11 @@ def _table(rows: list[Row]) -> list[str]:
         f" over {LARGEST_ERROR:.0%}, losses and gradients within"
         f" {LARGEST_DIFFERENCE:.0e} of one process that holds all.",
         "",
-        f"{NUM_STAGES} stages x tp={DEGREE}, {NUM_MICRO_BATCHES} micro-batches. Peaks in"
-        " MiB, of the ranks of each stage. *measured*: what the allocator of each rank"
-        f" held at most, on all threads, in the step of {NUM_STEPS - 1} in which threads"
-        " of gloo were least late; *highest*: the most in any step of any rank;"
-        " *error*: of the prediction, at the rank where it is largest.",
+        f"{NUM_STAGES} stages x tp={DEGREE}, {NUM_MICRO_BATCHES} micro-batches. Peaks"
+        " in MiB, of a rank of each stage. *measured*: what the allocator held at most,"
+        f" on all threads, in the step of {NUM_STEPS - 1} in which threads of gloo were"
+        " least late; *highest*: the most in any step of any rank; *error*: of the"
+        " prediction, at the rank where it is largest.",
         "",
         "```",
         *(f"{key}: {value}" for key, value in environment().items()),
