@@ -48,7 +48,8 @@ def plan_pipeline(
     target: Any,
     loss_fn: PipelineLoss,
     num_ranks: int,
-    num_micro_batches: int | Sequence[int],
+    num_micro_batches: int | Sequence[int] | None = None,
+    global_batch: int | None = None,
     memory_budget: int | str,
     schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE),
     cluster: str | ClusterSpec | None = None,
@@ -62,10 +63,14 @@ def plan_pipeline(
     Args:
         model: A chain of blocks; see `blocks`.
         inputs: A whole batch: it is cut into micro-batches along its first dimension.
+            With `global_batch` some rows, which stand for all.
         target: Likewise, of the batch.
         loss_fn: Output and target of a micro-batch -> their mean loss.
         num_ranks: Ranks of the pipeline, one for each stage; with `mesh` groups.
-        num_micro_batches: Of a step; several numbers to choose the best.
+        num_micro_batches: Of a step; several numbers to choose the best. None for all
+            that divide `global_batch`.
+        global_batch: Rows of a step, all micro-batches together; None for those of
+            `inputs`.
         memory_budget: Cap on the peak of a rank: bytes, or text such as "72GiB".
         schedules: Of ``"1F1B"`` and ``"GPipe"``.
         cluster: A `ClusterSpec`, or the name of a known one, whose GPUs the ranks are:
@@ -90,28 +95,25 @@ def plan_pipeline(
     if spec is not None:
         options = {**options, "device": spec.device}
     _check_options(options)
-    numbers = _numbers(num_micro_batches)
-    _check_batch(inputs, target, numbers)
+    _check_tensors(inputs, target)
+    num_rows = _num_rows(inputs, global_batch)
+    schedules_of = _schedules(num_micro_batches, global_batch, num_ranks, schedules)
+    _check_cut(num_rows, schedules_of)
     degrees = _degrees(mesh, tp_plan, num_ranks, spec)
     asked = _Asked(
         micro_batches={
             number: MicroBatch(
                 model=model,
-                # Copies: views would be charged for the whole batch.
-                inputs=inputs[: len(inputs) // number].clone(),
-                target=target[: len(inputs) // number].clone(),
+                inputs=_rows(inputs, num_rows // number),
+                target=_rows(target, num_rows // number),
                 loss_fn=loss_fn,
                 options=options,
                 cluster=spec,
                 divided=model,
             )
-            for number in numbers
+            for number in {of.num_micro_batches: None for of in schedules_of}
         },
-        schedules=tuple(
-            Schedule(name=name, num_ranks=num_ranks, num_micro_batches=number)
-            for number in numbers
-            for name in schedules
-        ),
+        schedules=schedules_of,
         memory_budget=memory_budget,
         relative_gap=relative_gap,
     )
@@ -210,7 +212,33 @@ def _check_options(options: dict[str, Any]) -> None:
             )
 
 
-def _numbers(num_micro_batches: int | Sequence[int]) -> list[int]:
+def _schedules(
+    num_micro_batches: int | Sequence[int] | None,
+    global_batch: int | None,
+    num_ranks: int,
+    names: Sequence[str],
+) -> tuple[Schedule, ...]:
+    """Schedules to choose from, those of few micro-batches first."""
+    numbers = _numbers(num_micro_batches, global_batch)
+    return tuple(
+        Schedule(name=name, num_ranks=num_ranks, num_micro_batches=number)
+        for number in numbers
+        for name in names
+        # Of all numbers that there are, those that the schedule can have.
+        if num_micro_batches is not None or name == GPIPE or number >= num_ranks
+    )
+
+
+def _numbers(
+    num_micro_batches: int | Sequence[int] | None, global_batch: int | None
+) -> list[int]:
+    if num_micro_batches is None:
+        if global_batch is None:
+            raise ArgumentError(
+                "`num_micro_batches` is missing: pass a number, or some; or pass"
+                " `global_batch`, the rows of a step, to try all that divide it."
+            )
+        return [n for n in range(1, global_batch + 1) if global_batch % n == 0]
     numbers = (
         [num_micro_batches]
         if isinstance(num_micro_batches, int)
@@ -224,16 +252,47 @@ def _numbers(num_micro_batches: int | Sequence[int]) -> list[int]:
     return numbers
 
 
-def _check_batch(inputs: Any, target: Any, numbers: Sequence[int]) -> None:
+def _check_tensors(inputs: Any, target: Any) -> None:
     for name, value in (("inputs", inputs), ("target", target)):
         if not isinstance(value, torch.Tensor) or not value.ndim:
             raise ArgumentError(
                 f"`{name}` must be a tensor with a batch dimension, got"
                 f" {type(value).__name__}: a pipeline cuts it into micro-batches."
             )
-    for number in numbers:
-        if len(inputs) % number or len(target) != len(inputs):
+    if len(inputs) != len(target) or not len(inputs):
+        raise ArgumentError(
+            f"`inputs` has {len(inputs)} rows and `target` {len(target)}: a batch has"
+            " as many of both, and at least one."
+        )
+
+
+def _num_rows(inputs: torch.Tensor, global_batch: int | None) -> int:
+    """Rows of a step."""
+    if global_batch is None:
+        return len(inputs)
+    if not isinstance(global_batch, int) or global_batch < 1:
+        raise ArgumentError(
+            "`global_batch` must be a whole number of at least 1, the rows of a step,"
+            f" got {global_batch!r}."
+        )
+    return global_batch
+
+
+def _check_cut(num_rows: int, schedules: Sequence[Schedule]) -> None:
+    if not schedules:
+        raise ArgumentError(
+            f"No schedule has so few micro-batches as {num_rows} rows can be cut into:"
+            " raise `global_batch`, or name 'GPipe' in `schedules`."
+        )
+    for schedule in schedules:
+        if num_rows % schedule.num_micro_batches:
             raise ArgumentError(
-                f"`inputs` has {len(inputs)} rows and `target` {len(target)}, which"
-                f" {number} micro-batches cannot share evenly; use another number."
+                f"A batch of {num_rows} rows is not shared evenly by"
+                f" {schedule.num_micro_batches} micro-batches; use another number."
             )
+
+
+def _rows(sample: torch.Tensor, number: int) -> torch.Tensor:
+    """So many rows of a sample, over and over; a copy, as views are charged whole."""
+    times = -(-number // len(sample))
+    return sample.repeat(times, *(1 for _ in sample.shape[1:]))[:number].clone()

@@ -104,6 +104,12 @@ class PipelinePlan(Summarized):
         return math.prod(self.mesh_shape)
 
     @property
+    def global_batch(self) -> int:
+        """Rows of a step: of all micro-batches together."""
+        rows = self.stage_plans[0].received.shape[0]
+        return rows * self.pipeline.num_micro_batches
+
+    @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Ranks by dimension of the mesh: stages, and ranks that share slices."""
         tp = self.tensor.degree
@@ -258,7 +264,8 @@ class PipelinePlan(Summarized):
         facts = [
             (
                 "pipeline",
-                f"{pipeline.name}, {pipeline.num_micro_batches} micro-batches on"
+                f"{pipeline.name}, {pipeline.num_micro_batches} micro-batches of"
+                f" {self.global_batch // pipeline.num_micro_batches} on"
                 f" {pipeline.num_ranks}{f' x {tp}' * (tp > 1)} {self.device}",
             ),
             ("budget", f"{format_bytes(self.budget_bytes)} a rank"),

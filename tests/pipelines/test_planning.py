@@ -164,7 +164,7 @@ def for_gpus():
 
 def test_a_plan_says_what_each_rank_does(for_gpus):
     text = for_gpus.report()
-    assert "4 micro-batches on 2 h100" in text
+    assert "4 micro-batches of 4 on 2 h100" in text
     assert "of it waiting" in text
     rows = [line.split() for line in text.splitlines()]
     assert any(row[:3] == ["0", "embedding", "to"] for row in rows)
@@ -215,8 +215,15 @@ def test_models_that_are_no_chain_are_refused(make_model, message):
     ("options", "message"),
     [
         ({"num_ranks": 6, "num_micro_batches": 8}, "5 blocks, too few for 6 stages"),
-        ({"num_micro_batches": 3}, "3 micro-batches cannot share evenly"),
+        ({"num_micro_batches": 3}, "not shared evenly by 3 micro-batches"),
         ({"num_micro_batches": 0}, "whole number of at least 1"),
+        ({"num_micro_batches": None}, "pass `global_batch`"),
+        ({"global_batch": 0}, "`global_batch` must be a whole number"),
+        ({"global_batch": 6}, "6 rows is not shared evenly by 4"),
+        (
+            {"num_micro_batches": None, "global_batch": 1, "schedules": ["1F1B"]},
+            "No schedule has so few micro-batches as 1 rows",
+        ),
         ({"schedules": ["ZBVZeroBubble"]}, "use one of GPipe"),
     ],
 )
@@ -244,6 +251,37 @@ def test_a_plan_is_for_its_ranks_and_its_model(for_gpus):
         assert stage.is_first
         schedule = for_gpus.schedule([stage], functional.mse_loss)
         assert type(schedule).__name__ == f"Schedule{for_gpus.pipeline.name}"
+
+
+@pytest.mark.slow
+def test_a_global_batch_is_cut_in_the_best_of_all_ways():
+    model = Model().to("meta")
+    inputs, target = (tensor[:1] for tensor in tokens(1))
+    options = {
+        "target": target,
+        "loss_fn": language_loss,
+        "num_ranks": 2,
+        "memory_budget": "1GiB",
+        "cluster": "hgx-h100",
+        "global_batch": 8,
+        "relative_gap": 0.0,
+    }
+    plans = [
+        autosac.plan_pipeline(model, inputs, num_micro_batches=number, **options)
+        for number in (2, 4, 8)
+    ]
+
+    own = autosac.plan_pipeline(model, inputs, **options)
+
+    assert own.global_batch == 8
+    assert own.step_ms == min(other.step_ms for other in plans)
+    whole = autosac.plan_pipeline(
+        model,
+        inputs.repeat(8, 1),
+        num_micro_batches=own.pipeline.num_micro_batches,
+        **{**options, "global_batch": None, "target": target.repeat(8, 1)},
+    )
+    assert own.stage_plans == whole.stage_plans
 
 
 def test_a_damaged_file_is_refused(tmp_path):
