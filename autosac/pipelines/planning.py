@@ -97,8 +97,8 @@ def plan_pipeline(
     _check_options(options)
     _check_tensors(inputs, target)
     num_rows = _num_rows(inputs, global_batch)
-    schedules_of = _schedules(num_micro_batches, global_batch, num_ranks, schedules)
-    _check_cut(num_rows, schedules_of)
+    candidates = _schedules(num_micro_batches, global_batch, num_ranks, schedules)
+    _check_cut(num_rows, candidates)
     degrees = _degrees(mesh, tp_plan, num_ranks, spec)
     asked = _Asked(
         micro_batches={
@@ -111,9 +111,9 @@ def plan_pipeline(
                 cluster=spec,
                 divided=model,
             )
-            for number in {of.num_micro_batches: None for of in schedules_of}
+            for number in sorted({one.num_micro_batches for one in candidates})
         },
-        schedules=schedules_of,
+        schedules=candidates,
         memory_budget=memory_budget,
         relative_gap=relative_gap,
     )
