@@ -16,9 +16,10 @@ from torch import nn
 
 from autosac import _compat
 from autosac._compat_distributed import unwrapped
-from autosac.errors import ArgumentError, UnsupportedError
+from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.tracing.copying import copied
+from autosac.tracing.failures import explanation
 from autosac.tracing.step import Step
 
 _ADVICE = "a pipeline cuts a model whose blocks follow one another"
@@ -174,13 +175,19 @@ def handed_on(
 
     Raises:
         UnsupportedError: A block hands on a distributed tensor.
+        TraceError: A block does not run under its styles.
     """
     mode = _compat.fake_mode(plain=False)
     fake_model, passed = _on_fakes(divided, inputs, mode)
     order: dict[str, Passed] = {}
     with mode, torch.no_grad():
         for fqn in fqns:
-            passed = fake_model.get_submodule(fqn)(passed)
+            try:
+                passed = fake_model.get_submodule(fqn)(passed)
+            except (AutosacError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # whatever the user's code raises
+                raise TraceError(explanation(error, f"divided `{fqn}`")) from error
             if unwrapped(passed)[1] is not None:
                 raise UnsupportedError(
                     f"`{fqn}` hands on a distributed tensor under `tp_plan`, and stages"

@@ -11,7 +11,12 @@ import autosac
 from autosac._compat_distributed import fake_group
 from autosac._compat_pipelining import HOLDS_LESS
 from autosac.devices.specs import device_spec
-from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.errors import (
+    ArgumentError,
+    InfeasibleBudgetError,
+    TraceError,
+    UnsupportedError,
+)
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.tp_finding import find_styles
 from autosac.parallel.tp_styles import TensorParallel
@@ -165,13 +170,18 @@ def test_the_cheapest_batch_wins_and_the_plan_says_what_lost():
     assert all("a batch takes" in text for text in lost)
 
 
-class Scaled(Model):
+class Activated(Model):
+    def __init__(self):
+        super().__init__()
+        self.activation = nn.GELU()
+
     def forward(self, x):
-        return self.head(self.norm(self.blocks[0](self.tokens(x))))
+        return self.activation(super().forward(x))
 
 
 OUTSIDE = {"blocks": "whole_to_sequence"}
-DISTRIBUTED = {"blocks.*.mlp.0": "colwise", "blocks.*": "sequence_to_whole"}
+MIXED = {"blocks.*": "sequence_to_whole"}
+DISTRIBUTED = {"model": Activated(), "tp_plan": {"activation": "whole_input"}}
 
 
 @pytest.mark.parametrize(
@@ -183,8 +193,13 @@ DISTRIBUTED = {"blocks.*.mlp.0": "colwise", "blocks.*": "sequence_to_whole"}
         ({"mesh": None, "tp_plan": "tensor"}, ArgumentError, "no tensor parallelism"),
         ({"cluster": None}, ArgumentError, "`cluster` is missing"),
         ({"tp_plan": OUTSIDE}, ArgumentError, "`blocks` the style .* is in no block"),
-        ({"tp_plan": DISTRIBUTED}, UnsupportedError, "hands on a distributed tensor"),
-        ({"num_ranks": 7}, ArgumentError, "6 blocks, too few for 7 stages"),
+        ({"tp_plan": MIXED}, TraceError, "divided `blocks.0`"),
+        (DISTRIBUTED, UnsupportedError, "`activation` hands on a distributed tensor"),
+        (
+            {"num_ranks": 7, "schedules": ["GPipe"]},
+            ArgumentError,
+            "6 blocks, too few for 7 stages",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_sentence(options, error, message):
