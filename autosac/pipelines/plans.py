@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from autosac import _compat_pipelining
 from autosac.checkpointing import installing
 from autosac.errors import ArgumentError
 from autosac.parallel.fsdp_applying import check_mesh
@@ -184,14 +185,14 @@ class PipelinePlan(Summarized):
         check_model(self.model, model)
         check_mesh(self.mesh_shape, self.mesh_dim_names, mesh)
         along = mesh["pp"] if self.tensor.degree > 1 else mesh
-        stages = []
+        stages: list[PipelineStage] = []
         for index in self.pipeline.stages_of(along.get_local_rank()):
             plan = self.stage_plans[index]
             module = Stage(model, plan.fqns)
             if self.tensor.degree > 1:
                 self.tensor.within(plan.fqns).apply(module, mesh["tp"])
             installing.install(module, plan.op_policies)
-            stage = PipelineStage(
+            stage = _compat_pipelining.Stage(
                 module,
                 index,
                 self.pipeline.num_stages,
