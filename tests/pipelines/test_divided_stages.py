@@ -147,6 +147,7 @@ def test_a_rank_gets_its_slices_of_its_own_blocks(by_sequence, tmp_path):
     assert not isinstance(model.tokens.weight, DTensor)  # it is another rank's
 
 
+@pytest.mark.slow
 def test_division_saves_memory_and_more_memory_is_never_slower():
     lowest_bytes = least_peak(tp_plan="tensor")
     assert lowest_bytes < least_peak(mesh=None)

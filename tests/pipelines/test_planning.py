@@ -266,9 +266,12 @@ def test_a_global_batch_is_cut_in_the_best_of_all_ways():
         "global_batch": 8,
         "relative_gap": 0.0,
     }
+    both = ["1F1B", "GPipe"]
     plans = [
-        autosac.plan_pipeline(model, inputs, num_micro_batches=number, **options)
-        for number in (2, 4, 8)
+        autosac.plan_pipeline(
+            model, inputs, num_micro_batches=number, schedules=names, **options
+        )
+        for number, names in ((1, ["GPipe"]), (2, both), (4, both), (8, both))
     ]
 
     own = autosac.plan_pipeline(model, inputs, **options)
@@ -279,6 +282,7 @@ def test_a_global_batch_is_cut_in_the_best_of_all_ways():
         model,
         inputs.repeat(8, 1),
         num_micro_batches=own.pipeline.num_micro_batches,
+        schedules=[own.pipeline.name],
         **{**options, "global_batch": None, "target": target.repeat(8, 1)},
     )
     assert own.stage_plans == whole.stage_plans
