@@ -14,7 +14,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from autosac._compat_distributed import local
 
 # From torch 2.15 on what is received has memory only while it is needed, and what was
 # sent is let go of when it has arrived.
@@ -57,6 +59,20 @@ def compute_order(
         for action in schedule._calculate_single_rank_operations(numbers, rank)
         if action is not None
     ]
+
+
+class Stage(PipelineStage):
+    """A stage whose parameters may be slices: each rank scales what it has.
+
+    PyTorch scales gradients as distributed tensors, which torch 2.10 does not do in
+    place where one is a part of a sum.
+    """
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide the gradients; a pipeline does so at the end of a step."""
+        for parameter in self.submod.parameters():
+            if parameter.grad is not None and grad_scale_factor != 1:
+                local(parameter.grad).div_(grad_scale_factor)
 
 
 class _NotingStage:

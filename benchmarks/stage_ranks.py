@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
 
 from autosac.checkpointing import installing
 from autosac.pipelines.plans import PipelinePlan
@@ -24,7 +25,7 @@ from autosac.pipelines.schedules import Schedule
 from autosac.units.policies import OpPolicy
 from benchmarks import allocator_shim, rank_server
 
-NUM_STEPS = 3  # the last one is measured
+NUM_STEPS = 3  # the first one is not measured
 SEED = 7
 
 
@@ -33,13 +34,14 @@ class Recipe:
     """What a pipeline trains.
 
     Attributes:
-        make_model: Builds it: a sequence of blocks. A function of a module.
+        make_model: Builds it: a sequence of blocks, or with a plan any chain. A
+            function of a module.
         make_batch: Makes inputs and targets of so many micro-batches.
         loss_fn: Output and targets -> mean over the micro-batch.
         make_optimizer: Builds the optimizer of a stage's parameters.
     """
 
-    make_model: Callable[[], nn.Sequential]
+    make_model: Callable[[], Any]
     make_batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     loss_fn: Callable[[Any, Any], torch.Tensor]
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
@@ -57,14 +59,19 @@ class RankResult:
     """What a rank measured.
 
     Attributes:
-        peak_bytes: The most it held in a step.
+        peaks: The most it held in each step but the first.
         losses: Of the micro-batches in the first step, on the last rank.
-        gradients: Of the first step, by name in the model.
+        gradients: Of the first step, by name in the model, whole.
     """
 
-    peak_bytes: int
+    peaks: list[int]
     losses: list[float]
     gradients: dict[str, torch.Tensor]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most it held in a step in which no thread of gloo was late."""
+        return min(self.peaks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,7 @@ class Job:
         starts: First block of each stage.
         policies: Of each stage's AC units; none if it is empty.
         plan: Makes the stages instead of these, as users do.
+        num_steps: Of which the first is not measured.
     """
 
     recipe: Recipe
@@ -84,6 +92,12 @@ class Job:
     starts: tuple[int, ...]
     policies: tuple[tuple[OpPolicy, ...], ...] = ()
     plan: PipelinePlan | None = None
+    num_steps: int = NUM_STEPS
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all, those that share slices among them."""
+        return self.schedule.num_ranks if self.plan is None else self.plan.num_ranks
 
 
 def can_count() -> bool:
@@ -93,27 +107,24 @@ def can_count() -> bool:
 
 def run_ranks(job: Job) -> list[RankResult]:
     """Run a pipeline in as many processes as it has ranks."""
-    return rank_server.run_ranks(_run, job.schedule.num_ranks, job)
+    return rank_server.run_ranks(_run, job.num_ranks, job)
 
 
 @torch.backends.mkldnn.flags(enabled=False)
 def reference(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the micro-batches and gradients, by one process without a pipeline."""
     recipe, number = job.recipe, job.schedule.num_micro_batches
-    stages = recipe.stages(job.starts)
+    torch.manual_seed(SEED)
+    model = recipe.make_model()
     inputs, targets = recipe.make_batch(number)
     losses = []
     for x, target in zip(inputs.chunk(number), targets.chunk(number), strict=True):
-        output: Any = x
-        for stage in stages:
-            output = stage(output)
-        loss = recipe.loss_fn(output, target)
+        loss = recipe.loss_fn(model(x), target)
         loss.backward()
         losses.append(float(loss.detach()))
     return losses, {
         name: p.grad / number
-        for stage in stages
-        for name, p in stage.named_parameters()
+        for name, p in model.named_parameters()
         if p.grad is not None
     }
 
@@ -144,7 +155,8 @@ def _run(rank: int, job: Job) -> RankResult:
     targets = targets if is_last else None
     kwargs = {"target": targets} if is_last else {}
     first_losses, gradients = [], {}
-    for number in range(NUM_STEPS):
+    peaks = []
+    for number in range(job.num_steps):
         gc.collect()
         dist.barrier()
         allocator_shim.reset()
@@ -154,7 +166,7 @@ def _run(rank: int, job: Job) -> RankResult:
         if number == 0:
             first_losses = [float(loss.detach()) for loss in losses]
             gradients = {
-                name: p.grad.numpy().copy()  # elsewhere than the allocator's
+                name: whole(p.grad).numpy().copy()  # elsewhere than the allocator's
                 for module in modules.values()
                 for name, p in module.named_parameters()
                 if p.grad is not None
@@ -163,11 +175,18 @@ def _run(rank: int, job: Job) -> RankResult:
             optimizer.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
+        if number:
+            peaks.append(allocator_shim.peak_bytes() - before_bytes)
     return RankResult(
-        peak_bytes=allocator_shim.peak_bytes() - before_bytes,
+        peaks=peaks,
         losses=first_losses,
         gradients={key: torch.from_numpy(grad) for key, grad in gradients.items()},
     )
+
+
+def whole(gradient: torch.Tensor) -> torch.Tensor:
+    """All of a gradient that ranks may have parts of."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def _stages(job: Job, rank: int) -> tuple[dict[int, nn.Module], list[PipelineStage]]:

@@ -8,6 +8,9 @@ trains: each rank loads the plan and builds its own stage. On the CPU (gloo) the
 gradients of the first step are held against those of one process; the last step's model
 is saved with torch.distributed.checkpoint and loaded into a model without a plan.
 
+``--tp 2`` with the first command lets two neighbouring ranks share slices of each
+stage's tensors: it takes twice as many processes then.
+
 On GPUs add ``--backend nccl`` to the second command and ``--cluster hgx-h100`` to the
 first.
 """
@@ -16,19 +19,42 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import autosac
+from autosac.devices.specs import device_spec
+from autosac.parallel.clusters import cluster_spec
 
-VOCABULARY, LENGTH, BATCH, WIDTH, NUM_BLOCKS = 1031, 64, 16, 96, 6
+VOCABULARY, LENGTH, BATCH, WIDTH, NUM_BLOCKS = 1032, 64, 16, 96, 6
 LARGEST_DIFFERENCE = 1e-5  # of the largest element of any gradient
 STEPS = 3
+
+
+class Attention(nn.Module):
+    """Causal attention; a rank may have some of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = WIDTH // 4
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix the tokens."""
+        q, k, v = (
+            part(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.wq, self.wk, self.wv)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: torch.Tensor = self.wo(y.transpose(1, 2).flatten(2))
+        return out
 
 
 class Block(nn.Module):
@@ -37,16 +63,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.attention = Attention()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the block."""
-        heads = self.qkv(self.first(x)).view(*x.shape[:2], 3, 4, -1)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        x = x + self.attention(self.first(x))
         return x + self.down(functional.gelu(self.up(self.second(x))))
 
 
@@ -86,8 +108,11 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def write_plan(path: Path, ranks: int, cluster: str | None, budget: str) -> None:
+def write_plan(
+    path: Path, ranks: int, tp: int, cluster: str | None, budget: str
+) -> None:
     """Plan for ranks on this machine's CPU, or for the GPUs of a cluster."""
+    spec = replace(cluster_spec("pcie-l40s"), device=device_spec("cpu"))
     inputs, target = make_batch()
     plan = autosac.plan_pipeline(
         make_model(),
@@ -97,7 +122,8 @@ def write_plan(path: Path, ranks: int, cluster: str | None, budget: str) -> None
         num_ranks=ranks,
         num_micro_batches=(4, 8),
         memory_budget=budget,
-        cluster=cluster,
+        cluster=cluster or spec,
+        mesh={"tp": tp},
         optimizer=torch.optim.AdamW,
     )
     plan.save(path)
@@ -141,12 +167,17 @@ def compare(own: nn.Module) -> None:
     expected = {name: p.grad for name, p in plain.named_parameters()}
     scale = max(float(grad.abs().max()) for grad in expected.values())
     off = max(
-        float((p.grad - expected[name]).abs().max())
+        float((whole(p.grad) - expected[name]).abs().max())
         for name, p in own.named_parameters()
     )
     if off > LARGEST_DIFFERENCE * scale:
         raise SystemExit(f"Gradients differ by {off / scale:.1e} of the largest.")
     print(f"gradients equal to {off / scale:.1e} of the largest element", flush=True)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor of which a rank may have a slice."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def save_and_reload(own: nn.Module) -> None:
@@ -157,7 +188,7 @@ def save_and_reload(own: nn.Module) -> None:
     plain = make_model()
     checkpoint.load({"model": plain.state_dict()}, checkpoint_id=where[0])
     for name, parameter in own.named_parameters():
-        if not torch.equal(parameter, plain.get_parameter(name)):
+        if not torch.equal(whole(parameter), plain.get_parameter(name)):
             raise SystemExit(f"`{name}` was not reloaded as it was saved.")
     print("checkpoint reloaded without a plan: identical", flush=True)
 
@@ -168,12 +199,15 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cluster")
     parser.add_argument("--budget", default="12MiB")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     options = parser.parse_args()
     if options.plan:
-        write_plan(options.path, options.ranks, options.cluster, options.budget)
+        write_plan(
+            options.path, options.ranks, options.tp, options.cluster, options.budget
+        )
     else:
         train(options.path, options.backend)
 

@@ -112,6 +112,8 @@ class _ForwardGlue(_compat.PlainDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         traits = _compat_dispatch.traits(func)
+        if traits.is_wait:  # whoever reads a result first does, now or in a part
+            return func(*args, **kwargs)
         if traits.is_random:
             self.nest.depart(f"draws random numbers ({traits.name})")
         is_write = bool(traits.written or traits.statistics)
@@ -187,7 +189,7 @@ class _RerunGlue(_compat.TorchDispatchMode):
         if types and are_distributed(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if id(func) in _compat.IGNORED_IDS:
+        if id(func) in _compat.IGNORED_IDS or _compat_dispatch.traits(func).is_wait:
             return func(*args, **kwargs)
         written = list(tensors_in(_compat.written_arguments(func, args, kwargs)))
         is_view = _compat.is_view(func)

@@ -383,7 +383,7 @@ class Record:
         """Note that nobody holds a result any more."""
         _, key, result = self._watched.pop(id(watch))
         del self.results[key]
-        self.calls[-1].ended.append(result)
+        (self.calls[-1] if self.calls else self).ended.append(result)
 
     def _end_saved(self) -> None:
         """Find saved results that are there for reruns only from now on."""

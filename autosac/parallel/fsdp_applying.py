@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from autosac.errors import UnsupportedError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.sharding import Sharding
 
 
@@ -69,17 +69,17 @@ def check_mesh(
     """Refuse a mesh that a plan does not fit.
 
     Raises:
-        ValueError: The mesh has another shape; or its dimensions have no names where
+        ArgumentError: The mesh has another shape; or its dimensions have no names where
             there are several, or other ones with tensor parallelism.
     """
     if tuple(mesh.shape) != shape:
-        raise ValueError(
+        raise ArgumentError(
             f"`mesh` has shape {tuple(mesh.shape)}, and the plan wants {shape};"
             " `plan.make_mesh()` makes it."
         )
     given = mesh.mesh_dim_names
     if len(shape) > 1 and (given is None or ("tp" in names and given != names)):
-        raise ValueError(
+        raise ArgumentError(
             f"`mesh` has dimensions named {given}, and the plan wants"
             f" {names}; make it with `plan.make_mesh()`, or pass"
             f" mesh_dim_names={names}."

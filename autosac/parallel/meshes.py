@@ -1,35 +1,28 @@
-"""The cheapest mesh of FSDP2 and tensor parallelism: each degree is planned and priced.
-
-Ranks of one tensor-parallel group lie in one node and see one batch together, so that a
-step of theirs trains on as many times fewer batches. Meshes are compared by the time of
-a batch on one GPU.
-"""
+"""The cheapest mesh of FSDP2 and tensor parallelism: each degree is planned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from torch.distributed import is_initialized
-
-from autosac.errors import (
-    ArgumentError,
-    AutosacError,
-    InfeasibleBudgetError,
-    UnsupportedError,
-)
+from autosac.errors import InfeasibleBudgetError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import Setting
+from autosac.parallel.mesh_racing import (
+    Lost,
+    MeshRace,
+    TpPlan,
+    read_degrees,
+    read_dimensions,
+)
 from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.racing import LATE
-from autosac.parallel.tp_finding import find_styles
-from autosac.parallel.tp_styles import TensorParallel, check, expanded
+from autosac.parallel.tp_styles import TensorParallel
 from autosac.parallel.tp_tracing import draws, exchange_ms, late_bytes, rank_profile
 from autosac.profiles.profile import Profile
-from autosac.quantities import format_bytes, format_ms, format_parts
+from autosac.quantities import format_bytes, format_parts
 
-TpPlan = Mapping[str, str] | Literal["tensor", "sequence"] | None
 # Profile, cluster of one rank of each group, budget -> the best plan.
 MakePlan = Callable[[Profile, ClusterSpec, int], ParallelPlan]
 
@@ -48,32 +41,16 @@ def read_mesh(
         ArgumentError: A dimension is not known, or a degree does not fit a node.
         UnsupportedError: Stages of pipelines are asked for.
     """
-    asked = dict(mesh or {})
-    pipeline, degree = asked.pop("pp", 1), asked.pop("tp", 1)
-    if asked:
-        raise ArgumentError(
-            f"`mesh` has {', '.join(map(repr, asked))}, and its dimensions are 'tp' and"
-            " 'pp'; sharding degrees of FSDP2 are given as `degrees`."
-        )
+    pipeline, degree = read_dimensions(mesh, 1)
     if pipeline not in (1, None):
         raise UnsupportedError(
-            f"`mesh` asks for {pipeline} stages, and a mesh of a pipeline with FSDP2 or"
-            " tensor parallelism is not planned: use `autosac.plan_pipeline`."
+            f"`mesh` asks for {pipeline} stages, and FSDP2 inside a pipeline is not"
+            " planned: use `autosac.plan_pipeline(model, inputs, target=...,"
+            f" loss_fn=..., num_ranks={pipeline}, num_micro_batches=...,"
+            f" memory_budget=..., cluster=..., mesh={{'tp': {degree}}})`, whose stages"
+            " are not sharded."
         )
-    node = spec.gpus_per_node
-    if degree is None:
-        return tuple(n for n in range(1, node + 1) if node % n == 0)
-    if not isinstance(degree, int) or degree < 1 or node % degree:
-        raise ArgumentError(
-            f"`mesh` has tp={degree!r}, which must divide the {node} GPUs of a node;"
-            " None tries all that do."
-        )
-    if tp_plan is not None and degree == 1:
-        raise ArgumentError(
-            "`tp_plan` is given, and `mesh` asks for no tensor parallelism: pass"
-            " mesh={'tp': 2}, or {'tp': None} to try all degrees of a node."
-        )
-    return (degree,)
+    return read_degrees(degree, tp_plan, spec)
 
 
 def cheapest_mesh(
@@ -100,181 +77,68 @@ def cheapest_mesh(
         AutosacError: No degree divides the model; says why the first one does not.
         InfeasibleBudgetError: No mesh fits.
     """
-    if is_initialized() and max(degrees) > 1:
-        raise ArgumentError(
-            "Tensor parallelism is planned in a group that stands for the ranks, and"
-            " this process has a real one: plan before `init_process_group`, save the"
-            " plan, and load it on every rank."
-        )
-    search = _Search(profile, spec, budget_bytes, setting, make_plan)
-    for degree in degrees:
-        for tensor in _divisions(profile, degree, tp_plan, search):
-            search.enter(tensor)
-    if search.best is not None:
-        return replace(
-            search.best,
-            alternatives=(*search.best.alternatives, *search.lost()),
-        )
-    if search.least is not None:
-        raise _infeasible(search.least, budget_bytes, spec, degrees)
-    raise search.refused[0][1]
+
+    def planned(tensor: TensorParallel) -> ParallelPlan:
+        return _planned(profile, spec, budget_bytes, tensor, setting, make_plan)
+
+    race = MeshRace(planned)
+    race.run(profile.step.model, degrees, tp_plan)
+    if race.best is not None:
+        lost = map(_alternative, race.lost())
+        return replace(race.best, alternatives=(*race.best.alternatives, *lost))
+    if race.least is not None:
+        raise _infeasible(race.least, budget_bytes, spec, degrees)
+    raise race.refused[0][1]
 
 
-def _divisions(
-    profile: Profile, degree: int, tp_plan: TpPlan, search: _Search
-) -> list[TensorParallel]:
-    """The ways to divide a model among so many ranks; others are noted as refused."""
-    if degree == 1:
-        return [TensorParallel()]
-    model = profile.step.model
-    found: list[dict[str, str]] = []
+def _planned(
+    profile: Profile,
+    spec: ClusterSpec,
+    budget_bytes: int,
+    tensor: TensorParallel,
+    setting: Setting,
+    make_plan: MakePlan,
+) -> ParallelPlan:
+    """The plan of one division."""
+    if tensor.degree == 1:
+        return make_plan(profile, spec, budget_bytes)
+    _check_step(profile)
+    tensor = replace(tensor, draws=draws(profile))
+    others = replace(spec, gpus_per_node=spec.gpus_per_node // tensor.degree)
+    rank = rank_profile(profile, tensor, spec, setting)
+    late = late_bytes(rank, tensor.degree)
     try:
-        if isinstance(tp_plan, Mapping):
-            found.append(expanded(tp_plan, model))
-        elif tp_plan in (None, "tensor"):
-            found.append(find_styles(model))
-        elif tp_plan == "sequence":
-            found.append(find_styles(model, sequence=True))
-        else:
-            raise ArgumentError(
-                f"`tp_plan` must be a dict of styles, 'tensor' or 'sequence', got"
-                f" {tp_plan!r}."
+        plan = make_plan(rank, others, budget_bytes - late)
+    except InfeasibleBudgetError as error:
+        raise _with_late(error, late) from error
+    return replace(
+        plan,
+        tensor=tensor,
+        exchange_ms=exchange_ms(rank, tensor.degree),
+        budget_bytes=budget_bytes,
+        late_bytes=plan.late_bytes + late,
+        model=profile.model,
+        alternatives=tuple(
+            replace(
+                other,
+                tp_degree=tensor.degree,
+                sequence_parallel=tensor.cuts_sequences,
             )
-        if tp_plan is None:
-            found += _if_known(profile)
-        for styles in found:
-            check(model, styles, degree)
-    except AutosacError as error:
-        search.refused.append((TensorParallel(degree=degree), error))
-        return []
-    return [
-        TensorParallel(degree=degree, styles=styles, draws=draws(profile))
-        for styles in found
-    ]
-
-
-def _if_known(profile: Profile) -> list[dict[str, str]]:
-    """Styles with parts of the sequence between blocks, if they are known."""
-    try:
-        return [find_styles(profile.step.model, sequence=True)]
-    except ArgumentError:
-        return []
-
-
-@dataclass
-class _Search:
-    """Meshes one after the other.
-
-    Attributes:
-        profile: The step of the whole model,
-        spec: the cluster,
-        budget_bytes: and the cap on the peak of a rank.
-        setting: What is decided already.
-        make_plan: Plans FSDP2 and recomputation.
-        best: The cheapest plan so far.
-        least: The least peak of a mesh that does not fit, with its division.
-        others: Plans that lost.
-        misfits: Divisions that do not fit, with why.
-        refused: Divisions that cannot be, with why.
-    """
-
-    profile: Profile
-    spec: ClusterSpec
-    budget_bytes: int
-    setting: Setting
-    make_plan: MakePlan
-    best: ParallelPlan | None = None
-    least: tuple[InfeasibleBudgetError, TensorParallel] | None = None
-    others: list[ParallelPlan] = field(default_factory=list)
-    misfits: list[Alternative] = field(default_factory=list)
-    refused: list[tuple[TensorParallel, Exception]] = field(default_factory=list)
-
-    def enter(self, tensor: TensorParallel) -> None:
-        """Plan one more mesh, and compare it with the best so far."""
-        try:
-            plan = self._planned(tensor)
-        except InfeasibleBudgetError as error:
-            lowest = error.lowest_peak_bytes
-            if self.least is None or lowest < self.least[0].lowest_peak_bytes:
-                self.least = error, tensor
-            why = f"its least peak is {format_bytes(lowest)}"
-            self.misfits.append(_unplanned(tensor, why))
-            return
-        except (AutosacError, ValueError) as error:
-            self.refused.append((tensor, error))
-            return
-        if self.best is None:
-            self.best = plan
-        elif _batch_ms(plan) < _batch_ms(self.best):
-            self.others.append(self.best)
-            self.best = plan
-        else:
-            self.others.append(plan)
-
-    def lost(self) -> list[Alternative]:
-        """All meshes that were not taken, and why."""
-        assert self.best is not None
-        return [
-            *(_dearer(other, self.best) for other in self.others),
-            *self.misfits,
-            *(_unplanned(tensor, str(error)) for tensor, error in self.refused),
-        ]
-
-    def _planned(self, tensor: TensorParallel) -> ParallelPlan:
-        if tensor.degree == 1:
-            return self.make_plan(self.profile, self.spec, self.budget_bytes)
-        _check_step(self.profile)
-        per_node = self.spec.gpus_per_node // tensor.degree
-        others = replace(self.spec, gpus_per_node=per_node)
-        rank = rank_profile(self.profile, tensor, self.spec, self.setting)
-        late = late_bytes(rank, tensor.degree)
-        try:
-            plan = self.make_plan(rank, others, self.budget_bytes - late)
-        except InfeasibleBudgetError as error:
-            raise _with_late(error, late) from error
-        return replace(
-            plan,
-            tensor=tensor,
-            exchange_ms=exchange_ms(rank, tensor.degree),
-            budget_bytes=self.budget_bytes,
-            late_bytes=plan.late_bytes + late,
-            model=self.profile.model,
-            alternatives=tuple(
-                replace(
-                    other,
-                    tp_degree=tensor.degree,
-                    sequence_parallel=tensor.cuts_sequences,
-                )
-                for other in plan.alternatives
-            ),
-        )
-
-
-def _unplanned(tensor: TensorParallel, why: str) -> Alternative:
-    return Alternative(
-        shard_degree=0,
-        replicate_degree=0,
-        tp_degree=tensor.degree,
-        sequence_parallel=tensor.cuts_sequences,
-        reason=why,
+            for other in plan.alternatives
+        ),
     )
 
 
-def _batch_ms(plan: ParallelPlan) -> float:
-    """Time of one batch on one GPU."""
-    return plan.step_ms * plan.tensor.degree
-
-
-def _dearer(plan: ParallelPlan, best: ParallelPlan) -> Alternative:
-    more = _batch_ms(plan) / _batch_ms(best) - 1
+def _alternative(lost: Lost[ParallelPlan]) -> Alternative:
+    plan = lost.plan
     return Alternative(
-        shard_degree=plan.sharding.shard_degree,
-        replicate_degree=plan.sharding.replicate_degree,
-        tp_degree=plan.tensor.degree,
-        sequence_parallel=plan.tensor.cuts_sequences,
-        reason=f"a batch takes {more:.1%} more: {format_ms(plan.step_ms)} a step",
-        step_ms=plan.step_ms,
-        peak_bytes=plan.peak_bytes,
+        shard_degree=0 if plan is None else plan.sharding.shard_degree,
+        replicate_degree=0 if plan is None else plan.sharding.replicate_degree,
+        tp_degree=lost.tensor.degree,
+        sequence_parallel=lost.tensor.cuts_sequences,
+        reason=lost.reason,
+        step_ms=None if plan is None else plan.step_ms,
+        peak_bytes=None if plan is None else plan.peak_bytes,
     )
 
 

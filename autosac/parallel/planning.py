@@ -16,7 +16,8 @@ from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import Setting
-from autosac.parallel.meshes import TpPlan, cheapest_mesh, read_mesh
+from autosac.parallel.mesh_racing import TpPlan
+from autosac.parallel.meshes import cheapest_mesh, read_mesh
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.preparing import (
     chooser_of,

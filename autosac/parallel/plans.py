@@ -307,11 +307,9 @@ class ParallelPlan(Summarized):
 
     def _tensors(self) -> str:
         """How tensors are divided, and what that exchanges."""
-        kind = " and sequence" if self.tensor.cuts_sequences else ""
         return (
-            f"{len(self.tensor.styles)} modules with styles of tensor{kind} parallelism"
-            f" over {self.tensor.degree} ranks of a node, which see one batch together;"
-            f" {format_ms(self.exchange_ms)} of the compute is their collectives"
+            f"{self.tensor}; {format_ms(self.exchange_ms)} of the compute is their"
+            " collectives"
         )
 
 

@@ -36,8 +36,8 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -180,6 +180,22 @@ class TensorParallel:
     def cuts_sequences(self) -> bool:
         """Whether a rank has a part of the sequence between some modules."""
         return not _OF_SEQUENCE.isdisjoint(self.styles.values())
+
+    def __str__(self) -> str:
+        kind = " and sequence" * self.cuts_sequences
+        return (
+            f"{len(self.styles)} modules with styles of tensor{kind} parallelism over"
+            f" {self.degree} ranks of a node, which see one batch together"
+        )
+
+    def within(self, fqns: Sequence[str]) -> TensorParallel:
+        """The same of some modules and what is in them."""
+        styles = {
+            fqn: style
+            for fqn, style in self.styles.items()
+            if any(fqn == own or fqn.startswith(f"{own}.") for own in fqns)
+        }
+        return replace(self, styles=styles)
 
     def apply(
         self, model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0

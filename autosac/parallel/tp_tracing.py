@@ -62,18 +62,24 @@ def rank_profile(
     if key not in traced.parallel:
         with fake_group(tensor.degree):
             rank = in_gathered_type(_divided(traced, tensor), setting)
-        traced.parallel[key] = _priced(rank, cluster, tensor.degree)
+        traced.parallel[key] = priced(rank, cluster, tensor.degree, sharded=True)
     profile: Profile = traced.parallel[key]
     return profile
+
+
+def divided_copy(model: torch.nn.Module, tensor: TensorParallel) -> torch.nn.Module:
+    """What the first rank has of a model, in a fake group that is there."""
+    with AnyCopies():
+        model = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (tensor.degree,))
+    tensor.apply(model, mesh, src_data_rank=None)
+    return model
 
 
 def _divided(traced: Profile, tensor: TensorParallel) -> Profile:
     """The step of a divided copy of the model, in a group that is there."""
     step = traced.step
-    with AnyCopies():
-        model = copy.deepcopy(step.model)
-    mesh = init_device_mesh("cpu", (tensor.degree,))
-    tensor.apply(model, mesh, src_data_rank=None)
+    model = divided_copy(step.model, tensor)
     # A plain function: what else is called is copied with all that it knows.
     make = None if step.optimizer is None else lambda own: _optimizer(step, own)
     return traced_again(traced, model=model, options={"optimizer": make})
@@ -143,12 +149,20 @@ def late_bytes(profile: Profile, degree: int) -> int:
     return GLOO_THREADS * max(held, default=0)
 
 
-def _priced(profile: Profile, cluster: ClusterSpec, degree: int) -> Profile:
+def priced(
+    profile: Profile, cluster: ClusterSpec, degree: int, *, sharded: bool
+) -> Profile:
     """The profile with times of collectives, and with the copies that gloo makes.
 
-    gloo gathers into a second buffer, and reduces and scatters a copy of its input. A
-    gradient that is a part of a sum is reduced in the trace whenever the optimizer
-    reads it; under FSDP2 that happens once, before it is sharded.
+    gloo gathers into a second buffer, and reduces and scatters a copy of its input.
+
+    Args:
+        profile: The step of one of the ranks that share slices.
+        cluster: Its links time the collectives.
+        degree: How many ranks share slices.
+        sharded: FSDP2 shards gradients. One that is a part of a sum is then reduced
+            once, before it is sharded; without, as in the trace, whenever the optimizer
+            reads it.
     """
     group = Group(ranks_per_node=degree, num_nodes=1)
     on_cpu = profile.device.type == "cpu"
@@ -159,7 +173,8 @@ def _priced(profile: Profile, cluster: ClusterSpec, degree: int) -> Profile:
         if found is None:
             continue
         kind, nbytes = found
-        again = op.phase == "optimizer" and not summed.isdisjoint(op.reads)
+        in_optimizer = sharded and op.phase == "optimizer"
+        again = in_optimizer and not summed.isdisjoint(op.reads)
         summed.update(op.reads)
         cost = cluster.cost(kind, group, nbytes)
         op_ms[i] = 0.0 if again else cost.ms(nbytes)
@@ -172,10 +187,16 @@ def _priced(profile: Profile, cluster: ClusterSpec, degree: int) -> Profile:
     )
 
 
-def exchange_ms(profile: Profile, degree: int) -> float:
-    """Time of a step's collectives among the ranks that share slices."""
+def exchange_ms(profile: Profile, degree: int, *, optimizer: bool = True) -> float:
+    """Time of a step's collectives among the ranks that share slices.
+
+    Args:
+        profile: The step of one of them.
+        degree: How many there are.
+        optimizer: Those of the optimizer count.
+    """
     return sum(
         ms
         for op, ms in zip(profile.tape.ops, profile.op_ms, strict=True)
-        if collective_of(op, degree)
+        if collective_of(op, degree) and (optimizer or op.phase != "optimizer")
     )

@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from autosac import _compat
-from autosac.errors import ArgumentError, UnsupportedError
+from autosac._compat_distributed import unwrapped
+from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
+from autosac.parallel.tp_styles import TensorParallel
 from autosac.tracing.copying import copied
+from autosac.tracing.failures import explanation
 from autosac.tracing.step import Step
 
 _ADVICE = "a pipeline cuts a model whose blocks follow one another"
@@ -107,16 +110,7 @@ def chain_of(model: nn.Module, inputs: torch.Tensor) -> dict[str, Passed]:
         UnsupportedError: They are no chain; says which block is called otherwise.
     """
     mode = _compat.fake_mode(plain=False)
-    step = Step(
-        model=model,
-        args=(inputs,),
-        kwargs={},
-        loss_fn=None,
-        optimizer=None,
-        device_type="cpu",
-        granularity_bytes=1,
-    )
-    fake_model, _, (passed,), _ = copied(step, mode)
+    fake_model, passed = _on_fakes(model, inputs, mode)
     order: dict[str, Passed] = {}
     latest: list[Any] = [passed]
 
@@ -150,6 +144,74 @@ def chain_of(model: nn.Module, inputs: torch.Tensor) -> dict[str, Passed]:
         )
     _check_all_called(model, order)
     return order
+
+
+def _on_fakes(
+    model: nn.Module, inputs: torch.Tensor, mode: _compat.FakeTensorMode
+) -> tuple[nn.Module, torch.Tensor]:
+    """A model and its inputs as fake tensors of a mode."""
+    step = Step(
+        model=model,
+        args=(inputs,),
+        kwargs={},
+        loss_fn=None,
+        optimizer=None,
+        device_type="cpu",
+        granularity_bytes=1,
+    )
+    fake_model, _, (passed,), _ = copied(step, mode)
+    return fake_model, passed
+
+
+def handed_on(
+    divided: nn.Module, fqns: Sequence[str], inputs: torch.Tensor
+) -> dict[str, Passed]:
+    """What blocks of a divided model hand on, on the first rank of those that share it.
+
+    Args:
+        divided: The model in a group of these ranks; it runs once on fake tensors.
+        fqns: Its blocks in order.
+        inputs: Of one micro-batch.
+
+    Raises:
+        UnsupportedError: A block hands on a distributed tensor.
+        TraceError: A block does not run under its styles.
+    """
+    mode = _compat.fake_mode(plain=False)
+    fake_model, passed = _on_fakes(divided, inputs, mode)
+    order: dict[str, Passed] = {}
+    with mode, torch.no_grad():
+        for fqn in fqns:
+            try:
+                passed = fake_model.get_submodule(fqn)(passed)
+            except (AutosacError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # whatever the user's code raises
+                raise TraceError(explanation(error, f"divided `{fqn}`")) from error
+            if unwrapped(passed)[1] is not None:
+                raise UnsupportedError(
+                    f"`{fqn}` hands on a distributed tensor under `tp_plan`, and stages"
+                    " hand on what a rank has: give the modules in it styles whose"
+                    " outputs are plain tensors."
+                )
+            order[fqn] = _passed(passed)
+    return order
+
+
+def check_styles(fqns: Sequence[str], tensor: TensorParallel) -> None:
+    """Refuse styles of modules that lie in no block, whose forward no stage runs.
+
+    Raises:
+        ArgumentError: Names the module.
+    """
+    inside = tensor.within(fqns).styles
+    for fqn, style in tensor.styles.items():
+        if fqn not in inside:
+            raise ArgumentError(
+                f"`tp_plan` gives `{fqn}` the style {style!r}, and it is in no block:"
+                f" stages run `{fqns[0]}` and what follows one by one. Give styles to"
+                " these, or to modules in them."
+            )
 
 
 def _check_all_called(model: nn.Module, order: Mapping[str, Passed]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,8 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from autosac import _compat_pipelining
 from autosac.checkpointing import installing
 from autosac.errors import ArgumentError
+from autosac.parallel.fsdp_applying import check_mesh
+from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.pipelines.blocks import Passed, Stage
 from autosac.pipelines.schedules import Schedule
 from autosac.planning.plans import check_model
@@ -26,7 +30,7 @@ from autosac.step import arguments
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
 from autosac.units.policies import OpPolicy, op_policy_of
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,11 @@ class StagePlan:
         peak_bytes: Predicted peak of its rank, replayed.
         forward_ms: Predicted time of one micro-batch forward,
         backward_ms: and backward, recomputation included,
-        recompute_ms: of which this is recomputation.
+        recompute_ms: of which this is recomputation,
+        exchange_ms: and what of both, recomputation apart, ranks that share slices
+            spend on collectives.
+        late_bytes: What a rank may hold besides while slow threads of gloo still have
+            what these ranks have exchanged; 0 on a GPU.
         received: What it gets,
         sent: and what it hands on.
     """
@@ -53,6 +61,8 @@ class StagePlan:
     forward_ms: float
     backward_ms: float
     recompute_ms: float
+    exchange_ms: float
+    late_bytes: int
     received: Passed
     sent: Passed
 
@@ -63,14 +73,16 @@ class PipelinePlan(Summarized):
 
     Attributes:
         pipeline: The schedule and its numbers.
-        stage_plans: The stages in order; stage i is on rank i.
-        budget_bytes: The cap on the peak of a rank.
+        stage_plans: The stages in order; stage i is on rank i of the mesh's ``"pp"``.
+        budget_bytes: The cap on the peak of a rank, with what slow threads may hold.
         step_ms: Predicted time of a step, played action by action.
-        alternatives: Other schedules and numbers of micro-batches, and why they lost.
+        alternatives: Other schedules, numbers of micro-batches and meshes, and why they
+            lost.
         device: Of the ranks.
         calibrated: Times of ops were measured, not modelled.
         model: Fingerprint of the model the plan is for.
         torch_version: PyTorch that the model was traced with.
+        tensor: How tensors of a stage are divided among ranks that see one batch.
         step_kwargs: Arguments that `step` of the schedule needs: without them the last
             rank keeps the outputs of all micro-batches, which the plan does not count.
     """
@@ -84,16 +96,34 @@ class PipelinePlan(Summarized):
     calibrated: bool
     model: Fingerprint
     torch_version: str
+    tensor: TensorParallel = WHOLE
     step_kwargs: ClassVar[dict[str, bool]] = {"return_outputs": False}
 
     @property
     def num_ranks(self) -> int:
         """Ranks that take part."""
-        return self.pipeline.num_ranks
+        return math.prod(self.mesh_shape)
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of a step: of all micro-batches together."""
+        rows = self.stage_plans[0].received.shape[0]
+        return rows * self.pipeline.num_micro_batches
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Ranks by dimension of the mesh: stages, and ranks that share slices."""
+        tp = self.tensor.degree
+        return (self.pipeline.num_ranks, *((tp,) if tp > 1 else ()))
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """Names of these: ``"pp"`` and ``"tp"``."""
+        return ("pp", "tp")[: len(self.mesh_shape)]
 
     @property
     def rank_peaks(self) -> tuple[int, ...]:
-        """Predicted peak of each rank."""
+        """Predicted peak of the ranks of each stage."""
         return tuple(stage.peak_bytes for stage in self.stage_plans)
 
     @property
@@ -102,13 +132,20 @@ class PipelinePlan(Summarized):
         return max(self.rank_peaks)
 
     @property
+    def highest_peak_bytes(self) -> int:
+        """Predicted peak with all that slow threads of gloo may hold."""
+        return max(stage.peak_bytes + stage.late_bytes for stage in self.stage_plans)
+
+    @property
     def bubble_fraction(self) -> float:
         """Share of the step in which the busiest rank waits."""
         busy_ms = max(s.forward_ms + s.backward_ms for s in self.stage_plans)
         return max(0.0, 1 - self.pipeline.num_micro_batches * busy_ms / self.step_ms)
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of the pipeline, with one dimension ``"pp"``; every rank calls it.
+        """The mesh of the pipeline, of `mesh_shape`; every rank calls it.
+
+        Neighbouring ranks share slices (``"tp"``), and must get the same batch.
 
         Args:
             device_type: Of the ranks' devices, such as ``"cuda"``.
@@ -121,12 +158,14 @@ class PipelinePlan(Summarized):
             raise ArgumentError(
                 f"The plan is for {self.num_ranks} ranks, and there are {num_ranks}"
                 " (call torch.distributed.init_process_group first); plan with"
-                f" num_ranks={num_ranks}."
+                f" num_ranks={num_ranks // self.tensor.degree}."
             )
-        return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("pp",))
+        return init_device_mesh(
+            device_type, self.mesh_shape, mesh_dim_names=self.mesh_dim_names
+        )
 
     def stages(self, model: torch.nn.Module, mesh: DeviceMesh) -> list[PipelineStage]:
-        """The stages of this rank, their AC units installed.
+        """The stages of this rank: tensors divided, then their AC units installed.
 
         Make the optimizer of ``stage.submod.parameters()`` after that. Parameters keep
         the names that they have in the model.
@@ -138,29 +177,29 @@ class PipelinePlan(Summarized):
 
         Raises:
             PlanMismatchError: The plan was made for another model.
-            ArgumentError: A plan is applied already, or the mesh has another shape.
+            ArgumentError: A plan is applied already, the mesh has another shape, or
+                ranks that must draw the same random numbers have other seeds.
         """
         arguments.check_kind(model)
         check_unplanned(model)
         check_model(self.model, model)
-        if tuple(mesh.shape) != (self.num_ranks,):
-            raise ArgumentError(
-                f"`mesh` has shape {tuple(mesh.shape)}, and the plan wants"
-                f" ({self.num_ranks},); `plan.make_mesh()` makes it."
-            )
-        stages = []
-        for index in self.pipeline.stages_of(mesh.get_local_rank()):
+        check_mesh(self.mesh_shape, self.mesh_dim_names, mesh)
+        along = mesh["pp"] if self.tensor.degree > 1 else mesh
+        stages: list[PipelineStage] = []
+        for index in self.pipeline.stages_of(along.get_local_rank()):
             plan = self.stage_plans[index]
             module = Stage(model, plan.fqns)
+            if self.tensor.degree > 1:
+                self.tensor.within(plan.fqns).apply(module, mesh["tp"])
             installing.install(module, plan.op_policies)
-            stage = PipelineStage(
+            stage = _compat_pipelining.Stage(
                 module,
                 index,
                 self.pipeline.num_stages,
                 _device(mesh),
                 input_args=plan.received.example("meta"),
                 output_args=plan.sent.example("meta"),
-                group=mesh.get_group(),
+                group=along.get_group(),
             )
             stages.append(stage)
         return stages
@@ -200,6 +239,7 @@ class PipelinePlan(Summarized):
             record["pipeline"] = Schedule(**record["pipeline"])
             stages = map(_stage_plan, record["stage_plans"])
             record["stage_plans"] = tuple(stages)
+            record["tensor"] = TensorParallel(**record["tensor"])
             record["alternatives"] = tuple(record["alternatives"])
             record["model"] = tuple(
                 (fqn, kind, tuple(own)) for fqn, kind, own in record["model"]
@@ -216,19 +256,26 @@ class PipelinePlan(Summarized):
 
     def summary(self) -> Summary:
         """Schedule, budget, time; the stages, and what each of them recomputes."""
-        pipeline = self.pipeline
+        pipeline, tp = self.pipeline, self.tensor.degree
         waiting = f"{100 * self.bubble_fraction:.1f} %"
+        late = ""
+        if self.highest_peak_bytes > self.peak_bytes:
+            highest = format_bytes(self.highest_peak_bytes)
+            late = f", {highest} if threads of gloo are slow"
         facts = [
             (
                 "pipeline",
-                f"{pipeline.name}, {pipeline.num_micro_batches} micro-batches on"
-                f" {self.num_ranks} {self.device}",
+                f"{pipeline.name}, {pipeline.num_micro_batches} micro-batches of"
+                f" {self.global_batch // pipeline.num_micro_batches} on"
+                f" {pipeline.num_ranks}{f' x {tp}' * (tp > 1)} {self.device}",
             ),
             ("budget", f"{format_bytes(self.budget_bytes)} a rank"),
-            ("peak", f"{format_bytes(self.peak_bytes)} predicted"),
+            ("peak", f"{format_bytes(self.peak_bytes)} predicted{late}"),
             ("time", f"{format_ms(self.step_ms)} a step, {waiting} of it waiting"),
-            *(("not", alternative) for alternative in self.alternatives),
         ]
+        if tp > 1:
+            facts.append(("tensors", self._tensors()))
+        facts += [("not", alternative) for alternative in self.alternatives]
         rows = [
             (
                 str(index),
@@ -257,6 +304,14 @@ class PipelinePlan(Summarized):
         units = Table(heads=("AC unit", "recomputed"), rows=equal_rows_once(ratios))
         tables = (stages, units)
         return Summary(title="Pipeline plan", facts=tuple(facts), tables=tables)
+
+    def _tensors(self) -> str:
+        """How tensors are divided, and what that exchanges."""
+        exchange_ms = max(stage.exchange_ms for stage in self.stage_plans)
+        return (
+            f"{self.tensor}; their collectives take up to {format_ms(exchange_ms)} of a"
+            " micro-batch in a stage"
+        )
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

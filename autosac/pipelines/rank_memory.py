@@ -21,7 +21,7 @@ Source: schedules.py and stage.py of torch/distributed/pipelining.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -147,14 +147,21 @@ class RankReplay:
         schedule: Of the pipeline.
         rank: The rank.
         stages: The steps of its stages, by their index in the pipeline.
+        besides_bytes: What else is there all the time.
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, stages: Mapping[int, StageStep]
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, StageStep],
+        *,
+        besides_bytes: int = 0,
     ) -> None:
         assert set(stages) == set(schedule.stages_of(rank))
         self.schedule = schedule
         self.stages = stages
+        self.besides_bytes = besides_bytes
         self.actions = schedule.actions(rank)
 
     def peak_bytes(self, chosen: Mapping[int, Choice] | None = None) -> int:
@@ -172,7 +179,9 @@ class RankReplay:
                 part_of(step.first, of_first, is_last=step.is_last),
                 part_of(step.later, choice, is_last=step.is_last),
             )
-        return _Replay(self.schedule, self.actions, pairs).ledger().timeline()
+        ledger = _Replay(self.schedule, self.actions, pairs).ledger()
+        constant_bytes = ledger.constant_bytes + self.besides_bytes
+        return replace(ledger, constant_bytes=constant_bytes).timeline()
 
 
 class _Replay:

@@ -84,19 +84,24 @@ class StageChooser:
         schedule: Of the pipeline; one stage per rank.
         stage: Its index.
         step: Its step.
+        besides_bytes: What else is on the rank all the time.
 
     Raises:
         UnsupportedError: Ranks have several stages.
     """
 
-    def __init__(self, schedule: Schedule, stage: int, step: StageStep) -> None:
+    def __init__(
+        self, schedule: Schedule, stage: int, step: StageStep, *, besides_bytes: int = 0
+    ) -> None:
         if schedule.is_looped:
             raise UnsupportedError(
                 f"Under {schedule.name} a rank's stages share its memory, which is not"
                 " planned; use 1F1B or GPipe."
             )
         self._stage, self._step = stage, step
-        self._replay = RankReplay(schedule, stage, {stage: step})
+        self._replay = RankReplay(
+            schedule, stage, {stage: step}, besides_bytes=besides_bytes
+        )
         self._seen: dict[frozenset[object], StageChoice] = {}
         in_first = schedule.most_in_flight(stage)
         in_later = schedule.most_in_flight(stage, adding=True)

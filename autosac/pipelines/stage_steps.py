@@ -11,14 +11,13 @@ torch/distributed/pipelining/stage.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from autosac.errors import UnsupportedError
-from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, calibrate, profile
 from autosac.solving.rules_of_thumb import Choice
 from autosac.units.unit import Unit
@@ -70,20 +69,13 @@ class StageStep:
     later: Profile
     is_last: bool
 
+    def each(self, change: Callable[[Profile], Profile]) -> StageStep:
+        """The step with both of its profiles changed."""
+        return replace(self, first=change(self.first), later=change(self.later))
+
     def calibrated(self, **how: Any) -> StageStep:
         """The step with measured times and workspaces, as `calibrate` has them."""
-        return StageStep(
-            first=calibrate(self.first, **how),
-            later=calibrate(self.later, **how),
-            is_last=self.is_last,
-        )
-
-    def calibrated_if_present(self) -> StageStep:
-        """The step with measured figures where its device is."""
-        first, later = map(calibrated_if_present, (self.first, self.later))
-        assert isinstance(first, Profile)
-        assert isinstance(later, Profile)
-        return StageStep(first=first, later=later, is_last=self.is_last)
+        return self.each(partial(calibrate, **how))
 
     @cached_property
     def phase_ms(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autosac import _compat_plain
+from autosac._compat_distributed import are_distributed
 from autosac.fake_tensors.equal_states import EqualStates
 from autosac.lens.mode import host_state
 from autosac.pytrees import tensors_in
@@ -88,11 +89,19 @@ def marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
     return mark
 
 
+def has_distributed(model: torch.nn.Module) -> bool:
+    """Whether gradients may lie otherwise on the ranks than their parameters do.
+
+    One may be whole on each, or a part of a sum: only backward shows it.
+    """
+    return are_distributed(map(type, model.parameters()))
+
+
 def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
-    """Give the parameters the gradients of earlier micro-steps."""
+    """Give the parameters the gradients of earlier micro-steps that are not there."""
     with torch.no_grad(), _compat_plain.fakes_of(recorder.repeated.mode):
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
     recorder.register(
         (p.grad for p in model.parameters() if p.grad is not None), "gradient"

@@ -46,6 +46,7 @@ from autosac.tracing.probing import DRAWS
 from autosac.tracing.recorder import Recorder
 from autosac.tracing.steady_state import (
     enter_steady_state,
+    has_distributed,
     make_states,
     marker,
     register_outer,
@@ -289,10 +290,12 @@ def _run_on(
         )
         recorder = new_recorder(only_storages=True)
         try:
-            if step.learned.earlier:
+            finds = step.finds_gradients and has_distributed(model)
+            if step.learned.earlier or finds:
                 with _recorded(recorder, mode):
                     _one_micro_step(recorder, step, model, args, kwargs)
-                model.zero_grad(set_to_none=True)
+                if not finds:
+                    model.zero_grad(set_to_none=True)
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
             register_outer(recorder, step, model, (args, kwargs))

@@ -13,10 +13,11 @@ from autosac._compat_distributed import fake_group
 from autosac.devices.specs import device_spec
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.parallel.clusters import cluster_spec
-from autosac.pipelines import planning
+from autosac.pipelines import micro_batches
 from autosac.pipelines.blocks import Stage, chain_of
-from autosac.pipelines.planning import _MicroBatch, _Race
+from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import step_ms
+from autosac.pipelines.schedule_racing import Race
 from autosac.pipelines.schedules import Schedule
 from benchmarks.stage_ranks import SEED, Job, can_count, run_ranks
 from tests.pipelines.stages import (
@@ -104,17 +105,18 @@ def test_no_cuts_micro_batches_or_schedules_give_a_faster_step():
     inputs, target = tokens(4)
     races = []
     for number in (2, 4):
-        micro_batch = _MicroBatch(
+        micro_batch = MicroBatch(
             model=model,
             inputs=inputs[: len(inputs) // number],
             target=target[: len(inputs) // number],
             loss_fn=language_loss,
             options={"optimizer": torch.optim.AdamW, "device": CLUSTER.device},
             cluster=CLUSTER,
+            divided=model,
         )
         for name in ("1F1B", "GPipe"):
             schedule = Schedule(name=name, num_ranks=2, num_micro_batches=number)
-            races.append(_Race(micro_batch, schedule, 0, 0.0))
+            races.append(Race(micro_batch, schedule, 0, 0.0))
     budget_bytes = int(1.2 * min(race.lowest()[0] for race in races))
 
     own = plan(model, budget_bytes, num_micro_batches=(2, 4), cluster=CLUSTER)
@@ -162,7 +164,7 @@ def for_gpus():
 
 def test_a_plan_says_what_each_rank_does(for_gpus):
     text = for_gpus.report()
-    assert "4 micro-batches on 2 h100" in text
+    assert "4 micro-batches of 4 on 2 h100" in text
     assert "of it waiting" in text
     rows = [line.split() for line in text.splitlines()]
     assert any(row[:3] == ["0", "embedding", "to"] for row in rows)
@@ -213,8 +215,15 @@ def test_models_that_are_no_chain_are_refused(make_model, message):
     ("options", "message"),
     [
         ({"num_ranks": 6, "num_micro_batches": 8}, "5 blocks, too few for 6 stages"),
-        ({"num_micro_batches": 3}, "3 micro-batches cannot share evenly"),
+        ({"num_micro_batches": 3}, "not shared evenly by 3 micro-batches"),
         ({"num_micro_batches": 0}, "whole number of at least 1"),
+        ({"num_micro_batches": None}, "pass `global_batch`"),
+        ({"global_batch": 0}, "`global_batch` must be a whole number"),
+        ({"global_batch": 6}, "6 rows is not shared evenly by 4"),
+        (
+            {"num_micro_batches": None, "global_batch": 1, "schedules": ["1F1B"]},
+            "No schedule has so few micro-batches as 1 rows",
+        ),
         ({"schedules": ["ZBVZeroBubble"]}, "use one of GPipe"),
     ],
 )
@@ -244,6 +253,41 @@ def test_a_plan_is_for_its_ranks_and_its_model(for_gpus):
         assert type(schedule).__name__ == f"Schedule{for_gpus.pipeline.name}"
 
 
+@pytest.mark.slow
+def test_a_global_batch_is_cut_in_the_best_of_all_ways():
+    model = Model().to("meta")
+    inputs, target = (tensor[:1] for tensor in tokens(1))
+    options = {
+        "target": target,
+        "loss_fn": language_loss,
+        "num_ranks": 2,
+        "memory_budget": "1GiB",
+        "cluster": "hgx-h100",
+        "global_batch": 8,
+        "relative_gap": 0.0,
+    }
+    both = ["1F1B", "GPipe"]
+    plans = [
+        autosac.plan_pipeline(
+            model, inputs, num_micro_batches=number, schedules=names, **options
+        )
+        for number, names in ((1, ["GPipe"]), (2, both), (4, both), (8, both))
+    ]
+
+    own = autosac.plan_pipeline(model, inputs, **options)
+
+    assert own.global_batch == 8
+    assert own.step_ms == min(other.step_ms for other in plans)
+    whole = autosac.plan_pipeline(
+        model,
+        inputs.repeat(8, 1),
+        num_micro_batches=own.pipeline.num_micro_batches,
+        schedules=[own.pipeline.name],
+        **{**options, "global_batch": None, "target": target.repeat(8, 1)},
+    )
+    assert own.stage_plans == whole.stage_plans
+
+
 def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "plan.json").write_text('{"format": 1}')
     with pytest.raises(ValueError, match="Plan again"):
@@ -256,16 +300,16 @@ def test_stages_of_like_blocks_need_one_trace_and_the_plan_stays_the_same(monkey
         model = Model(4)
     size = 4 << 20
     stages = []
-    stage_step = planning.stage_step
+    stage_step = micro_batches.stage_step
 
     def counted(stage, *args, **kwargs):
         stages.append(stage)
         return stage_step(stage, *args, **kwargs)
 
-    monkeypatch.setattr(planning, "stage_step", counted)
+    monkeypatch.setattr(micro_batches, "stage_step", counted)
     shared = plan(model, size, cluster=CLUSTER, schedules=["1F1B"])
     num_shared = len(stages)
-    monkeypatch.setattr(planning._MicroBatch, "like", lambda _, *stage: stage)
+    monkeypatch.setattr(MicroBatch, "like", lambda _, *stage: stage)
     alone = plan(model, size, cluster=CLUSTER, schedules=["1F1B"])
 
     assert num_shared <= len(stages) - num_shared

@@ -1,0 +1,228 @@
+"""Ways to divide a model among ranks of a node, planned one after the other.
+
+Ranks of one tensor-parallel group lie in one node and see one batch together, so that a
+step of theirs trains on as many times fewer batches. Plans are compared by the time of
+a batch on one GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from torch import nn
+from torch.distributed import is_initialized
+
+from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
+from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.tp_finding import find_styles
+from autosac.parallel.tp_styles import TensorParallel, check, expanded
+from autosac.quantities import format_bytes, format_ms
+
+TpPlan = Mapping[str, str] | Literal["tensor", "sequence"] | None
+
+
+class MeshPlan(Protocol):
+    """A plan of a step whose ranks share slices of tensors."""
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the step."""
+
+    @property
+    def tensor(self) -> TensorParallel:
+        """How tensors are divided."""
+
+
+_Plan = TypeVar("_Plan", bound=MeshPlan)
+
+
+class Lost(NamedTuple, Generic[_Plan]):
+    """A division that was not taken.
+
+    Attributes:
+        tensor: The division.
+        reason: Why it lost.
+        plan: Its plan, None if there is none.
+    """
+
+    tensor: TensorParallel
+    reason: str
+    plan: _Plan | None = None
+
+
+def read_dimensions(
+    mesh: Mapping[str, int | None] | None, num_stages: int
+) -> tuple[int | None, int | None]:
+    """Stages of a pipeline, and ranks that share slices, of a mesh.
+
+    Args:
+        mesh: Degrees by dimension, as in `plan_parallel`.
+        num_stages: If it does not say.
+
+    Raises:
+        ArgumentError: A dimension is not known.
+    """
+    asked = dict(mesh or {})
+    stages, degree = asked.pop("pp", num_stages), asked.pop("tp", 1)
+    if asked:
+        raise ArgumentError(
+            f"`mesh` has {', '.join(map(repr, asked))}, and its dimensions are 'tp' and"
+            " 'pp'; sharding degrees of FSDP2 are the `degrees` of `plan_parallel`."
+        )
+    return stages, degree
+
+
+def read_degrees(degree: Any, tp_plan: Any, spec: ClusterSpec) -> tuple[int, ...]:
+    """Degrees of tensor parallelism to look at, least first.
+
+    Args:
+        degree: One, or None for all that divide a node.
+        tp_plan: Styles, which need a degree.
+        spec: The cluster.
+
+    Raises:
+        ArgumentError: The degree does not fit a node, or there is none for the styles.
+    """
+    node = spec.gpus_per_node
+    if degree is None:
+        return tuple(n for n in range(1, node + 1) if node % n == 0)
+    if not isinstance(degree, int) or degree < 1 or node % degree:
+        raise ArgumentError(
+            f"`mesh` has tp={degree!r}, which must divide the {node} GPUs of a node;"
+            " None tries all that do."
+        )
+    if tp_plan is not None and degree == 1:
+        raise ArgumentError(
+            "`tp_plan` is given, and `mesh` asks for no tensor parallelism: pass"
+            " mesh={'tp': 2}, or {'tp': None} to try all degrees of a node."
+        )
+    return (degree,)
+
+
+@dataclass
+class MeshRace(Generic[_Plan]):
+    """Divisions one after the other.
+
+    Attributes:
+        planned: Plans a division.
+        best: The cheapest plan so far.
+        least: The least peak of a division that does not fit, with the division.
+        others: Plans that lost.
+        misfits: Divisions that do not fit, with why.
+        refused: Divisions that cannot be, with why.
+    """
+
+    planned: Callable[[TensorParallel], _Plan]
+    best: _Plan | None = None
+    least: tuple[InfeasibleBudgetError, TensorParallel] | None = None
+    others: list[_Plan] = field(default_factory=list)
+    misfits: list[Lost[_Plan]] = field(default_factory=list)
+    refused: list[tuple[TensorParallel, Exception]] = field(default_factory=list)
+
+    def run(self, model: nn.Module, degrees: Sequence[int], tp_plan: TpPlan) -> None:
+        """Plan all divisions of a model.
+
+        Args:
+            model: Undivided.
+            degrees: Over how many ranks.
+            tp_plan: Styles; or which to find, None for both kinds.
+
+        Raises:
+            ArgumentError: The process is a rank already.
+        """
+        if is_initialized() and max(degrees) > 1:
+            raise ArgumentError(
+                "Tensor parallelism is planned in a group that stands for the ranks,"
+                " and this process has a real one: plan before `init_process_group`,"
+                " save the plan, and load it on every rank."
+            )
+        for degree in degrees:
+            try:
+                tensors = _divisions(model, degree, tp_plan)
+            except AutosacError as error:
+                self.refused.append((TensorParallel(degree=degree), error))
+                continue
+            for tensor in tensors:
+                self._enter(tensor)
+
+    def _enter(self, tensor: TensorParallel) -> None:
+        """Plan one more division, and compare it with the best so far."""
+        try:
+            plan = self.planned(tensor)
+        except InfeasibleBudgetError as error:
+            lowest = error.lowest_peak_bytes
+            if self.least is None or lowest < self.least[0].lowest_peak_bytes:
+                self.least = error, tensor
+            why = f"its least peak is {format_bytes(lowest)}"
+            self.misfits.append(Lost(tensor, why))
+            return
+        except (AutosacError, ValueError) as error:
+            self.refused.append((tensor, error))
+            return
+        if self.best is None:
+            self.best = plan
+        elif batch_ms(plan) < batch_ms(self.best):
+            self.others.append(self.best)
+            self.best = plan
+        else:
+            self.others.append(plan)
+
+    def lost(self) -> list[Lost[_Plan]]:
+        """All divisions that were not taken, and why."""
+        assert self.best is not None
+        best_ms = batch_ms(self.best)
+        return [
+            *(
+                Lost(other.tensor, _dearer(other, best_ms), other)
+                for other in self.others
+            ),
+            *self.misfits,
+            *(Lost(tensor, str(error)) for tensor, error in self.refused),
+        ]
+
+
+def batch_ms(plan: MeshPlan) -> float:
+    """Time of one batch on one GPU."""
+    return plan.step_ms * plan.tensor.degree
+
+
+def _dearer(plan: MeshPlan, best_ms: float) -> str:
+    more = batch_ms(plan) / best_ms - 1
+    return f"a batch takes {more:.1%} more: {format_ms(plan.step_ms)} a step"
+
+
+def _divisions(model: nn.Module, degree: int, tp_plan: TpPlan) -> list[TensorParallel]:
+    """The ways to divide a model among so many ranks.
+
+    Raises:
+        AutosacError: None can be.
+    """
+    if degree == 1:
+        return [TensorParallel()]
+    found: list[dict[str, str]] = []
+    if isinstance(tp_plan, Mapping):
+        found.append(expanded(tp_plan, model))
+    elif tp_plan in (None, "tensor"):
+        found.append(find_styles(model))
+    elif tp_plan == "sequence":
+        found.append(find_styles(model, sequence=True))
+    else:
+        raise ArgumentError(
+            f"`tp_plan` must be a dict of styles, 'tensor' or 'sequence', got"
+            f" {tp_plan!r}."
+        )
+    if tp_plan is None:
+        found += _if_known(model)
+    for styles in found:
+        check(model, styles, degree)
+    return [TensorParallel(degree=degree, styles=styles) for styles in found]
+
+
+def _if_known(model: nn.Module) -> list[dict[str, str]]:
+    """Styles with parts of the sequence between blocks, if they are known."""
+    try:
+        return [find_styles(model, sequence=True)]
+    except ArgumentError:
+        return []

@@ -1,0 +1,189 @@
+"""A model and one micro-batch: all that does not depend on the schedule of a pipeline.
+
+With tensor parallelism it is what the first rank of each group has and does, traced in
+a fake group as in `tp_tracing`. Stages hand on plain tensors: a whole one that all
+ranks of a group have, or each its part of the sequence or of the last dimension. Each
+sends it to the rank that has its own place in the next stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.tp_styles import WHOLE, TensorParallel
+from autosac.parallel.tp_tracing import exchange_ms, late_bytes, priced
+from autosac.pipelines.blocks import (
+    Passed,
+    Stage,
+    chain_of,
+    check_styles,
+    handed_on,
+    possible_cuts,
+)
+from autosac.pipelines.like_blocks import kinds
+from autosac.pipelines.stage_steps import (
+    PipelineLoss,
+    StageStep,
+    check_step,
+    loss_with,
+    stage_step,
+)
+from autosac.profiles.given import calibrated_if_present
+from autosac.profiles.profile import Profile, profile
+
+_MODEL_PHASES = ("forward", "loss", "backward")
+_RANK_BYTES = 4  # of `DeviceMesh.mesh`
+
+
+@dataclass(kw_only=True, eq=False)
+class MicroBatch:
+    """A model, one micro-batch, and what is traced of both.
+
+    Attributes:
+        model: The model.
+        inputs: Of the micro-batch.
+        target: Likewise.
+        loss_fn: Output and target -> their mean loss.
+        options: As in `profile`.
+        cluster: Whose links time what is sent; None for no time.
+        tensor: How tensors are divided,
+        divided: and what the first rank has of the model then, in the fake group that
+            is there; the model itself if they are not.
+        shares: Stages of like blocks are taken to be alike in the search for cuts.
+    """
+
+    model: torch.nn.Module
+    inputs: torch.Tensor
+    target: torch.Tensor
+    loss_fn: PipelineLoss
+    options: dict[str, Any]
+    cluster: ClusterSpec | None
+    divided: torch.nn.Module
+    tensor: TensorParallel = WHOLE
+    shares: bool = True
+    _steps: dict[tuple[int, int], StageStep] = field(default_factory=dict, init=False)
+    _alike: dict[Hashable, tuple[int, int]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def chain(self) -> dict[str, Passed]:
+        """The model's blocks, and what they hand on."""
+        chain = chain_of(self.model, self.inputs)
+        if self.tensor.degree == 1:
+            return chain
+        check_styles(list(chain), self.tensor)
+        return handed_on(self.divided, list(chain), self.inputs)
+
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Blocks that a stage may begin with."""
+        return possible_cuts(self.model, self.chain)
+
+    @cached_property
+    def whole(self) -> Profile:
+        """The step of the whole model."""
+        loss_fn = partial(loss_with, self.loss_fn, self.target)
+        stage = Stage(self.divided, list(self.chain))
+        whole = profile(stage, self.inputs, loss_fn=loss_fn, **self.options)
+        check_step(whole)
+        return self._measured(whole)
+
+    def _measured(self, traced: Profile) -> Profile:
+        """A profile with measured figures where its device is, and of the links."""
+        calibrated = calibrated_if_present(traced)
+        if self.tensor.degree == 1:
+            return calibrated
+        assert self.cluster is not None
+        return priced(calibrated, self.cluster, self.tensor.degree, sharded=False)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the device."""
+        return self.whole.device.memory_bytes
+
+    @cached_property
+    def block_ms(self) -> list[float]:
+        """Forward and backward of each block."""
+        tree, fqns = self.whole.tape.modules, list(self.chain)
+        place = {tree.index[fqn]: i for i, fqn in enumerate(fqns)}
+        times = [0.0] * len(fqns)
+        for op, op_ms in zip(self.whole.tape.ops, self.whole.op_ms, strict=True):
+            if op.phase in _MODEL_PHASES:
+                around = [op.module, *tree.ancestors(op.module)]
+                owner = next((place[m] for m in around if m in place), None)
+                if owner is not None:
+                    times[owner] += op_ms
+        return times
+
+    def received(self, first: int) -> Passed:
+        """What a stage gets that begins with a block."""
+        if not first:
+            dtype = str(self.inputs.dtype).removeprefix("torch.")
+            return Passed(tuple(self.inputs.shape), dtype)
+        return list(self.chain.values())[first - 1]
+
+    @cached_property
+    def _kinds(self) -> list[Hashable]:
+        return kinds(self.whole, self.divided, list(self.chain))
+
+    def like(self, first: int, end: int) -> tuple[int, int]:
+        """Blocks that do the same as a stage as these: the first that were met."""
+        if not self.shares:
+            return first, end
+        size = len(self.chain)
+        passed = self.received(first), self.received(end)
+        places = first == 0, end == size
+        key = (places, passed, tuple(self._kinds[first:end]))
+        return self._alike.setdefault(key, (first, end))
+
+    def step(self, first: int, end: int) -> StageStep:
+        """The step of some blocks as a stage."""
+        if (first, end) not in self._steps:
+            device = next(self.model.parameters()).device
+            is_last = end == len(self.chain)
+            received = self.inputs
+            if first:
+                received = self.received(first).example(device)
+            self._steps[first, end] = stage_step(
+                Stage(self.divided, list(self.chain)[first:end]),
+                received,
+                loss_fn=self.loss_fn if is_last else None,
+                target=self.target,
+                **self.options,
+            ).each(self._measured)
+        return self._steps[first, end]
+
+    def mesh_bytes(self, num_stages: int) -> int:
+        """What a mesh of so many stages holds: a number for each rank, on the CPU."""
+        on_cpu = self.whole.device.type == "cpu"
+        return _RANK_BYTES * num_stages * self.tensor.degree * on_cpu
+
+    def late_bytes(self, first: int, end: int) -> int:
+        """What slow threads of gloo may hold of what ranks of a group exchange."""
+        return late_bytes(self.step(first, end).later, self.tensor.degree)
+
+    def exchange_ms(self, first: int, end: int) -> float:
+        """Time of the collectives of a group in some blocks, forward and backward."""
+        later = self.step(first, end).later
+        return exchange_ms(later, self.tensor.degree, optimizer=False)
+
+    def send_ms(self, stage: int, end: int) -> float:
+        """Time in which what a stage hands on arrives; stages fill node after node."""
+        if self.cluster is None or end == len(self.chain):
+            return 0.0
+        passed, links = list(self.chain.values())[end - 1], self.cluster.fabric
+        nbytes = passed.example("meta").nbytes
+        per_node = self.cluster.gpus_per_node // self.tensor.degree
+        latency_ms, bandwidth = (
+            links.intra_latency_ms,
+            links.intra_bandwidth_bytes_per_s,
+        )
+        if stage // per_node != (stage + 1) // per_node:
+            latency_ms = links.inter_latency_ms
+            bandwidth = links.inter_bandwidth_bytes_per_s
+        return links.base_latency_ms + latency_ms + 1e3 * nbytes / bandwidth
