@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.checkpointing import far_memory
+from autosac import far_memory
 from autosac.devices.links import Link
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.graphs import far_nodes

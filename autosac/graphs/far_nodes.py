@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autosac import _compat
-from autosac.checkpointing.far_memory import FarMemory, Sent
+from autosac.far_memory import FarMemory, Sent
 from autosac.errors import UnsupportedError
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from autosac.checkpointing.far_memory import FarMemory
+from autosac.far_memory import FarMemory
 from autosac.devices.links import Link
 from autosac.devices.specs import device_spec
 from autosac.errors import ArgumentError, InfeasibleBudgetError

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autosac import _compat, _compat_graphs
-from autosac.checkpointing.far_memory import FarMemory
+from autosac.far_memory import FarMemory
 from autosac.graphs import far_nodes
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.memory import graph_memory
