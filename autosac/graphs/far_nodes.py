@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from autosac import _compat
-from autosac.far_memory import FarMemory, Sent
 from autosac.errors import UnsupportedError
+from autosac.far_memory import FarMemory, Sent
 
 
 class _Held(NamedTuple):

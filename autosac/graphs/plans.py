@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from autosac.far_memory import FarMemory
 from autosac.devices.links import Link
 from autosac.devices.specs import device_spec
 from autosac.errors import ArgumentError, InfeasibleBudgetError
+from autosac.far_memory import FarMemory
 from autosac.graphs import far_nodes, far_plans, known_plans, module_starts, reading
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.reading import GraphReader

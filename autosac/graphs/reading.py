@@ -12,8 +12,8 @@ from torch import fx
 
 from autosac import _compat
 from autosac._compat_graphs import is_tangent
-from autosac.far_memory import FarMemory
 from autosac.devices.links import Link
+from autosac.far_memory import FarMemory
 from autosac.graphs import rewriting as graph_rewriting
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.memory import GraphMemory
