@@ -30,6 +30,12 @@ _COMPILED = (
 )
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
+_MIXED = "got mixed torch.Tensor and DTensor"
+_ONE_BY_ONE = (
+    " Optimizers that step on many tensors at once, as they do on GPUs, take no plain"
+    " ones beside distributed ones: plan and train with `foreach=False`, as in"
+    " functools.partial(torch.optim.AdamW, foreach=False)."
+)
 _ELSEWHERE = ("same device", "different devices")  # the latter of fakes in torch 2.10
 _META = (
     " A model on the meta device is traced as if it were on the CPU: make the tensors"
@@ -52,6 +58,8 @@ def explanation(error: BaseException, place: str) -> str:
     is_elsewhere = any(words in str(error) for words in _ELSEWHERE)
     if is_elsewhere and "meta" in str(error):
         advice = _META
+    if _MIXED in str(error) and ("_foreach_" in str(error) or "_fused_" in str(error)):
+        advice = _ONE_BY_ONE
     if _compat_compiler.is_of_compiled_code(error):
         return f"The step cannot be traced: {place}{where} {_COMPILED}"
     if _REFUSES_HOOKS in str(error):

@@ -1,6 +1,7 @@
 """Pipelines x tensor parallelism: plans, what they refuse, and real ranks."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -181,6 +182,7 @@ class Activated(Model):
 
 
 OUTSIDE = {"blocks": "whole_to_sequence"}
+AT_ONCE = partial(torch.optim.AdamW, foreach=True)
 MIXED = {"blocks.*": "sequence_to_whole"}
 DISTRIBUTED = {"model": Activated(), "tp_plan": {"activation": "whole_input"}}
 
@@ -195,6 +197,7 @@ DISTRIBUTED = {"model": Activated(), "tp_plan": {"activation": "whole_input"}}
         ({"cluster": None}, ArgumentError, "`cluster` is missing"),
         ({"tp_plan": OUTSIDE}, ArgumentError, "`blocks` the style .* is in no block"),
         ({"tp_plan": MIXED}, TraceError, "divided `blocks.0`"),
+        ({"tp_plan": "tensor", "optimizer": AT_ONCE}, TraceError, "`foreach=False`"),
         (DISTRIBUTED, UnsupportedError, "`activation` hands on a distributed tensor"),
         (
             {"num_ranks": 7, "schedules": ["GPipe"]},
