@@ -7,7 +7,7 @@ from torch import fx, nn
 import autosac
 from autosac import _compat
 from autosac.errors import InfeasibleBudgetError, UnsupportedError
-from autosac.graphs import plans
+from autosac.graphs import known_plans
 from autosac.graphs.joint_graphs import given_graph, joint_graph
 from autosac.graphs.plans import GraphPlanner
 from autosac.solvers.graph import recomputation, solver
@@ -377,7 +377,7 @@ def test_more_work_is_done_before_a_budget_is_refused(monkeypatch, one_thread):
         make_model(), torch.randn(size), loss_fn=lambda out: out.square().mean()
     )
     planner = GraphPlanner(graph)
-    plans._lowest.cache_clear()
+    known_plans.lowest.cache_clear()
     monkeypatch.setattr(solver, "_THOROUGH", solver._WORK_ON_FLOOR)
     monkeypatch.setattr(solver, "_WORK_ON_FLOOR", 1)
     # Relaxations alone may find the least peak of so small a graph.
@@ -387,4 +387,4 @@ def test_more_work_is_done_before_a_budget_is_refused(monkeypatch, one_thread):
     assert planner.plan(low_bytes).peak_bytes <= low_bytes
     with pytest.raises(InfeasibleBudgetError, match=str(low_bytes)):
         planner.plan(low_bytes - 1)
-    plans._lowest.cache_clear()
+    known_plans.lowest.cache_clear()
