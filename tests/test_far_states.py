@@ -150,6 +150,7 @@ def test_three_planned_steps_have_the_bits_of_the_plain_ones(name):
     assert differences(*states) == ()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["SGD", "AdamW foreach", "AdamW"])
 def test_slow_copies_give_the_same_peak(name):
     def slow(model):
@@ -162,6 +163,7 @@ def test_slow_copies_give_the_same_peak(name):
     assert_kept(plan, WIDE, slow)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
 def test_optimizers_in_backward_fetch_one_parameters_state(name):
     make = OPTIMIZERS[name]
@@ -308,6 +310,7 @@ def test_reports_and_files_say_what_lies_in_far_memory(step, tmp_path):
     assert "far memory" not in str(resident)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("make", [plain(torch.optim.AdamW), None], ids=["own", "name"])
 def test_advice_says_what_it_lowers_the_floor_to(make, step):
     model = WIDE.model()
@@ -323,6 +326,7 @@ def test_advice_says_what_it_lowers_the_floor_to(make, step):
     assert "optimizer state offloaded" not in {r.cell["change"] for r in again}
 
 
+@pytest.mark.slow
 def test_advice_knows_groups_and_says_what_cannot_be_moved():
     model = WIDE.model()
     first, *others = model.parameters()

@@ -152,7 +152,7 @@ def test_a_rank_gets_its_slices_of_its_own_blocks(by_sequence, tmp_path):
 def test_division_saves_memory_and_more_memory_is_never_slower():
     lowest_bytes = least_peak(tp_plan="tensor")
     assert lowest_bytes < least_peak(mesh=None)
-    caps = [int(lowest_bytes * share) for share in (1, 1.1, 1.3, 2)]
+    caps = [int(lowest_bytes * share) for share in (1, 1.5)]
     plans = [plan(cap, tp_plan="tensor") for cap in caps]
     times = [own.step_ms for own in plans]
     assert times == sorted(times, reverse=True)
@@ -253,11 +253,10 @@ def test_micro_batches_add_to_gradients_as_backward_left_them():
     [("LLAMA", "sequence", "1F1B"), ("GPT", "tensor", "GPipe")],
 )
 def test_real_ranks_keep_cap_prediction_and_gradients(name, kind, schedule):
-    cells = list(stage_mesh_ranks.planned(name, kind, schedule))
-    assert any(stage.policy for stage in cells[0].plan.stage_plans)
-    for cell in cells:
-        row = stage_mesh_ranks.run(cell)
-        assert row.is_kept, row
+    cell = next(stage_mesh_ranks.planned(name, kind, schedule))  # of the tight cap
+    assert any(stage.policy for stage in cell.plan.stage_plans)
+    row = stage_mesh_ranks.run(cell)
+    assert row.is_kept, row
 
 
 @pytest.mark.slow
@@ -265,7 +264,7 @@ def test_real_ranks_keep_cap_prediction_and_gradients(name, kind, schedule):
 def test_an_embedding_alone_is_a_stage(monkeypatch):
     # What it hands on is still on its way when forward returns it.
     monkeypatch.setattr(MicroBatch, "cuts", [1])
-    (*_, cell) = stage_mesh_ranks.planned("LLAMA", "tensor", "1F1B")
+    cell = next(stage_mesh_ranks.planned("LLAMA", "tensor", "1F1B"))
     assert cell.plan.stage_plans[0].fqns == ("embed_tokens",)
     row = stage_mesh_ranks.run(cell)
     assert row.is_kept, row

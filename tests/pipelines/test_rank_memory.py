@@ -43,8 +43,6 @@ JOBS = (
     job(LANGUAGE, "Interleaved1F1B", 4, (0, 3, 5, 8), 2),
 )
 MORE_JOBS = (
-    job(LANGUAGE, "1F1B", 2, (0, 6)),
-    job(LANGUAGE, "GPipe", 4, (0, 7)),
     job(CONVOLUTIONS, "1F1B", 4, (0, 2)),
     job(LANGUAGE, "1F1B", 4, (0, 3, 6, 8)),
     job(LANGUAGE, "1F1B", 7, (0, 3, 6, 8)),

@@ -30,7 +30,6 @@ CASES = (
 )
 MORE = (
     (job(LANGUAGE, "1F1B", 7, (0, 3, 6, 8)), 0.02),
-    (job(LANGUAGE, "1F1B", 7, (0, 3, 6, 8)), 0.6),
     (job(CONVOLUTIONS, "GPipe", 4, (0, 1, 2, 3)), 0.3),
 )
 
