@@ -440,6 +440,7 @@ def test_a_part_whose_result_is_dropped_is_made_again_on_the_way():
     assert_equal(train(case, plain), train(case, model))
 
 
+@pytest.mark.slow
 def test_a_nest_that_departs_stays_near_its_planned_peak():
     case = Case(lambda: Around(depth=8), lambda: torch.randn(64, WIDTH))
     peaks = {}

@@ -310,7 +310,7 @@ def test_reports_and_files_say_what_lies_in_far_memory(step, tmp_path):
     assert "far memory" not in str(resident)
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [plain(torch.optim.AdamW), None], ids=["own", "name"])
 def test_advice_says_what_it_lowers_the_floor_to(make, step):
     model = WIDE.model()

@@ -130,6 +130,7 @@ def test_a_sweep_and_a_policy_keep_to_given_units(profile):
     assert set(policy) <= wanted
 
 
+@pytest.mark.slow
 def test_several_batches_keep_to_given_units():
     model = GPT(num_layers=2, width=64, num_heads=4, length=64)
     batches = [torch.zeros(2, n, dtype=torch.long) for n in (32, 64)]
@@ -209,6 +210,7 @@ def test_the_fsdp_units_of_a_plan_are_those_given(profile, given, expected):
     assert not inside
 
 
+@pytest.mark.slow
 def test_given_units_are_never_better_than_the_best(profile):
     free = parallel(profile)
     budget = int(0.93 * free.peak_bytes)
@@ -222,6 +224,7 @@ def test_given_units_are_never_better_than_the_best(profile):
             assert set(plan.policy) <= set(BLOCKS)
 
 
+@pytest.mark.slow
 def test_more_segments_never_take_a_parallel_step_longer(profile):
     budget = int(0.85 * parallel(profile).peak_bytes)
     times = [parallel(profile, budget=budget, segments=k).step_ms for k in (1, 2, 3)]
@@ -285,6 +288,7 @@ def test_kept_cells_of_other_units_are_done_again(tmp_path):
     assert given.rows[0].floor_bytes > free.rows[0].floor_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("search", [autosac.max_batch_size, autosac.best_batch_size])
 def test_batch_sizes_are_searched_with_given_units(search):

@@ -174,6 +174,7 @@ def test_what_has_time_to_come_back_is_fetched_before_it_is_read(planner, budget
     assert any(node.args[1].next is not node for node in arrivals)
 
 
+@pytest.mark.slow
 def test_a_step_with_its_optimizer_is_the_same_with_values_moved(one_thread):
     def captured():
         torch.manual_seed(0)

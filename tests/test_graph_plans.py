@@ -218,6 +218,7 @@ def mean_square(output):
     return output.square().mean()
 
 
+@pytest.mark.slow
 def test_a_plan_of_modules_is_a_start_that_is_never_missed(one_thread):
     torch.manual_seed(0)
     model, x = Loops(), torch.randn(256, 32)

@@ -108,6 +108,7 @@ def test_what_was_measured_before_ctrl_c_is_not_measured_again(
     assert num_ops - 5 <= asked[0] < num_ops
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_has_the_rows_that_are_done(monkeypatch):
     profile = SMALL_GPT.profile()
     whole = autosac.sweep(SMALL_GPT.profile(), n=5)

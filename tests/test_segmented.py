@@ -110,6 +110,7 @@ def test_ratios_lie_on_segments_and_are_rounded_to_points(profile, monkeypatch):
     assert between
 
 
+@pytest.mark.slow
 def test_a_curve_is_fitted_once_for_all_plans(profile):
     step = fresh(profile)
     _ = step.formulation

@@ -101,6 +101,7 @@ def made_tiled(num_blocks=1):
     return model
 
 
+@pytest.mark.slow
 def test_real_steps_of_a_tiled_model_have_the_peaks_of_the_changed_step():
     profile = measured(Model(1))
     (change,) = (c for c in changes_of(profile, None) if c.name == "tiled MLPs")

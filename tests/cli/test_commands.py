@@ -370,6 +370,7 @@ def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):
     assert html.read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.slow
 def test_written_files_are_named_beside_what_machines_read(figures, tmp_path):
     plan, page = tmp_path / "plan.json", tmp_path / "plan.html"
     budget = f"{sum(figures) // 2}B"
@@ -567,6 +568,7 @@ def test_calibration_says_what_was_measured():
 GRID = ("sweep", MLP, "--grid", "layers=2,3", "--grid", "device=cpu,h100", "--n", "2")
 
 
+@pytest.mark.slow
 def test_a_grid_is_a_table_files_and_json(tmp_path):
     csv, parquet, picture = (tmp_path / f"x.{end}" for end in ("csv", "parquet", "png"))
     files = ("--csv", str(csv), "--parquet", str(parquet), "-o", str(picture))

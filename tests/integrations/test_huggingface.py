@@ -224,6 +224,7 @@ def test_a_larger_batch_is_planned_anew_and_keeps_the_budget(tmp_path):
     assert max(plain.peaks) > budget_bytes >= planned.peaks[-1] > planned.peaks[1]
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_least_says_what_the_loop_keeps_besides(tmp_path):
     with pytest.raises(InfeasibleBudgetError, match="keeps besides") as caught:
         train(tmp_path, silent("1MiB"))

@@ -349,6 +349,7 @@ def test_the_cheapest_batch_wins_and_the_plan_says_what_lost(profile, tmp_path):
     assert autosac.ParallelPlan.load(path) == plan
 
 
+@pytest.mark.slow
 def test_less_memory_is_what_division_is_for(profile):
     with pytest.raises(autosac.InfeasibleBudgetError) as caught:
         cpu_plan(profile, 1000)

@@ -105,6 +105,7 @@ def test_the_best_batch_beats_every_other_one_that_was_tried(model):
     assert near <= {t.cell["batch_size"] for t in best.trials}
 
 
+@pytest.mark.slow
 def test_recomputation_counts_in_the_throughput(model):
     ample = autosac.best_batch_size(
         model, tokens, memory_budget="8GiB", sizes=[16], device="h100"
@@ -130,6 +131,7 @@ def test_accumulation_spreads_the_optimizer_step_over_more_samples(model):
     assert rates[0] < rates[1]
 
 
+@pytest.mark.slow
 def test_sizes_that_do_not_fit_are_passed_over(model):
     best = autosac.best_batch_size(
         model, tokens, memory_budget=floor_at(model, 6), sizes=[64, 4, 2],

@@ -85,6 +85,7 @@ def planned(profile):
     return autosac.plan(profile, memory_budget=(floor + 2 * baseline) // 3)
 
 
+@pytest.mark.slow
 def test_torchtitan_gets_the_fewest_layers_that_fit_with_their_own_peak():
     model = Titan()
     profile = profiled(model)

@@ -101,6 +101,7 @@ def assert_same_state(optimizer, other):
                 assert value == two["state"][key][name]
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_has_the_bits_of_the_plain_optimizer(name, chunk_bytes):

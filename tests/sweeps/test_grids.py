@@ -185,6 +185,7 @@ def test_finished_cells_are_not_done_again_and_failed_ones_are(tmp_path, result)
     assert len(list(folder.iterdir())) == 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
     calls, folder = tmp_path / "calls", tmp_path / "cells"
     grid = {"width": [8, 16], "batch_size": [64, 128]}
