@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws: a quarter of them without the slow tests."""
+"""How many examples hypothesis draws: a fifth of them without the slow tests."""
 
 import pytest
 from hypothesis import settings
@@ -10,7 +10,7 @@ _share = 1.0
 def draw_fewer() -> None:
     """Called before the tests are collected, where slow ones are left out."""
     global _share
-    _share = 0.25
+    _share = 0.2
 
 
 def at_most(number: int) -> int:

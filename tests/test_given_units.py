@@ -288,7 +288,6 @@ def test_kept_cells_of_other_units_are_done_again(tmp_path):
     assert given.rows[0].floor_bytes > free.rows[0].floor_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("search", [autosac.max_batch_size, autosac.best_batch_size])
 def test_batch_sizes_are_searched_with_given_units(search):

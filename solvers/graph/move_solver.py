@@ -37,6 +37,7 @@ _LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds: else they are n
 _ROUNDS_TO_RISE = 3  # worth their time
 _SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept
 _MOST_WORK = 4_000_000  # of all MILPs of one budget: some ten seconds
+_MOST_FORBIDDEN = 16  # choices, one by one
 _MANY_COLUMNS = 2500  # from which on a unit of work takes longer
 _POWER_OF_COLUMNS = 2.5
 _MIB = 2**20
@@ -329,6 +330,7 @@ def _branched(
 ) -> tuple[int, Choice]:
     """Solve the model of the least peak until rows hold, or the work is done."""
     work = _MOST_WORK if math.isinf(ends) else 2**50
+    forbids = _MOST_FORBIDDEN
     while work > 0 and (left_s := ends - time.perf_counter()) > 0:
         rate = charge(model)
         outcome = pulp_runner.run(
@@ -350,7 +352,11 @@ def _branched(
         except ValueError:  # it needs a pinned op again
             break
         if not _add_rows(model, over):
-            break
+            # Its rows hold, but not in truth: some take less than what is there.
+            if not forbids or not model.keep:
+                break
+            forbids -= 1
+            model.forbid(choice.kept)
     return best
 
 

@@ -14,7 +14,7 @@ from autosac.solvers.graph.moving import (
     late_peak_bytes,
     plan_moves,
 )
-from autosac.solvers.graph.recomputation import peak_bytes
+from autosac.solvers.graph.recomputation import GraphProblem, peak_bytes
 from autosac.solvers.graph.solver import solve as solve_without
 from tests.examples import examples
 from tests.solvers import moving_oracles
@@ -154,6 +154,33 @@ def test_the_lowest_peak_is_that_of_trying_every_choice(problem):
 
     assert found == late_peak_bytes(problem, choice) == least
     assert problem.holds(choice.moved)
+
+
+def test_a_choice_that_breaks_rows_the_model_has_is_not_the_last_word():
+    # An op makes two results: with one of them kept, its rerun makes that one twice.
+    graph = GraphProblem(
+        value_bytes=(0, MIB, MIB, MIB),
+        runtime_ms=(0.0, 0.0, 0.0),
+        workspace_bytes=(0, 0, 0),
+        reads=((), (), (1,)),
+        makes=((0,), (1, 2), (3,)),
+        pinned=frozenset(),
+        returned=frozenset(),
+        step_reads=((1, 2),),
+        step_bytes=(0,),
+        carried_bytes=(0,),
+        other_bytes=0,
+    )
+    nothing_moves = MoveProblem(
+        graph=graph,
+        step_ms=(0.0,),
+        movable=frozenset(),
+        out_ms=(0.0,) * 4,
+        back_ms=(0.0,) * 4,
+        host_bytes=None,
+    )
+
+    assert move_solver.lowest(nothing_moves) == (2 * MIB, Choice(frozenset()))
 
 
 def test_a_repaired_choice_never_holds_more_than_far_memory_does():
