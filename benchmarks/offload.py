@@ -1,20 +1,23 @@
 """Keep, recompute or offload: real steps with far memory in a file, and GPUs predicted.
 
-    python -m benchmarks.offload [--parts real,gpus] [--models llama,unet]
+    python -m benchmarks.offload [--parts real,gpus,layers] [--models llama,unet]
 
 *real*: models of the zoo under six budgets, three of them below the floor without
 offload: real peaks by the allocator's events, bits, and at the lowest budget the same
 peak with copies held to 0.1 GB/s. *gpus*: two language models of 8B parameters, planned
-for GPUs that need not be present. Exits with 1 if a promise is broken.
+for GPUs that need not be present. *layers*: what planning a GPT of 126 layers takes.
+Exits with 1 if a promise is broken.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch import nn
 
 import autosac
 from autosac.checkpointing import batch_variants
+from autosac.cli import demo
 from autosac.costs.sources import modelled_costs
 from autosac.devices.specs import device_spec
 from autosac.errors import InfeasibleBudgetError
@@ -32,6 +36,7 @@ from autosac.profiles.restricting import restricted
 from autosac.solving.incumbents import recompute_ms
 from autosac.units.curves import kept
 from autosac.units.far_units import FarUnit
+from benchmarks.comparing.scale import FULL_LAYERS, gpt_of
 from benchmarks.environment import MIB, environment
 from benchmarks.models import zoo
 from benchmarks.planning_time import profiled
@@ -50,7 +55,7 @@ _NS = 1e-12
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", default="real,gpus")
+    parser.add_argument("--parts", default="real,gpus,layers")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -61,8 +66,10 @@ def main() -> None:
         lines = ["# Keep, recompute or offload", ""]
         if part == "real":
             lines += list(real(options.models.split(","), broken))
-        else:
+        elif part == "gpus":
             lines += list(gpus())
+        else:
+            lines += list(layers())
         lines += ["", *(f"- {name}: {value}" for name, value in environment().items())]
         lines += [f"- command: `python -m benchmarks.offload --parts {part}`", ""]
         path = options.output / f"offload_{part}.md"
@@ -165,6 +172,42 @@ def every_input(profile: Any) -> dict[Any, Any]:
     twins = {unit.call: unit for unit in profile.far_units if unit.fetched is None}
     every = profile.rules.every_kth_block(1)
     return {twins.get(unit.call, unit): policy for unit, policy in every.items()}
+
+
+# --- many layers ------------------------------------------------------------------
+
+
+def layers() -> Iterator[str]:
+    """CPU time of plans of a step of many layers, with and without offload."""
+    (number,) = FULL_LAYERS
+    model, tokens = gpt_of(number)
+    loss = demo.next_token_loss(tokens)
+    yield f"A GPT of {number} layers (`benchmarks.comparing.scale`), CPU seconds in one"
+    yield "process: the first plan, one for a smaller budget, and the floor of a step"
+    yield "that nothing was asked of before."
+    yield ""
+    yield "| device | offload | first plan | next | floor |"
+    yield "| --- | --- | ---: | ---: | ---: |"
+    for device in ("cpu", "h100"):
+        for offload in (False, True):
+            taken = []
+            for whole_plans in (True, False):
+                step = autosac.profile(model, tokens, loss_fn=loss, device=device)
+                budget = step.baseline_peak_bytes * 3 // 4
+                jobs: list[Any] = [partial(autosac.floor, step, offload=offload)]
+                if whole_plans:
+                    plan = partial(autosac.plan, step, offload=offload)
+                    jobs = [
+                        partial(plan, memory_budget=budget),
+                        partial(plan, memory_budget=budget * 14 // 15),
+                    ]
+                for job in jobs:
+                    started = time.process_time()
+                    job()
+                    taken.append(f"{time.process_time() - started:.1f}")
+            row = [device, "yes" if offload else "no", *taken]
+            print(*row, flush=True)
+            yield f"| {' | '.join(row)} |"
 
 
 # --- GPUs -------------------------------------------------------------------------

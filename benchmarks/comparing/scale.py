@@ -53,7 +53,8 @@ class _Clock:
         return {"s": self.last[0] - before[0], "cpu_s": self.last[1] - before[1]}
 
 
-def _gpt(num_layers: int) -> tuple[demo.GPT, torch.Tensor]:
+def gpt_of(num_layers: int) -> tuple[demo.GPT, torch.Tensor]:
+    """A GPT of so many layers on the meta device, and tokens for it."""
     with torch.device("meta"):
         model = demo.GPT(
             num_layers=num_layers,
@@ -68,7 +69,7 @@ def _gpt(num_layers: int) -> tuple[demo.GPT, torch.Tensor]:
 
 def autosac_gpt(num_layers: int) -> Record:
     """Our cold plan of a GPT, and one budget more."""
-    model, tokens = _gpt(num_layers)
+    model, tokens = gpt_of(num_layers)
     loss = demo.next_token_loss(tokens)
     clock = _Clock()
     traced = autosac.profile(model, tokens, loss_fn=loss)
@@ -80,7 +81,7 @@ def chain_gpt(num_layers: int) -> Record:
     # Not at the top: the other jobs' memory is without it.
     from benchmarks.rivals.sac_milp import chain_of_step
 
-    model, tokens = _gpt(num_layers)
+    model, tokens = gpt_of(num_layers)
     clock = _Clock()
     chain = chain_of_step(model, tokens, demo.next_token_loss(tokens))
     record: Record = {"statistics": clock.lap()}

@@ -29,17 +29,14 @@ from .moving import (
     plan_moves,
 )
 from .recomputation import Position, stretches
+from .solver import charge_of, hardly_rises
 
 _ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
 _SPREAD = 6  # positions of forward, and of backward, to begin with
 _LP_ROUNDS = 40  # of adding rows to the relaxation
-_LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds: else they are not
-_ROUNDS_TO_RISE = 3  # worth their time
 _SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept
 _MOST_WORK = 4_000_000  # of all MILPs of one budget: some ten seconds
 _MOST_FORBIDDEN = 16  # choices, one by one
-_MANY_COLUMNS = 2500  # from which on a unit of work takes longer
-_POWER_OF_COLUMNS = 2.5
 _MIB = 2**20
 
 
@@ -222,7 +219,7 @@ class _Search:
             if self.best is not None:
                 most_ms = self.best.cost_ms * (1.0 - self._gap)
                 self.model.cut_off(most_ms)
-            rate = charge(self.model)
+            rate = charge_of(self.model)
             outcome = pulp_runner.run(
                 self.model.model,
                 backend=self._backend,
@@ -274,19 +271,6 @@ def broken(problem: MoveProblem, choice: Choice, cap_bytes: float) -> list[Posit
     return [step.replay.position(place) for place in places]
 
 
-def charge(model: MoveModel) -> float:
-    """What a unit of `pulp_runner`'s work counts: large LPs take longer."""
-    columns = len(model.model.variables())
-    return float(max(1.0, columns / _MANY_COLUMNS) ** _POWER_OF_COLUMNS)
-
-
-def hardly_rises(bounds: list[float]) -> bool:
-    """Whether the last rounds of rows have hardly raised the bound."""
-    if len(bounds) <= _ROUNDS_TO_RISE:
-        return False
-    return bounds[-1] - bounds[-1 - _ROUNDS_TO_RISE] <= _LEAST_RISE * bounds[-1]
-
-
 def lowest(
     problem: MoveProblem,
     *,
@@ -332,7 +316,7 @@ def _branched(
     work = _MOST_WORK if math.isinf(ends) else 2**50
     forbids = _MOST_FORBIDDEN
     while work > 0 and (left_s := ends - time.perf_counter()) > 0:
-        rate = charge(model)
+        rate = charge_of(model)
         outcome = pulp_runner.run(
             model.model,
             backend=backend,
@@ -352,7 +336,7 @@ def _branched(
         except ValueError:  # it needs a pinned op again
             break
         if not _add_rows(model, over):
-            # Its rows hold, but not in truth: some take less than what is there.
+            # All that it breaks are rows: of what is made again some count too little.
             if not forbids or not model.keep:
                 break
             forbids -= 1

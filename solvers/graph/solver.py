@@ -30,7 +30,7 @@ _LP_ROUNDS = 40  # of adding rows to the relaxation: a start, no proof hangs on 
 _LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds of adding rows: else
 _ROUNDS_TO_RISE = 3  # more rows are not worth their time
 _SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
-_MOST_WORK = 6_000_000  # of all MILPs, see `_charge`: some ten seconds
+_MOST_WORK = 6_000_000  # of all MILPs, see `charge_of`: some ten seconds
 _WORK_ON_FLOOR = 4_000_000
 _THOROUGH = 10  # times that, before a budget is refused
 _ANY_WORK = 2**50
@@ -170,7 +170,7 @@ class _Search:
                 return outcome.termination
             self._note_bound(outcome.bound)
             bounds.append(self.bound_ms)
-            if self.is_done() or self._left_s < 0 or _hardly_rises(bounds):
+            if self.is_done() or self._left_s < 0 or hardly_rises(bounds):
                 break
             broken = fractional.broken(self.model, self.budget_bytes)
             is_rounded = rounding.add_rounded_rows(self.model)
@@ -283,7 +283,7 @@ class _Search:
 
     def _at_root(self, share: float) -> float:
         """What the root of the model counts if a share of its values is free."""
-        return pulp_runner.work_of(self.model.model)[0] * _charge(self.model, share)
+        return pulp_runner.work_of(self.model.model)[0] * charge_of(self.model, share)
 
     def _solve(self, work: int, share: float = 1.0) -> pulp_runner.Outcome:
         """Solve the model as it is; the work done counts.
@@ -292,7 +292,7 @@ class _Search:
             work: The most.
             share: Of the values, that are not held.
         """
-        charge = _charge(self.model, share)
+        charge = charge_of(self.model, share)
         outcome = pulp_runner.run(
             self.model.model,
             backend=self._backend,
@@ -339,7 +339,7 @@ class _Search:
         )
 
 
-def _charge(model: GraphModel, share: float = 1.0) -> float:
+def charge_of(model: GraphModel, share: float = 1.0) -> float:
     """What a unit of `pulp_runner`'s work counts if a share of the values is free.
 
     A heuristic, by times of MILPs: held values leave columns and rows out, and large
@@ -349,7 +349,7 @@ def _charge(model: GraphModel, share: float = 1.0) -> float:
     return float(share * max(1.0, columns / _MANY_COLUMNS) ** _POWER_OF_COLUMNS)
 
 
-def _hardly_rises(bounds: list[float]) -> bool:
+def hardly_rises(bounds: list[float]) -> bool:
     """Whether the last rounds of rows have hardly raised the bound."""
     if len(bounds) <= _ROUNDS_TO_RISE:
         return False
@@ -392,9 +392,9 @@ def lowest(
             model.model,
             backend=backend,
             time_limit_s=left_s if math.isfinite(left_s) else None,
-            work_limit=int(work / _charge(model)),
+            work_limit=int(work / charge_of(model)),
         )
-        work -= max(1, int(outcome.work * _charge(model)))
+        work -= max(1, int(outcome.work * charge_of(model)))
         if not outcome.termination.has_incumbent:
             break
         kept = model.kept()
@@ -431,7 +431,7 @@ def _relaxed_lowest(
         bounds.append(outcome.bound)
         broken = fractional.broken(model, outcome.bound * _MIB)
         new = [p for p in broken if p not in model.rows]
-        if not new or _hardly_rises(bounds):
+        if not new or hardly_rises(bounds):
             break
         for position in new[:_ROWS_A_ROUND]:
             model.add_row(position)
