@@ -27,7 +27,7 @@ NEWER = {
         autosac/tracing/draws.py autosac/tracing/learned.py
         autosac/tracing/one_hot.py autosac/tracing/memoized.py
         autosac/tracing/conversions.py autosac/tracing/failures.py
-        autosac/planning/redrawn_steps.py autosac/_compat_plain.py""",
+        autosac/simulation/varied_simulator.py autosac/_compat_plain.py""",
     "reruns op by op, units that depart from their plan, second backward": """
         autosac/checkpointing/op_*.py autosac/checkpointing/departed_units.py
         autosac/checkpointing/recording_mode.py autosac/checkpointing/tensor_parts.py

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from autosac.checkpointing import installing
 from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
-from autosac.planning import offload_advice, redrawn_steps
+from autosac.planning import offload_advice
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
 from autosac.profiles.mistakes import warn_of_other_formulas
@@ -39,7 +38,6 @@ _Step = TypeVar("_Step", bound=TracedStep)
 Offload = bool | Literal["auto"]
 
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
-_TARGETS = 16  # below the plain step's peak, to be planned for where sizes vary
 _MOST_LEFT_OUT = 8  # rounds in which units are left out
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
 
@@ -166,10 +164,6 @@ def _make_plan(
         warn_of_other_formulas(profile.tape)
     for _ in range(_MOST_LEFT_OUT):
         chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
-        if profile.redrawn:
-            chosen, bound_ms = _for_other_draws(
-                profile, budget_bytes, (chosen, bound_ms), solving
-            )
         policies = spell_out(profile, chosen)
         if not (_wants_dry_run(profile, chosen) if dry_run is None else dry_run):
             break
@@ -187,37 +181,6 @@ def _make_plan(
     return _as_plan(profile, budget_bytes, chosen, policies, bound_ms)
 
 
-def _for_other_draws(
-    profile: TracedStep,
-    budget_bytes: int,
-    solution: tuple[Choice, float],
-    solving: dict[str, Any],
-) -> tuple[Choice, float]:
-    """A choice that leaves room for what draws and training make of the step.
-
-    The targets below the budget are the same for all budgets, so that a larger one
-    tries all that a smaller one does. Where no choice leaves enough room, that of least
-    peak leaves most.
-    """
-
-    def leaves_room(choice: Choice) -> bool:
-        needed_bytes = redrawn_steps.margin_bytes(profile, choice)
-        return profile.peak_bytes(choice) + needed_bytes <= budget_bytes
-
-    def tried() -> Iterator[Choice]:
-        yield solution[0]
-        least_bytes = floor(profile)
-        span_bytes = profile.baseline_peak_bytes - least_bytes
-        for height in reversed(range(_TARGETS)):
-            target_bytes = least_bytes + span_bytes * height // _TARGETS
-            if target_bytes < budget_bytes:
-                yield choose(profile, target_bytes, **solving)[0]
-
-    profile.roomy.extend(islice(filter(leaves_room, tried()), 1))
-    fitting = [*filter(leaves_room, profile.roomy), lowest(profile)]
-    return min(fitting, key=recompute_ms), solution[1]
-
-
 def lowest_plan(profile: TracedStep, budget_bytes: int) -> Plan:
     """The plan of least peak, whether it fits a budget or not."""
     chosen = lowest(profile)
@@ -233,12 +196,20 @@ def choose(
 ) -> tuple[Choice, float]:
     """The units of a plan with their policies, and the bound on recompute time.
 
+    Where sizes vary it leaves room for the steps that come. Where no choice leaves
+    enough, that of least peak leaves most.
+
     Raises:
         InfeasibleBudgetError: No plan fits.
     """
-    chosen, bound_ms = profile.chooser.choose(
-        budget_bytes, SolveOptions(**solving), start
-    )
+    options = SolveOptions(**solving)
+    chosen, bound_ms = profile.roomy_chooser.choose(budget_bytes, options, start)
+    if profile.redrawn and chosen != {}:
+        low = lowest(profile)
+        if chosen is None and profile.peak_bytes(low) <= budget_bytes:
+            return low, profile.chooser.choose(budget_bytes, options)[1]
+        if chosen is not None and recompute_ms(low) < recompute_ms(chosen):
+            chosen = low
     if chosen is None:
         raise _infeasible(profile, _confirmed_lowest(profile), budget_bytes)
     return chosen, bound_ms

@@ -94,7 +94,8 @@ def _offloading(step: _Step, host_bytes: int | None) -> _Step:
         )
     known = step.with_offload
     if host_bytes not in known:
-        new = replace(step, plain=step, host_bytes=host_bytes)
+        redrawn = tuple(_offloading(other, host_bytes) for other in step.redrawn)
+        new = replace(step, plain=step, host_bytes=host_bytes, redrawn=redrawn)
         _ = step.left_out, step.units, step.chains, step.slices, step.fronts, step.rules
         _ = step.dry_runs
         shared = ("units", "chains", "slices", "fronts", "rules")

@@ -16,13 +16,14 @@ from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.module_curves import Curves, ModuleCurve, curve_of, with_curves
 from autosac.quantities import format_bytes, format_ms
 from autosac.simulation.simulator import Simulator
+from autosac.simulation.varied_simulator import VariedSimulator
 from autosac.solvers.curves import knapsack
 from autosac.solving.choosing import Chooser
 from autosac.solving.curve_points import formulate_candidates
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
 from autosac.solving.moved_blocks import MovedBlocks
-from autosac.solving.rules_of_thumb import Choice, Rules
+from autosac.solving.rules_of_thumb import Rules
 from autosac.solving.solve_options import read_segments
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step.batch_signatures import BatchSignature
@@ -43,7 +44,14 @@ from autosac.units.unit import Unit
 
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
-    *("chooser", "dry_runs", "roomy", "statistics", "_curves", "with_given_units"),
+    *(
+        "chooser",
+        "roomy_chooser",
+        "dry_runs",
+        "statistics",
+        "_curves",
+        "with_given_units",
+    ),
     *("with_other_caps", "with_offload", "far_units", "moved_blocks"),
 )
 
@@ -264,23 +272,32 @@ class TracedStep(Summarized):
     @cached_property
     def chooser(self) -> Chooser:
         """Chooser of what to recompute under a budget; keeps what it found before."""
+        plain = None if self.plain is None else self.plain.chooser
+        return self._chooser(self.simulator, plain)
+
+    @cached_property
+    def roomy_chooser(self) -> Chooser:
+        """Likewise; it leaves room for the steps that come, where sizes vary."""
+        if not self.redrawn:
+            return self.chooser
+        plain = None if self.plain is None else self.plain.roomy_chooser
+        choices = self.rules.some(most_rules(self.simulator))
+        simulator = VariedSimulator(self.simulator, self.redrawn, choices)
+        return self._chooser(simulator, plain)
+
+    def _chooser(self, simulator: Simulator, plain: Chooser | None) -> Chooser:
         with no_collections():
-            choices = self.rules.some(most_rules(self.simulator))
-            incumbents = Incumbents(self.simulator, choices)
-            if self.plain is None:
-                return Chooser(self.simulator, self.formulation, incumbents)
-            known = incumbents, self.plain.chooser, self.moved_blocks
-            return Chooser(self.simulator, self.formulation, *known)
+            choices = self.rules.some(most_rules(simulator))
+            incumbents = Incumbents(simulator, choices)
+            if plain is None:
+                return Chooser(simulator, self.formulation, incumbents)
+            known = incumbents, plain, self.moved_blocks
+            return Chooser(simulator, self.formulation, *known)
 
     @cached_property
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:
         """Choices of units and policies that a dry run has confirmed."""
         return set()
-
-    @cached_property
-    def roomy(self) -> list[Choice]:
-        """Choices that leave room for other draws, where these decide sizes."""
-        return []
 
     @cached_property
     def with_given_units(self) -> dict[GivenUnits, TracedStep]:
