@@ -19,6 +19,9 @@ from autosac.errors import ArgumentError, TraceError
 from autosac.fake_tensors import real_layouts
 from autosac.planning.make_plan import spell_out
 from autosac.profiles.profile import profile
+from autosac.simulation.varied_simulator import VariedSimulator
+from autosac.solving.incumbents import recompute_ms
+from autosac.solving.solve_options import SolveOptions
 from autosac.step.training_step import training_step
 from autosac.tracing import trace as tracing
 from autosac.tracing.draws import may_decide, plain_peak_bytes, training_may_decide
@@ -221,6 +224,22 @@ def test_a_plan_leaves_room_for_other_draws(share):
         )
         assert not done.differences
         assert done.measured_peak_bytes <= chosen.budget_bytes
+
+
+@pytest.mark.slow
+def test_room_for_other_draws_is_no_dearer_than_in_plans_of_smaller_budgets():
+    traced = profile(experts(), torch.randn(256, WIDTH), loss_fn=_mean_square)
+    least, most = floor(traced), traced.baseline_peak_bytes
+    budget_bytes = least + 6 * (most - least) // 10
+    room = VariedSimulator(traced.simulator, traced.redrawn, ())
+    targets = range(least, budget_bytes, (most - least) // 40)
+    choices = [traced.chooser.choose(t, SolveOptions())[0] for t in targets]
+    roomy = [c for c in choices if room.true_peak_bytes(c) <= budget_bytes]
+
+    chosen = plan(traced, memory_budget=budget_bytes)
+
+    assert roomy
+    assert chosen.recompute_ms <= 1.005 * min(map(recompute_ms, roomy))
 
 
 class DropsBlocks(nn.Module):
