@@ -34,6 +34,7 @@ _Flags = npt.NDArray[np.bool_]
 _MOST_FRONTIERS = 60_000  # of all groups: half a second or so
 _MOST_AT_ONCE = 512  # of one group: where there are more, they grow beyond all bounds
 _FEWEST_AT_ONCE = 8  # that are followed if that is so
+_FEWEST_LABELS, _ANY_WORK = 16, 2**62
 _STEEPER = 1.0 + 1e-9  # than the line past it: a vertex, not rounding
 
 
@@ -111,13 +112,18 @@ class SaveFront:
 
 
 def save_front(
-    problem: SaveProblem, *, most_labels: int, most_frontiers: int = _MOST_FRONTIERS
+    problem: SaveProblem,
+    *,
+    most_labels: int,
+    most_work: int = _ANY_WORK,
+    most_frontiers: int = _MOST_FRONTIERS,
 ) -> SaveFront:
     """Find the Pareto points of a problem; its capacity is ignored.
 
     Args:
         problem: The groups.
-        most_labels: Thin labels out when more are alive at once.
+        most_labels: Thin labels out when more are alive at once,
+        most_work: or when there would be more over all groups if none went.
         most_frontiers: When there were more, over all groups (or very many of one),
             follow only those that are reached fastest.
 
@@ -133,10 +139,11 @@ def save_front(
     for g in reversed(range(problem.num_groups)):
         reached = _step(problem, g, states, saved)
         states = {frontier: _unbeaten(parts) for frontier, parts in reached.items()}
-        if sum(map(len, states.values())) > most_labels:
-            states, complete_below_ms = _thinned(
-                states, most_labels // 2, complete_below_ms
-            )
+        most = min(most_labels, max(_FEWEST_LABELS, most_work // (g + 1)))
+        if (alive := sum(map(len, states.values()))) > most:
+            states, complete_below_ms = _thinned(states, most // 2, complete_below_ms)
+            alive = sum(map(len, states.values()))
+        most_work -= alive
         left -= len(states)
         if len(states) > (_MOST_AT_ONCE if left >= 0 else at_once):
             states, complete_below_ms = _fastest(states, at_once, complete_below_ms)

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from .front import lower_hull, save_front
 from .hull import save_hull
 
-_MOST_LABELS = 131_072  # alive at once in the dynamic program,
-_MOST_WORK = 40_000_000  # and in all: some tenths of a second
+_MOST_LABELS = 524_288  # alive at once in the dynamic program,
+_MOST_WORK = 30_000_000  # and in all: some tenths of a second
 _MOST_CROSSINGS = 1024  # each way, of all neighbours on a hull
 
 _Flags = npt.NDArray[np.bool_]
@@ -154,9 +154,10 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
         most_labels: Partial solutions to keep at once before they are thinned out;
             None for as many as take some tenths of a second.
     """
-    if most_labels is None:
-        most_labels = min(_MOST_LABELS, _MOST_WORK // (problem.num_groups + 1) + 16)
-    pareto = save_front(problem, most_labels=most_labels)
+    limits = {"most_labels": _MOST_LABELS, "most_work": _MOST_WORK}
+    if most_labels is not None:
+        limits = {"most_labels": most_labels}
+    pareto = save_front(problem, **limits)
     saved = pareto.saved
     if not pareto.has_hull:
         saved, _ = _unbeaten(problem, np.concatenate([saved, save_hull(problem)]))
@@ -243,15 +244,14 @@ def rerun_closure(problem: SaveProblem, saved: Sequence[bool]) -> tuple[bool, ..
 
 def _rerun(problem: SaveProblem, saved: _Flags) -> _Flags:
     """As `rerun_closure`, of many points at once: flags of shape (points, groups)."""
-    left = ~saved.T
-    rerun = np.zeros(saved.shape, dtype=bool)
-    by_group = rerun.T
+    left = np.ascontiguousarray(~saved.T)  # a group's flags lie side by side: quick
+    by_group = np.zeros_like(left)
     needed = list(problem.needed)
     by_group[needed] = left[needed]
     for g in reversed(range(problem.num_groups)):  # inputs come before their readers
         for h in problem.inputs[g]:
             by_group[h] |= by_group[g] & left[h]
-    return rerun
+    return np.ascontiguousarray(by_group.T)
 
 
 def recompute_ms(problem: SaveProblem, rerun: Sequence[bool]) -> float:
