@@ -29,6 +29,9 @@ NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 _NEW_ROWS = 3  # at a time: every row splits classes
 _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _MOST_WORK = 7_000_000  # of all MILPs together, see `pulp_runner.run`: a second or two
+_WIDE_GAP = 0.05  # where segments of points are coarser,
+_COARSER = 4.0  # so many times, if a MILP has
+_MANY_INTEGERS = 1200
 _MOST_INTEGERS = 400  # of a MILP: larger ones take seconds and find little
 _SMALL_GAP = 0.02  # where that little is not worth the time
 _ANY_WORK = 2**50
@@ -124,6 +127,10 @@ class RowSearch:
             )
         if start is not None:
             start.model, start.model_rows = model, list(self.rows)
+        if math.isfinite(tolerance_ms) and self._is_too_fine(model):
+            return self._solve(
+                budget_bytes, limit_ms=limit_ms, tolerance_ms=tolerance_ms * _COARSER
+            )
         if budget_bytes is not None and not relaxed and self._is_too_large(model):
             nothing = pulp_runner.Outcome(
                 termination=Termination.NO_INCUMBENT, bound=None, solve_s=0.0
@@ -235,6 +242,14 @@ class RowSearch:
         if self._best - self.bound > _SMALL_GAP * self._best:
             return False
         return model.num_integers() > _MOST_INTEGERS
+
+    def _is_too_fine(self, model: CountModel) -> bool:
+        """Whether a wide gap closes sooner in a MILP of coarser segments."""
+        if self._ends is not None or not self._has_best:
+            return False
+        if self._best - self.bound <= _WIDE_GAP * self._best:
+            return False
+        return model.num_integers() > _MANY_INTEGERS
 
     def _is_late(self) -> bool:
         """Whether what a solve may take is spent: work, or time if that is limited."""

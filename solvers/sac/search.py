@@ -297,7 +297,8 @@ class Search(RowSearch):
         """A number of gaps as a time, rounded to a power of two so that it recurs."""
         if math.isinf(tolerance):
             return tolerance
-        most = tolerance * self._gap * self.bound if self.bound > 0.0 else 0.0
+        likely_ms = max(self.bound, self._best / 2) if self._has_best else self.bound
+        most = tolerance * self._gap * likely_ms if self.bound > 0.0 else 0.0
         if math.isinf(most) or not most:
             return most
         return math.ldexp(0.5, math.frexp(most)[1])
