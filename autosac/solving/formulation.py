@@ -27,6 +27,8 @@ from autosac.units.curves import UnitCurve
 from autosac.units.unit import Unit
 
 _MOST_TICKS = 1_000_000  # that a unit's policies are looked at together
+_ALIKE = 2**-12  # of a time: points that differ by less count as one
+_LEAST_MS = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -406,7 +408,11 @@ def _by_position(
 
 
 def _between(curve: UnitCurve) -> tuple[sac.Between, ...]:
-    """Known points of a curve that are not among those of the MILP."""
+    """Known points of a curve that are not among those of the MILP.
+
+    Of points that take about as long the one that frees most stands for all, as fast as
+    the fastest: bounds hold for each of them.
+    """
     if curve.front is None:
         return ()
     freed = np.array(curve.points.freed_bytes)
@@ -416,6 +422,10 @@ def _between(curve: UnitCurve) -> tuple[sac.Between, ...]:
     index, freeing = index[is_new], freeing[is_new]
     shares = (freeing - freed[index]) / (freed[index + 1] - freed[index])
     times = curve.front.recompute_ms[is_new]
+    alike = np.floor(np.log(np.maximum(times, _LEAST_MS)) / _ALIKE)
+    is_last = np.diff(alike, append=np.inf) != 0.0
+    index, shares = index[is_last], shares[is_last]
+    times = times[np.diff(alike, prepend=-np.inf) != 0.0]
     values = zip(index.tolist(), shares.tolist(), times.tolist(), strict=True)
     return tuple(map(sac.Between._make, values))
 
