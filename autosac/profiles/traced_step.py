@@ -16,7 +16,7 @@ from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.module_curves import Curves, ModuleCurve, curve_of, with_curves
 from autosac.quantities import format_bytes, format_ms
 from autosac.simulation.simulator import Simulator
-from autosac.simulation.varied_simulator import VariedSimulator
+from autosac.simulation.varied_simulator import VariedSimulator, name_of
 from autosac.solvers.curves import knapsack
 from autosac.solving.choosing import Chooser
 from autosac.solving.curve_points import formulate_candidates
@@ -227,6 +227,11 @@ class TracedStep(Summarized):
         single = [*self.units.candidates, *self.slices]
         units = [*self.chains, *single, *self.far_units]
         return tuple(sorted(units, key=lambda u: (u.call.enter, -u.call.exit)))
+
+    @cached_property
+    def units_by_name(self) -> dict[Hashable, Unit]:
+        """All candidates, by what they are called in other variants of the step."""
+        return {name_of(unit): unit for unit in self.candidates}
 
     @cached_property
     def far_units(self) -> tuple[FarUnit, ...]:

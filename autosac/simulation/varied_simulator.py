@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from statistics import median_low
 from typing import Protocol
 
@@ -31,8 +30,8 @@ class Variant(Protocol):
         """The simulator of the variant."""
 
     @property
-    def candidates(self) -> Sequence[Unit]:
-        """The units of the variant."""
+    def units_by_name(self) -> Mapping[Hashable, Unit]:
+        """The units of the variant, by `name_of`."""
 
 
 class VariedSimulator(Simulator):
@@ -65,14 +64,6 @@ class VariedSimulator(Simulator):
         self._known_peaks = [peak_bytes for peak_bytes, _ in known]
         self._known_margins = [self._margin_bytes(choice) for _, choice in known]
 
-    @cached_property
-    def _units(self) -> list[dict[Hashable, Unit]]:
-        """Units of the variants by name."""
-        return [
-            {_name(unit): unit for unit in variant.candidates}
-            for variant in self._variants
-        ]
-
     def margin_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
         """How far below a budget a plan's peak must stay for the steps that come.
 
@@ -100,16 +91,8 @@ class VariedSimulator(Simulator):
         are apart: a heuristic.
         """
         own_bytes = self.peak_bytes(chosen, workspaces=False)
-        above = [0]
-        for variant, units in zip(self._variants, self._units, strict=True):
-            choice = {
-                units[name]: policy
-                for unit, policy in chosen.items()
-                if (name := _name(unit)) in units
-            }
-            if len(choice) == len(chosen):  # else that step takes another branch
-                peak_bytes = variant.simulator.peak_bytes(choice, workspaces=False)
-                above.append(peak_bytes - own_bytes)
+        peaks = peaks_of_variants(self._variants, chosen)
+        above = [0, *(peak_bytes - own_bytes for peak_bytes in peaks)]
         return max(above) + _TIMES_APART * (max(above) - min(above))
 
     def takes_replay(self, chosen: Mapping[Unit, Policy]) -> bool:
@@ -128,7 +111,26 @@ class VariedSimulator(Simulator):
         return replace(timeline, live_bytes=timeline.live_bytes + left_bytes)
 
 
-def _name(unit: Unit) -> Hashable:
+def peaks_of_variants(
+    variants: Iterable[Variant], chosen: Mapping[Unit, Policy]
+) -> list[int]:
+    """Peaks of a choice in variants of its step, without what kernels hold.
+
+    Those that lack a unit of it take another branch, and are left out.
+    """
+    peaks = []
+    for variant in variants:
+        choice = {
+            variant.units_by_name[name]: policy
+            for unit, policy in chosen.items()
+            if (name := name_of(unit)) in variant.units_by_name
+        }
+        if len(choice) == len(chosen):
+            peaks.append(variant.simulator.peak_bytes(choice, workspaces=False))
+    return peaks
+
+
+def name_of(unit: Unit) -> Hashable:
     """Key by which a unit of one trace is found in another trace of the same step."""
     sizes = (len(unit.groups), len(unit.calls))
     return unit.label, unit.call_index, unit.around, unit.far_kind, sizes

@@ -69,14 +69,14 @@ def trace(step: Step) -> Tape:
         TraceError: The step cannot run, or not without data; names the module and line.
     """
     try:
-        tape = _trace(step)
+        tape = trace_once(step)
         drawn = draws.may_decide(tape)
         trained = _trains(step) and draws.training_may_decide(tape)
         if drawn or trained:
             become = partial(_become, step, drawn=drawn, trained=trained)
             variant, tapes = draws.largest(
                 tape,
-                lambda variant: _trace(become(variant)),
+                lambda variant: trace_once(become(variant)),
                 lambda variant: _storages(become(variant)),
                 drawn=drawn,
             )
@@ -115,7 +115,7 @@ def _let_go_of_copies(step: Step, *, after_each: bool) -> None:
         gc.collect()
 
 
-def _trace(step: Step) -> Tape:
+def trace_once(step: Step) -> Tape:
     """Run the step once, or as often as it takes to know what it does.
 
     Other threads disturb it, such as those of a Dask worker. They draw from the same

@@ -179,7 +179,7 @@ def test_of_steps_that_draws_decide_the_largest_is_planned():
     for seed in range(8):
         step = case.profile().step
         step.learned.seed = seed
-        peaks.append(plain_peak_bytes(tracing._trace(step)))
+        peaks.append(plain_peak_bytes(tracing.trace_once(step)))
 
     assert plain_peak_bytes(traced.tape) == max(peaks) > min(peaks)
     assert traced.step.learned.seed == peaks.index(max(peaks))
@@ -313,7 +313,7 @@ def test_a_step_after_training_is_the_real_one_after_it(in_backward):
     routes = []
     for num_updates in range(3):
         traced.step.learned.num_updates = num_updates
-        routes.append(_num_rows(tracing._trace(traced.step)))
+        routes.append(_num_rows(tracing.trace_once(traced.step)))
 
     model = routed()
     optimizer = adamw(model.parameters())
