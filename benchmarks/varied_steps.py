@@ -59,8 +59,8 @@ def main() -> None:
         "*over*: of all pairs of a plan and a variant with the same ops, those whose",
         "peak is above the budget: of plans that leave no room, and of ours.",
         "*recomputed*: what plans recompute, as a multiple of the proven bound of the",
-        "planned step, which knows of no variants; mean and worst. *room*: the most that",
-        "a variant needed of what one of our plans left.",
+        "planned step, which knows of no variants; mean and worst. *room*: the",
+        "most that a variant needed of what one of our plans left.",
         "",
         "| model | ops | span MiB | over: no room | ours | recomputed: no room | ours"
         " | worst | room needed |",
