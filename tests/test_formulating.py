@@ -1,7 +1,9 @@
 import dataclasses
 import itertools
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,9 @@ from torch import nn
 import autosac
 from autosac.cli.demo import GPT
 from autosac.solvers import sac
-from autosac.solving.formulation import formulate
+from autosac.solvers.curves import curve, knapsack
+from autosac.solving.formulation import beside_points, formulate
+from autosac.units.curves import UnitCurve
 from tests.models import CASES, shared_profile
 
 
@@ -195,6 +199,48 @@ def test_fitted_curves_keep_breakpoints_that_are_points_of_the_exact_curve():
         for point, k in zip(thinned.points, kept, strict=True):
             assert point.freed_bytes == exact.points[k].freed_bytes
             assert point.recompute_ms >= exact.points[k].recompute_ms
+
+
+def test_points_beside_those_of_the_milp_are_no_worse_than_any_known_point():
+    rng = np.random.default_rng(0)
+    ms = np.sort(rng.uniform(1.0, 2.0, 20_000))
+    saved = np.sort(rng.choice(10**9, len(ms), replace=False))[::-1]
+    nothing = np.zeros((len(ms), 0), dtype=bool)
+    front = knapsack.Front(
+        problem=knapsack.SaveProblem(
+            saved_bytes=(),
+            runtime_ms=(),
+            inputs=(),
+            needed=frozenset(),
+            capacity_bytes=0,
+        ),
+        saved=nothing,
+        rerun=nothing,
+        saved_bytes=saved,
+        recompute_ms=ms,
+        complete_below_ms=math.inf,
+    )
+    chosen = [0, 5_000, 19_999]
+    freed = saved[0] - saved
+    points = curve.TradeoffCurve(
+        freed_bytes=tuple(freed[chosen].tolist()),
+        recompute_ms=tuple(ms[chosen].tolist()),
+    )
+    of_unit = UnitCurve(points=points, policies=(), ratios=(), front=front)
+
+    beside = beside_points(of_unit)
+
+    ends = [[b.point + k for b in beside] for k in (0, 1)]
+    low, high = np.array(points.freed_bytes)[ends]
+    frees = low + np.array([b.share for b in beside]) * (high - low)
+    frees = np.append(frees, points.freed_bytes)
+    times = np.append([b.recompute_ms for b in beside], points.recompute_ms)
+    order = frees.argsort()
+    frees, least = frees[order], np.minimum.accumulate(times[order][::-1])[::-1]
+    fastest = least[frees.searchsorted(freed - 1.0)]
+    assert len(beside) < len(ms) / 2
+    assert (fastest <= ms).all()
+    assert (fastest >= ms * (1 - 2**-11)).all()
 
 
 def test_units_that_look_alike_are_formulated_alike(monkeypatch):

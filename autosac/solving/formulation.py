@@ -387,7 +387,7 @@ def _solver_unit(step: _Step, unit: Unit, curve: UnitCurve) -> sac.Unit:
         freed_from=freed_from,
         freed_until=freed_until,
         working=tuple((first + int(q), tuple(changes[q].tolist())) for q in working),
-        between=_between(curve) if curve.is_selection else (),
+        between=beside_points(curve) if curve.is_selection else (),
         mixed_from_ms=curve.complete_below_ms if curve.is_selection else 0.0,
     )
 
@@ -407,7 +407,7 @@ def _by_position(
     return by_point
 
 
-def _between(curve: UnitCurve) -> tuple[sac.Between, ...]:
+def beside_points(curve: UnitCurve) -> tuple[sac.Between, ...]:
     """Known points of a curve that are not among those of the MILP.
 
     Of points that take about as long the one that frees most stands for all, as fast as

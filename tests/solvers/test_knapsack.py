@@ -239,6 +239,16 @@ def front_of_few_frontiers(problem):
         return front(problem)
 
 
+def front_after_little_work(problem):
+    """The front of a problem whose dynamic program may do next to nothing."""
+    little = partial(save_front, most_work=0)
+    with (
+        patch.object(knapsack, "save_front", little),
+        patch("autosac.solvers.curves.front._FEWEST_LABELS", 3),
+    ):
+        return front(problem, most_labels=10**6)
+
+
 @pytest.mark.parametrize(
     "thin", [lambda problem: front(problem, most_labels=2), front_of_few_frontiers]
 )
@@ -277,6 +287,7 @@ def test_a_partial_front_has_the_vertices_of_the_hull(thin, problem, prices):
     [
         lambda problem: front(problem, most_labels=2),
         lambda problem: front(problem, most_labels=7),
+        front_after_little_work,
         front_of_few_frontiers,
     ],
 )
