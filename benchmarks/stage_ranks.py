@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -60,13 +61,15 @@ class RankResult:
 
     Attributes:
         peaks: The most it held in each step but the first.
-        losses: Of the micro-batches in the first step, on the last rank.
+        losses: Of its micro-batches in the first step, on the last rank.
+        share: Which share of the batch it got, of all replicas and shards.
         gradients: Of the first step, by name in the model, whole.
     """
 
     peaks: list[int]
     losses: list[float]
     gradients: dict[str, torch.Tensor]
+    share: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -96,8 +99,13 @@ class Job:
 
     @property
     def num_ranks(self) -> int:
-        """Of all, those that share slices among them."""
+        """Of all, those that share a stage among them."""
         return self.schedule.num_ranks if self.plan is None else self.plan.num_ranks
+
+    @property
+    def num_shares(self) -> int:
+        """How many parts of a batch are trained on beside each other."""
+        return 1 if self.plan is None else self.plan.parallel.degree
 
 
 def can_count() -> bool:
@@ -113,7 +121,7 @@ def run_ranks(job: Job) -> list[RankResult]:
 @torch.backends.mkldnn.flags(enabled=False)
 def reference(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the micro-batches and gradients, by one process without a pipeline."""
-    recipe, number = job.recipe, job.schedule.num_micro_batches
+    recipe, number = job.recipe, job.schedule.num_micro_batches * job.num_shares
     torch.manual_seed(SEED)
     model = recipe.make_model()
     inputs, targets = recipe.make_batch(number)
@@ -134,6 +142,7 @@ def _run(rank: int, job: Job) -> RankResult:
     schedule, recipe = job.schedule, job.recipe
     dist.barrier()  # which leaves something behind
     before_bytes = allocator_shim.live_bytes()
+    share = 0
     if job.plan is None:
         modules, stages = _stages(job, rank)
         schedule_class = get_schedule_class(schedule.name)
@@ -144,11 +153,17 @@ def _run(rank: int, job: Job) -> RankResult:
         )
     else:
         torch.manual_seed(SEED)
-        stages = job.plan.stages(recipe.make_model(), job.plan.make_mesh("cpu"))
+        mesh = job.plan.make_mesh("cpu")
+        stages = job.plan.stages(recipe.make_model(), mesh)
+        share = _share(job.plan, mesh)
         modules = {stage.stage_index: stage.submod for stage in stages}
         runner = job.plan.schedule(stages, recipe.loss_fn)
     optimizers = [recipe.make_optimizer(m.parameters()) for m in modules.values()]
-    inputs, targets = recipe.make_batch(schedule.num_micro_batches)
+    number = schedule.num_micro_batches * job.num_shares
+    inputs, targets = (
+        tensor.chunk(job.num_shares)[share].clone()
+        for tensor in recipe.make_batch(number)
+    )
     args = (inputs,) if 0 in modules else ()
     is_last = schedule.num_stages - 1 in modules
     del inputs
@@ -181,7 +196,16 @@ def _run(rank: int, job: Job) -> RankResult:
         peaks=peaks,
         losses=first_losses,
         gradients={key: torch.from_numpy(grad) for key, grad in gradients.items()},
+        share=share,
     )
+
+
+def _share(plan: PipelinePlan, mesh: DeviceMesh) -> int:
+    """Which of a batch's shares is this rank's."""
+    place = 0
+    for name, size in plan.parallel.sizes.items():
+        place = place * size + mesh.get_local_rank(name)
+    return place
 
 
 def whole(gradient: torch.Tensor) -> torch.Tensor:

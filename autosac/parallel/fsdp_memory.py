@@ -190,7 +190,7 @@ class RankSimulator:
         base = self.simulator.ledger(chosen, workspaces=workspaces)
         num_storages = len(self.tape.storages)
         nbytes = base.nbytes.copy()
-        self._resize(nbytes, sharding.shard_degree, rank)
+        self.resize(nbytes, sharding.shard_degree, rank)
         died = base.died * PLACES
         died[sharded.gradients] = sharded.gradients_died
         born = np.concatenate([base.born * PLACES, sharded.born])
@@ -227,7 +227,7 @@ class RankSimulator:
         """
         base = self.simulator.ledger({})
         nbytes = base.nbytes.copy()
-        self._resize(nbytes, degree, 0)
+        self.resize(nbytes, degree, 0)
         trained = [p for p in self.tape.parameters if p.gradient is not None]
         nbytes[[p.gradient for p in trained]] = 0
         by_tick = replace(base, nbytes=nbytes).after_ticks(
@@ -245,7 +245,13 @@ class RankSimulator:
             self._sharded[sharding] = self._replay(sharding)
         return self._sharded[sharding]
 
-    def _replay(self, sharding: Sharding) -> _Sharded:
+    def groups(self, sharding: Sharding) -> tuple[Group, ...]:
+        """What the units of a sharding gather and reduce, in the order of modules.
+
+        Raises:
+            ValueError: As `timeline`.
+            UnsupportedError: As `timeline`.
+        """
         self._check_types(sharding)
         owned = owned_parameters(self.tape, sharding)
         index = self.tape.modules.index
@@ -259,11 +265,15 @@ class RankSimulator:
             groups.append(
                 make_group(sharding, unit, module, hooks, owned[unit.fqn], self.how)
             )
-        replay = Replay(groups, sharding, self.how)
+        return tuple(groups)
+
+    def _replay(self, sharding: Sharding) -> _Sharded:
+        groups = self.groups(sharding)
+        replay = Replay(list(groups), sharding, self.how)
         self._run_hooks(replay)
         died = replay.gradient_died
         return _Sharded(
-            groups=tuple(groups),
+            groups=groups,
             born=np.array(replay.born, dtype=np.int64),
             died=np.array(replay.died, dtype=np.int64),
             nbytes=np.array(replay.nbytes, dtype=np.int64),
@@ -308,7 +318,7 @@ class RankSimulator:
             else:
                 replay.post_backward(state)
 
-    def _resize(self, nbytes: IntArray, degree: int, rank: int) -> None:
+    def resize(self, nbytes: IntArray, degree: int, rank: int) -> None:
         """Parameters and what the optimizer makes of them, as large as on the rank."""
         for p in self.tape.parameters:
             chunk_bytes = chunk_numel(p, degree) * p.itemsize

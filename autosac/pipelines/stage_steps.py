@@ -10,15 +10,18 @@ torch/distributed/pipelining/stage.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from autosac._compat_distributed import is_collective
 from autosac.errors import UnsupportedError
+from autosac.pipelines.sharded_stages import DataParallel, ShardedStage
 from autosac.profiles.profile import Profile, calibrate, profile
+from autosac.profiles.restricting import restricted
 from autosac.solving.rules_of_thumb import Choice
 from autosac.units.unit import Unit
 
@@ -63,15 +66,22 @@ class StageStep:
         first: The step whose backward makes the gradients,
         later: and the one whose backward adds to them.
         is_last: The loss is in this stage, and it sends nothing on.
+        sharded: What FSDP2 does to it, None without.
     """
 
     first: Profile
     later: Profile
     is_last: bool
+    sharded: ShardedStage | None = None
 
     def each(self, change: Callable[[Profile], Profile]) -> StageStep:
         """The step with both of its profiles changed."""
         return replace(self, first=change(self.first), later=change(self.later))
+
+    def sharded_by(self, parallel: DataParallel, units: Sequence[str]) -> StageStep:
+        """The step with these blocks as FSDP units, and AC units inside of them."""
+        step = self.each(partial(restricted, fsdp_units=units))
+        return replace(step, sharded=ShardedStage(step.first, units, parallel))
 
     def calibrated(self, **how: Any) -> StageStep:
         """The step with measured times and workspaces, as `calibrate` has them."""
@@ -79,10 +89,13 @@ class StageStep:
 
     @cached_property
     def phase_ms(self) -> dict[str, float]:
-        """Time of forward (with the loss), backward and optimizer."""
+        """Time of forward (with the loss), backward and optimizer (of a shard)."""
         times = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        degree = self.sharded.parallel.shard_degree if self.sharded else 1
         for op, op_ms in zip(self.later.tape.ops, self.later.op_ms, strict=True):
-            if op.phase != "loss":
+            if op.phase == "optimizer" and not is_collective(op.name):
+                times["optimizer"] += op_ms / degree
+            elif op.phase != "loss":
                 times[op.phase] += op_ms
             elif self.is_last:
                 times["forward"] += op_ms
