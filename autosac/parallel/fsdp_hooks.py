@@ -17,7 +17,9 @@ What differs between devices and process groups:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from math import prod
 
 from autosac.parallel.fsdp_schedule import Hooks
 from autosac.parallel.sharding import FsdpUnit, Sharding, chunk_numel, is_uneven
@@ -40,6 +42,8 @@ class Collectives:
         copies: The process group copies what it sends, as gloo does.
         frees_before_copy_out: The buffer that the unit before was gathered into is
             freed before the next unit is copied out of its own, not after that.
+        holds_last_gradient: The last gradient that is packed to be reduced is freed
+            when that is done, not with the others.
         adds_gradients: Gradients of earlier micro-steps are there, in shards; what is
             reduced is added to them.
         keeps_gradients: Those of the step before are there until backward begins.
@@ -49,6 +53,7 @@ class Collectives:
     on_cpu: bool
     copies: bool
     frees_before_copy_out: bool
+    holds_last_gradient: bool
     adds_gradients: bool = False
     keeps_gradients: bool = False
 
@@ -77,7 +82,9 @@ class Group:
         gradient_bytes: and the sharded gradients, if they are cast after that.
         padded_bytes: Copies of padded gradients,
         largest_cast_bytes: and the largest one of a gradient in another type.
-        gradients: Storages of the gradients.
+        gradients: Storages of the gradients,
+        part_bytes: and what a rank takes of each before that, if it is whole or a part
+            of a sum on ranks that share slices; 0 if it is taken as it is.
     """
 
     unit: FsdpUnit
@@ -96,6 +103,7 @@ class Group:
     padded_bytes: int
     largest_cast_bytes: int
     gradients: tuple[int, ...]
+    part_bytes: tuple[int, ...]
 
 
 def make_group(
@@ -105,8 +113,19 @@ def make_group(
     hooks: Hooks | None,
     parameters: list[Parameter],
     how: Collectives,
+    undivided: Set[int] = frozenset(),
 ) -> Group:
-    """Sizes of what a unit gathers and reduces."""
+    """Sizes of what a unit gathers and reduces.
+
+    Args:
+        sharding: How the model is sharded.
+        unit: The unit,
+        module: its index in the module tree,
+        hooks: when its hooks run,
+        parameters: and what it holds.
+        how: How collectives are carried out.
+        undivided: Gradients that are whole or parts of sums on ranks that share slices.
+    """
     degree = sharding.shard_degree
     ranks = sharding.reshards_to(unit)
     chunks = [chunk_numel(p, degree) for p in parameters]
@@ -148,6 +167,12 @@ def make_group(
         padded_bytes=sum(map(how.rounded, padded)) if how.on_cpu else 0,
         largest_cast_bytes=max(every, default=0) if how.on_cpu and other else 0,
         gradients=tuple(p.gradient for p in reduced if p.gradient is not None),
+        part_bytes=tuple(
+            how.rounded(prod(p.shape) * p.traced_itemsize)
+            if p.gradient in undivided
+            else 0
+            for p in reduced
+        ),
     )
 
 
@@ -258,6 +283,7 @@ class Replay:
         """Free the gathered parameters and reduce the gradients."""
         group, how = state.group, self.how
         state.is_done = True
+        parts = self._divide(group)
         self._free_all(state.unsharded)
         self._free(self.reduced)
         self.reduced = None
@@ -267,8 +293,10 @@ class Replay:
         degree = self.sharding.shard_degree
         self.reduced = self._allocate(group.reduced_bytes, "reduce-scatter buffer")
         self._spike(group.padded_bytes + group.largest_cast_bytes)
-        self.now += 1
-        self.gradient_died.update(dict.fromkeys(group.gradients, self.now))
+        last = group.gradients[-1]
+        for gradient in group.gradients:
+            if gradient != last or not how.holds_last_gradient or degree == 1:
+                self._drop_gradient(gradient, parts)
         output = self._allocate(group.output_bytes, "gradient")
         sharded = output
         if how.on_cpu:
@@ -280,8 +308,27 @@ class Replay:
         if self.sharding.replicate_degree > 1 and output in left:
             left.remove(output)
             state.all_reduced = output
+        if how.holds_last_gradient and degree > 1:
+            self._drop_gradient(last, parts)
         self._free_all(left)
         self._free(state.late)
+
+    def _divide(self, group: Group) -> dict[int, int]:
+        """Take the rank's part of gradients that are whole or parts of sums."""
+        parts = {}
+        for gradient, nbytes in zip(group.gradients, group.part_bytes, strict=True):
+            if nbytes:
+                parts[gradient] = self._allocate(nbytes, "gradient")
+                self._drop_gradient(gradient, {})
+        return parts
+
+    def _drop_gradient(self, gradient: int, parts: Mapping[int, int]) -> None:
+        """Free a gradient, or the part that was taken of it."""
+        if gradient in parts:
+            self._free(parts[gradient])
+        else:
+            self.now += 1
+            self.gradient_died[gradient] = self.now
 
     def final(self) -> None:
         """Reduce the gradients that are left; drop all buffers."""

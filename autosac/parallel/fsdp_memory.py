@@ -40,10 +40,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from autosac import _compat
+from autosac._compat_distributed import is_collective
 from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
 from autosac.parallel.fsdp_optimizer import Shards, find_shards
@@ -119,6 +122,7 @@ class RankSimulator:
             on_cpu=on_cpu,
             copies=on_cpu if copies is None else copies,
             frees_before_copy_out=_compat.FSDP_FREES_BEFORE_COPY_OUT,
+            holds_last_gradient=_compat.FSDP_HOLDS_LAST_GRADIENT,
             adds_gradients=profile.step.adds_gradients,
             keeps_gradients=profile.step.gradients_in_forward,
         )
@@ -263,9 +267,35 @@ class RankSimulator:
             if owned[unit.fqn] and hooks is not None:
                 self._check_inputs(sharding, module)
             groups.append(
-                make_group(sharding, unit, module, hooks, owned[unit.fqn], self.how)
+                make_group(
+                    sharding,
+                    unit,
+                    module,
+                    hooks,
+                    owned[unit.fqn],
+                    self.how,
+                    self._undivided,
+                )
             )
         return tuple(groups)
+
+    @cached_property
+    def _undivided(self) -> frozenset[int]:
+        """Gradients that tensor-parallel ranks have whole, or as parts of a sum."""
+        gradients = {
+            p.gradient: prod(p.shape) * p.traced_itemsize
+            for p in self.tape.parameters
+            if p.gradient is not None
+        }
+        storages = self.tape.storages
+        whole = {g for g, nbytes in gradients.items() if storages[g].nbytes > nbytes}
+        summed = {
+            storage
+            for op in self.tape.ops
+            if op.phase == "optimizer" and is_collective(op.name)
+            for storage in op.reads
+        }
+        return frozenset(whole | (summed & gradients.keys()))
 
     def _replay(self, sharding: Sharding) -> _Sharded:
         groups = self.groups(sharding)
