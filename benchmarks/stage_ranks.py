@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -155,7 +154,7 @@ def _run(rank: int, job: Job) -> RankResult:
         torch.manual_seed(SEED)
         mesh = job.plan.make_mesh("cpu")
         stages = job.plan.stages(recipe.make_model(), mesh)
-        share = _share(job.plan, mesh)
+        share = job.plan.batch_index(mesh)
         modules = {stage.stage_index: stage.submod for stage in stages}
         runner = job.plan.schedule(stages, recipe.loss_fn)
     optimizers = [recipe.make_optimizer(m.parameters()) for m in modules.values()]
@@ -198,14 +197,6 @@ def _run(rank: int, job: Job) -> RankResult:
         gradients={key: torch.from_numpy(grad) for key, grad in gradients.items()},
         share=share,
     )
-
-
-def _share(plan: PipelinePlan, mesh: DeviceMesh) -> int:
-    """Which of a batch's shares is this rank's."""
-    place = 0
-    for name, size in plan.parallel.sizes.items():
-        place = place * size + mesh.get_local_rank(name)
-    return place
 
 
 def whole(gradient: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,7 @@ class PipelinePlan(Summarized):
         """The mesh of the pipeline, of `mesh_shape`; every rank calls it.
 
         Neighbouring ranks share slices (``"tp"``), and must get the same batch; those
-        with another place in ``"replicate"`` or ``"fsdp"`` get batches of their own.
+        with another `batch_index` get batches of their own.
 
         Args:
             device_type: Of the ranks' devices, such as ``"cuda"``.
@@ -176,6 +176,17 @@ class PipelinePlan(Summarized):
         return init_device_mesh(
             device_type, self.mesh_shape, mesh_dim_names=self.mesh_dim_names
         )
+
+    def batch_index(self, mesh: DeviceMesh) -> int:
+        """Which of the batches of a step, one for each replica and shard, a rank gets.
+
+        Args:
+            mesh: As `make_mesh` makes it.
+        """
+        index = 0
+        for name, size in self.parallel.sizes.items():
+            index = index * size + mesh.get_local_rank(name)
+        return index
 
     def stages(self, model: torch.nn.Module, mesh: DeviceMesh) -> list[PipelineStage]:
         """The stages of this rank: divided, with AC units, then sharded.
