@@ -4,8 +4,8 @@
 
 `plan_pipeline` plans models of 2 stages for 4 ranks and for 8 (`CASES`): FSDP2 shards
 each stage, copies of it train on batches of their own, ranks share slices of tensors
-with or without parts of the sequence between blocks, and FSDP2 with slices; under 1F1B
-and GPipe, each under two caps: near the least peak and in the middle between that and
+with or without parts of the sequence between blocks, FSDP2 with slices, and with mixed
+precision, whose truth is one process that computes in that type; under 1F1B and GPipe, each under two caps: near the least peak and in the middle between that and
 the fastest plan's. Ranks are processes
 that gloo connects (`stage_ranks`). What they hold is counted by `allocator_shim.c` on
 all threads, to the byte; it takes a C compiler. oneDNN is switched off: it keeps memory
@@ -165,14 +165,16 @@ RECIPES = {
     "ODD": Recipe(make_model=OddGPT, make_batch=_batch, loss_fn=_loss),
     "TIED": Recipe(make_model=TiedGPT, make_batch=_batch, loss_fn=_loss),
 }
-# Models, kinds of tensor parallelism, and ranks of a stage.
-CASES: tuple[tuple[str, str | None, dict[str, int]], ...] = (
-    *((name, kind, {"tp": 2}) for name in ("LLAMA", "GPT") for kind in KINDS),
-    *((name, None, {"fsdp": 2}) for name in ("LLAMA", "GPT", "ODD")),
-    ("GPT", None, {"replicate": 2}),
-    ("LLAMA", "sequence", {"fsdp": 2, "tp": 2}),
-    ("GPT", "tensor", {"fsdp": 2, "tp": 2}),
-    ("ODD", None, {"replicate": 2, "fsdp": 2}),
+MIXED = "bfloat16"  # the kind of plans that gather in that type, and reduce in 32 bits
+# Models, ranks of a stage, and kinds of tensor parallelism.
+CASES: tuple[tuple[str, dict[str, int], str], ...] = (
+    *((name, {"tp": 2}, kind) for name in ("LLAMA", "GPT") for kind in KINDS),
+    *((name, {"fsdp": 2}, "") for name in ("LLAMA", "GPT", "ODD")),
+    ("GPT", {"fsdp": 2}, MIXED),
+    ("GPT", {"replicate": 2}, ""),
+    ("LLAMA", {"fsdp": 2, "tp": 2}, "sequence"),
+    ("GPT", {"fsdp": 2, "tp": 2}, "tensor"),
+    ("ODD", {"replicate": 2, "fsdp": 2}, ""),
 )
 
 
@@ -182,18 +184,18 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor" or "sequence"; None without tensor parallelism.
+        kind: "tensor", "sequence", `MIXED` or nothing.
         plan: What was planned.
     """
 
     model: str
-    kind: str | None
+    kind: str
     plan: PipelinePlan
 
 
 @torch.backends.mkldnn.flags(enabled=False)
 def planned(
-    name: str, schedule: str, mesh: Mapping[str, int], kind: str | None = None
+    name: str, schedule: str, mesh: Mapping[str, int], kind: str = ""
 ) -> Iterator[Planned]:
     """Plans of a model under several caps.
 
@@ -201,14 +203,14 @@ def planned(
         name: Of the recipe.
         schedule: Its name.
         mesh: Ranks of a stage, by dimension.
-        kind: "tensor" or "sequence"; None without tensor parallelism.
+        kind: "tensor", "sequence", `MIXED` or nothing.
     """
     for plan in under_caps(partial(_plan, name, schedule, mesh, kind)):
         yield Planned(model=name, kind=kind, plan=plan)
 
 
 def _plan(
-    name: str, schedule: str, mesh: Mapping[str, int], kind: str | None, cap: int
+    name: str, schedule: str, mesh: Mapping[str, int], kind: str, cap: int
 ) -> PipelinePlan:
     recipe = RECIPES[name]
     torch.manual_seed(SEED)
@@ -225,7 +227,9 @@ def _plan(
         schedules=[schedule],
         cluster=replace(links, device=device_spec("cpu")),
         mesh=mesh,
-        tp_plan=kind,  # type: ignore[arg-type]
+        tp_plan=kind if kind in KINDS else None,  # type: ignore[arg-type]
+        param_dtype=MIXED if kind == MIXED else None,
+        reduce_dtype="float32" if kind == MIXED else None,
         optimizer=recipe.make_optimizer,
     )
 
@@ -254,7 +258,7 @@ def run(cell: Planned) -> Outcome:
         label={
             "model": cell.model,
             "mesh": " x ".join(f"{size} {dimension}" for dimension, size in dimensions),
-            "kind": cell.kind or "",
+            "kind": cell.kind,
             "schedule": plan.pipeline.name,
             "blocks": " + ".join(str(len(stage.fqns)) for stage in stages),
             "AC units": " + ".join(str(len(stage.policy)) for stage in stages),
@@ -270,7 +274,7 @@ def run(cell: Planned) -> Outcome:
 def _refused(name: str, mesh: Mapping[str, int]) -> str:
     """Why a model is not planned, in a line of the table's notes."""
     try:
-        _plan(name, GPIPE, mesh, None, _LARGE)
+        _plan(name, GPIPE, mesh, "", _LARGE)
     except autosac.AutosacError as error:
         return f"{name} with {mesh} is refused: {error}"
     raise AssertionError(f"{name} is planned.")
@@ -286,7 +290,7 @@ def main() -> int:
     models = options.models.split(",")
     cells = (
         cell
-        for name, kind, mesh in CASES
+        for name, mesh, kind in CASES
         if name in models
         for schedule in (ONE_F_ONE_B, GPIPE)
         for cell in planned(name, schedule, mesh, kind)

@@ -106,6 +106,11 @@ class Job:
         """How many parts of a batch are trained on beside each other."""
         return 1 if self.plan is None else self.plan.parallel.degree
 
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Type in which the model computes, None for its own."""
+        return None if self.plan is None else self.plan.parallel.compute_dtype
+
 
 def can_count() -> bool:
     """Whether the allocator can be watched here."""
@@ -123,17 +128,24 @@ def reference(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     recipe, number = job.recipe, job.schedule.num_micro_batches * job.num_shares
     torch.manual_seed(SEED)
     model = recipe.make_model()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: torch.zeros_like(p) for name, p in trained.items()}
+    if job.compute_dtype is not None:
+        for p in model.parameters():
+            p.data = p.data.to(job.compute_dtype)
     inputs, targets = recipe.make_batch(number)
+    if job.compute_dtype is not None and inputs.is_floating_point():
+        inputs = inputs.to(job.compute_dtype)
     losses = []
     for x, target in zip(inputs.chunk(number), targets.chunk(number), strict=True):
         loss = recipe.loss_fn(model(x), target)
         loss.backward()
         losses.append(float(loss.detach()))
-    return losses, {
-        name: p.grad / number
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
+        for name, p in trained.items():
+            if p.grad is not None:
+                gradients[name] += p.grad / number
+        model.zero_grad()
+    return losses, gradients
 
 
 def _run(rank: int, job: Job) -> RankResult:

@@ -17,7 +17,7 @@ What differs between devices and process groups:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -47,6 +47,8 @@ class Collectives:
         adds_gradients: Gradients of earlier micro-steps are there, in shards; what is
             reduced is added to them.
         keeps_gradients: Those of the step before are there until backward begins.
+        adds_unsharded: Gradients of several micro-batches add up before they are
+            reduced, in the type in which they are.
     """
 
     granularity_bytes: int
@@ -56,6 +58,7 @@ class Collectives:
     holds_last_gradient: bool
     adds_gradients: bool = False
     keeps_gradients: bool = False
+    adds_unsharded: bool = False
 
     def rounded(self, num_bytes: int) -> int:
         """Size of a block for so many bytes."""
@@ -85,6 +88,7 @@ class Group:
         gradients: Storages of the gradients,
         part_bytes: and what a rank takes of each before that, if it is whole or a part
             of a sum on ranks that share slices; 0 if it is taken as it is.
+        sum_bytes: What each adds up in before it is reduced, 0 if in itself.
     """
 
     unit: FsdpUnit
@@ -104,6 +108,7 @@ class Group:
     largest_cast_bytes: int
     gradients: tuple[int, ...]
     part_bytes: tuple[int, ...]
+    sum_bytes: tuple[int, ...]
 
 
 def make_group(
@@ -113,7 +118,7 @@ def make_group(
     hooks: Hooks | None,
     parameters: list[Parameter],
     how: Collectives,
-    undivided: Set[int] = frozenset(),
+    undivided: Mapping[int, int],
 ) -> Group:
     """Sizes of what a unit gathers and reduces.
 
@@ -124,7 +129,8 @@ def make_group(
         hooks: when its hooks run,
         parameters: and what it holds.
         how: How collectives are carried out.
-        undivided: Gradients that are whole or parts of sums on ranks that share slices.
+        undivided: Gradients that are whole or parts of sums on ranks that share slices,
+            and their elements.
     """
     degree = sharding.shard_degree
     ranks = sharding.reshards_to(unit)
@@ -142,12 +148,15 @@ def make_group(
     itemsize = sharding.reduced_itemsize(reduced[0]) if reduced else 0
     is_cast = bool(reduced) and sharding.reduce_dtype not in (None, reduced[0].dtype)
     other = sharding.reduce_dtype not in (None, sharding.param_dtype)
-    padded = [
-        chunk_numel(p, degree) * degree * p.traced_itemsize
-        for p in reduced
-        if is_uneven(p, degree)
+    is_summed = how.adds_unsharded and other
+    packed = [itemsize if is_summed else p.traced_itemsize for p in reduced]
+    every = [
+        chunk_numel(p, degree) * degree * size
+        for p, size in zip(reduced, packed, strict=True)
     ]
-    every = [chunk_numel(p, degree) * degree * p.traced_itemsize for p in reduced]
+    uneven = [is_uneven(p, degree) for p in reduced]
+    numels = [prod(p.shape) for p in reduced]
+    wholes = [undivided.get(p.gradient or 0, prod(p.shape)) for p in reduced]
     return Group(
         unit=unit,
         module=module,
@@ -164,15 +173,24 @@ def make_group(
         reduced_bytes=how.rounded(numel * degree * itemsize),
         output_bytes=how.rounded(numel * itemsize),
         gradient_bytes=how.rounded(numel * reduced[0].itemsize) if is_cast else 0,
-        padded_bytes=sum(map(how.rounded, padded)) if how.on_cpu else 0,
-        largest_cast_bytes=max(every, default=0) if how.on_cpu and other else 0,
+        padded_bytes=(
+            sum(
+                how.rounded(n)
+                for n, is_padded in zip(every, uneven, strict=True)
+                if is_padded
+            )
+            if how.on_cpu
+            else 0
+        ),
+        largest_cast_bytes=(
+            max(every, default=0) if how.on_cpu and other and not is_summed else 0
+        ),
         gradients=tuple(p.gradient for p in reduced if p.gradient is not None),
         part_bytes=tuple(
-            how.rounded(prod(p.shape) * p.traced_itemsize)
-            if p.gradient in undivided
-            else 0
-            for p in reduced
+            how.rounded(n * size) if p.gradient in undivided else 0
+            for p, n, size in zip(reduced, numels, packed, strict=True)
         ),
+        sum_bytes=tuple(how.rounded(n * itemsize) * is_summed for n in wholes),
     )
 
 
@@ -187,6 +205,7 @@ class _State:
     late: int | None = None
     all_reduced: int | None = None
     place: int | None = None  # in the order in which forward hooks ended
+    held: dict[int, int] = field(default_factory=dict)  # instead of a gradient
     is_done: bool = False
 
 
@@ -283,7 +302,7 @@ class Replay:
         """Free the gathered parameters and reduce the gradients."""
         group, how = state.group, self.how
         state.is_done = True
-        parts = self._divide(group)
+        self._divide(state)
         self._free_all(state.unsharded)
         self._free(self.reduced)
         self.reduced = None
@@ -296,7 +315,7 @@ class Replay:
         last = group.gradients[-1]
         for gradient in group.gradients:
             if gradient != last or not how.holds_last_gradient or degree == 1:
-                self._drop_gradient(gradient, parts)
+                self._drop_gradient(state, gradient)
         output = self._allocate(group.output_bytes, "gradient")
         sharded = output
         if how.on_cpu:
@@ -309,23 +328,40 @@ class Replay:
             left.remove(output)
             state.all_reduced = output
         if how.holds_last_gradient and degree > 1:
-            self._drop_gradient(last, parts)
+            self._drop_gradient(state, last)
         self._free_all(left)
         self._free(state.late)
 
-    def _divide(self, group: Group) -> dict[int, int]:
+    def add_up(self, state: _State) -> dict[int, int]:
+        """Add a micro-batch's gradients to the sums that are reduced in the end.
+
+        Returns:
+            Storage of each gradient -> when it is freed.
+        """
+        group = state.group
+        died = {}
+        for gradient, nbytes in zip(group.gradients, group.sum_bytes, strict=True):
+            if gradient not in state.held:
+                state.held[gradient] = self._allocate(nbytes, "gradient")
+            elif self.how.on_cpu:
+                self._spike(nbytes)  # CPUs cast what they add in another type
+            self.now += 1
+            died[gradient] = self.now
+        return died
+
+    def _divide(self, state: _State) -> None:
         """Take the rank's part of gradients that are whole or parts of sums."""
-        parts = {}
+        group = state.group
         for gradient, nbytes in zip(group.gradients, group.part_bytes, strict=True):
             if nbytes:
-                parts[gradient] = self._allocate(nbytes, "gradient")
-                self._drop_gradient(gradient, {})
-        return parts
+                part = self._allocate(nbytes, "gradient")
+                self._drop_gradient(state, gradient)
+                state.held[gradient] = part
 
-    def _drop_gradient(self, gradient: int, parts: Mapping[int, int]) -> None:
-        """Free a gradient, or the part that was taken of it."""
-        if gradient in parts:
-            self._free(parts[gradient])
+    def _drop_gradient(self, state: _State, gradient: int) -> None:
+        """Free a gradient, or what is held instead."""
+        if gradient in state.held:
+            self._free(state.held.pop(gradient))
         else:
             self.now += 1
             self.gradient_died[gradient] = self.now

@@ -102,6 +102,8 @@ class RankSimulator:
             `profiling.in_compute_dtype`.
         copies: Collectives copy what they send. By default they do on the CPU, as gloo
             does, and not on a GPU, as NCCL does not.
+        adds_unsharded: Gradients of several micro-batches add up before they are
+            reduced.
 
     Raises:
         ValueError: The trace begins with gradients of earlier steps.
@@ -109,7 +111,13 @@ class RankSimulator:
             state that is not shaped like its parameter.
     """
 
-    def __init__(self, profile: Profile, *, copies: bool | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        copies: bool | None = None,
+        adds_unsharded: bool = False,
+    ) -> None:
         _check_step(profile)
         self.profile = profile
         self.tape = _in_real_types(profile)
@@ -125,6 +133,7 @@ class RankSimulator:
             holds_last_gradient=_compat.FSDP_HOLDS_LAST_GRADIENT,
             adds_gradients=profile.step.adds_gradients,
             keeps_gradients=profile.step.gradients_in_forward,
+            adds_unsharded=adds_unsharded,
         )
         self.shards: Shards = find_shards(self.tape)
         self._sharded: dict[Sharding, _Sharded] = {}
@@ -280,22 +289,30 @@ class RankSimulator:
         return tuple(groups)
 
     @cached_property
-    def _undivided(self) -> frozenset[int]:
-        """Gradients that tensor-parallel ranks have whole, or as parts of a sum."""
-        gradients = {
-            p.gradient: prod(p.shape) * p.traced_itemsize
-            for p in self.tape.parameters
-            if p.gradient is not None
-        }
+    def _undivided(self) -> dict[int, int]:
+        """Gradients that tensor-parallel ranks have whole, or as parts of a sum.
+
+        With the elements that they have.
+        """
         storages = self.tape.storages
-        whole = {g for g, nbytes in gradients.items() if storages[g].nbytes > nbytes}
+        gradients = {
+            p.gradient: p for p in self.tape.parameters if p.gradient is not None
+        }
+        whole = {
+            g
+            for g, p in gradients.items()
+            if storages[g].nbytes > self.how.rounded(prod(p.shape) * p.traced_itemsize)
+        }
         summed = {
             storage
             for op in self.tape.ops
             if op.phase == "optimizer" and is_collective(op.name)
             for storage in op.reads
         }
-        return frozenset(whole | (summed & gradients.keys()))
+        return {
+            g: storages[g].nbytes // gradients[g].traced_itemsize
+            for g in whole | (summed & gradients.keys())
+        }
 
     def _replay(self, sharding: Sharding) -> _Sharded:
         groups = self.groups(sharding)

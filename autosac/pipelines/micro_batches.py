@@ -35,10 +35,11 @@ from autosac.pipelines.stage_steps import (
     StageStep,
     check_step,
     loss_with,
+    profile_in,
     stage_step,
 )
 from autosac.profiles.given import calibrated_if_present
-from autosac.profiles.profile import Profile, profile
+from autosac.profiles.profile import Profile
 
 _MODEL_PHASES = ("forward", "loss", "backward")
 _RANK_BYTES = 4  # of `DeviceMesh.mesh`
@@ -78,11 +79,12 @@ class MicroBatch:
     @cached_property
     def chain(self) -> dict[str, Passed]:
         """The model's blocks, and what they hand on."""
-        chain = chain_of(self.model, self.inputs)
+        dtype = self.parallel.compute_dtype
+        chain = chain_of(self.model, self.inputs, dtype)
         if self.tensor.degree == 1:
             return chain
         check_styles(list(chain), self.tensor)
-        return handed_on(self.divided, list(chain), self.inputs)
+        return handed_on(self.divided, list(chain), self.inputs, dtype)
 
     @cached_property
     def cuts(self) -> list[int]:
@@ -94,7 +96,8 @@ class MicroBatch:
         """The step of the whole model."""
         loss_fn = partial(loss_with, self.loss_fn, self.target)
         stage = Stage(self.divided, list(self.chain))
-        whole = profile(stage, self.inputs, loss_fn=loss_fn, **self.options)
+        dtype, options = self.parallel.compute_dtype, self.options
+        whole = profile_in(dtype, stage, self.inputs, loss_fn=loss_fn, **options)
         check_step(whole)
         return self._measured(whole)
 
@@ -161,6 +164,7 @@ class MicroBatch:
                 received,
                 loss_fn=self.loss_fn if is_last else None,
                 target=self.target,
+                parallel=self.parallel,
                 **self.options,
             ).each(self._measured)
             if self.parallel.degree > 1:

@@ -57,6 +57,8 @@ def plan_pipeline(
     cluster: str | ClusterSpec | None = None,
     mesh: Mapping[str, int | None] | None = None,
     tp_plan: TpPlan = None,
+    param_dtype: str | None = None,
+    reduce_dtype: str | None = None,
     relative_gap: float = RELATIVE_GAP,
     **options: Any,
 ) -> PipelinePlan:
@@ -84,6 +86,8 @@ def plan_pipeline(
             divide a node. ``"fsdp"``: over how many ranks FSDP2 shards each stage;
             ``"replicate"``: how many such groups a stage has. None for none.
         tp_plan: Which slices, as in `plan_parallel`.
+        param_dtype: Type that FSDP2 gathers parameters in, such as ``"bfloat16"``,
+        reduce_dtype: and in which gradients add up and are reduced; both or none.
         relative_gap: A plan is given up for another that is faster by more.
         options: As in `profile`, such as `optimizer`.
 
@@ -101,6 +105,8 @@ def plan_pipeline(
     _check_options(options)
     _check_tensors(inputs, target)
     degrees, parallel = _read_mesh(mesh, tp_plan, num_ranks, spec)
+    if param_dtype is not None or reduce_dtype is not None:
+        parallel = _in_types(parallel, param_dtype, reduce_dtype)
     num_rows = _num_rows(inputs, global_batch, parallel)
     candidates = _schedules(
         num_micro_batches, global_batch and num_rows, num_ranks, schedules
@@ -213,6 +219,21 @@ def _read_mesh(
     if asked["tp"] == 1 and tp_plan is None:
         return (1,), parallel
     return read_degrees(asked["tp"], tp_plan, spec), parallel
+
+
+def _in_types(
+    parallel: DataParallel, param_dtype: str | None, reduce_dtype: str | None
+) -> DataParallel:
+    """These replicas and shards under a mixed-precision policy."""
+    if parallel.degree == 1:
+        raise ArgumentError(
+            "`param_dtype` and `reduce_dtype` are types in which FSDP2 gathers and"
+            " reduces, and `mesh` asks for none: pass mesh={'fsdp': ...}, or cast the"
+            " model."
+        )
+    typed = replace(parallel, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    typed.sharding([])  # which checks the names
+    return typed
 
 
 def _number(asked: Mapping[str, int | None], name: str) -> int:

@@ -92,9 +92,7 @@ def part_of(
         sharded: How the stage is sharded, if the profile is the one that it knows.
     """
     tape, span = profile.tape, profile.simulator.span
-    ledger = profile.simulator.ledger(chosen)
-    if sharded is not None:
-        ledger = sharded.resized(ledger)
+    ledger = (sharded or profile.simulator).ledger(chosen)
     loss_key, backward_key, optimizer_key = (
         tape.phases[phase] * span for phase in ("loss", "backward", "optimizer")
     )
@@ -221,13 +219,24 @@ class _Replay:
         # Gradients are reduced while the schedule still holds what it has sent.
         self.end_of_actions = at + 1
         self.end = at + 2 + sum(p.ledger.end for p, _ in parts.values())
-        self.sharded = {
-            stage: step.sharded.replay(
-                self.starts[Action(True, stage, 0)], step.first.simulator.span, at
-            )
-            for stage, step in steps.items()
-            if step.sharded is not None
-        }
+        self.replays: list[Replay] = []
+        # When gradients are freed of which FSDP2 takes care, by stage and micro-batch.
+        self.freed: dict[tuple[int, int], dict[int, int]] = {}
+        for stage, step in steps.items():
+            if step.sharded is not None:
+                self._shard(stage, step.sharded, at)
+
+    def _shard(self, stage: int, sharded: ShardedStage, end: int) -> None:
+        """Replay what FSDP2 does to a stage."""
+        backwards = []
+        for number in range(self.schedule.num_micro_batches):
+            action = Action(False, stage, number)
+            backwards.append(self.starts[action] - self._part(action).backward_key)
+        forward = self.starts[Action(True, stage, 0)]
+        replay, died = sharded.replay(forward, backwards, end)
+        self.replays.append(replay)
+        self.freed.update({(stage, number): own for number, own in enumerate(died)})
+        self.freed.setdefault((stage, 0), replay.gradient_died)
 
     def _part(self, action: Action) -> Part:
         """The step that a micro-batch runs: the first one makes the gradients."""
@@ -238,7 +247,7 @@ class _Replay:
         forwards = [action for action in self.actions if action.is_forward]
         pieces = [self._of_micro_batch(forward) for forward in forwards]
         pieces += self._of_optimizers()
-        pieces += [self._of_sharding(replay) for replay in self.sharded.values()]
+        pieces += [self._of_sharding(replay) for replay in self.replays]
         born, died, nbytes = map(np.concatenate, zip(*pieces, strict=True))
         return Ledger(
             born=born,
@@ -269,9 +278,8 @@ class _Replay:
         died[part.sent_back] = self._sent_back_until(forward)
         died[part.left] = self._next(forward, part.backward_key)
         died *= PLACES
-        if forward.stage in self.sharded and not forward.micro_batch:
-            reduced = self.sharded[forward.stage].gradient_died
-            died[list(reduced)] = list(reduced.values())
+        freed = self.freed.get(forward[1:], {})
+        died[list(freed)] = list(freed.values())
         own = part.of_micro_batch
         return born[own] * PLACES, died[own], ledger.nbytes[own]
 

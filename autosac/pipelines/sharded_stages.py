@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fsdp_hooks import Replay
 from autosac.parallel.fsdp_memory import RankSimulator
@@ -25,6 +27,7 @@ from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.pipelines.blocks import Stage
 from autosac.profiles.profile import Profile
 from autosac.solvers.fsdp.collectives import Group
+from autosac.solving.rules_of_thumb import Choice
 from autosac.step.ledger import Ledger
 
 
@@ -35,13 +38,21 @@ class DataParallel:
     Attributes:
         shard_degree: Over how many of them parameters are sharded.
         replicate_degree: How many such groups hold the same.
+        param_dtype: Type of gathered parameters, None for their own.
+        reduce_dtype: Type in which gradients add up and are reduced; given if and only
+            if `param_dtype` is.
     """
 
     shard_degree: int = 1
     replicate_degree: int = 1
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        if self.param_dtype is None:
+            return sizes
+        return f"{sizes}, {self.param_dtype} reduced in {self.reduce_dtype}"
 
     @property
     def degree(self) -> int:
@@ -61,7 +72,22 @@ class DataParallel:
             units=fsdp_units(units, reshard_after_forward=False),
             shard_degree=self.shard_degree,
             replicate_degree=self.replicate_degree,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
         )
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Type of gathered parameters."""
+        return None if self.param_dtype is None else getattr(torch, self.param_dtype)
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether gradients add up in another type than they have.
+
+        Each backward then makes new ones, which go as their block is done.
+        """
+        return self.param_dtype != self.reduce_dtype
 
     def groups(self, cluster: ClusterSpec, inside: int) -> tuple[Group, Group]:
         """Ranks that share parameters, and those that hold the same ones.
@@ -111,40 +137,67 @@ class ShardedStage:
     ) -> None:
         self.parallel = parallel
         self._sharding = parallel.sharding(units)
-        self._ranks = RankSimulator(first)
+        self._ranks = RankSimulator(first, adds_unsharded=True)
         self._groups = self._ranks.groups(self._sharding)
 
-    def resized(self, ledger: Ledger) -> Ledger:
+    def ledger(self, chosen: Choice) -> Ledger:
         """A ledger of the step with parameters and optimizer as large as on a rank."""
+        ledger = self._ranks.simulator.ledger(chosen)
         nbytes = ledger.nbytes.copy()
         self._ranks.resize(nbytes, self.parallel.shard_degree, 0)
         return replace(ledger, nbytes=nbytes)
 
-    def replay(self, begin: int, span: int, end: int) -> Replay:
+    def replay(
+        self, forward: int, backwards: Sequence[int], end: int
+    ) -> tuple[Replay, list[dict[int, int]]]:
         """What FSDP2 allocates in the step of a pipeline.
 
         Args:
-            begin: Key of the replay at which the first forward begins,
-            span: its keys per tick of the tape,
-            end: and that at which the last backward is over.
+            forward: Key of the replay at which the first forward begins, less its key
+                in the step,
+            backwards: likewise of each micro-batch's backward,
+            end: and the key at which the last one is over.
+
+        Returns:
+            That, and of each micro-batch when gradients are freed that add up apart.
         """
         replay = Replay(list(self._groups), self._sharding, self._ranks.how)
-        events = []
-        for i, group in enumerate(self._groups):
-            if group.hooks is not None:
-                enter, leave = group.hooks.pre_forward, group.hooks.post_forward
-                events.append((enter, Hook.PRE_FORWARD, i))
-                events.append((leave, Hook.POST_FORWARD, i))
-        for tick, hook, i in sorted(events):
-            replay.at(begin + tick * span)
+        for tick, hook, i in self._forward_hooks():
+            replay.at(forward + tick * self._ranks.simulator.span)
             state = replay.states[i]
             if hook == Hook.POST_FORWARD:
                 replay.post_forward(state)
             elif state.group.unsharded_bytes:
                 replay.pre_forward(state)
+        died: list[dict[int, int]] = []
+        for backward in backwards if self.parallel.sums_apart else ():
+            died.append({})
+            for tick, _, i in self._backward_hooks():
+                replay.at(backward + tick * self._ranks.simulator.span)
+                died[-1].update(replay.add_up(replay.states[i]))
         replay.at(end)
         replay.final()
-        return replay
+        return replay, died
+
+    def _forward_hooks(self) -> list[tuple[int, Hook, int]]:
+        """Ticks of hooks of units, in order."""
+        hooks = []
+        for i, group in enumerate(self._groups):
+            if group.hooks is not None:
+                hooks.append((group.hooks.pre_forward, Hook.PRE_FORWARD, i))
+                hooks.append((group.hooks.post_forward, Hook.POST_FORWARD, i))
+        return sorted(hooks)
+
+    def _backward_hooks(self) -> list[tuple[int, int, int]]:
+        """Ticks at which units are done with backward, in order: inner ones first."""
+        final, hooks = self._ranks.schedule.final, []
+        for i, group in enumerate(self._groups):
+            if group.gradients:
+                tick, enter = final, 0
+                if group.hooks is not None and group.hooks.post_backward is not None:
+                    tick, enter = group.hooks.post_backward, group.hooks.pre_forward
+                hooks.append((tick, -enter, i))
+        return sorted(hooks)
 
     @property
     def late_bytes(self) -> int:

@@ -54,7 +54,7 @@ class _View:
     def __init__(self, step: StageStep, profile: Profile, count: int) -> None:
         self._step, self._profile = step, profile
         self._simulator = InFlightSimulator(
-            profile, count, is_last=step.is_last, sharded=step.sharded is not None
+            profile, count, is_last=step.is_last, sharded=step.sharded
         )
 
     @cached_property

@@ -253,7 +253,7 @@ def test_micro_batches_add_to_gradients_as_backward_left_them():
     [
         ("LLAMA", "1F1B", {"tp": 2}, "sequence"),
         ("GPT", "GPipe", {"tp": 2}, "tensor"),
-        ("ODD", "1F1B", {"fsdp": 2}, None),
+        ("ODD", "1F1B", {"fsdp": 2}, ""),
     ],
 )
 def test_real_ranks_keep_cap_prediction_and_gradients(name, schedule, mesh, kind):
