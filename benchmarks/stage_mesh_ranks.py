@@ -5,11 +5,11 @@
 `plan_pipeline` plans models of 2 stages for 4 ranks and for 8 (`CASES`): FSDP2 shards
 each stage, copies of it train on batches of their own, ranks share slices of tensors
 with or without parts of the sequence between blocks, FSDP2 with slices, and with mixed
-precision, whose truth is one process that computes in that type; under 1F1B and GPipe, each under two caps: near the least peak and in the middle between that and
-the fastest plan's. Ranks are processes
-that gloo connects (`stage_ranks`). What they hold is counted by `allocator_shim.c` on
-all threads, to the byte; it takes a C compiler. oneDNN is switched off: it keeps memory
-between steps that no plan knows of.
+precision, whose truth is one process that computes in that type; under 1F1B and GPipe,
+each under two caps: near the least peak and in the middle between that and the fastest
+plan's. Ranks are processes that gloo connects (`stage_ranks`). What they hold is
+counted by `allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN
+is switched off: it keeps memory between steps that no plan knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
 or if losses or gradients differ from those of one process.
 """

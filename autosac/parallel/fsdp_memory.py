@@ -23,7 +23,8 @@ padded), y_u = 1 if u is a unit and k_u = 1 if it is kept after forward. It adds
     at the entry of backward of u: (1 - k_u) 2 P_u for an instant;
     in backward of u: P_u, and its gradients as they are made;
     at the end of backward of u: G_u for the input of reduce-scatter while the gradients
-        live, then G_u + G_u / degree (with gloo 2 G_u + G_u / degree); P_u is gone;
+        live, then G_u + G_u / degree (with gloo 2 G_u + G_u / degree), and before torch
+        2.15 with it the last gradient, all of G_u if there is one only; P_u is gone;
     until the end of backward of the unit before u: G_u, an input that is kept;
     from the end of its backward on: G_u / degree, its sharded gradients. With those
         of earlier micro-steps in place, these are there always, and it is for an

@@ -9,7 +9,7 @@ whose step is, played event by event.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -160,9 +160,30 @@ class Degree:
                     " choice of units of this model gives it that. Convert the model to"
                     " one type."
                 )
-            self.simulated(solution.choice)
+            for choice in (solution.choice, *self._with_fewer_units(solution.choice)):
+                self.simulated(choice)
             self._least_of.add(options)
         return min(self._known.values(), key=lambda choice: choice.highest_peak_bytes)
+
+    def _with_fewer_units(self, choice: FsdpChoice) -> Iterator[FsdpChoice]:
+        """A choice without its units of one kind, or without those that are like none.
+
+        The MILP does not know that the last gradient of a unit outlives the others:
+        among more parameters it may be a smaller one.
+        """
+        is_held = self.form.ranks.how.holds_last_gradient
+        if self.form.fixed_units is not None or not is_held:
+            return
+        kinds = [module.kind for module in self.problem.modules]
+        for kind in dict.fromkeys(kinds[1:]):
+            flags = [i == 0 or own != kind for i, own in enumerate(kinds)]
+            fewer = replace(
+                choice,
+                units=tuple(map(min, choice.units, flags)),
+                reshard=tuple(map(min, choice.reshard, flags)),
+            )
+            if fewer != choice and not fsdp.broken_rules(self.problem, fewer):
+                yield fewer
 
     def has_lowest(self, options: SolveOptions) -> bool:
         """Whether the least peak was looked for, so that nothing is sought below it."""
