@@ -255,6 +255,7 @@ def test_micro_batches_add_to_gradients_as_backward_left_them():
         ("GPT", "GPipe", {"tp": 2}, "tensor"),
         ("ODD", "1F1B", {"fsdp": 2}, ""),
     ],
+    ids=["LLAMA-sequence-1F1B", "GPT-tensor-GPipe", "ODD-fsdp-1F1B"],
 )
 def test_real_ranks_keep_cap_prediction_and_gradients(name, schedule, mesh, kind):
     cell = next(stage_mesh_ranks.planned(name, schedule, mesh, kind))  # the tight cap
