@@ -205,19 +205,13 @@ class MicroBatch:
         reduced_bytes = step.sharded.late_bytes if step.sharded else 0
         return late_bytes(step.later, self.tensor.degree) + reduced_bytes
 
-    def gather_ms(self, first: int, end: int) -> float:
-        """Time in which a stage's parameters are gathered, once in a step."""
+    def sharding_ms(self, first: int, end: int) -> tuple[float, float]:
+        """Times in which FSDP2 gathers parameters and reduces gradients of a stage."""
         sharded = self.step(first, end).sharded
-        if sharded is None or self.cluster is None:
-            return 0.0
-        return sharded.gather_ms(self.cluster, self.tensor.degree)
-
-    def reduce_ms(self, first: int, end: int) -> float:
-        """Time in which its gradients are reduced, likewise."""
-        sharded = self.step(first, end).sharded
-        if sharded is None or self.cluster is None:
-            return 0.0
-        return sharded.reduce_ms(self.cluster, self.tensor.degree)
+        if sharded is None:
+            return 0.0, 0.0
+        assert self.cluster is not None
+        return sharded.exchange_ms(self.cluster, self.tensor.degree)
 
     def exchange_ms(self, first: int, end: int) -> float:
         """Time of the collectives of a group in some blocks, forward and backward."""

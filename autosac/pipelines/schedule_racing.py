@@ -104,11 +104,12 @@ class Race:
         if choice is None:
             return None
         phase_ms = self.micro_batch.step(first, end).phase_ms
+        gather_ms, reduce_ms = self.micro_batch.sharding_ms(first, end)
         return StageTimes(
             forward_ms=phase_ms["forward"],
             backward_ms=phase_ms["backward"] + choice.recompute_ms,
-            optimizer_ms=phase_ms["optimizer"] + self.micro_batch.reduce_ms(first, end),
-            gather_ms=self.micro_batch.gather_ms(first, end),
+            optimizer_ms=phase_ms["optimizer"] + reduce_ms,
+            gather_ms=gather_ms,
             send_ms=self.micro_batch.send_ms(stage, end),
         )
 
@@ -176,7 +177,7 @@ class Race:
             late_bytes=self.micro_batch.late_bytes(first, end),
             exchange_ms=self.micro_batch.exchange_ms(first, end),
             gather_ms=times.gather_ms,
-            reduce_ms=self.micro_batch.reduce_ms(first, end),
+            reduce_ms=self.micro_batch.sharding_ms(first, end)[1],
             received=self.micro_batch.received(first),
             sent=self.micro_batch.received(end),
         )

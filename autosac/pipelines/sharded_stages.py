@@ -26,7 +26,7 @@ from autosac.parallel.fsdp_schedule import Hook
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.pipelines.blocks import Stage
 from autosac.profiles.profile import Profile
-from autosac.solvers.fsdp.collectives import Group
+from autosac.solvers.fsdp.collectives import Collective, Group
 from autosac.solving.rules_of_thumb import Choice
 from autosac.step.ledger import Ledger
 
@@ -205,19 +205,21 @@ class ShardedStage:
         largest_bytes = max(group.reduced_bytes for group in self._groups)
         return self._ranks.late_copies(self._sharding) * largest_bytes
 
-    def gather_ms(self, cluster: ClusterSpec, inside: int) -> float:
-        """Time of a step's gathers, one after the other; see `DataParallel.groups`."""
-        shards, _ = self.parallel.groups(cluster, inside)
-        sizes = [group.gathered_bytes for group in self._groups]
-        return sum(cluster.cost("all_gather", shards, n).ms(n) for n in sizes if n)
+    def exchange_ms(self, cluster: ClusterSpec, inside: int) -> tuple[float, float]:
+        """Times of a step's gathers and of its reductions, one after the other.
 
-    def reduce_ms(self, cluster: ClusterSpec, inside: int) -> float:
-        """Time of its reductions, likewise."""
+        Args:
+            cluster: As in `DataParallel.groups`,
+            inside: likewise.
+        """
         shards, replicas = self.parallel.groups(cluster, inside)
-        total_ms = 0.0
+
+        def ms(collective: Collective, ranks: Group, nbytes: int) -> float:
+            return cluster.cost(collective, ranks, nbytes).ms(nbytes) if nbytes else 0.0
+
+        gather_ms = reduce_ms = 0.0
         for group in self._groups:
-            whole, part = group.reduced_bytes, group.output_bytes
-            if whole:
-                total_ms += cluster.cost("reduce_scatter", shards, whole).ms(whole)
-                total_ms += cluster.cost("all_reduce", replicas, part).ms(part)
-        return total_ms
+            gather_ms += ms("all_gather", shards, group.gathered_bytes)
+            reduce_ms += ms("reduce_scatter", shards, group.reduced_bytes)
+            reduce_ms += ms("all_reduce", replicas, group.output_bytes)
+        return gather_ms, reduce_ms
