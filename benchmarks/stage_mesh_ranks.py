@@ -112,10 +112,11 @@ class LlamaBlock(modeling_llama.LlamaDecoderLayer):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer)
         self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
+        self.length = config.max_position_embeddings
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         # Of the whole sequence, of which `x` may be a part.
-        positions = torch.arange(_LENGTH, device=x.device)[None]
+        positions = torch.arange(self.length, device=x.device)[None]
         rotated = self.rotary_emb(x, positions)
         out: torch.Tensor = super().forward(x, position_embeddings=rotated)
         return out
@@ -124,21 +125,15 @@ class LlamaBlock(modeling_llama.LlamaDecoderLayer):
 class Llama(nn.Module):
     """Llama of Transformers as a chain of blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: transformers.LlamaConfig) -> None:
         super().__init__()
-        config = transformers.LlamaConfig(
-            hidden_size=_WIDTH,
-            intermediate_size=256,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            max_position_embeddings=_LENGTH,
-            vocab_size=_VOCABULARY,
-            attn_implementation="sdpa",
+        vocabulary, width = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            LlamaBlock(config, i) for i in range(config.num_hidden_layers)
         )
-        self.embed_tokens = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.layers = nn.ModuleList(LlamaBlock(config, i) for i in range(4))
-        self.norm = modeling_llama.LlamaRMSNorm(_WIDTH)
-        self.lm_head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+        self.norm = modeling_llama.LlamaRMSNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(tokens)
@@ -146,6 +141,20 @@ class Llama(nn.Module):
             x = layer(x)
         logits: torch.Tensor = self.lm_head(self.norm(x))
         return logits
+
+
+def _small_llama() -> Llama:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=_WIDTH,
+        intermediate_size=256,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=_LENGTH,
+        vocab_size=_VOCABULARY,
+        attn_implementation="sdpa",
+    )
+    return Llama(config)
 
 
 def _batch(num_micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +169,7 @@ def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 RECIPES = {
-    "LLAMA": Recipe(make_model=Llama, make_batch=_batch, loss_fn=_loss),
+    "LLAMA": Recipe(make_model=_small_llama, make_batch=_batch, loss_fn=_loss),
     "GPT": Recipe(make_model=GPT, make_batch=_batch, loss_fn=_loss),
     "ODD": Recipe(make_model=OddGPT, make_batch=_batch, loss_fn=_loss),
     "TIED": Recipe(make_model=TiedGPT, make_batch=_batch, loss_fn=_loss),
