@@ -202,7 +202,6 @@ class Planned:
     plan: PipelinePlan
 
 
-@torch.backends.mkldnn.flags(enabled=False)
 def planned(
     name: str, schedule: str, mesh: Mapping[str, int], kind: str = ""
 ) -> Iterator[Planned]:
@@ -218,6 +217,7 @@ def planned(
         yield Planned(model=name, kind=kind, plan=plan)
 
 
+@torch.backends.mkldnn.flags(enabled=False)
 def _plan(
     name: str, schedule: str, mesh: Mapping[str, int], kind: str, cap: int
 ) -> PipelinePlan:
