@@ -285,6 +285,8 @@ class Search:
             if int(raised.min()) < lowest:  # its bound holds for all others
                 lowest, self.bound_ms = int(raised.min()), solution.bound_ms or 0.0
             next_rows = self._next_rows(raised, solution)
+        if self.best is None:
+            self._offer_lowest()
         for total_ms, choice in self.at.rules_by_time:
             if self.best is not None and self.best.step.total_ms <= total_ms:
                 break
@@ -341,12 +343,17 @@ class Search:
                     return lower
         return None if self._is_settled() else moves.between()
 
+    def _offer_lowest(self) -> SimulatedChoice:
+        """Offer the choice of least peak, of which the MILP may know nothing."""
+        lowest = self.at.lowest(self.options)
+        self._offer(lowest)
+        return lowest
+
     def _rows_of_lowest(self, raised: IntArray) -> IntArray | None:
         """Lower rows, which the choice of least peak keeps; None if it does not fit."""
-        lowest = self.at.lowest(self.options)
+        lowest = self._offer_lowest()
         if lowest.highest_peak_bytes > self.budget_bytes:
             return None
-        self._offer(lowest)
         off = self.at.form.understated_bytes(
             lowest.sharding, lowest.chosen, fsdp.live(self.at.problem, lowest.choice)
         )
