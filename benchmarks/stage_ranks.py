@@ -8,7 +8,7 @@ switched off: it keeps memory between steps that no plan knows of.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,12 +191,7 @@ def _run(rank: int, job: Job) -> RankResult:
         runner.step(*args, return_outputs=False, **more)
         if number == 0:
             first_losses = [float(loss.detach()) for loss in losses]
-            gradients = {
-                name: whole(p.grad).numpy().copy()  # elsewhere than the allocator's
-                for module in modules.values()
-                for name, p in module.named_parameters()
-                if p.grad is not None
-            }
+            gradients = _gradients(modules.values())
         for optimizer in optimizers:
             optimizer.step()
         for optimizer in optimizers:
@@ -206,9 +201,19 @@ def _run(rank: int, job: Job) -> RankResult:
     return RankResult(
         peaks=peaks,
         losses=first_losses,
-        gradients={key: torch.from_numpy(grad) for key, grad in gradients.items()},
+        gradients=gradients,
         share=share,
     )
+
+
+def _gradients(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    """Copies of whole gradients by name, elsewhere than the allocator's."""
+    return {
+        name: torch.from_numpy(whole(p.grad).numpy().copy())
+        for module in modules
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
 
 
 def whole(gradient: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from autosac.parallel.fsdp_schedule import Hooks
 from autosac.parallel.sharding import FsdpUnit, Sharding, chunk_numel, is_uneven
@@ -143,20 +144,6 @@ def make_group(
     ]
     is_partly = ranks is not None and ranks < degree
     kept = [n // ranks for n in whole] if is_partly and ranks else []
-    reduced = [p for p in parameters if p.gradient is not None]
-    numel = sum(chunk_numel(p, degree) for p in reduced)
-    itemsize = sharding.reduced_itemsize(reduced[0]) if reduced else 0
-    is_cast = bool(reduced) and sharding.reduce_dtype not in (None, reduced[0].dtype)
-    other = sharding.reduce_dtype not in (None, sharding.param_dtype)
-    is_summed = how.adds_unsharded and other
-    packed = [itemsize if is_summed else p.traced_itemsize for p in reduced]
-    every = [
-        chunk_numel(p, degree) * degree * size
-        for p, size in zip(reduced, packed, strict=True)
-    ]
-    uneven = [is_uneven(p, degree) for p in reduced]
-    numels = [prod(p.shape) for p in reduced]
-    wholes = [undivided.get(p.gradient or 0, prod(p.shape)) for p in reduced]
     return Group(
         unit=unit,
         module=module,
@@ -170,28 +157,46 @@ def make_group(
         kept_flat_bytes=how.rounded(
             sum(n for n, c in zip(kept, cast, strict=False) if c)
         ),
-        reduced_bytes=how.rounded(numel * degree * itemsize),
-        output_bytes=how.rounded(numel * itemsize),
-        gradient_bytes=how.rounded(numel * reduced[0].itemsize) if is_cast else 0,
-        padded_bytes=(
-            sum(
-                how.rounded(n)
-                for n, is_padded in zip(every, uneven, strict=True)
-                if is_padded
-            )
-            if how.on_cpu
-            else 0
-        ),
-        largest_cast_bytes=(
-            max(every, default=0) if how.on_cpu and other and not is_summed else 0
-        ),
-        gradients=tuple(p.gradient for p in reduced if p.gradient is not None),
-        part_bytes=tuple(
-            how.rounded(n * size) if p.gradient in undivided else 0
-            for p, n, size in zip(reduced, numels, packed, strict=True)
-        ),
-        sum_bytes=tuple(how.rounded(n * itemsize) * is_summed for n in wholes),
+        **_reduced(sharding, parameters, how, undivided),
     )
+
+
+def _reduced(
+    sharding: Sharding,
+    parameters: list[Parameter],
+    how: Collectives,
+    undivided: Mapping[int, int],
+) -> dict[str, Any]:
+    """What a group reduces: its entries from `reduced_bytes` on."""
+    degree = sharding.shard_degree
+    reduced = [p for p in parameters if p.gradient is not None]
+    numel = sum(chunk_numel(p, degree) for p in reduced)
+    itemsize = sharding.reduced_itemsize(reduced[0]) if reduced else 0
+    is_cast = bool(reduced) and sharding.reduce_dtype not in (None, reduced[0].dtype)
+    other = sharding.reduce_dtype not in (None, sharding.param_dtype)
+    is_summed = how.adds_unsharded and other
+    sizes = [itemsize if is_summed else p.traced_itemsize for p in reduced]
+    pairs = list(zip(reduced, sizes, strict=True))
+    packed = [chunk_numel(p, degree) * degree * size for p, size in pairs]
+    padded = [
+        how.rounded(nbytes) * is_uneven(p, degree)
+        for p, nbytes in zip(reduced, packed, strict=True)
+    ]
+    wholes = [undivided.get(p.gradient or 0, prod(p.shape)) for p in reduced]
+    casts_apart = how.on_cpu and other and not is_summed
+    return {
+        "reduced_bytes": how.rounded(numel * degree * itemsize),
+        "output_bytes": how.rounded(numel * itemsize),
+        "gradient_bytes": how.rounded(numel * reduced[0].itemsize) if is_cast else 0,
+        "padded_bytes": sum(padded) if how.on_cpu else 0,
+        "largest_cast_bytes": max(packed, default=0) if casts_apart else 0,
+        "gradients": tuple(p.gradient for p in reduced),
+        "part_bytes": tuple(
+            how.rounded(prod(p.shape) * size) if p.gradient in undivided else 0
+            for p, size in pairs
+        ),
+        "sum_bytes": tuple(how.rounded(n * itemsize) * is_summed for n in wholes),
+    }
 
 
 @dataclass(slots=True, eq=False)
