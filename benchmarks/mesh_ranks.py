@@ -20,6 +20,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,20 @@ from autosac.parallel.plans import ParallelPlan
 from autosac.profiles.profile import Profile
 from autosac.step.training_step import finish_step, micro_step, normalize_inputs
 from benchmarks import allocator_shim, rank_server
-from benchmarks.environment import MIB, environment
+from benchmarks.kept_promises import (
+    KINDS,
+    LINKS,
+    NUM_STEPS,
+    Outcome,
+    differences,
+    under_caps,
+    write_table,
+)
 from benchmarks.models.workload import labelled
 from benchmarks.ranks import Recipe, reference
 
-LINKS = "pcie-l40s"  # the cluster that ranks on the CPU borrow their links from
-NUM_STEPS = 7  # of which the first is not measured
-LARGEST_ERROR = 0.01
-LARGEST_DIFFERENCE = 1e-5  # of gradients, relative to the largest element of any
-SHARES = (0.03, 0.5)  # of the way from the least peak to the fastest plan's
-KINDS = ("tensor", "sequence")
 MESHES = ((2, 1), (4, 2), (4, 1))  # ranks, and over how many of them FSDP2 shards
 _VOCABULARY, _LENGTH, _BATCH, _WIDTH = 1024, 64, 4, 96
-_INFINITE = 2**40
 
 
 class Attention(nn.Module):
@@ -176,41 +178,6 @@ class RankResult:
     gradients: dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """How the ranks of one plan did.
-
-    Attributes:
-        cell: What ran.
-        peaks: The least of the measured steps, by rank: all do the same, and slow
-            threads only add.
-        highest_bytes: The most in any step of any rank.
-        loss_difference: Largest relative one to one process,
-        gradient_difference: and of gradients, relative to the largest element of any.
-    """
-
-    cell: Planned
-    peaks: tuple[int, ...]
-    highest_bytes: int
-    loss_difference: float
-    gradient_difference: float
-
-    @property
-    def error(self) -> float:
-        """Of the prediction, at the rank with the highest peak."""
-        return self.cell.plan.peak_bytes / max(self.peaks) - 1
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether every promise is."""
-        return (
-            self.highest_bytes <= self.cell.plan.budget_bytes
-            and 0 <= self.error <= LARGEST_ERROR
-            and self.loss_difference <= LARGEST_DIFFERENCE
-            and self.gradient_difference <= LARGEST_DIFFERENCE
-        )
-
-
 def planned(name: str, num_ranks: int, degree: int) -> Iterator[Planned]:
     """Plans of a model for so many ranks, two of which share slices.
 
@@ -221,15 +188,8 @@ def planned(name: str, num_ranks: int, degree: int) -> Iterator[Planned]:
     """
     profile = autosac.calibrate(RECIPES[name].profile())
     for kind in KINDS:
-        fastest = _plan(profile, num_ranks, degree, kind, _INFINITE)
-        try:
-            _plan(profile, num_ranks, degree, kind, 2**10)
-        except autosac.InfeasibleBudgetError as error:
-            least_bytes = error.lowest_peak_bytes
-        between = fastest.highest_peak_bytes - least_bytes
-        for share in SHARES:
-            cap = int(least_bytes + share * between)
-            plan = _plan(profile, num_ranks, degree, kind, cap)
+        make_plan = partial(_plan, profile, num_ranks, degree, kind)
+        for plan in under_caps(make_plan):
             yield Planned(model=name, kind=kind, plan=plan)
 
 
@@ -247,7 +207,7 @@ def _plan(
     )
 
 
-def run_ranks(cells: list[Planned], num_ranks: int) -> list[Row]:
+def run_ranks(cells: list[Planned], num_ranks: int) -> list[Outcome]:
     """Run plans one after the other on the same processes."""
     measured = rank_server.run_ranks(_run_all, num_ranks, cells, timeout_s=1800)
     with torch.backends.mkldnn.flags(enabled=False):
@@ -256,32 +216,31 @@ def run_ranks(cells: list[Planned], num_ranks: int) -> list[Row]:
             for name in {cell.model for cell in cells}
         }
     return [
-        _row(cell, results, *truths[cell.model])
+        _outcome(cell, results, *truths[cell.model])
         for cell, *results in zip(cells, *measured, strict=True)
     ]
 
 
-def _row(
+def _outcome(
     cell: Planned,
     results: list[RankResult],
     losses: list[float],
     gradients: dict[str, torch.Tensor],
-) -> Row:
-    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
-    assert all(result.gradients.keys() == gradients.keys() for result in results)
-    return Row(
-        cell=cell,
-        peaks=tuple(min(result.peaks) for result in results),
-        highest_bytes=max(max(result.peaks) for result in results),
-        loss_difference=max(
-            abs(result.loss / losses[rank // 2] - 1)
-            for rank, result in enumerate(results)
-        ),
-        gradient_difference=max(
-            float((result.gradients[name] - truth).abs().max()) / scale
-            for result in results
-            for name, truth in gradients.items()
-        ),
+) -> Outcome:
+    plan = cell.plan
+    dimensions = zip(plan.mesh_dim_names, plan.mesh_shape, strict=True)
+    pairs = [(own.loss, losses[rank // 2]) for rank, own in enumerate(results)]
+    return Outcome(
+        label={
+            "model": cell.model,
+            "mesh": " x ".join(f"{size} {dimension}" for dimension, size in dimensions),
+            "kind": cell.kind,
+            "AC units": str(len(plan.policy)),
+        },
+        cap=plan.budget_bytes,
+        predicted=(plan.peak_bytes,),
+        late_bytes=plan.late_bytes,
+        **differences(results, pairs, gradients),
     )
 
 
@@ -337,7 +296,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[Row] = []
+    rows: list[Outcome] = []
     for num_ranks, degree in MESHES:
         cells = [
             cell
@@ -345,58 +304,8 @@ def main() -> int:
             for cell in planned(name, num_ranks, degree)
         ]
         rows += run_ranks(cells, num_ranks)
-    text = "\n".join(_table(rows)) + "\n"
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "mesh_ranks.md").write_text(text)
-    print(text)
-    return 0 if all(row.is_kept for row in rows) else 1
-
-
-def _table(rows: list[Row]) -> list[str]:
-    return [
-        "# Ranks of FSDP2 x tensor parallelism: caps, predicted and measured peaks",
-        "",
-        f"{sum(row.is_kept for row in rows)} of {len(rows)} plans keep every promise:"
-        " no rank above its cap in any step, none above its prediction nor below it by"
-        f" over {LARGEST_ERROR:.0%}, losses and gradients within"
-        f" {LARGEST_DIFFERENCE:.0e} of one process that holds all.",
-        "",
-        "Peaks in MiB. *measured*: what the allocator of each rank held at most, on all"
-        f" threads, in the step of {NUM_STEPS - 1} in which threads of gloo were least"
-        " late; *highest*: the most in any step of any rank;"
-        " *error*: of the prediction at the rank with the highest peak.",
-        "",
-        "```",
-        *(f"{key}: {value}" for key, value in environment().items()),
-        "```",
-        "",
-        "| model | mesh | kind | AC units | cap | predicted | measured | error | late |"
-        " highest | losses | gradients | kept |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *map(_line, rows),
-    ]
-
-
-def _line(row: Row) -> str:
-    plan = row.cell.plan
-    low, high = min(row.peaks) / MIB, max(row.peaks) / MIB
-    dimensions = zip(plan.mesh_dim_names, plan.mesh_shape, strict=True)
-    cells = [
-        row.cell.model,
-        " x ".join(f"{size} {dimension}" for dimension, size in dimensions),
-        row.cell.kind,
-        str(len(plan.policy)),
-        f"{plan.budget_bytes / MIB:.3f}",
-        f"{plan.peak_bytes / MIB:.3f}",
-        f"{high:.3f}" if high == low else f"{low:.3f} to {high:.3f}",
-        f"{row.error:+.4%}",
-        f"{plan.late_bytes / MIB:.3f}",
-        f"{row.highest_bytes / MIB:.3f}",
-        f"{row.loss_difference:.1e}",
-        f"{row.gradient_difference:.1e}",
-        "yes" if row.is_kept else "NO",
-    ]
-    return f"| {' | '.join(cells)} |"
+    title = "Ranks of FSDP2 x tensor parallelism"
+    return write_table(options.output / "mesh_ranks.md", title, rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import ParallelFormulation
 from autosac.solvers.fsdp import FsdpChoice, schedule, step_time
-from autosac.step.tape import Op
+from autosac.step.tape import Op, Tape
 from autosac.units import curves
 from autosac.units.policies import RERUN, SAVE, SKIP, Policy
 from autosac.units.unit import Unit
@@ -62,7 +62,8 @@ def at_degree(
         reshard=(False, *blocks[1:]),
         points=(None,) * len(form.units),
     )
-    chosen = {u: _policy(form, u, rule) for u in form.units if u.fqn in names}
+    tape = form.ranks.tape
+    chosen = {u: policy(tape, u, rule) for u in form.units if u.fqn in names}
     times = list(problem.compute_ms)
     for unit, at in zip(form.units, problem.rerun_at, strict=True):
         if unit in chosen:
@@ -78,9 +79,9 @@ def at_degree(
     )
 
 
-def _policy(form: ParallelFormulation, unit: Unit, rule: ByHand) -> Policy:
+def policy(tape: Tape, unit: Unit, rule: ByHand) -> Policy:
     """Save what the rule says, rerun what backward then needs."""
-    ops = [form.ranks.tape.ops[i] for i in unit.ops]
+    ops = [tape.ops[i] for i in unit.ops]
     choices = []
     wanted: set[int] = set()
     for index in reversed(range(len(unit.groups))):

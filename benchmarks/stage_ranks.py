@@ -8,7 +8,7 @@ switched off: it keeps memory between steps that no plan knows of.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +60,15 @@ class RankResult:
 
     Attributes:
         peaks: The most it held in each step but the first.
-        losses: Of the micro-batches in the first step, on the last rank.
+        losses: Of its micro-batches in the first step, on the last rank.
+        share: Which share of the batch it got, of all replicas and shards.
         gradients: Of the first step, by name in the model, whole.
     """
 
     peaks: list[int]
     losses: list[float]
     gradients: dict[str, torch.Tensor]
+    share: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -96,8 +98,18 @@ class Job:
 
     @property
     def num_ranks(self) -> int:
-        """Of all, those that share slices among them."""
+        """Of all, those that share a stage among them."""
         return self.schedule.num_ranks if self.plan is None else self.plan.num_ranks
+
+    @property
+    def num_shares(self) -> int:
+        """How many parts of a batch are trained on beside each other."""
+        return 1 if self.plan is None else self.plan.parallel.degree
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Type in which the model computes, None for its own."""
+        return None if self.plan is None else self.plan.parallel.compute_dtype
 
 
 def can_count() -> bool:
@@ -113,20 +125,27 @@ def run_ranks(job: Job) -> list[RankResult]:
 @torch.backends.mkldnn.flags(enabled=False)
 def reference(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the micro-batches and gradients, by one process without a pipeline."""
-    recipe, number = job.recipe, job.schedule.num_micro_batches
+    recipe, number = job.recipe, job.schedule.num_micro_batches * job.num_shares
     torch.manual_seed(SEED)
     model = recipe.make_model()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: torch.zeros_like(p) for name, p in trained.items()}
+    if job.compute_dtype is not None:
+        for p in model.parameters():
+            p.data = p.data.to(job.compute_dtype)
     inputs, targets = recipe.make_batch(number)
+    if job.compute_dtype is not None and inputs.is_floating_point():
+        inputs = inputs.to(job.compute_dtype)
     losses = []
     for x, target in zip(inputs.chunk(number), targets.chunk(number), strict=True):
         loss = recipe.loss_fn(model(x), target)
         loss.backward()
         losses.append(float(loss.detach()))
-    return losses, {
-        name: p.grad / number
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
+        for name, p in trained.items():
+            if p.grad is not None:
+                gradients[name] += p.grad / number
+        model.zero_grad()
+    return losses, gradients
 
 
 def _run(rank: int, job: Job) -> RankResult:
@@ -134,6 +153,7 @@ def _run(rank: int, job: Job) -> RankResult:
     schedule, recipe = job.schedule, job.recipe
     dist.barrier()  # which leaves something behind
     before_bytes = allocator_shim.live_bytes()
+    share = 0
     if job.plan is None:
         modules, stages = _stages(job, rank)
         schedule_class = get_schedule_class(schedule.name)
@@ -144,11 +164,17 @@ def _run(rank: int, job: Job) -> RankResult:
         )
     else:
         torch.manual_seed(SEED)
-        stages = job.plan.stages(recipe.make_model(), job.plan.make_mesh("cpu"))
+        mesh = job.plan.make_mesh("cpu")
+        stages = job.plan.stages(recipe.make_model(), mesh)
+        share = job.plan.batch_index(mesh)
         modules = {stage.stage_index: stage.submod for stage in stages}
         runner = job.plan.schedule(stages, recipe.loss_fn)
     optimizers = [recipe.make_optimizer(m.parameters()) for m in modules.values()]
-    inputs, targets = recipe.make_batch(schedule.num_micro_batches)
+    number = schedule.num_micro_batches * job.num_shares
+    inputs, targets = (
+        tensor.chunk(job.num_shares)[share].clone()
+        for tensor in recipe.make_batch(number)
+    )
     args = (inputs,) if 0 in modules else ()
     is_last = schedule.num_stages - 1 in modules
     del inputs
@@ -165,12 +191,7 @@ def _run(rank: int, job: Job) -> RankResult:
         runner.step(*args, return_outputs=False, **more)
         if number == 0:
             first_losses = [float(loss.detach()) for loss in losses]
-            gradients = {
-                name: whole(p.grad).numpy().copy()  # elsewhere than the allocator's
-                for module in modules.values()
-                for name, p in module.named_parameters()
-                if p.grad is not None
-            }
+            gradients = _gradients(modules.values())
         for optimizer in optimizers:
             optimizer.step()
         for optimizer in optimizers:
@@ -180,8 +201,19 @@ def _run(rank: int, job: Job) -> RankResult:
     return RankResult(
         peaks=peaks,
         losses=first_losses,
-        gradients={key: torch.from_numpy(grad) for key, grad in gradients.items()},
+        gradients=gradients,
+        share=share,
     )
+
+
+def _gradients(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    """Copies of whole gradients by name, elsewhere than the allocator's."""
+    return {
+        name: torch.from_numpy(whole(p.grad).numpy().copy())
+        for module in modules
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
 
 
 def whole(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ gradients of the first step are held against those of one process; the last step
 is saved with torch.distributed.checkpoint and loaded into a model without a plan.
 
 ``--tp 2`` with the first command lets two neighbouring ranks share slices of each
-stage's tensors: it takes twice as many processes then.
+stage's tensors, ``--fsdp 2`` shards each stage over two ranks with batches of their
+own: it takes twice as many processes then, or with both four times.
 
 On GPUs add ``--backend nccl`` to the second command and ``--cluster hgx-h100`` to the
 first.
@@ -109,11 +110,11 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def write_plan(
-    path: Path, ranks: int, tp: int, cluster: str | None, budget: str
+    path: Path, ranks: int, mesh: dict[str, int], cluster: str | None, budget: str
 ) -> None:
     """Plan for ranks on this machine's CPU, or for the GPUs of a cluster."""
     spec = replace(cluster_spec("pcie-l40s"), device=device_spec("cpu"))
-    inputs, target = make_batch()
+    inputs, target = (tensor.chunk(mesh["fsdp"])[0].clone() for tensor in make_batch())
     plan = autosac.plan_pipeline(
         make_model(),
         inputs,
@@ -123,7 +124,7 @@ def write_plan(
         num_micro_batches=(4, 8),
         memory_budget=budget,
         cluster=cluster or spec,
-        mesh={"tp": tp},
+        mesh=mesh,
         optimizer=torch.optim.AdamW,
     )
     plan.save(path)
@@ -138,10 +139,14 @@ def train(path: Path, backend: str) -> None:
         device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     plan = autosac.PipelinePlan.load(path)
-    (stage,) = plan.stages(make_model().to(device), plan.make_mesh(device.type))
+    mesh = plan.make_mesh(device.type)
+    (stage,) = plan.stages(make_model().to(device), mesh)
     schedule = plan.schedule([stage], loss_of)
     optimizer = torch.optim.AdamW(stage.submod.parameters())
-    inputs, target = (tensor.to(device) for tensor in make_batch())
+    inputs, target = (
+        tensor.chunk(plan.parallel.degree)[plan.batch_index(mesh)].to(device)
+        for tensor in make_batch()
+    )
     for step in range(STEPS):
         losses: list[torch.Tensor] = []
         args = (inputs,) if stage.is_first else ()
@@ -176,7 +181,7 @@ def compare(own: nn.Module) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor of which a rank may have a slice."""
+    """All of a tensor of which a rank may have a part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -199,15 +204,15 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--fsdp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cluster")
     parser.add_argument("--budget", default="12MiB")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     options = parser.parse_args()
     if options.plan:
-        write_plan(
-            options.path, options.ranks, options.tp, options.cluster, options.budget
-        )
+        mesh = {"fsdp": options.fsdp, "tp": options.tp}
+        write_plan(options.path, options.ranks, mesh, options.cluster, options.budget)
     else:
         train(options.path, options.backend)
 

@@ -70,7 +70,7 @@ def check_mesh(
 
     Raises:
         ArgumentError: The mesh has another shape; or its dimensions have no names where
-            there are several, or other ones with tensor parallelism.
+            there are several, or other ones than those of replicas and shards.
     """
     if tuple(mesh.shape) != shape:
         raise ArgumentError(
@@ -78,7 +78,8 @@ def check_mesh(
             " `plan.make_mesh()` makes it."
         )
     given = mesh.mesh_dim_names
-    if len(shape) > 1 and (given is None or ("tp" in names and given != names)):
+    must_be_equal = not set(names) <= {"replicate", "shard"}
+    if len(shape) > 1 and (given is None or (must_be_equal and given != names)):
         raise ArgumentError(
             f"`mesh` has dimensions named {given}, and the plan wants"
             f" {names}; make it with `plan.make_mesh()`, or pass"

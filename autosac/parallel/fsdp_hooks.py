@@ -17,7 +17,10 @@ What differs between devices and process groups:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 from autosac.parallel.fsdp_schedule import Hooks
 from autosac.parallel.sharding import FsdpUnit, Sharding, chunk_numel, is_uneven
@@ -40,17 +43,23 @@ class Collectives:
         copies: The process group copies what it sends, as gloo does.
         frees_before_copy_out: The buffer that the unit before was gathered into is
             freed before the next unit is copied out of its own, not after that.
+        holds_last_gradient: The last gradient that is packed to be reduced is freed
+            when that is done, not with the others.
         adds_gradients: Gradients of earlier micro-steps are there, in shards; what is
             reduced is added to them.
         keeps_gradients: Those of the step before are there until backward begins.
+        adds_unsharded: Gradients of several micro-batches add up before they are
+            reduced, in the type in which they are.
     """
 
     granularity_bytes: int
     on_cpu: bool
     copies: bool
     frees_before_copy_out: bool
+    holds_last_gradient: bool
     adds_gradients: bool = False
     keeps_gradients: bool = False
+    adds_unsharded: bool = False
 
     def rounded(self, num_bytes: int) -> int:
         """Size of a block for so many bytes."""
@@ -77,7 +86,10 @@ class Group:
         gradient_bytes: and the sharded gradients, if they are cast after that.
         padded_bytes: Copies of padded gradients,
         largest_cast_bytes: and the largest one of a gradient in another type.
-        gradients: Storages of the gradients.
+        gradients: Storages of the gradients,
+        part_bytes: and what a rank takes of each before that, if it is whole or a part
+            of a sum on ranks that share slices; 0 if it is taken as it is.
+        sum_bytes: What each adds up in before it is reduced, 0 if in itself.
     """
 
     unit: FsdpUnit
@@ -96,6 +108,8 @@ class Group:
     padded_bytes: int
     largest_cast_bytes: int
     gradients: tuple[int, ...]
+    part_bytes: tuple[int, ...]
+    sum_bytes: tuple[int, ...]
 
 
 def make_group(
@@ -105,8 +119,20 @@ def make_group(
     hooks: Hooks | None,
     parameters: list[Parameter],
     how: Collectives,
+    undivided: Mapping[int, int],
 ) -> Group:
-    """Sizes of what a unit gathers and reduces."""
+    """Sizes of what a unit gathers and reduces.
+
+    Args:
+        sharding: How the model is sharded.
+        unit: The unit,
+        module: its index in the module tree,
+        hooks: when its hooks run,
+        parameters: and what it holds.
+        how: How collectives are carried out.
+        undivided: Gradients that are whole or parts of sums on ranks that share slices,
+            and their elements.
+    """
     degree = sharding.shard_degree
     ranks = sharding.reshards_to(unit)
     chunks = [chunk_numel(p, degree) for p in parameters]
@@ -118,17 +144,6 @@ def make_group(
     ]
     is_partly = ranks is not None and ranks < degree
     kept = [n // ranks for n in whole] if is_partly and ranks else []
-    reduced = [p for p in parameters if p.gradient is not None]
-    numel = sum(chunk_numel(p, degree) for p in reduced)
-    itemsize = sharding.reduced_itemsize(reduced[0]) if reduced else 0
-    is_cast = bool(reduced) and sharding.reduce_dtype not in (None, reduced[0].dtype)
-    other = sharding.reduce_dtype not in (None, sharding.param_dtype)
-    padded = [
-        chunk_numel(p, degree) * degree * p.traced_itemsize
-        for p in reduced
-        if is_uneven(p, degree)
-    ]
-    every = [chunk_numel(p, degree) * degree * p.traced_itemsize for p in reduced]
     return Group(
         unit=unit,
         module=module,
@@ -142,13 +157,46 @@ def make_group(
         kept_flat_bytes=how.rounded(
             sum(n for n, c in zip(kept, cast, strict=False) if c)
         ),
-        reduced_bytes=how.rounded(numel * degree * itemsize),
-        output_bytes=how.rounded(numel * itemsize),
-        gradient_bytes=how.rounded(numel * reduced[0].itemsize) if is_cast else 0,
-        padded_bytes=sum(map(how.rounded, padded)) if how.on_cpu else 0,
-        largest_cast_bytes=max(every, default=0) if how.on_cpu and other else 0,
-        gradients=tuple(p.gradient for p in reduced if p.gradient is not None),
+        **_reduced(sharding, parameters, how, undivided),
     )
+
+
+def _reduced(
+    sharding: Sharding,
+    parameters: list[Parameter],
+    how: Collectives,
+    undivided: Mapping[int, int],
+) -> dict[str, Any]:
+    """What a group reduces: its entries from `reduced_bytes` on."""
+    degree = sharding.shard_degree
+    reduced = [p for p in parameters if p.gradient is not None]
+    numel = sum(chunk_numel(p, degree) for p in reduced)
+    itemsize = sharding.reduced_itemsize(reduced[0]) if reduced else 0
+    is_cast = bool(reduced) and sharding.reduce_dtype not in (None, reduced[0].dtype)
+    other = sharding.reduce_dtype not in (None, sharding.param_dtype)
+    is_summed = how.adds_unsharded and other
+    sizes = [itemsize if is_summed else p.traced_itemsize for p in reduced]
+    pairs = list(zip(reduced, sizes, strict=True))
+    packed = [chunk_numel(p, degree) * degree * size for p, size in pairs]
+    padded = [
+        how.rounded(nbytes) * is_uneven(p, degree)
+        for p, nbytes in zip(reduced, packed, strict=True)
+    ]
+    wholes = [undivided.get(p.gradient or 0, prod(p.shape)) for p in reduced]
+    casts_apart = how.on_cpu and other and not is_summed
+    return {
+        "reduced_bytes": how.rounded(numel * degree * itemsize),
+        "output_bytes": how.rounded(numel * itemsize),
+        "gradient_bytes": how.rounded(numel * reduced[0].itemsize) if is_cast else 0,
+        "padded_bytes": sum(padded) if how.on_cpu else 0,
+        "largest_cast_bytes": max(packed, default=0) if casts_apart else 0,
+        "gradients": tuple(p.gradient for p in reduced),
+        "part_bytes": tuple(
+            how.rounded(prod(p.shape) * size) if p.gradient in undivided else 0
+            for p, size in pairs
+        ),
+        "sum_bytes": tuple(how.rounded(n * itemsize) * is_summed for n in wholes),
+    }
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +210,7 @@ class _State:
     late: int | None = None
     all_reduced: int | None = None
     place: int | None = None  # in the order in which forward hooks ended
+    held: dict[int, int] = field(default_factory=dict)  # instead of a gradient
     is_done: bool = False
 
 
@@ -258,6 +307,7 @@ class Replay:
         """Free the gathered parameters and reduce the gradients."""
         group, how = state.group, self.how
         state.is_done = True
+        self._divide(state)
         self._free_all(state.unsharded)
         self._free(self.reduced)
         self.reduced = None
@@ -267,8 +317,10 @@ class Replay:
         degree = self.sharding.shard_degree
         self.reduced = self._allocate(group.reduced_bytes, "reduce-scatter buffer")
         self._spike(group.padded_bytes + group.largest_cast_bytes)
-        self.now += 1
-        self.gradient_died.update(dict.fromkeys(group.gradients, self.now))
+        last = group.gradients[-1]
+        for gradient in group.gradients:
+            if gradient != last or not how.holds_last_gradient or degree == 1:
+                self._drop_gradient(state, gradient)
         output = self._allocate(group.output_bytes, "gradient")
         sharded = output
         if how.on_cpu:
@@ -280,8 +332,44 @@ class Replay:
         if self.sharding.replicate_degree > 1 and output in left:
             left.remove(output)
             state.all_reduced = output
+        if how.holds_last_gradient and degree > 1:
+            self._drop_gradient(state, last)
         self._free_all(left)
         self._free(state.late)
+
+    def add_up(self, state: _State) -> dict[int, int]:
+        """Add a micro-batch's gradients to the sums that are reduced in the end.
+
+        Returns:
+            Storage of each gradient -> when it is freed.
+        """
+        group = state.group
+        died = {}
+        for gradient, nbytes in zip(group.gradients, group.sum_bytes, strict=True):
+            if gradient not in state.held:
+                state.held[gradient] = self._allocate(nbytes, "gradient")
+            elif self.how.on_cpu:
+                self._spike(nbytes)  # CPUs cast what they add in another type
+            self.now += 1
+            died[gradient] = self.now
+        return died
+
+    def _divide(self, state: _State) -> None:
+        """Take the rank's part of gradients that are whole or parts of sums."""
+        group = state.group
+        for gradient, nbytes in zip(group.gradients, group.part_bytes, strict=True):
+            if nbytes:
+                part = self._allocate(nbytes, "gradient")
+                self._drop_gradient(state, gradient)
+                state.held[gradient] = part
+
+    def _drop_gradient(self, state: _State, gradient: int) -> None:
+        """Free a gradient, or what is held instead."""
+        if gradient in state.held:
+            self._free(state.held.pop(gradient))
+        else:
+            self.now += 1
+            self.gradient_died[gradient] = self.now
 
     def final(self) -> None:
         """Reduce the gradients that are left; drop all buffers."""

@@ -23,7 +23,8 @@ padded), y_u = 1 if u is a unit and k_u = 1 if it is kept after forward. It adds
     at the entry of backward of u: (1 - k_u) 2 P_u for an instant;
     in backward of u: P_u, and its gradients as they are made;
     at the end of backward of u: G_u for the input of reduce-scatter while the gradients
-        live, then G_u + G_u / degree (with gloo 2 G_u + G_u / degree); P_u is gone;
+        live, then G_u + G_u / degree (with gloo 2 G_u + G_u / degree), and before torch
+        2.15 with it the last gradient, all of G_u if there is one only; P_u is gone;
     until the end of backward of the unit before u: G_u, an input that is kept;
     from the end of its backward on: G_u / degree, its sharded gradients. With those
         of earlier micro-steps in place, these are there always, and it is for an
@@ -40,10 +41,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 import numpy as np
 
 from autosac import _compat
+from autosac._compat_distributed import is_collective
 from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
 from autosac.parallel.fsdp_optimizer import Shards, find_shards
@@ -99,6 +103,8 @@ class RankSimulator:
             `profiling.in_compute_dtype`.
         copies: Collectives copy what they send. By default they do on the CPU, as gloo
             does, and not on a GPU, as NCCL does not.
+        adds_unsharded: Gradients of several micro-batches add up before they are
+            reduced.
 
     Raises:
         ValueError: The trace begins with gradients of earlier steps.
@@ -106,7 +112,13 @@ class RankSimulator:
             state that is not shaped like its parameter.
     """
 
-    def __init__(self, profile: Profile, *, copies: bool | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        copies: bool | None = None,
+        adds_unsharded: bool = False,
+    ) -> None:
         _check_step(profile)
         self.profile = profile
         self.tape = _in_real_types(profile)
@@ -119,8 +131,10 @@ class RankSimulator:
             on_cpu=on_cpu,
             copies=on_cpu if copies is None else copies,
             frees_before_copy_out=_compat.FSDP_FREES_BEFORE_COPY_OUT,
+            holds_last_gradient=_compat.FSDP_HOLDS_LAST_GRADIENT,
             adds_gradients=profile.step.adds_gradients,
             keeps_gradients=profile.step.gradients_in_forward,
+            adds_unsharded=adds_unsharded,
         )
         self.shards: Shards = find_shards(self.tape)
         self._sharded: dict[Sharding, _Sharded] = {}
@@ -190,7 +204,7 @@ class RankSimulator:
         base = self.simulator.ledger(chosen, workspaces=workspaces)
         num_storages = len(self.tape.storages)
         nbytes = base.nbytes.copy()
-        self._resize(nbytes, sharding.shard_degree, rank)
+        self.resize(nbytes, sharding.shard_degree, rank)
         died = base.died * PLACES
         died[sharded.gradients] = sharded.gradients_died
         born = np.concatenate([base.born * PLACES, sharded.born])
@@ -227,7 +241,7 @@ class RankSimulator:
         """
         base = self.simulator.ledger({})
         nbytes = base.nbytes.copy()
-        self._resize(nbytes, degree, 0)
+        self.resize(nbytes, degree, 0)
         trained = [p for p in self.tape.parameters if p.gradient is not None]
         nbytes[[p.gradient for p in trained]] = 0
         by_tick = replace(base, nbytes=nbytes).after_ticks(
@@ -245,7 +259,13 @@ class RankSimulator:
             self._sharded[sharding] = self._replay(sharding)
         return self._sharded[sharding]
 
-    def _replay(self, sharding: Sharding) -> _Sharded:
+    def groups(self, sharding: Sharding) -> tuple[Group, ...]:
+        """What the units of a sharding gather and reduce, in the order of modules.
+
+        Raises:
+            ValueError: As `timeline`.
+            UnsupportedError: As `timeline`.
+        """
         self._check_types(sharding)
         owned = owned_parameters(self.tape, sharding)
         index = self.tape.modules.index
@@ -257,13 +277,51 @@ class RankSimulator:
             if owned[unit.fqn] and hooks is not None:
                 self._check_inputs(sharding, module)
             groups.append(
-                make_group(sharding, unit, module, hooks, owned[unit.fqn], self.how)
+                make_group(
+                    sharding,
+                    unit,
+                    module,
+                    hooks,
+                    owned[unit.fqn],
+                    self.how,
+                    self._undivided,
+                )
             )
-        replay = Replay(groups, sharding, self.how)
+        return tuple(groups)
+
+    @cached_property
+    def _undivided(self) -> dict[int, int]:
+        """Gradients that tensor-parallel ranks have whole, or as parts of a sum.
+
+        With the elements that they have.
+        """
+        storages = self.tape.storages
+        gradients = {
+            p.gradient: p for p in self.tape.parameters if p.gradient is not None
+        }
+        whole = {
+            g
+            for g, p in gradients.items()
+            if storages[g].nbytes > self.how.rounded(prod(p.shape) * p.traced_itemsize)
+        }
+        summed = {
+            storage
+            for op in self.tape.ops
+            if op.phase == "optimizer" and is_collective(op.name)
+            for storage in op.reads
+        }
+        return {
+            g: storages[g].nbytes // gradients[g].traced_itemsize
+            for g in whole | (summed & gradients.keys())
+        }
+
+    def _replay(self, sharding: Sharding) -> _Sharded:
+        groups = self.groups(sharding)
+        replay = Replay(list(groups), sharding, self.how)
         self._run_hooks(replay)
         died = replay.gradient_died
         return _Sharded(
-            groups=tuple(groups),
+            groups=groups,
             born=np.array(replay.born, dtype=np.int64),
             died=np.array(replay.died, dtype=np.int64),
             nbytes=np.array(replay.nbytes, dtype=np.int64),
@@ -308,7 +366,7 @@ class RankSimulator:
             else:
                 replay.post_backward(state)
 
-    def _resize(self, nbytes: IntArray, degree: int, rank: int) -> None:
+    def resize(self, nbytes: IntArray, degree: int, rank: int) -> None:
         """Parameters and what the optimizer makes of them, as large as on the rank."""
         for p in self.tape.parameters:
             chunk_bytes = chunk_numel(p, degree) * p.itemsize

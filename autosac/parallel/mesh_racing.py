@@ -53,25 +53,26 @@ class Lost(NamedTuple, Generic[_Plan]):
 
 
 def read_dimensions(
-    mesh: Mapping[str, int | None] | None, num_stages: int
-) -> tuple[int | None, int | None]:
-    """Stages of a pipeline, and ranks that share slices, of a mesh.
+    mesh: Mapping[str, int | None] | None, known: Mapping[str, int]
+) -> dict[str, int | None]:
+    """Degree of each dimension of a mesh.
 
     Args:
         mesh: Degrees by dimension, as in `plan_parallel`.
-        num_stages: If it does not say.
+        known: Those that there may be, with the degree if `mesh` does not say.
 
     Raises:
         ArgumentError: A dimension is not known.
     """
     asked = dict(mesh or {})
-    stages, degree = asked.pop("pp", num_stages), asked.pop("tp", 1)
-    if asked:
+    unknown = [name for name in asked if name not in known]
+    if unknown:
         raise ArgumentError(
-            f"`mesh` has {', '.join(map(repr, asked))}, and its dimensions are 'tp' and"
-            " 'pp'; sharding degrees of FSDP2 are the `degrees` of `plan_parallel`."
+            f"`mesh` has {', '.join(map(repr, unknown))}, and its dimensions are"
+            f" {', '.join(map(repr, known))}; sharding degrees of FSDP2 are the"
+            " `degrees` of `plan_parallel`, and 'fsdp' in `plan_pipeline`."
         )
-    return stages, degree
+    return {**known, **asked}
 
 
 def read_degrees(degree: Any, tp_plan: Any, spec: ClusterSpec) -> tuple[int, ...]:

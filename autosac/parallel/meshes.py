@@ -41,14 +41,15 @@ def read_mesh(
         ArgumentError: A dimension is not known, or a degree does not fit a node.
         UnsupportedError: Stages of pipelines are asked for.
     """
-    pipeline, degree = read_dimensions(mesh, 1)
+    degrees = read_dimensions(mesh, {"pp": 1, "tp": 1})
+    pipeline, degree = degrees["pp"], degrees["tp"]
     if pipeline not in (1, None):
         raise UnsupportedError(
-            f"`mesh` asks for {pipeline} stages, and FSDP2 inside a pipeline is not"
-            " planned: use `autosac.plan_pipeline(model, inputs, target=...,"
+            f"`mesh` asks for {pipeline} stages, which `plan_parallel` does not plan:"
+            " use `autosac.plan_pipeline(model, inputs, target=...,"
             f" loss_fn=..., num_ranks={pipeline}, num_micro_batches=...,"
-            f" memory_budget=..., cluster=..., mesh={{'tp': {degree}}})`, whose stages"
-            " are not sharded."
+            " memory_budget=..., cluster=..., mesh={'fsdp': ...,"
+            f" 'tp': {degree}}})`."
         )
     return read_degrees(degree, tp_plan, spec)
 

@@ -216,9 +216,15 @@ def owned_parameters(tape: Tape, sharding: Sharding) -> dict[str, list[Parameter
         owned[owners.pop()].append(parameter)
     place = _places_after_inner(tape.modules)
     for fqn, parameters in owned.items():
-        parameters.sort(key=lambda p: min(place[f.rpartition(".")[0]] for f in p.fqns))
+        parameters.sort(key=lambda p: min(_places(p, place)))
         _check_dtypes(fqn, parameters)
     return owned
+
+
+def _places(parameter: Parameter, place: Mapping[str, int]) -> list[int]:
+    """Of the modules that have it; one that is there twice has a single name."""
+    modules = [fqn.rpartition(".")[0] for fqn in parameter.fqns]
+    return [place[fqn] for fqn in modules if fqn in place]
 
 
 def _places_after_inner(modules: ModuleTree) -> dict[str, int]:

@@ -9,7 +9,7 @@ whose step is, played event by event.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -160,9 +160,30 @@ class Degree:
                     " choice of units of this model gives it that. Convert the model to"
                     " one type."
                 )
-            self.simulated(solution.choice)
+            for choice in (solution.choice, *self._with_fewer_units(solution.choice)):
+                self.simulated(choice)
             self._least_of.add(options)
         return min(self._known.values(), key=lambda choice: choice.highest_peak_bytes)
+
+    def _with_fewer_units(self, choice: FsdpChoice) -> Iterator[FsdpChoice]:
+        """A choice without its units of one kind, or without those that are like none.
+
+        The MILP does not know that the last gradient of a unit outlives the others:
+        among more parameters it may be a smaller one.
+        """
+        is_held = self.form.ranks.how.holds_last_gradient
+        if self.form.fixed_units is not None or not is_held:
+            return
+        kinds = [module.kind for module in self.problem.modules]
+        for kind in dict.fromkeys(kinds[1:]):
+            flags = [i == 0 or own != kind for i, own in enumerate(kinds)]
+            fewer = replace(
+                choice,
+                units=tuple(map(min, choice.units, flags)),
+                reshard=tuple(map(min, choice.reshard, flags)),
+            )
+            if fewer != choice and not fsdp.broken_rules(self.problem, fewer):
+                yield fewer
 
     def has_lowest(self, options: SolveOptions) -> bool:
         """Whether the least peak was looked for, so that nothing is sought below it."""
@@ -264,6 +285,8 @@ class Search:
             if int(raised.min()) < lowest:  # its bound holds for all others
                 lowest, self.bound_ms = int(raised.min()), solution.bound_ms or 0.0
             next_rows = self._next_rows(raised, solution)
+        if self.best is None:
+            self._offer_lowest()
         for total_ms, choice in self.at.rules_by_time:
             if self.best is not None and self.best.step.total_ms <= total_ms:
                 break
@@ -320,12 +343,17 @@ class Search:
                     return lower
         return None if self._is_settled() else moves.between()
 
+    def _offer_lowest(self) -> SimulatedChoice:
+        """Offer the choice of least peak, of which the MILP may know nothing."""
+        lowest = self.at.lowest(self.options)
+        self._offer(lowest)
+        return lowest
+
     def _rows_of_lowest(self, raised: IntArray) -> IntArray | None:
         """Lower rows, which the choice of least peak keeps; None if it does not fit."""
-        lowest = self.at.lowest(self.options)
+        lowest = self._offer_lowest()
         if lowest.highest_peak_bytes > self.budget_bytes:
             return None
-        self._offer(lowest)
         off = self.at.form.understated_bytes(
             lowest.sharding, lowest.chosen, fsdp.live(self.at.problem, lowest.choice)
         )

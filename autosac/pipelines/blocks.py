@@ -96,12 +96,15 @@ def _passed(tensor: torch.Tensor) -> Passed:
     return Passed(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def chain_of(model: nn.Module, inputs: torch.Tensor) -> dict[str, Passed]:
+def chain_of(
+    model: nn.Module, inputs: torch.Tensor, dtype: torch.dtype | None = None
+) -> dict[str, Passed]:
     """A model's blocks in the order in which they follow one another.
 
     Args:
         model: The model; it runs once on fake tensors.
         inputs: Of one micro-batch.
+        dtype: In which it computes, None for its own.
 
     Returns:
         The name of each block -> what it hands on.
@@ -110,7 +113,7 @@ def chain_of(model: nn.Module, inputs: torch.Tensor) -> dict[str, Passed]:
         UnsupportedError: They are no chain; says which block is called otherwise.
     """
     mode = _compat.fake_mode(plain=False)
-    fake_model, passed = _on_fakes(model, inputs, mode)
+    fake_model, passed = _on_fakes(model, inputs, mode, dtype)
     order: dict[str, Passed] = {}
     latest: list[Any] = [passed]
 
@@ -147,9 +150,12 @@ def chain_of(model: nn.Module, inputs: torch.Tensor) -> dict[str, Passed]:
 
 
 def _on_fakes(
-    model: nn.Module, inputs: torch.Tensor, mode: _compat.FakeTensorMode
+    model: nn.Module,
+    inputs: torch.Tensor,
+    mode: _compat.FakeTensorMode,
+    dtype: torch.dtype | None,
 ) -> tuple[nn.Module, torch.Tensor]:
-    """A model and its inputs as fake tensors of a mode."""
+    """A model and its inputs as fake tensors of a mode, which compute in a type."""
     step = Step(
         model=model,
         args=(inputs,),
@@ -158,13 +164,20 @@ def _on_fakes(
         optimizer=None,
         device_type="cpu",
         granularity_bytes=1,
+        compute_dtype=dtype,
     )
     fake_model, _, (passed,), _ = copied(step, mode)
+    if dtype is not None and passed.is_floating_point():
+        with mode:
+            passed = passed.to(dtype)
     return fake_model, passed
 
 
 def handed_on(
-    divided: nn.Module, fqns: Sequence[str], inputs: torch.Tensor
+    divided: nn.Module,
+    fqns: Sequence[str],
+    inputs: torch.Tensor,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Passed]:
     """What blocks of a divided model hand on, on the first rank of those that share it.
 
@@ -172,13 +185,14 @@ def handed_on(
         divided: The model in a group of these ranks; it runs once on fake tensors.
         fqns: Its blocks in order.
         inputs: Of one micro-batch.
+        dtype: In which it computes, None for its own.
 
     Raises:
         UnsupportedError: A block hands on a distributed tensor.
         TraceError: A block does not run under its styles.
     """
     mode = _compat.fake_mode(plain=False)
-    fake_model, passed = _on_fakes(divided, inputs, mode)
+    fake_model, passed = _on_fakes(divided, inputs, mode, dtype)
     order: dict[str, Passed] = {}
     with mode, torch.no_grad():
         for fqn in fqns:

@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from autosac.pipelines.rank_memory import part_of
+from autosac.pipelines.sharded_stages import ShardedStage
 from autosac.profiles.profile import Profile
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
@@ -35,10 +36,19 @@ class InFlightSimulator(Simulator):
         profile: Of the stage.
         count: How many others there are.
         is_last: Whether the stage has the loss.
+        sharded: What FSDP2 does to the stage, None without.
     """
 
-    def __init__(self, profile: Profile, count: int, *, is_last: bool) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        count: int,
+        *,
+        is_last: bool,
+        sharded: ShardedStage | None = None,
+    ) -> None:
         self.profile, self.count, self._is_last = profile, count, is_last
+        self.sharded = sharded
         super().__init__(self.profile.tape, self.profile.allocator)
 
     def ledger(
@@ -47,6 +57,12 @@ class InFlightSimulator(Simulator):
         """All that the step allocates, and what the others hold."""
         part = part_of(self.profile, chosen, is_last=self._is_last)
         one = super().ledger(chosen, workspaces=workspaces)
+        if self.sharded is not None:
+            # No choice changes what of these there is, and a rank has less of it.
+            left_out = one.born >= part.optimizer_key
+            if self.sharded.parallel.sums_apart:
+                left_out |= part.gradients
+            one = replace(one, nbytes=np.where(left_out, 0, one.nbytes))
         if not workspaces or not self.count:
             return one
         held = part.of_micro_batch & (one.born <= part.backward_key)
@@ -71,18 +87,21 @@ class InFlightSimulator(Simulator):
 def with_others(simulator: InFlightSimulator) -> Formulation:
     """The MILP's numbers of a stage with others in flight."""
     formulation, count = simulator.profile.formulation, simulator.count
-    if not count:
+    if not count and simulator.sharded is None:
         return formulation
     phases, edges = simulator.tape.phases, formulation.edges
+    live = simulator.ledger({}).after_ticks(simulator.tape.num_ticks, simulator.span)
+    base_bytes = tuple(np.maximum.reduceat(live, edges).tolist())
+    if not count:
+        return replace(formulation, base_bytes=base_bytes)
     moment = int(np.searchsorted(edges, phases["backward"], side="right")) - 1
     stop = int(np.searchsorted(edges, phases["optimizer"]))
-    live = simulator.ledger({}).after_ticks(simulator.tape.num_ticks, simulator.span)
     units = (_beside(u, moment, stop, count) for u in formulation.solver_units)
     again = (_once_more(hold, moment, stop, count) for hold in formulation.holds)
     return replace(
         formulation,
         solver_units=tuple(units),
-        base_bytes=tuple(np.maximum.reduceat(live, edges).tolist()),
+        base_bytes=base_bytes,
         holds=(*formulation.holds, *(hold for hold in again if hold is not None)),
     )
 

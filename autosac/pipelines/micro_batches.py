@@ -1,7 +1,8 @@
 """A model and one micro-batch: all that does not depend on the schedule of a pipeline.
 
 With tensor parallelism it is what the first rank of each group has and does, traced in
-a fake group as in `tp_tracing`. Stages hand on plain tensors: a whole one that all
+a fake group as in `tp_tracing`. With FSDP2 it is the first rank's, too
+(`sharded_stages`). Stages hand on plain tensors: a whole one that all
 ranks of a group have, or each its part of the sequence or of the last dimension. Each
 sends it to the rank that has its own place in the next stage.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autosac.errors import ArgumentError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.parallel.tp_tracing import exchange_ms, late_bytes, priced
@@ -27,15 +29,17 @@ from autosac.pipelines.blocks import (
     possible_cuts,
 )
 from autosac.pipelines.like_blocks import kinds
+from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
 from autosac.pipelines.stage_steps import (
     PipelineLoss,
     StageStep,
     check_step,
     loss_with,
+    profile_in,
     stage_step,
 )
 from autosac.profiles.given import calibrated_if_present
-from autosac.profiles.profile import Profile, profile
+from autosac.profiles.profile import Profile
 
 _MODEL_PHASES = ("forward", "loss", "backward")
 _RANK_BYTES = 4  # of `DeviceMesh.mesh`
@@ -55,6 +59,7 @@ class MicroBatch:
         tensor: How tensors are divided,
         divided: and what the first rank has of the model then, in the fake group that
             is there; the model itself if they are not.
+        parallel: Ranks of a stage that train on batches of their own.
         shares: Stages of like blocks are taken to be alike in the search for cuts.
     """
 
@@ -66,6 +71,7 @@ class MicroBatch:
     cluster: ClusterSpec | None
     divided: torch.nn.Module
     tensor: TensorParallel = WHOLE
+    parallel: DataParallel = ALONE
     shares: bool = True
     _steps: dict[tuple[int, int], StageStep] = field(default_factory=dict, init=False)
     _alike: dict[Hashable, tuple[int, int]] = field(default_factory=dict, init=False)
@@ -73,11 +79,12 @@ class MicroBatch:
     @cached_property
     def chain(self) -> dict[str, Passed]:
         """The model's blocks, and what they hand on."""
-        chain = chain_of(self.model, self.inputs)
+        dtype = self.parallel.compute_dtype
+        chain = chain_of(self.model, self.inputs, dtype)
         if self.tensor.degree == 1:
             return chain
         check_styles(list(chain), self.tensor)
-        return handed_on(self.divided, list(chain), self.inputs)
+        return handed_on(self.divided, list(chain), self.inputs, dtype)
 
     @cached_property
     def cuts(self) -> list[int]:
@@ -89,7 +96,8 @@ class MicroBatch:
         """The step of the whole model."""
         loss_fn = partial(loss_with, self.loss_fn, self.target)
         stage = Stage(self.divided, list(self.chain))
-        whole = profile(stage, self.inputs, loss_fn=loss_fn, **self.options)
+        dtype, options = self.parallel.compute_dtype, self.options
+        whole = profile_in(dtype, stage, self.inputs, loss_fn=loss_fn, **options)
         check_step(whole)
         return self._measured(whole)
 
@@ -99,7 +107,8 @@ class MicroBatch:
         if self.tensor.degree == 1:
             return calibrated
         assert self.cluster is not None
-        return priced(calibrated, self.cluster, self.tensor.degree, sharded=False)
+        is_sharded = self.parallel.degree > 1
+        return priced(calibrated, self.cluster, self.tensor.degree, sharded=is_sharded)
 
     @property
     def memory_bytes(self) -> int:
@@ -149,23 +158,60 @@ class MicroBatch:
             received = self.inputs
             if first:
                 received = self.received(first).example(device)
-            self._steps[first, end] = stage_step(
-                Stage(self.divided, list(self.chain)[first:end]),
+            stage = Stage(self.divided, list(self.chain)[first:end])
+            step = stage_step(
+                stage,
                 received,
                 loss_fn=self.loss_fn if is_last else None,
                 target=self.target,
+                parallel=self.parallel,
                 **self.options,
             ).each(self._measured)
+            if self.parallel.degree > 1:
+                step = step.sharded_by(self.parallel, stage_units(stage))
+            self._steps[first, end] = step
         return self._steps[first, end]
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that a stage lies on, neighbouring ones."""
+        return self.tensor.degree * self.parallel.degree
+
+    def check_mesh(self) -> None:
+        """Refuse replicas and shards that do not fit the nodes of the cluster.
+
+        Raises:
+            ArgumentError: Says which sizes do.
+        """
+        if self.cluster is None or self.parallel.degree == 1:
+            return
+        node = self.cluster.gpus_per_node // self.tensor.degree
+        for size in (self.parallel.shard_degree, self.parallel.degree):
+            if size % node and node % size:
+                raise ArgumentError(
+                    f"`mesh` has {self.parallel}, and neither do {size} such groups of"
+                    f" {self.tensor.degree} divide the {self.cluster.gpus_per_node}"
+                    " GPUs of a node nor are they whole nodes; use another degree."
+                )
 
     def mesh_bytes(self, num_stages: int) -> int:
         """What a mesh of so many stages holds: a number for each rank, on the CPU."""
         on_cpu = self.whole.device.type == "cpu"
-        return _RANK_BYTES * num_stages * self.tensor.degree * on_cpu
+        return _RANK_BYTES * num_stages * self.ranks_per_stage * on_cpu
 
     def late_bytes(self, first: int, end: int) -> int:
-        """What slow threads of gloo may hold of what ranks of a group exchange."""
-        return late_bytes(self.step(first, end).later, self.tensor.degree)
+        """What slow threads of gloo may hold of what ranks exchange."""
+        step = self.step(first, end)
+        reduced_bytes = step.sharded.late_bytes if step.sharded else 0
+        return late_bytes(step.later, self.tensor.degree) + reduced_bytes
+
+    def sharding_ms(self, first: int, end: int) -> tuple[float, float]:
+        """Times in which FSDP2 gathers parameters and reduces gradients of a stage."""
+        sharded = self.step(first, end).sharded
+        if sharded is None:
+            return 0.0, 0.0
+        assert self.cluster is not None
+        return sharded.exchange_ms(self.cluster, self.tensor.degree)
 
     def exchange_ms(self, first: int, end: int) -> float:
         """Time of the collectives of a group in some blocks, forward and backward."""
@@ -178,12 +224,12 @@ class MicroBatch:
             return 0.0
         passed, links = list(self.chain.values())[end - 1], self.cluster.fabric
         nbytes = passed.example("meta").nbytes
-        per_node = self.cluster.gpus_per_node // self.tensor.degree
+        per_node = self.cluster.gpus_per_node // self.ranks_per_stage
         latency_ms, bandwidth = (
             links.intra_latency_ms,
             links.intra_bandwidth_bytes_per_s,
         )
-        if stage // per_node != (stage + 1) // per_node:
+        if not per_node or stage // per_node != (stage + 1) // per_node:
             latency_ms = links.inter_latency_ms
             bandwidth = links.inter_bandwidth_bytes_per_s
         return links.base_latency_ms + latency_ms + 1e3 * nbytes / bandwidth

@@ -31,6 +31,7 @@ from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedule_racing import Race, fastest
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
+from autosac.pipelines.sharded_stages import DataParallel
 from autosac.pipelines.stage_steps import PipelineLoss
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
@@ -56,6 +57,8 @@ def plan_pipeline(
     cluster: str | ClusterSpec | None = None,
     mesh: Mapping[str, int | None] | None = None,
     tp_plan: TpPlan = None,
+    param_dtype: str | None = None,
+    reduce_dtype: str | None = None,
     relative_gap: float = RELATIVE_GAP,
     **options: Any,
 ) -> PipelinePlan:
@@ -64,14 +67,15 @@ def plan_pipeline(
     Args:
         model: A chain of blocks; see `blocks`.
         inputs: A whole batch: it is cut into micro-batches along its first dimension.
-            With `global_batch` some rows, which stand for all.
+            With `global_batch` some rows, which stand for all. With replicas or shards
+            it is what one of these gets: each trains on a batch of its own.
         target: Likewise, of the batch.
         loss_fn: Output and target of a micro-batch -> their mean loss.
         num_ranks: Ranks of the pipeline, one for each stage; with `mesh` groups.
         num_micro_batches: Of a step; several numbers to choose the best. None for all
             that divide `global_batch`.
-        global_batch: Rows of a step, all micro-batches together; None for those of
-            `inputs`.
+        global_batch: Rows of a step, those of all micro-batches of all replicas and
+            shards together; None for as many as `inputs` has for each of these.
         memory_budget: Cap on the peak of a rank: bytes, or text such as "72GiB".
         schedules: Of ``"1F1B"`` and ``"GPipe"``.
         cluster: A `ClusterSpec`, or the name of a known one, whose GPUs the ranks are:
@@ -79,8 +83,11 @@ def plan_pipeline(
             to cost nothing.
         mesh: ``{"tp": n}``: each stage lies on n ranks of a node, which share slices
             of tensors and see one batch together; ``{"tp": None}`` tries all that
-            divide a node. None for none.
+            divide a node. ``"fsdp"``: over how many ranks FSDP2 shards each stage;
+            ``"replicate"``: how many such groups a stage has. None for none.
         tp_plan: Which slices, as in `plan_parallel`.
+        param_dtype: Type that FSDP2 gathers parameters in, such as ``"bfloat16"``,
+        reduce_dtype: and in which gradients add up and are reduced; both or none.
         relative_gap: A plan is given up for another that is faster by more.
         options: As in `profile`, such as `optimizer`.
 
@@ -97,10 +104,14 @@ def plan_pipeline(
         options = {**options, "device": spec.device}
     _check_options(options)
     _check_tensors(inputs, target)
-    num_rows = _num_rows(inputs, global_batch)
-    candidates = _schedules(num_micro_batches, global_batch, num_ranks, schedules)
+    degrees, parallel = _read_mesh(mesh, tp_plan, num_ranks, spec)
+    if param_dtype is not None or reduce_dtype is not None:
+        parallel = _in_types(parallel, param_dtype, reduce_dtype)
+    num_rows = _num_rows(inputs, global_batch, parallel)
+    candidates = _schedules(
+        num_micro_batches, global_batch and num_rows, num_ranks, schedules
+    )
     _check_cut(num_rows, candidates)
-    degrees = _degrees(mesh, tp_plan, num_ranks, spec)
     asked = _Asked(
         micro_batches={
             number: MicroBatch(
@@ -111,6 +122,7 @@ def plan_pipeline(
                 options=options,
                 cluster=spec,
                 divided=model,
+                parallel=parallel,
             )
             for number in sorted({one.num_micro_batches for one in candidates})
         },
@@ -149,6 +161,7 @@ class _Asked:
         with fake_group(tensor.degree) if tensor.degree > 1 else nullcontext():
             own = self._divided(tensor)
             for micro_batch in own.values():
+                micro_batch.check_mesh()
                 fqns, num_ranks = list(micro_batch.chain), self.schedules[0].num_ranks
                 check_cuts(micro_batch.model, fqns, micro_batch.cuts, num_ranks)
             return fastest([self._race(own, schedule) for schedule in self.schedules])
@@ -179,28 +192,59 @@ def _lost(lost: Lost[PipelinePlan]) -> str:
     return f"tp={lost.tensor.degree}, {kind}: {lost.reason}"
 
 
-def _degrees(
+def _read_mesh(
     mesh: Mapping[str, int | None] | None,
     tp_plan: TpPlan,
     num_ranks: int,
     spec: ClusterSpec | None,
-) -> tuple[int, ...]:
-    """Degrees of tensor parallelism to look at."""
-    stages, degree = read_dimensions(mesh, num_ranks)
-    if stages not in (num_ranks, None):
+) -> tuple[tuple[int, ...], DataParallel]:
+    """Degrees of tensor parallelism to look at, and replicas and shards."""
+    known = {"pp": num_ranks, "replicate": 1, "fsdp": 1, "tp": 1}
+    asked = read_dimensions(mesh, known)
+    if asked["pp"] not in (num_ranks, None):
         raise ArgumentError(
-            f"`mesh` has pp={stages}, and `num_ranks` is {num_ranks}: make them equal,"
-            " or leave 'pp' out."
+            f"`mesh` has pp={asked['pp']}, and `num_ranks` is {num_ranks}: make them"
+            " equal, or leave 'pp' out."
         )
-    if degree == 1 and tp_plan is None:
-        return (1,)
+    shards, replicas = (_number(asked, name) for name in ("fsdp", "replicate"))
+    parallel = DataParallel(shard_degree=shards, replicate_degree=replicas)
+    if asked["tp"] == parallel.degree == 1 and tp_plan is None:
+        return (1,), parallel
     if spec is None:
         raise ArgumentError(
-            "`mesh` or `tp_plan` asks for tensor parallelism, and `cluster` is missing,"
-            " whose links time what ranks exchange: pass a known name or a"
+            "`mesh` or `tp_plan` asks for several ranks a stage, and `cluster` is"
+            " missing, whose links time what these exchange: pass a known name or a"
             " `ClusterSpec`."
         )
-    return read_degrees(degree, tp_plan, spec)
+    if asked["tp"] == 1 and tp_plan is None:
+        return (1,), parallel
+    return read_degrees(asked["tp"], tp_plan, spec), parallel
+
+
+def _in_types(
+    parallel: DataParallel, param_dtype: str | None, reduce_dtype: str | None
+) -> DataParallel:
+    """These replicas and shards under a mixed-precision policy."""
+    if parallel.degree == 1:
+        raise ArgumentError(
+            "`param_dtype` and `reduce_dtype` are types in which FSDP2 gathers and"
+            " reduces, and `mesh` asks for none: pass mesh={'fsdp': ...}, or cast the"
+            " model."
+        )
+    typed = replace(parallel, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    typed.sharding([])  # which checks the names
+    return typed
+
+
+def _number(asked: Mapping[str, int | None], name: str) -> int:
+    """A degree that must be given."""
+    number = asked[name]
+    if not isinstance(number, int) or number < 1:
+        raise ArgumentError(
+            f"`mesh` has {name}={number!r}, and it must be a whole number of at least"
+            " 1: pass one, or leave it out for 1."
+        )
+    return number
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -267,8 +311,10 @@ def _check_tensors(inputs: Any, target: Any) -> None:
         )
 
 
-def _num_rows(inputs: torch.Tensor, global_batch: int | None) -> int:
-    """Rows of a step."""
+def _num_rows(
+    inputs: torch.Tensor, global_batch: int | None, parallel: DataParallel
+) -> int:
+    """Rows of a step that one of the replicas and shards trains on."""
     if global_batch is None:
         return len(inputs)
     if not isinstance(global_batch, int) or global_batch < 1:
@@ -276,7 +322,12 @@ def _num_rows(inputs: torch.Tensor, global_batch: int | None) -> int:
             "`global_batch` must be a whole number of at least 1, the rows of a step,"
             f" got {global_batch!r}."
         )
-    return global_batch
+    if global_batch % parallel.degree:
+        raise ArgumentError(
+            f"`global_batch`={global_batch} is not shared evenly by {parallel.degree}"
+            " replicas and shards of `mesh`; use a multiple."
+        )
+    return global_batch // parallel.degree
 
 
 def _check_cut(num_rows: int, schedules: Sequence[Schedule]) -> None:

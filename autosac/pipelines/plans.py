@@ -18,10 +18,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from autosac import _compat_pipelining
 from autosac.checkpointing import installing
 from autosac.errors import ArgumentError
-from autosac.parallel.fsdp_applying import check_mesh
+from autosac.parallel.fsdp_applying import check_mesh, shard
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.pipelines.blocks import Passed, Stage
 from autosac.pipelines.schedules import Schedule
+from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
 from autosac.planning.plans import check_model
 from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.mistakes import check_unplanned
@@ -30,7 +31,7 @@ from autosac.step import arguments
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
 from autosac.units.policies import OpPolicy, op_policy_of
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,10 @@ class StagePlan:
         recompute_ms: of which this is recomputation,
         exchange_ms: and what of both, recomputation apart, ranks that share slices
             spend on collectives.
+        gather_ms: Predicted time in which FSDP2 gathers its parameters, once in a step,
+        reduce_ms: and reduces its gradients, likewise.
         late_bytes: What a rank may hold besides while slow threads of gloo still have
-            what these ranks have exchanged; 0 on a GPU.
+            what these ranks have exchanged and reduced; 0 on a GPU.
         received: What it gets,
         sent: and what it hands on.
     """
@@ -62,6 +65,8 @@ class StagePlan:
     backward_ms: float
     recompute_ms: float
     exchange_ms: float
+    gather_ms: float
+    reduce_ms: float
     late_bytes: int
     received: Passed
     sent: Passed
@@ -83,6 +88,7 @@ class PipelinePlan(Summarized):
         model: Fingerprint of the model the plan is for.
         torch_version: PyTorch that the model was traced with.
         tensor: How tensors of a stage are divided among ranks that see one batch.
+        parallel: Replicas and shards of each stage, which see batches of their own.
         step_kwargs: Arguments that `step` of the schedule needs: without them the last
             rank keeps the outputs of all micro-batches, which the plan does not count.
     """
@@ -97,6 +103,7 @@ class PipelinePlan(Summarized):
     model: Fingerprint
     torch_version: str
     tensor: TensorParallel = WHOLE
+    parallel: DataParallel = ALONE
     step_kwargs: ClassVar[dict[str, bool]] = {"return_outputs": False}
 
     @property
@@ -106,20 +113,25 @@ class PipelinePlan(Summarized):
 
     @property
     def global_batch(self) -> int:
-        """Rows of a step: of all micro-batches together."""
+        """Rows of a step: of all micro-batches of all replicas and shards together."""
         rows = self.stage_plans[0].received.shape[0]
-        return rows * self.pipeline.num_micro_batches
+        return rows * self.pipeline.num_micro_batches * self.parallel.degree
+
+    @property
+    def _mesh(self) -> dict[str, int]:
+        tp = self.tensor.degree
+        inner = {**self.parallel.sizes, **({"tp": tp} if tp > 1 else {})}
+        return {"pp": self.pipeline.num_ranks, **inner}
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """Ranks by dimension of the mesh: stages, and ranks that share slices."""
-        tp = self.tensor.degree
-        return (self.pipeline.num_ranks, *((tp,) if tp > 1 else ()))
+        """Ranks by dimension: stages, replicas, shards, and those that share slices."""
+        return tuple(self._mesh.values())
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
-        """Names of these: ``"pp"`` and ``"tp"``."""
-        return ("pp", "tp")[: len(self.mesh_shape)]
+        """Names of these: of ``"pp"``, ``"replicate"``, ``"fsdp"`` and ``"tp"``."""
+        return tuple(self._mesh)
 
     @property
     def rank_peaks(self) -> tuple[int, ...]:
@@ -145,7 +157,8 @@ class PipelinePlan(Summarized):
     def make_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh of the pipeline, of `mesh_shape`; every rank calls it.
 
-        Neighbouring ranks share slices (``"tp"``), and must get the same batch.
+        Neighbouring ranks share slices (``"tp"``), and must get the same batch; those
+        with another `batch_index` get batches of their own.
 
         Args:
             device_type: Of the ranks' devices, such as ``"cuda"``.
@@ -158,14 +171,25 @@ class PipelinePlan(Summarized):
             raise ArgumentError(
                 f"The plan is for {self.num_ranks} ranks, and there are {num_ranks}"
                 " (call torch.distributed.init_process_group first); plan with"
-                f" num_ranks={num_ranks // self.tensor.degree}."
+                f" num_ranks={num_ranks * self.pipeline.num_ranks // self.num_ranks}."
             )
         return init_device_mesh(
             device_type, self.mesh_shape, mesh_dim_names=self.mesh_dim_names
         )
 
+    def batch_index(self, mesh: DeviceMesh) -> int:
+        """Which of the batches of a step, one for each replica and shard, a rank gets.
+
+        Args:
+            mesh: As `make_mesh` makes it.
+        """
+        index = 0
+        for name, size in self.parallel.sizes.items():
+            index = index * size + mesh.get_local_rank(name)
+        return index
+
     def stages(self, model: torch.nn.Module, mesh: DeviceMesh) -> list[PipelineStage]:
-        """The stages of this rank: tensors divided, then their AC units installed.
+        """The stages of this rank: divided, with AC units, then sharded.
 
         Make the optimizer of ``stage.submod.parameters()`` after that. Parameters keep
         the names that they have in the model.
@@ -184,7 +208,7 @@ class PipelinePlan(Summarized):
         check_unplanned(model)
         check_model(self.model, model)
         check_mesh(self.mesh_shape, self.mesh_dim_names, mesh)
-        along = mesh["pp"] if self.tensor.degree > 1 else mesh
+        along = mesh["pp"] if len(self.mesh_shape) > 1 else mesh
         stages: list[PipelineStage] = []
         for index in self.pipeline.stages_of(along.get_local_rank()):
             plan = self.stage_plans[index]
@@ -192,6 +216,8 @@ class PipelinePlan(Summarized):
             if self.tensor.degree > 1:
                 self.tensor.within(plan.fqns).apply(module, mesh["tp"])
             installing.install(module, plan.op_policies)
+            if self.parallel.degree > 1:
+                self._shard(module, mesh)
             stage = _compat_pipelining.Stage(
                 module,
                 index,
@@ -203,6 +229,11 @@ class PipelinePlan(Summarized):
             )
             stages.append(stage)
         return stages
+
+    def _shard(self, module: Stage, mesh: DeviceMesh) -> None:
+        names = tuple(self.parallel.sizes)
+        own = mesh[names[0]] if len(names) == 1 else mesh[names]
+        shard(module, self.parallel.sharding(stage_units(module)), own)
 
     def schedule(
         self,
@@ -240,6 +271,7 @@ class PipelinePlan(Summarized):
             stages = map(_stage_plan, record["stage_plans"])
             record["stage_plans"] = tuple(stages)
             record["tensor"] = TensorParallel(**record["tensor"])
+            record["parallel"] = DataParallel(**record["parallel"])
             record["alternatives"] = tuple(record["alternatives"])
             record["model"] = tuple(
                 (fqn, kind, tuple(own)) for fqn, kind, own in record["model"]
@@ -257,6 +289,7 @@ class PipelinePlan(Summarized):
     def summary(self) -> Summary:
         """Schedule, budget, time; the stages, and what each of them recomputes."""
         pipeline, tp = self.pipeline, self.tensor.degree
+        ranks = " x ".join(map(str, self.mesh_shape))
         waiting = f"{100 * self.bubble_fraction:.1f} %"
         late = ""
         if self.highest_peak_bytes > self.peak_bytes:
@@ -266,8 +299,7 @@ class PipelinePlan(Summarized):
             (
                 "pipeline",
                 f"{pipeline.name}, {pipeline.num_micro_batches} micro-batches of"
-                f" {self.global_batch // pipeline.num_micro_batches} on"
-                f" {pipeline.num_ranks}{f' x {tp}' * (tp > 1)} {self.device}",
+                f" {self.stage_plans[0].received.shape[0]} on {ranks} {self.device}",
             ),
             ("budget", f"{format_bytes(self.budget_bytes)} a rank"),
             ("peak", f"{format_bytes(self.peak_bytes)} predicted{late}"),
@@ -275,6 +307,8 @@ class PipelinePlan(Summarized):
         ]
         if tp > 1:
             facts.append(("tensors", self._tensors()))
+        if self.parallel.degree > 1:
+            facts.append(("data", self._data()))
         facts += [("not", alternative) for alternative in self.alternatives]
         rows = [
             (
@@ -311,6 +345,16 @@ class PipelinePlan(Summarized):
         return (
             f"{self.tensor}; their collectives take up to {format_ms(exchange_ms)} of a"
             " micro-batch in a stage"
+        )
+
+    def _data(self) -> str:
+        """Replicas and shards, and what these exchange in a step."""
+        gather_ms = max(stage.gather_ms for stage in self.stage_plans)
+        reduce_ms = max(stage.reduce_ms for stage in self.stage_plans)
+        return (
+            f"{self.parallel}; a stage gathers its parameters in up to"
+            f" {format_ms(gather_ms)} of a step and reduces gradients in up to"
+            f" {format_ms(reduce_ms)}"
         )
 
 

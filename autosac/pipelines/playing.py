@@ -20,13 +20,15 @@ class StageTimes:
     Attributes:
         forward_ms: Of one micro-batch, with the loss in the last stage.
         backward_ms: Likewise, with what is recomputed.
-        optimizer_ms: Of the step's end.
+        optimizer_ms: Of the step's end, with what gradients take to be reduced.
+        gather_ms: Of gathering parameters, in the first forward of a step.
         send_ms: Of its output on the way to the next stage, and of the gradient back.
     """
 
     forward_ms: float
     backward_ms: float
     optimizer_ms: float = 0.0
+    gather_ms: float = 0.0
     send_ms: float = 0.0
 
 
@@ -71,6 +73,7 @@ def play(schedule: Schedule, times: Sequence[StageTimes]) -> list[list[Played]]:
                 took_ms = of_stage.backward_ms
                 if action.is_forward:
                     took_ms = of_stage.forward_ms
+                    took_ms += 0.0 if action.micro_batch else of_stage.gather_ms
                 ends[action] = start_ms + took_ms
                 played[rank].append(Played(action, start_ms, ends[action]))
     return played

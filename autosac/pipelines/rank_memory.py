@@ -10,7 +10,8 @@ micro-batch apart, what autograd saves under AC policies. To this come
       GPipe's and 1F1B's stage until the next one is there, and GPipe and the looped
       schedules all that they have sent until the step ends;
     - the losses of all micro-batches;
-    - the optimizer steps of the rank's stages, one after the other.
+    - the optimizer steps of the rank's stages, one after the other;
+    - of a sharded stage what FSDP2 gathers and reduces (`sharded_stages`).
 
 That is how torch 2.10 to 2.14 do it; 2.15 holds less (`_compat_pipelining.HOLDS_LESS`),
 so that there a peak is an upper bound.
@@ -27,7 +28,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from autosac.parallel.fsdp_hooks import PLACES, Replay
 from autosac.pipelines.schedules import GPIPE, Action, Schedule
+from autosac.pipelines.sharded_stages import ShardedStage
 from autosac.pipelines.stage_steps import StageStep
 from autosac.profiles.profile import Profile
 from autosac.solving.rules_of_thumb import Choice
@@ -73,16 +76,23 @@ class Part:
     output_bytes: int
 
 
-def part_of(profile: Profile, chosen: Choice, *, is_last: bool) -> Part:
+def part_of(
+    profile: Profile,
+    chosen: Choice,
+    *,
+    is_last: bool,
+    sharded: ShardedStage | None = None,
+) -> Part:
     """Sort what the step of one micro-batch allocates.
 
     Args:
         profile: Of the stage.
         chosen: Its AC units and their policies.
         is_last: Whether it has the loss.
+        sharded: How the stage is sharded, if the profile is the one that it knows.
     """
     tape, span = profile.tape, profile.simulator.span
-    ledger = profile.simulator.ledger(chosen)
+    ledger = (sharded or profile.simulator).ledger(chosen)
     loss_key, backward_key, optimizer_key = (
         tape.phases[phase] * span for phase in ("loss", "backward", "optimizer")
     )
@@ -176,10 +186,12 @@ class RankReplay:
             choice = chosen.get(stage, {})
             of_first = step.in_first(choice)
             pairs[stage] = (
-                part_of(step.first, of_first, is_last=step.is_last),
+                part_of(
+                    step.first, of_first, is_last=step.is_last, sharded=step.sharded
+                ),
                 part_of(step.later, choice, is_last=step.is_last),
             )
-        ledger = _Replay(self.schedule, self.actions, pairs).ledger()
+        ledger = _Replay(self.schedule, self.actions, pairs, self.stages).ledger()
         constant_bytes = ledger.constant_bytes + self.besides_bytes
         return replace(ledger, constant_bytes=constant_bytes).timeline()
 
@@ -192,6 +204,7 @@ class _Replay:
         schedule: Schedule,
         actions: tuple[Action, ...],
         parts: Mapping[int, tuple[Part, Part]],
+        steps: Mapping[int, StageStep],
     ) -> None:
         self.schedule, self.actions, self.parts = schedule, actions, parts
         self.starts: dict[Action, int] = {}
@@ -203,8 +216,27 @@ class _Replay:
             if not action.is_forward:
                 begin, end = part.backward_key, part.optimizer_key
             at += end - begin + 1
-        self.end_of_actions = at
-        self.end = at + 1 + sum(p.ledger.end for p, _ in parts.values())
+        # Gradients are reduced while the schedule still holds what it has sent.
+        self.end_of_actions = at + 1
+        self.end = at + 2 + sum(p.ledger.end for p, _ in parts.values())
+        self.replays: list[Replay] = []
+        # When gradients are freed of which FSDP2 takes care, by stage and micro-batch.
+        self.freed: dict[tuple[int, int], dict[int, int]] = {}
+        for stage, step in steps.items():
+            if step.sharded is not None:
+                self._shard(stage, step.sharded, at)
+
+    def _shard(self, stage: int, sharded: ShardedStage, end: int) -> None:
+        """Replay what FSDP2 does to a stage."""
+        backwards = []
+        for number in range(self.schedule.num_micro_batches):
+            action = Action(False, stage, number)
+            backwards.append(self.starts[action] - self._part(action).backward_key)
+        forward = self.starts[Action(True, stage, 0)]
+        replay, died = sharded.replay(forward, backwards, end)
+        self.replays.append(replay)
+        self.freed.update({(stage, number): own for number, own in enumerate(died)})
+        self.freed.setdefault((stage, 0), replay.gradient_died)
 
     def _part(self, action: Action) -> Part:
         """The step that a micro-batch runs: the first one makes the gradients."""
@@ -214,15 +246,24 @@ class _Replay:
         """All that the rank allocates."""
         forwards = [action for action in self.actions if action.is_forward]
         pieces = [self._of_micro_batch(forward) for forward in forwards]
-        columns = zip(*(pieces + self._of_optimizers()), strict=True)
-        born, died, nbytes = (np.concatenate(column) for column in columns)
+        pieces += self._of_optimizers()
+        pieces += [self._of_sharding(replay) for replay in self.replays]
+        born, died, nbytes = map(np.concatenate, zip(*pieces, strict=True))
         return Ledger(
             born=born,
             died=died,
             nbytes=nbytes,
-            end=self.end,
+            end=self.end * PLACES,
             constant_bytes=self._constant_bytes(),
         )
+
+    def _of_sharding(self, replay: Replay) -> tuple[IntArray, IntArray, IntArray]:
+        """Entries of what a stage's FSDP units gather and reduce."""
+        born, died, nbytes = (
+            np.array(column, dtype=np.int64)
+            for column in (replay.born, replay.died, replay.nbytes)
+        )
+        return born, np.where(died < 0, self.end * PLACES, died), nbytes
 
     def _of_micro_batch(self, forward: Action) -> tuple[IntArray, IntArray, IntArray]:
         """Entries of a micro-batch in a stage."""
@@ -236,8 +277,11 @@ class _Replay:
         died[part.sent] = np.maximum(held, self._sent_until(forward, part))
         died[part.sent_back] = self._sent_back_until(forward)
         died[part.left] = self._next(forward, part.backward_key)
+        died *= PLACES
+        freed = self.freed.get(forward[1:], {})
+        died[list(freed)] = list(freed.values())
         own = part.of_micro_batch
-        return born[own], died[own], ledger.nbytes[own]
+        return born[own] * PLACES, died[own], ledger.nbytes[own]
 
     @property
     def _holds_all(self) -> bool:
@@ -300,9 +344,10 @@ class _Replay:
             ledger = part.ledger
             own = ledger.born >= part.optimizer_key
             shift = at - part.optimizer_key
-            pieces.append(
-                (ledger.born[own] + shift, ledger.died[own] + shift, ledger.nbytes[own])
+            born, died = (
+                (keys[own] + shift) * PLACES for keys in (ledger.born, ledger.died)
             )
+            pieces.append((born, died, ledger.nbytes[own]))
             at = shift + ledger.end
         return pieces
 

@@ -104,10 +104,12 @@ class Race:
         if choice is None:
             return None
         phase_ms = self.micro_batch.step(first, end).phase_ms
+        gather_ms, reduce_ms = self.micro_batch.sharding_ms(first, end)
         return StageTimes(
             forward_ms=phase_ms["forward"],
             backward_ms=phase_ms["backward"] + choice.recompute_ms,
-            optimizer_ms=phase_ms["optimizer"],
+            optimizer_ms=phase_ms["optimizer"] + reduce_ms,
+            gather_ms=gather_ms,
             send_ms=self.micro_batch.send_ms(stage, end),
         )
 
@@ -152,6 +154,7 @@ class Race:
             model=fingerprint(self.micro_batch.model),
             torch_version=torch.__version__,
             tensor=tensor,
+            parallel=self.micro_batch.parallel,
         )
 
     def _stage(self, stage: int, first: int, end: int) -> StagePlan:
@@ -173,6 +176,8 @@ class Race:
             recompute_ms=choice.recompute_ms,
             late_bytes=self.micro_batch.late_bytes(first, end),
             exchange_ms=self.micro_batch.exchange_ms(first, end),
+            gather_ms=times.gather_ms,
+            reduce_ms=self.micro_batch.sharding_ms(first, end)[1],
             received=self.micro_batch.received(first),
             sent=self.micro_batch.received(end),
         )
@@ -205,7 +210,11 @@ def _infeasible(races: Sequence[Race]) -> InfeasibleBudgetError:
     lowest_bytes = max(lowest_bytes, choice.peak_bytes + late)
     step, budget_bytes = race.micro_batch.step(first, end), race.budget_bytes
     fqns, degree = list(race.micro_batch.chain), race.micro_batch.tensor.degree
-    times = f" x tp={degree}" if degree > 1 else ""
+    sizes = {
+        **race.micro_batch.parallel.sizes,
+        **({"tp": degree} if degree > 1 else {}),
+    }
+    times = "".join(f" x {name}={size}" for name, size in sizes.items())
     composition = step.later.composition(choice.choice)
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}) on"

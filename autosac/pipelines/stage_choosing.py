@@ -53,7 +53,9 @@ class _View:
 
     def __init__(self, step: StageStep, profile: Profile, count: int) -> None:
         self._step, self._profile = step, profile
-        self._simulator = InFlightSimulator(profile, count, is_last=step.is_last)
+        self._simulator = InFlightSimulator(
+            profile, count, is_last=step.is_last, sharded=step.sharded
+        )
 
     @cached_property
     def chooser(self) -> Chooser:

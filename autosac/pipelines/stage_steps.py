@@ -10,15 +10,19 @@ torch/distributed/pipelining/stage.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from autosac._compat_distributed import is_collective
 from autosac.errors import UnsupportedError
+from autosac.pipelines.sharded_stages import ALONE, DataParallel, ShardedStage
+from autosac.profiles.compute_dtype import in_compute_dtype
 from autosac.profiles.profile import Profile, calibrate, profile
+from autosac.profiles.restricting import restricted
 from autosac.solving.rules_of_thumb import Choice
 from autosac.units.unit import Unit
 
@@ -61,17 +65,29 @@ class StageStep:
 
     Attributes:
         first: The step whose backward makes the gradients,
-        later: and the one whose backward adds to them.
+        later: and the one whose backward adds to them; the same if all make some, which
+            then add up in another type.
         is_last: The loss is in this stage, and it sends nothing on.
+        sharded: What FSDP2 does to it, None without.
     """
 
     first: Profile
     later: Profile
     is_last: bool
+    sharded: ShardedStage | None = None
 
     def each(self, change: Callable[[Profile], Profile]) -> StageStep:
         """The step with both of its profiles changed."""
-        return replace(self, first=change(self.first), later=change(self.later))
+        first = change(self.first)
+        is_same = self.later is self.first
+        return replace(
+            self, first=first, later=first if is_same else change(self.later)
+        )
+
+    def sharded_by(self, parallel: DataParallel, units: Sequence[str]) -> StageStep:
+        """The step with these blocks as FSDP units, and AC units inside of them."""
+        step = self.each(partial(restricted, fsdp_units=units))
+        return replace(step, sharded=ShardedStage(step.first, units, parallel))
 
     def calibrated(self, **how: Any) -> StageStep:
         """The step with measured times and workspaces, as `calibrate` has them."""
@@ -79,10 +95,13 @@ class StageStep:
 
     @cached_property
     def phase_ms(self) -> dict[str, float]:
-        """Time of forward (with the loss), backward and optimizer."""
+        """Time of forward (with the loss), backward and optimizer (of a shard)."""
         times = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        degree = self.sharded.parallel.shard_degree if self.sharded else 1
         for op, op_ms in zip(self.later.tape.ops, self.later.op_ms, strict=True):
-            if op.phase != "loss":
+            if op.phase == "optimizer" and not is_collective(op.name):
+                times["optimizer"] += op_ms / degree
+            elif op.phase != "loss":
                 times[op.phase] += op_ms
             elif self.is_last:
                 times["forward"] += op_ms
@@ -109,6 +128,7 @@ def stage_step(
     *,
     loss_fn: PipelineLoss | None,
     target: Any = None,
+    parallel: DataParallel = ALONE,
     **options: Any,
 ) -> StageStep:
     """Trace the step of a stage.
@@ -119,6 +139,7 @@ def stage_step(
             the stage before sends, which requires a gradient. Of one micro-batch.
         loss_fn: Output and target -> scalar, of the last stage; None for others.
         target: Of the last stage, of one micro-batch.
+        parallel: Says in which type the stage computes.
         options: As in `profile`.
 
     Raises:
@@ -129,10 +150,35 @@ def stage_step(
     if loss_fn is not None:
         own_loss = partial(loss_with, loss_fn, target)
     options = {**options, "loss_fn": own_loss}
-    first = profile(module, received, **options)
+    dtype = parallel.compute_dtype
+    first = profile_in(dtype, module, received, **options)
     check_step(first)
-    later = profile(module, received, keeps_gradients=True, **options)
+    later = first
+    if not parallel.sums_apart:
+        later = profile_in(dtype, module, received, keeps_gradients=True, **options)
     return StageStep(first=first, later=later, is_last=loss_fn is not None)
+
+
+def profile_in(
+    dtype: torch.dtype | None,
+    module: torch.nn.Module,
+    received: torch.Tensor,
+    **options: Any,
+) -> Profile:
+    """The profile of a step whose model computes in a type; None for its own."""
+    if dtype is None:
+        return profile(module, received, **options)
+    traced = profile(module, _as_parameters(module, received), **options)
+    step = replace(traced.step, args=(received,))
+    return in_compute_dtype(replace(traced, step=step), dtype)
+
+
+def _as_parameters(module: torch.nn.Module, received: torch.Tensor) -> torch.Tensor:
+    """What is received in the type of the parameters, before FSDP2 casts these."""
+    dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
+    if not dtypes or not received.requires_grad:
+        return received
+    return received.detach().to(dtypes[0]).requires_grad_()
 
 
 def check_step(of_model: Profile) -> None:

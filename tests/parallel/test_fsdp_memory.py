@@ -19,6 +19,7 @@ from autosac.step.training_step import OptimizerInBackward
 from autosac.units.curves import policy_of, save_problem
 from autosac.units.policies import Policy
 from benchmarks.ranks import Recipe, reference, run_fake_rank, run_gloo_ranks
+from benchmarks.sharded_models import RECIPES
 from tests.models import CASES, SMALL_GPT, gpt, random_choice, tokens
 
 # FSDP2 warns of writes to outputs that are views, which no model here does; a linear
@@ -131,6 +132,13 @@ def test_every_phase_peaks_at_the_very_byte_of_the_allocator(traced, units, degr
     assert phase_peaks(ranks, timeline) == real.phase_peaks
     assert timeline.peak_bytes == real.peak_bytes
     assert sum(timeline.composition.values()) == timeline.peak_bytes
+
+
+def test_the_last_gradient_of_a_unit_may_live_until_it_is_reduced():
+    recipe = RECIPES["giant embedding"]
+    sharding = Sharding(units=fsdp_units(["table"]), shard_degree=4)
+    ranks = RankSimulator(recipe.profile(), copies=False)
+    assert ranks.peak_bytes(sharding) == run_fake_rank(recipe, sharding).peak_bytes
 
 
 @pytest.mark.parametrize("ac_first", [True, False])

@@ -249,11 +249,16 @@ def test_micro_batches_add_to_gradients_as_backward_left_them():
 @pytest.mark.slow
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
 @pytest.mark.parametrize(
-    ("name", "kind", "schedule"),
-    [("LLAMA", "sequence", "1F1B"), ("GPT", "tensor", "GPipe")],
+    ("name", "schedule", "mesh", "kind"),
+    [
+        ("LLAMA", "1F1B", {"tp": 2}, "sequence"),
+        ("GPT", "GPipe", {"tp": 2}, "tensor"),
+        ("ODD", "1F1B", {"fsdp": 2}, ""),
+    ],
+    ids=["LLAMA-sequence-1F1B", "GPT-tensor-GPipe", "ODD-fsdp-1F1B"],
 )
-def test_real_ranks_keep_cap_prediction_and_gradients(name, kind, schedule):
-    cell = next(stage_mesh_ranks.planned(name, kind, schedule))  # of the tight cap
+def test_real_ranks_keep_cap_prediction_and_gradients(name, schedule, mesh, kind):
+    cell = next(stage_mesh_ranks.planned(name, schedule, mesh, kind))  # the tight cap
     assert any(stage.policy for stage in cell.plan.stage_plans)
     row = stage_mesh_ranks.run(cell)
     assert row.is_kept, row
@@ -264,7 +269,7 @@ def test_real_ranks_keep_cap_prediction_and_gradients(name, kind, schedule):
 def test_an_embedding_alone_is_a_stage(monkeypatch):
     # What it hands on is still on its way when forward returns it.
     monkeypatch.setattr(MicroBatch, "cuts", [1])
-    cell = next(stage_mesh_ranks.planned("LLAMA", "tensor", "1F1B"))
+    cell = next(stage_mesh_ranks.planned("LLAMA", "1F1B", {"tp": 2}, "tensor"))
     assert cell.plan.stage_plans[0].fqns == ("embed_tokens",)
     row = stage_mesh_ranks.run(cell)
     assert row.is_kept, row

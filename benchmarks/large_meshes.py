@@ -1,0 +1,301 @@
+"""Llama 3 on meshes that others have trained on, with what they have measured.
+
+    python -m benchmarks.large_meshes [--output DIR]
+
+Meshes, batches and rules of recomputation are those that torchtitan has published for
+H100 (benchmarks/llama3_h100_202412_torchtitan.md of its repository, without
+torch.compile where there are figures of both); memory and throughput are predicted for
+exactly these, nothing is planned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch.nn import functional
+
+import autosac
+from autosac._compat_distributed import fake_group
+from autosac.parallel.clusters import ClusterSpec, cluster_spec
+from autosac.parallel.formulating import ParallelFormulation, Setting
+from autosac.parallel.preparing import in_gathered_type
+from autosac.parallel.tp_finding import find_styles
+from autosac.parallel.tp_styles import WHOLE, TensorParallel
+from autosac.parallel.tp_tracing import divided_copy, rank_profile
+from autosac.pipelines.micro_batches import MicroBatch
+from autosac.pipelines.playing import StageTimes, step_ms
+from autosac.pipelines.rank_memory import RankReplay
+from autosac.pipelines.schedules import ONE_F_ONE_B, Schedule
+from autosac.pipelines.sharded_stages import DataParallel
+from autosac.units import curves
+from benchmarks.environment import environment
+from benchmarks.parallel_plans import GIB, LENGTH, SIZES
+from benchmarks.parallel_rules import BY_HAND, ByHand, at_degree, policy
+from benchmarks.stage_mesh_ranks import Llama
+
+_ALL, _SOME = BY_HAND
+_TYPES = Setting(param_dtype="bfloat16", reduce_dtype="float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A setting, and what was measured.
+
+    Attributes:
+        size: Of the model.
+        stages: Of the pipeline, under 1F1B.
+        fsdp: Ranks that share parameters.
+        tp: Ranks that share slices.
+        rows: Sequences of a micro-batch,
+        micro_batches: and how many of these a step has.
+        rule: What is recomputed.
+        gib: Peak of a rank,
+        tokens: and tokens a second and GPU, that were measured.
+        note: How it was, where that is not what is predicted.
+    """
+
+    size: str
+    stages: int = 1
+    fsdp: int
+    tp: int = 1
+    rows: int
+    micro_batches: int = 1
+    rule: ByHand
+    gib: float
+    tokens: int
+    note: str = ""
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all ranks."""
+        return self.stages * self.fsdp * self.tp
+
+
+class Predicted(NamedTuple):
+    """Peaks in bytes of the stages' ranks, and time of a step in ms."""
+
+    peaks: list[int]
+    step_ms: float
+
+
+SETTINGS = (
+    Published(size="8B", fsdp=8, rows=2, rule=_SOME, gib=82.4, tokens=5762),
+    Published(size="8B", fsdp=128, rows=2, rule=_SOME, gib=67.0, tokens=5605),
+    Published(
+        size="70B",
+        fsdp=32,
+        tp=8,
+        rows=16,
+        rule=_ALL,
+        gib=71.9,
+        tokens=829,
+        note="float8, compiled; logits stay divided",
+    ),
+    Published(
+        size="405B",
+        stages=8,
+        fsdp=8,
+        tp=8,
+        rows=4,
+        micro_batches=8,
+        rule=_ALL,
+        gib=82.5,
+        tokens=100,
+        note="float8, compiled, asynchronous tensor parallelism; logits stay divided;"
+        " 32 sequences, here in 8 micro-batches",
+    ),
+)
+
+
+def llama(name: str) -> Llama:
+    """The model on the meta device, in 32 bits."""
+    size = SIZES[name]
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=size.width,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=8,
+        max_position_embeddings=LENGTH,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        return Llama(config).train()
+
+
+def _loss(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def _pipeline_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return _loss(target, logits)
+
+
+def predicted(setting: Published) -> Predicted:
+    """Memory and time of a setting."""
+    model = llama(setting.size)
+    tokens = torch.zeros(setting.rows, LENGTH, dtype=torch.int64)
+    spec = cluster_spec("hgx-h100", num_gpus=setting.num_gpus)
+    tensor = WHOLE
+    if setting.tp > 1:
+        styles = find_styles(model, sequence=True)
+        tensor = TensorParallel(degree=setting.tp, styles=styles)
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "device": spec.device}
+    if setting.stages > 1:
+        with fake_group(setting.tp):
+            micro_batch = MicroBatch(
+                model=model,
+                inputs=tokens,
+                target=tokens,
+                loss_fn=_pipeline_loss,
+                options=options,
+                cluster=spec,
+                divided=divided_copy(model, tensor),
+                tensor=tensor,
+                parallel=DataParallel(
+                    shard_degree=setting.fsdp,
+                    param_dtype=_TYPES.param_dtype,
+                    reduce_dtype=_TYPES.reduce_dtype,
+                ),
+            )
+            return _of_stages(setting, micro_batch)
+    profile = autosac.profile(model, tokens, loss_fn=partial(_loss, tokens), **options)
+    profile = _of_rank(setting, profile, tensor, spec)
+    node = spec.gpus_per_node // setting.tp
+    outcome = at_degree(
+        ParallelFormulation(profile, _TYPES),
+        replace(spec, gpus_per_node=node),
+        setting.fsdp,
+        setting.rule,
+    )
+    return Predicted([outcome.peak_bytes], outcome.step_ms)
+
+
+def _of_rank(
+    setting: Published,
+    profile: autosac.Profile,
+    tensor: TensorParallel,
+    spec: ClusterSpec,
+) -> autosac.Profile:
+    """The step of a rank, in the type of gathered parameters."""
+    if setting.tp > 1:
+        return rank_profile(profile, tensor, spec, _TYPES)
+    return in_gathered_type(profile, _TYPES)
+
+
+def _of_stages(setting: Published, micro_batch: MicroBatch) -> Predicted:
+    """Stages of as many blocks each, embedding and head counted as one each."""
+    schedule = Schedule(
+        name=ONE_F_ONE_B,
+        num_ranks=setting.stages,
+        num_micro_batches=setting.micro_batches,
+    )
+    size = len(micro_batch.chain) - 1  # the norm goes with the head
+    ends = [size * (i + 1) // setting.stages for i in range(setting.stages)]
+    ends[-1] += 1
+    peaks, times = [], []
+    for stage, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        is_inner = 0 < stage < setting.stages - 1
+        # Inner stages are alike.
+        own = (ends[0], ends[0] + end - first) if is_inner else (first, end)
+        step = micro_batch.step(*own)
+        later = step.later
+        layers = [u for u in later.candidates if u.fqn.rpartition(".")[2].isdigit()]
+        chosen = {u: policy(later.tape, u, setting.rule) for u in layers}
+        peaks.append(
+            RankReplay(schedule, stage, {stage: step}).peak_bytes({stage: chosen})
+        )
+        gather_ms, reduce_ms = micro_batch.sharding_ms(*own)
+        rerun_ms = sum(curves.recompute_ms(*pair) for pair in chosen.items())
+        times.append(
+            StageTimes(
+                forward_ms=step.phase_ms["forward"],
+                backward_ms=step.phase_ms["backward"] + rerun_ms,
+                optimizer_ms=step.phase_ms["optimizer"] + reduce_ms,
+                gather_ms=gather_ms,
+                send_ms=micro_batch.send_ms(stage, own[1] if is_inner else end),
+            )
+        )
+    return Predicted(peaks, step_ms(schedule, times))
+
+
+def main() -> None:
+    """Predict all, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines, throughputs = _heading(), []
+    for setting in SETTINGS:
+        began = time.process_time()
+        own = predicted(setting)
+        tokens = setting.rows * setting.micro_batches * LENGTH
+        rate = 1e3 * tokens / own.step_ms / (setting.stages * setting.tp)
+        throughputs.append(rate)
+        line = _line(setting, own, rate, time.process_time() - began)
+        print(line, flush=True)
+        lines.append(line)
+    # Settings come in the order of what was measured, fastest first.
+    pairs = list(combinations(throughputs, 2))
+    in_order = sum(first > second for first, second in pairs)
+    lines += [
+        "",
+        f"{in_order} of {len(pairs)} pairs have the order of what was measured.",
+    ]
+    path = options.output / "large_meshes.md"
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _line(setting: Published, own: Predicted, rate: float, took_s: float) -> str:
+    peak = max(own.peaks) / GIB
+    others = ", ".join(f"{peak / GIB:.1f}" for peak in own.peaks[:-1])
+    mesh = {"pp": setting.stages, "fsdp": setting.fsdp, "tp": setting.tp}
+    cells = [
+        setting.size,
+        " x ".join(f"{size} {name}" for name, size in mesh.items() if size > 1),
+        f"{setting.micro_batches} x {setting.rows}",
+        setting.rule.name.partition(", ")[2],
+        f"{setting.gib:.1f}",
+        f"{peak:.1f}" + f" (stages before: {others})" * bool(others),
+        f"{peak / setting.gib - 1:+.0%}",
+        f"{setting.tokens:,}",
+        f"{rate:,.0f}",
+        setting.note,
+        f"{took_s:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _heading() -> list[str]:
+    return [
+        "# Llama 3 on meshes that others have trained on",
+        "",
+        "```",
+        *(f"{key}: {value}" for key, value in environment().items()),
+        "```",
+        "",
+        f"Sequences of {LENGTH} tokens, AdamW, parameters in 32 bits, gathered in"
+        " bfloat16, gradients reduced in 32 bits. *published*: torchtitan's, on H100"
+        " with 96 GB and 500 W. *predicted*: of the allocator, by replay, for"
+        " `hgx-h100`, in bfloat16: float8, compilation and asynchronous tensor"
+        " parallelism are not modelled, nor losses over a divided vocabulary, so that"
+        " ranks with the loss hold whole logits.",
+        "",
+        "| model | mesh | micro-batches x sequences | recomputed or saved | peak"
+        " published, GiB | predicted | difference | tokens/s/GPU published | predicted"
+        " | published with | CPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+
+
+if __name__ == "__main__":
+    main()
