@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from autosac._compat_distributed import are_distributed
-from autosac.errors import UnsupportedError
+from autosac.devices.links import Link
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.sharding import Sharding, fsdp_units
@@ -19,7 +20,7 @@ from autosac.profiles.profile import Profile, calibrate
 from autosac.profiles.restricting import restricted
 from autosac.step.marks import Marks, marked, marks_of
 
-_NOT_ON_MANY = ("offload", "host_budget", "offload_dir")
+_OFFLOAD = ("offload", "host_budget", "offload_dir")
 
 
 def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
@@ -29,12 +30,31 @@ def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
     return cluster if num_gpus is None else cluster.resized(num_gpus)
 
 
+def link_of(spec: ClusterSpec) -> Link:
+    """What each GPU of a cluster has of the link to far memory.
+
+    Raises:
+        ArgumentError: It is not known.
+    """
+    if spec.link is None:
+        raise ArgumentError(
+            f"`offload` takes the rates between {spec.device.name} and its far memory,"
+            " which are not known: pass a `ClusterSpec` whose `device` has a `link`."
+        )
+    return spec.link
+
+
 def chooser_of(profile: Profile, setting: Setting) -> ParallelChooser:
     """The chooser for a setting; the profile keeps it."""
     if setting not in profile.parallel:
-        typed = in_gathered_type(profile, setting)
+        plain: ParallelChooser | None = None
+        if setting.link is None:
+            typed = in_gathered_type(profile, setting)
+        else:
+            plain = chooser_of(profile, replace(setting, link=None, host_bytes=None))
+            typed = plain.form.profile
         form = ParallelFormulation(typed, setting)
-        profile.parallel[setting] = ParallelChooser(form)
+        profile.parallel[setting] = ParallelChooser(form, plain)
     chooser: ParallelChooser = profile.parallel[setting]
     return chooser
 
@@ -61,11 +81,11 @@ def profile_for(
     options: dict[str, Any],
 ) -> Profile:
     """The profile that was passed, or a new one, on a GPU of the cluster."""
-    for name in _NOT_ON_MANY:
+    for name in _OFFLOAD:
         if name in options:
             raise UnsupportedError(
-                f"`{name}` is not planned for many GPUs: leave it out, or plan one of"
-                " the ranks by `autosac.plan`."
+                f"`{name}` is for single plans: leave it out, or make the plan by"
+                " `plan_parallel`."
             )
     if "device" in options:
         raise ValueError("`device` is that of `cluster`; leave it out.")

@@ -24,7 +24,8 @@ are, besides what is there in any case (shards of parameters, optimizer state):
 This is how FSDP2 allocates (torch/distributed/fsdp/_fully_shard), host's order and
 collectives with one input buffer in flight; padding is in the bytes that are given.
 Left out: what is copied at an instant beside the buffers above. The root is always a
-unit and stays gathered from forward to backward, FSDP2's default for it.
+unit and stays gathered from forward to backward, FSDP2's default for it. No collective
+is hidden by waits for copies to far memory and back.
 """
 
 from __future__ import annotations
@@ -319,11 +320,14 @@ def schedule(problem: FsdpProblem, choice: FsdpChoice) -> Schedule:
     """What `step_time` needs to know of a choice."""
     modules = problem.modules
     extra = [0.0] * len(problem.compute_ms)
-    for unit, point, rerun_at in zip(
+    waits_ms = 0.0
+    for unit, place, rerun_at in zip(
         problem.sac.units, choice.points, problem.rerun_at, strict=True
     ):
-        if point is not None:
-            extra[rerun_at] += unit.points[point].recompute_ms
+        if place is not None:
+            point = unit.points[place]
+            extra[rerun_at] += point.rerun_ms
+            waits_ms += point.waits_ms
     times = map(float.__add__, map(float, problem.compute_ms), extra)
     until = [0.0, *accumulate(times)]
     owner = owners(problem, choice.units)
@@ -364,7 +368,7 @@ def schedule(problem: FsdpProblem, choice: FsdpChoice) -> Schedule:
             )
             for (position, begins, unit), stop in zip(events, stops, strict=True)
         ),
-        rest_ms=until[root.forward[0]] + until[-1] - until[root.backward[1]],
+        rest_ms=until[root.forward[0]] + until[-1] - until[root.backward[1]] + waits_ms,
     )
 
 
