@@ -26,7 +26,7 @@ from autosac.solving.formulation import formulate
 from autosac.step.tape import IntArray
 from autosac.units import curves
 from autosac.units.curves import UnitCurve
-from autosac.units.far_units import find_far_units, within
+from autosac.units.far_units import find_far_units
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
@@ -171,6 +171,7 @@ class ParallelFormulation:
             reduce=costs.reduce,
             all_reduce=costs.all_reduce,
             late_copies=self.ranks.late_copies(whole),
+            host_bytes=self.setting.host_bytes,
         )
 
     def sharding(
@@ -353,10 +354,7 @@ def _twins(
     fronts: Mapping[Hashable, knapsack.Front],
     setting: Setting,
 ) -> Iterator[tuple[Unit, UnitCurve | None]]:
-    """Twins of units in far memory, with curves; none if they may not use it.
-
-    Of few host bytes those have some that wait least: a heuristic, see `within`.
-    """
+    """Twins of units in far memory, with curves; none if they may not use it."""
     if setting.link is None:
         return
     plain = {unit.call: unit.key for unit in units}
@@ -364,7 +362,7 @@ def _twins(
     twins = find_far_units(profile.tape, every, profile.op_ms, setting.link)
     twins = tuple(twin for twin in twins if twin.call in plain)
     far: dict[Hashable, UnitCurve | None] = {}
-    for twin in within(twins, setting.host_bytes):
+    for twin in twins:
         if twin.key not in far:
             key = plain[twin.call]
             far[twin.key] = far_curve(twin, by_key[key], fronts[key])

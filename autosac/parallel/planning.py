@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,13 +23,13 @@ from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.preparing import (
     chooser_of,
     cluster_of,
-    link_of,
     profile_for,
     with_given_units,
 )
 from autosac.parallel.racing import make_parallel_plan
 from autosac.planning.make_plan import Offload, check_offload
 from autosac.profiles.profile import Profile
+from autosac.profiles.restricting import check_far_memory
 from autosac.quantities import parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions, read_segments
@@ -131,13 +130,16 @@ def plan_parallel(
 
     def fastest(profile: Profile, spec: ClusterSpec, budget_bytes: int) -> ParallelPlan:
         profile, own = with_given_units(profile, setting, ac_units, fsdp_units)
-        far = own
-        if offload:
-            far = replace(own, link=link_of(spec), host_bytes=host_bytes)
         if offload == "auto":
-            with suppress(InfeasibleBudgetError):
+            try:
                 return fastest_of(profile, own, spec, budget_bytes)
-        plan = fastest_of(profile, far, spec, budget_bytes)
+            except InfeasibleBudgetError:
+                if not profile.may_offload:
+                    raise
+        if offload:
+            check_far_memory(profile)
+            own = replace(own, link=spec.link, host_bytes=host_bytes)
+        plan = fastest_of(profile, own, spec, budget_bytes)
         return replace(plan, offload_dir=directory)
 
     def fastest_of(

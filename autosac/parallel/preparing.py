@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from autosac._compat_distributed import are_distributed
-from autosac.devices.links import Link
-from autosac.errors import ArgumentError, UnsupportedError
+from autosac.errors import UnsupportedError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.sharding import Sharding, fsdp_units
@@ -28,20 +27,6 @@ def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
     if isinstance(cluster, str):
         return cluster_spec(cluster, num_gpus=num_gpus)
     return cluster if num_gpus is None else cluster.resized(num_gpus)
-
-
-def link_of(spec: ClusterSpec) -> Link:
-    """What each GPU of a cluster has of the link to far memory.
-
-    Raises:
-        ArgumentError: It is not known.
-    """
-    if spec.link is None:
-        raise ArgumentError(
-            f"`offload` takes the rates between {spec.device.name} and its far memory,"
-            " which are not known: pass a `ClusterSpec` whose `device` has a `link`."
-        )
-    return spec.link
 
 
 def chooser_of(profile: Profile, setting: Setting) -> ParallelChooser:

@@ -382,6 +382,7 @@ def _solver_unit(step: _Step, unit: Unit, curve: UnitCurve) -> sac.Unit:
                 freed_bytes=nbytes,
                 recompute_ms=ms,
                 waits_ms=unit.waits_ms(policy),
+                far_bytes=unit.far_bytes(policy),
             )
             for ratio, nbytes, ms, policy in zip(
                 curve.ratios,

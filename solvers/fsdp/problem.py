@@ -104,6 +104,7 @@ class FsdpProblem:
         all_reduce: Cost of the all-reduce between replicas, by the same bytes; its
             own buffer is smaller by the sharding degree.
         late_copies: How many of (7) there may be at once.
+        host_bytes: Most bytes of a rank in far memory; None for as many as one likes.
     """
 
     modules: tuple[FsdpModule, ...]
@@ -115,6 +116,7 @@ class FsdpProblem:
     reduce: AffineCost
     all_reduce: AffineCost = FREE
     late_copies: int = 0
+    host_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -129,6 +131,14 @@ class FsdpProblem:
         pairs = zip(self.sac.base_bytes, added_bytes, strict=True)
         base = tuple(before + added for before, added in pairs)
         return replace(self, sac=replace(self.sac, base_bytes=base))
+
+    def keeps_host(self, choice: FsdpChoice) -> bool:
+        """Whether AC units have no more in far memory than they may."""
+        if self.host_bytes is None:
+            return True
+        units = zip(self.sac.units, choice.points, strict=True)
+        far = (unit.points[k].far_bytes for unit, k in units if k is not None)
+        return sum(far) <= self.host_bytes
 
     def is_below(self, other: FsdpProblem) -> bool:
         """Whether no choice takes more memory anywhere than in another problem.
@@ -237,6 +247,8 @@ def broken_rules(problem: FsdpProblem, choice: FsdpChoice) -> tuple[str, ...]:
             broken.append(
                 f"{module.fqn!r} would gather parameters of {sorted(dtypes[index])}."
             )
+    if not problem.keeps_host(choice):
+        broken.append(f"AC units have over {problem.host_bytes} bytes in far memory.")
     for u, point in enumerate(choice.points):
         if point is None:
             continue

@@ -18,12 +18,14 @@ class Breakpoint:
         freed_bytes: What that frees between the unit's forward and its backward.
         recompute_ms: What that takes,
         waits_ms: and what of it is no compute, but waiting for copies.
+        far_bytes: What the unit then has in far memory.
     """
 
     ratio: float
     freed_bytes: int
     recompute_ms: float
     waits_ms: float = 0.0
+    far_bytes: int = 0
 
     @property
     def rerun_ms(self) -> float:
