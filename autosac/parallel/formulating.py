@@ -26,7 +26,7 @@ from autosac.solving.formulation import formulate
 from autosac.step.tape import IntArray
 from autosac.units import curves
 from autosac.units.curves import UnitCurve
-from autosac.units.far_units import find_far_units
+from autosac.units.far_units import FarUnit, find_far_units
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
@@ -66,6 +66,8 @@ class ParallelFormulation:
 
     Attributes:
         ranks: Simulates what the MILP chooses.
+        early: AC units to which anything comes back before they are rerun: without it
+            memory is no higher.
         candidates: Modules that may be FSDP units.
         fixed_units: Those that are FSDP units in any case; None if it is open.
         units: Modules that may be AC units.
@@ -104,6 +106,11 @@ class ParallelFormulation:
             cuts={tick + late for tick in ticks for late in (0, 1)},
         )
         self.units = self._cells.units
+        self.early = frozenset(
+            u
+            for u, unit in enumerate(self.units)
+            if isinstance(unit, FarUnit) and unit.fetched is not None
+        )
         edges = self._cells.edges
         self._positions = place(self.candidates, edges, schedule.final)
         reruns = np.searchsorted(edges, [unit.trigger - 1 for unit in self.units])
@@ -361,11 +368,15 @@ def _twins(
     every = profile.units.candidates
     twins = find_far_units(profile.tape, every, profile.op_ms, setting.link)
     twins = tuple(twin for twin in twins if twin.call in plain)
+    num_points = _MOST_POINTS // max(1, len(twins))
     far: dict[Hashable, UnitCurve | None] = {}
     for twin in twins:
         if twin.key not in far:
             key = plain[twin.call]
-            far[twin.key] = far_curve(twin, by_key[key], fronts[key])
+            curve = far_curve(twin, by_key[key], fronts[key])
+            if curve is not None and len(curve.policies) > num_points:
+                curve = curve.at_breakpoints(max(1, num_points - 1))
+            far[twin.key] = curve
         yield twin, far[twin.key]
 
 

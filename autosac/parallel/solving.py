@@ -156,7 +156,7 @@ class Degree:
         """
         if not self.has_lowest(options):
             solution = fsdp.lowest_peak(
-                self.problem,
+                replace(self.problem, left_out=self.form.early),
                 backend=options.backend,
                 time_limit_s=options.time_limit_s,
                 relative_gap=options.relative_gap,

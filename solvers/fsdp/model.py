@@ -142,8 +142,10 @@ class FsdpModel:
         self._z: list[pulp.LpVariable] = []
         for u, unit in enumerate(units):
             first = len(self._z)
+            most = int(u not in self._problem.left_out)
             self._z += [
-                add(f"z_{first + k:06d}", 0, 1, kind) for k in range(len(unit.points))
+                add(f"z_{first + k:06d}", 0, most, kind)
+                for k in range(len(unit.points))
             ]
             self._y.append(add(f"y_{u:05d}", 0, 1))
             terms = [(z, 1.0) for z in self._z[first:]]

@@ -105,6 +105,7 @@ class FsdpProblem:
             own buffer is smaller by the sharding degree.
         late_copies: How many of (7) there may be at once.
         host_bytes: Most bytes of a rank in far memory; None for as many as one likes.
+        left_out: AC units that a solve does without, so that it ends sooner.
     """
 
     modules: tuple[FsdpModule, ...]
@@ -117,6 +118,7 @@ class FsdpProblem:
     all_reduce: AffineCost = FREE
     late_copies: int = 0
     host_bytes: int | None = None
+    left_out: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         _check_lengths(self)
