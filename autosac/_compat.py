@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "DEVICE",
     "FSDP_FREES_BEFORE_COPY_OUT",
+    "FSDP_KEEPS_LAST_GRADIENT",
     "IGNORED_IDS",
     "IGNORED_OPS",
     "ITEM",
@@ -73,6 +74,11 @@ TORCH_VERSION = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
 # out of its own; before torch 2.15 a local variable of `wait_for_unshard` kept it until
 # that was done (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
 FSDP_FREES_BEFORE_COPY_OUT = TORCH_VERSION >= (2, 15)
+
+# Before torch 2.15 a loop variable of `foreach_reduce` keeps the gradient of a unit's
+# last parameter until it returns, if there are several ranks to reduce among
+# (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+FSDP_KEEPS_LAST_GRADIENT = TORCH_VERSION < (2, 15)
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default

@@ -40,6 +40,8 @@ class Collectives:
         copies: The process group copies what it sends, as gloo does.
         frees_before_copy_out: The buffer that the unit before was gathered into is
             freed before the next unit is copied out of its own, not after that.
+        keeps_last_gradient: The gradient of a unit's last parameter is there until all
+            of them are reduced.
         adds_gradients: Gradients of earlier micro-steps are there, in shards; what is
             reduced is added to them.
         keeps_gradients: Those of the step before are there until backward begins.
@@ -49,6 +51,7 @@ class Collectives:
     on_cpu: bool
     copies: bool
     frees_before_copy_out: bool
+    keeps_last_gradient: bool
     adds_gradients: bool = False
     keeps_gradients: bool = False
 
@@ -281,6 +284,9 @@ class Replay:
             left.remove(output)
             state.all_reduced = output
         self._free_all(left)
+        if how.keeps_last_gradient and degree > 1:
+            self.now += 1
+            self.gradient_died[group.gradients[-1]] = self.now
         self._free(state.late)
 
     def final(self) -> None:

@@ -23,7 +23,8 @@ padded), y_u = 1 if u is a unit and k_u = 1 if it is kept after forward. It adds
     at the entry of backward of u: (1 - k_u) 2 P_u for an instant;
     in backward of u: P_u, and its gradients as they are made;
     at the end of backward of u: G_u for the input of reduce-scatter while the gradients
-        live, then G_u + G_u / degree (with gloo 2 G_u + G_u / degree); P_u is gone;
+        live, then G_u + G_u / degree (with gloo 2 G_u + G_u / degree, and before torch
+        2.15 the gradient of its last parameter); P_u is gone;
     until the end of backward of the unit before u: G_u, an input that is kept;
     from the end of its backward on: G_u / degree, its sharded gradients. With those
         of earlier micro-steps in place, these are there always, and it is for an
@@ -119,6 +120,7 @@ class RankSimulator:
             on_cpu=on_cpu,
             copies=on_cpu if copies is None else copies,
             frees_before_copy_out=_compat.FSDP_FREES_BEFORE_COPY_OUT,
+            keeps_last_gradient=_compat.FSDP_KEEPS_LAST_GRADIENT,
             adds_gradients=profile.step.adds_gradients,
             keeps_gradients=profile.step.gradients_in_forward,
         )

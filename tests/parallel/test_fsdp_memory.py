@@ -19,6 +19,7 @@ from autosac.step.training_step import OptimizerInBackward
 from autosac.units.curves import policy_of, save_problem
 from autosac.units.policies import Policy
 from benchmarks.ranks import Recipe, reference, run_fake_rank, run_gloo_ranks
+from benchmarks.sharded_models import RECIPES
 from tests.models import CASES, SMALL_GPT, gpt, random_choice, tokens
 
 # FSDP2 warns of writes to outputs that are views, which no model here does; a linear
@@ -469,15 +470,15 @@ def test_factored_optimizer_state_is_refused():
 # --- real ranks -----------------------------------------------------------------
 
 
-def check_ranks(num_ranks, traced, jobs):
+def check_ranks(num_ranks, traced, jobs, recipe=RECIPE):
     """Peaks, losses and gradients of really running ranks."""
     ranks = RankSimulator(traced)
     options = {"want_gradients": True, "num_measured": 3}
     observed = run_gloo_ranks(
         num_ranks,
-        [(RECIPE, s, spell_out(traced, chosen), options) for s, chosen in jobs],
+        [(recipe, s, spell_out(traced, chosen), options) for s, chosen in jobs],
     )
-    losses, gradients = reference(RECIPE, num_ranks)
+    losses, gradients = reference(recipe, num_ranks)
     for (sharding, chosen), results in zip(jobs, observed, strict=True):
         for rank, result in enumerate(results):
             place = rank % sharding.shard_degree
@@ -509,6 +510,13 @@ def test_two_gloo_ranks_peak_as_predicted_and_train_alike(traced):
             ),
         ],
     )
+
+
+@pytest.mark.slow
+def test_a_giant_gradient_is_there_as_long_as_fsdp2_keeps_it():
+    recipe = RECIPES["giant embedding"]
+    sharding = Sharding(units=fsdp_units(["table", *recipe.blocks]), shard_degree=2)
+    check_ranks(2, recipe.profile(), [(sharding, {})], recipe)
 
 
 @pytest.mark.slow
