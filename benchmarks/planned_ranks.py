@@ -3,13 +3,14 @@
     python -m benchmarks.planned_ranks [--ranks 2,4] [--models GPT,ViT] [--output DIR]
 
 `plan_parallel` plans each model for each number of ranks under three caps, near the
-least peak, in the middle and near that of the fastest step, once with AC units and once
-without any. Every rank is a process on the CPU that gloo connects, with a batch of its
-own. The measured peak is what PyTorch's allocator reports on all threads of the
-process in eight steps. It is held against the prediction if threads of gloo drop in
-time what they have reduced, and against the cap if they are as slow as they can be:
-when they do so leaves no event. Exits with 1 if a rank is above its cap, off its
-prediction by over 1 %, or if losses or gradients differ.
+least peak, in the middle and near that of the fastest step: with AC units, with AC
+units that may offload (the least peak may then be lower), and without any. Every rank
+is a process on the CPU that gloo connects, with a batch of its own. The measured peak
+is what PyTorch's allocator reports on all threads of the process in eight steps. It is
+held against the prediction if threads of gloo drop in time what they have reduced, and
+against the cap if they are as slow as they can be: when they do so leaves no event.
+Exits with 1 if a rank is above its cap, off its prediction by over 1 %, or if losses or
+gradients differ.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import torch
 import autosac
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
-from autosac.parallel.formulating import ParallelFormulation, Setting
+from autosac.parallel.formulating import Setting
 from autosac.parallel.plans import ParallelPlan
+from autosac.parallel.preparing import chooser_of
 from autosac.parallel.racing import shard_degrees
-from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
 from autosac.solving.solve_options import SolveOptions
 from benchmarks.environment import MIB, environment
@@ -44,6 +45,7 @@ from benchmarks.sharded_models import RECIPES
 
 LINKS = "pcie-l40s"  # the cluster that ranks on the CPU borrow their links from
 NUM_STEPS = 8  # that are measured
+PLAIN = Setting()
 SHARES = (0.02, 0.4, 0.9)  # of the way from the least peak to the fastest plan's
 
 
@@ -54,14 +56,18 @@ class Planned:
     Attributes:
         model: Name of the model.
         ranks: Processes.
-        with_sac: Whether modules may be AC units.
+        with_sac: Whether modules may be AC units,
+        offload: and have in far memory what they keep.
         plan: What was planned.
+        is_new: Nothing fits its cap without far memory.
     """
 
     model: str
     ranks: int
     with_sac: bool
+    offload: bool
     plan: ParallelPlan
+    is_new: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +77,10 @@ class Row:
     Attributes:
         model: Name of the model.
         ranks: Processes.
-        with_sac: Whether modules might be AC units.
+        with_sac: Whether modules might be AC units,
+        offload: and use far memory; where it lies in a file,
+        offloaded_bytes: so much of a rank did.
+        is_new: Nothing fits the cap without far memory.
         mesh: Shape of the mesh.
         num_fsdp_units: FSDP units but the model itself,
         num_ac_units: and AC units.
@@ -101,6 +110,9 @@ class Row:
     same_losses: bool
     gradient_difference: float
     is_kept: bool
+    offload: bool = False
+    offloaded_bytes: int = 0
+    is_new: bool = False
 
     @property
     def worst_error(self) -> float:
@@ -148,32 +160,48 @@ def without_sac(profile: Profile) -> Profile:
     return replace(profile, exclude=tuple(sorted(every)))
 
 
-def caps(profile: Profile, spec: ClusterSpec) -> list[int]:
+def caps(profile: Profile, spec: ClusterSpec, setting: Setting = PLAIN) -> list[int]:
     """Three caps from the least peak of any sharding degree to the fastest plan's.
 
     Both with what slow threads may hold, and the fastest with all ranks as shards.
     """
-    chooser = ParallelChooser(ParallelFormulation(profile, Setting()))
+    chooser = chooser_of(profile, setting)
     options = SolveOptions()
-    least_bytes = min(
-        chooser.at(spec, degree).lowest(options).highest_peak_bytes
-        for degree in shard_degrees(spec)
-    )
+    least_bytes = floor(profile, spec, setting)
     fastest = chooser.at(spec, spec.num_gpus).search(2**40, options).best
     assert fastest is not None
     between = fastest.highest_peak_bytes - least_bytes
     return [int(least_bytes + share * between) for share in SHARES]
 
 
+def floor(profile: Profile, spec: ClusterSpec, setting: Setting = PLAIN) -> int:
+    """Least peak of any sharding degree, with what slow threads may hold."""
+    chooser = chooser_of(profile, setting)
+    return min(
+        chooser.at(spec, degree).lowest(SolveOptions()).highest_peak_bytes
+        for degree in shard_degrees(spec)
+    )
+
+
 def _planned(name: str, profile: Profile, num_ranks: int) -> Iterator[Planned]:
     links = cluster_spec(LINKS, num_gpus=num_ranks)
     spec = replace(links, device=device_spec("cpu"))
-    for with_sac in (True, False):
+    for with_sac, offload in ((True, False), (True, True), (False, False)):
         step_profile = profile if with_sac else without_sac(profile)
-        for cap in caps(step_profile, spec):
-            plan = autosac.plan_parallel(step_profile, cluster=spec, memory_budget=cap)
+        setting = Setting(link=spec.link) if offload else PLAIN
+        for cap in caps(step_profile, spec, setting):
+            plan = autosac.plan_parallel(
+                step_profile, cluster=spec, memory_budget=cap, offload=offload
+            )
             print(f"{name}, {num_ranks} ranks, {cap} bytes: planned", flush=True)
-            yield Planned(model=name, ranks=num_ranks, with_sac=with_sac, plan=plan)
+            yield Planned(
+                model=name,
+                ranks=num_ranks,
+                with_sac=with_sac,
+                offload=offload,
+                plan=plan,
+                is_new=offload and cap < floor(step_profile, spec),
+            )
 
 
 def _run(cells: list[Planned], num_ranks: int, timeout_s: float) -> list[Row]:
@@ -207,6 +235,9 @@ def _row(
         model=cell.model,
         ranks=cell.ranks,
         with_sac=cell.with_sac,
+        offload=cell.offload,
+        offloaded_bytes=plan.offloaded_bytes,
+        is_new=cell.is_new,
         mesh=plan.mesh_shape,
         num_fsdp_units=len([unit for unit in plan.sharding.units if unit.fqn]),
         num_ac_units=len(plan.policy),
@@ -249,8 +280,9 @@ def _table(runs: dict[str, Any]) -> list[str]:
         " what they have reduced. *error*: of the prediction, at the rank where it is"
         " largest. *late*: what slow threads may add to the prediction; the cap leaves"
         " room for it. *highest*: the most in eight steps of any rank, with the largest"
-        " copies that threads may still have held. *units*: FSDP units but the model,"
-        " and AC units.",
+        " copies that threads may still have held. *SAC*: whether modules may be AC"
+        " units, and MiB that these have in a file where they may offload. *units*:"
+        " FSDP units but the model, and AC units.",
     ]
     for num_ranks, run in sorted(runs.items()):
         lines += [
@@ -269,12 +301,19 @@ def _table(runs: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _actions(row: Row) -> str:
+    if not row.offload:
+        return "yes" if row.with_sac else "no"
+    below = ", below the floor without" if row.is_new else ""
+    return f"offload {row.offloaded_bytes / MIB:.2f}{below}"
+
+
 def _line(row: Row) -> str:
     low, high = min(row.measured_bytes) / MIB, max(row.measured_bytes) / MIB
     cells = [
         row.model,
         " x ".join(map(str, row.mesh)),
-        "yes" if row.with_sac else "no",
+        _actions(row),
         f"{row.num_fsdp_units}, {row.num_ac_units}",
         f"{row.budget_bytes / MIB:.3f}",
         f"{row.predicted_bytes / MIB:.3f}",

@@ -351,8 +351,8 @@ def test_other_plans_refuse_what_they_do_not_know():
     cluster = {"cluster": "hgx-h100", "memory_budget": "1GiB"}
     with pytest.raises(UnsupportedError, match="is not planned for many GPUs: pass"):
         autosac.plan_parallel(model, WIDE.inputs(), optimizer=moved, **cluster)
-    with pytest.raises(UnsupportedError, match="`offload` is not planned for many"):
-        autosac.plan_parallel(model, WIDE.inputs(), offload=True, **cluster)
+    with pytest.raises(UnsupportedError, match="`offload` is for single plans"):
+        autosac.min_gpus(model, WIDE.inputs(), offload=True, **cluster)
     chain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     pipeline = {
         "target": WIDE.inputs(),

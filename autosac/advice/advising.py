@@ -156,7 +156,7 @@ def _offloaded(
     own: Change, now: Profile, budget_bytes: int | None, first: Row
 ) -> Row | None:
     """The row of the step as it is, planned with offload; None if that buys nothing."""
-    if now.plain is not None or now.device.link is None:
+    if not now.may_offload:
         return None
     how = "autosac.plan(..., offload=True)"
     change = replace(own, name=_OFFLOAD, how=how)

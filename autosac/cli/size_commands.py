@@ -23,7 +23,9 @@ from autosac.cli.app import (
 )
 from autosac.cli.step_options import (
     Cluster,
+    HostBudget,
     Mesh,
+    Offload,
     ParamDtype,
     ReduceDtype,
     TpPlan,
@@ -92,6 +94,8 @@ def parallel(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the plan file here.")
     ] = None,
+    offload: Offload = False,
+    host_budget: HostBudget = None,
     as_json: Json = False,
 ) -> None:
     """Plan FSDP2, tensor parallelism and recomputation of many GPUs together."""
@@ -104,6 +108,7 @@ def parallel(
                 memory_budget=budget, param_dtype=param_dtype or None,
                 reduce_dtype=reduce_dtype or None, **given, mesh=read_mesh(mesh),
                 tp_plan=tp_plan or None,  # type: ignore[arg-type]
+                offload=offload, host_budget=host_budget,
             )  # fmt: skip
         if out is not None:
             cluster_plan.save(out)

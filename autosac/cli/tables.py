@@ -28,7 +28,7 @@ _PARALLEL_FIELDS = (
     "mesh_shape", "policy", "budget_bytes", "peak_bytes", "late_bytes", "composition",
     "step_ms", "compute_ms", "recompute_ms", "exposed_forward_ms",
     "exposed_backward_ms", "bound_ms", "optimality_gap", "cluster", "device",
-    "torch_version",
+    "torch_version", "offloaded_bytes", "exposed_copies_ms",
 )  # fmt: skip
 
 _GRAPH_FIELDS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _GB = 10**9
 
@@ -24,6 +24,14 @@ class Link:
     def __post_init__(self) -> None:
         if min(self.out_bytes_per_s, self.back_bytes_per_s) <= 0:
             raise ValueError("Rates of a `Link` must be above 0 bytes per second.")
+
+    def shared_by(self, num_devices: int) -> Link:
+        """What each of several devices has of it when all of them copy at once."""
+        return replace(
+            self,
+            out_bytes_per_s=self.out_bytes_per_s / num_devices,
+            back_bytes_per_s=self.back_bytes_per_s / num_devices,
+        )
 
     def out_ms(self, num_bytes: int, num_copies: int, hidden_ms: float = 0.0) -> float:
         """Time to wait for copies to far memory.

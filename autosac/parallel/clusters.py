@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from autosac.devices.links import Link
 from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.solvers.fsdp import collectives
 from autosac.solvers.fsdp.collectives import AffineCost, Collective, Fabric, Group
@@ -54,6 +55,7 @@ class ClusterSpec:
         gpus_per_node: GPUs of a node.
         num_nodes: Nodes.
         fabric: Latency and bandwidth inside a node and between nodes.
+        gpus_per_link: GPUs of a node that share one link to their host.
     """
 
     name: str
@@ -61,18 +63,26 @@ class ClusterSpec:
     gpus_per_node: int
     num_nodes: int
     fabric: Fabric
+    gpus_per_link: int = 1
 
     def __post_init__(self) -> None:
-        if self.gpus_per_node < 1 or self.num_nodes < 1:
+        if min(self.gpus_per_node, self.num_nodes, self.gpus_per_link) < 1:
             raise ValueError(
-                "`gpus_per_node` and `num_nodes` must be at least 1, got"
-                f" {self.gpus_per_node} and {self.num_nodes}."
+                "`gpus_per_node`, `num_nodes` and `gpus_per_link` must be at least 1,"
+                f" got {self.gpus_per_node}, {self.num_nodes} and {self.gpus_per_link}."
             )
 
     @property
     def num_gpus(self) -> int:
         """GPUs of all nodes."""
         return self.gpus_per_node * self.num_nodes
+
+    @property
+    def link(self) -> Link | None:
+        """What each GPU has of the link to far memory; None if that is not known."""
+        link = self.device.link
+        sharing = min(self.gpus_per_link, self.gpus_per_node)
+        return None if link is None else link.shared_by(sharing)
 
     def resized(self, num_gpus: int) -> ClusterSpec:
         """The cluster with another number of GPUs: part of one node, or whole nodes.
@@ -152,7 +162,13 @@ class ClusterSpec:
 
 
 def _nvlink_node(
-    name: str, device: str, num_links: int, gb_per_s_per_link: float, gbit_per_s: float
+    name: str,
+    device: str,
+    num_links: int,
+    gb_per_s_per_link: float,
+    gbit_per_s: float,
+    *,
+    gpus_per_link: int = 1,
 ) -> ClusterSpec:
     """A node of eight GPUs with NVLink, and an InfiniBand adapter for each GPU."""
     return ClusterSpec(
@@ -167,6 +183,7 @@ def _nvlink_node(
             intra_bandwidth_bytes_per_s=num_links * gb_per_s_per_link * _GB,
             inter_bandwidth_bytes_per_s=gbit_per_s * _GBIT,
         ),
+        gpus_per_link=gpus_per_link,
     )
 
 
@@ -201,8 +218,9 @@ _SPECS = (
     # sheet: a 400 Gb/s ConnectX-7 for each GPU.
     _nvlink_node("hgx-b200", "b200", 18, 40.1, 400),
     # NVIDIA A100 data sheet: 600 GB/s NVLink both ways, 12 links; DGX A100 data sheet:
-    # a 200 Gb/s ConnectX-6 for each GPU.
-    _nvlink_node("dgx-a100", "a100", 12, 20.0, 200),
+    # a 200 Gb/s ConnectX-6 for each GPU. DGX A100 User Guide, system topology: four
+    # PCIe switches connect the eight GPUs with the hosts.
+    _nvlink_node("dgx-a100", "a100", 12, 20.0, 200, gpus_per_link=2),
     # A nominal workstation: 25 Gb/s Ethernet if there are several (IEEE 802.3by).
     _pcie_nodes("pcie-l40s", node_gbit_per_s=25, num_nodes=1),
     # A nominal cluster with 100 Gb/s Ethernet to each node (IEEE 802.3bj).

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autosac._compat_distributed import is_collective
+from autosac.devices.links import Link
 from autosac.errors import ArgumentError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fsdp_candidates import Candidate, find_candidates
@@ -20,10 +21,12 @@ from autosac.profiles.profile import Profile
 from autosac.solvers import sac
 from autosac.solvers.curves import knapsack
 from autosac.solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem
+from autosac.solving.curve_points import far_curve
 from autosac.solving.formulation import formulate
 from autosac.step.tape import IntArray
 from autosac.units import curves
 from autosac.units.curves import UnitCurve
+from autosac.units.far_units import FarUnit, find_far_units
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
@@ -42,12 +45,16 @@ class Setting:
         fsdp_units: FQNs of the FSDP units besides the model; None if these are open.
         segments: Of curves that are fitted, whose breakpoints are the points of AC
             units; None for as many exact points as are soon solved.
+        link: To far memory, as each rank has it; None if no unit may use that.
+        host_bytes: Most bytes of a rank there; None for as many as one likes.
     """
 
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     fsdp_units: frozenset[str] | None = None
     segments: int | None = None
+    link: Link | None = None
+    host_bytes: int | None = None
 
 
 class ParallelFormulation:
@@ -59,6 +66,8 @@ class ParallelFormulation:
 
     Attributes:
         ranks: Simulates what the MILP chooses.
+        early: AC units to which anything comes back before they are rerun: without it
+            memory is no higher.
         candidates: Modules that may be FSDP units.
         fixed_units: Those that are FSDP units in any case; None if it is open.
         units: Modules that may be AC units.
@@ -81,7 +90,7 @@ class ParallelFormulation:
             if given is None
             else tuple(i for i, c in enumerate(self.candidates) if c.module in given)
         )
-        ac_units = _ac_units(profile, self.candidates, setting.segments)
+        ac_units = _ac_units(profile, self.candidates, setting)
         if profile.given.ac_units and not ac_units:
             raise ArgumentError(
                 "None of the modules in `ac_units` can be an AC unit on many GPUs: that"
@@ -97,10 +106,25 @@ class ParallelFormulation:
             cuts={tick + late for tick in ticks for late in (0, 1)},
         )
         self.units = self._cells.units
+        self.early = frozenset(
+            u
+            for u, unit in enumerate(self.units)
+            if isinstance(unit, FarUnit) and unit.fetched is not None
+        )
         edges = self._cells.edges
         self._positions = place(self.candidates, edges, schedule.final)
+        reruns = np.searchsorted(edges, [unit.trigger - 1 for unit in self.units])
         self._ac_records = tuple(
-            _moved_unit(unit, self._positions) for unit in self._cells.solver_units
+            _moved_unit(unit, rerun, self._positions)
+            for unit, rerun in zip(
+                self._cells.solver_units, reruns.tolist(), strict=True
+            )
+        )
+        self._rerun_at = tuple(
+            max(unit.freed_until, rerun)
+            for unit, rerun in zip(
+                self._ac_records, self._positions.rest[reruns].tolist(), strict=True
+            )
         )
         first = [*self._positions.first.tolist(), len(self._positions.cell_of)]
         self._holds = tuple(
@@ -148,12 +172,13 @@ class ParallelFormulation:
                 holds=self._holds,
             ),
             inside=self._inside,
-            rerun_at=tuple(unit.freed_until for unit in self._ac_records),
+            rerun_at=self._rerun_at,
             compute_ms=self._compute_ms(degree),
             gather=costs.gather,
             reduce=costs.reduce,
             all_reduce=costs.all_reduce,
             late_copies=self.ranks.late_copies(whole),
+            host_bytes=self.setting.host_bytes,
         )
 
     def sharding(
@@ -178,6 +203,11 @@ class ParallelFormulation:
             )
             if point is not None
         }
+
+    def of_plain(self, plain: ParallelFormulation, choice: FsdpChoice) -> FsdpChoice:
+        """A choice of the same step without far memory, as one of this step's."""
+        points = dict(zip(plain.units, choice.points, strict=True))
+        return replace(choice, points=tuple(points.get(unit) for unit in self.units))
 
     def no_bytes(self) -> IntArray:
         """Zero bytes at every position."""
@@ -295,9 +325,12 @@ def _typical_bytes(modules: Sequence[FsdpModule]) -> int:
 
 
 def _ac_units(
-    profile: Profile, candidates: Sequence[Candidate], segments: int | None
+    profile: Profile, candidates: Sequence[Candidate], setting: Setting
 ) -> list[tuple[Unit, UnitCurve]]:
-    """Candidates for FSDP units that can be AC units and free memory, with curves."""
+    """Candidates for FSDP units that can be AC units and free memory, with curves.
+
+    In forward order, with their twins in far memory if there may be any.
+    """
     names = {candidate.fqn for candidate in candidates if candidate.fqn}
     units = [unit for unit in profile.units.candidates if unit.fqn in names]
     fronts = {}
@@ -310,11 +343,41 @@ def _ac_units(
         unit.key: curves.trade_off(unit, fronts[unit.key], num_points=num_points)
         for unit in {unit.key: unit for unit in units}.values()
     }
-    pairs = [(u, curve) for u in units if (curve := by_key[u.key]) is not None]
-    if segments is None:
-        return pairs
-    thinned = {u.key: curve.at_breakpoints(segments) for u, curve in pairs}
-    return [(u, thinned[u.key]) for u, _ in pairs]
+    if setting.segments is not None:
+        by_key = {
+            key: curve and curve.at_breakpoints(setting.segments)
+            for key, curve in by_key.items()
+        }
+    useful: list[tuple[Unit, UnitCurve | None]] = [(u, by_key[u.key]) for u in units]
+    useful += _twins(profile, units, by_key, fronts, setting)
+    useful.sort(key=lambda pair: (pair[0].call.enter, -pair[0].call.exit))
+    return [(unit, curve) for unit, curve in useful if curve is not None]
+
+
+def _twins(
+    profile: Profile,
+    units: Sequence[Unit],
+    by_key: Mapping[Hashable, UnitCurve | None],
+    fronts: Mapping[Hashable, knapsack.Front],
+    setting: Setting,
+) -> Iterator[tuple[Unit, UnitCurve | None]]:
+    """Twins of units in far memory, with curves; none if they may not use it."""
+    if setting.link is None:
+        return
+    plain = {unit.call: unit.key for unit in units}
+    every = profile.units.candidates
+    twins = find_far_units(profile.tape, every, profile.op_ms, setting.link)
+    twins = tuple(twin for twin in twins if twin.call in plain)
+    num_points = _MOST_POINTS // max(1, len(twins))
+    far: dict[Hashable, UnitCurve | None] = {}
+    for twin in twins:
+        if twin.key not in far:
+            key = plain[twin.call]
+            curve = far_curve(twin, by_key[key], fronts[key])
+            if curve is not None and len(curve.policies) > num_points:
+                curve = curve.at_breakpoints(max(1, num_points - 1))
+            far[twin.key] = curve
+        yield twin, far[twin.key]
 
 
 def _placed(
@@ -324,14 +387,26 @@ def _placed(
     return tuple((u, tuple(first[cell] for cell in cells)) for u, cells in by_point)
 
 
-def _moved_unit(unit: sac.Unit, positions: Positions) -> sac.Unit:
-    """The record of an AC unit over positions instead of cells."""
+def _moved_unit(unit: sac.Unit, rerun: int, positions: Positions) -> sac.Unit:
+    """The record of an AC unit over positions instead of cells.
+
+    Args:
+        unit: The record.
+        rerun: Cell in which it reruns.
+        positions: Of the cells.
+    """
     first = [*positions.first.tolist(), len(positions.cell_of)]
     rest = [*positions.rest.tolist(), len(positions.cell_of)]
+    by_cell = dict(unit.working)
     working = []
     for cell, extras in unit.working:
-        # The rerun comes after the hooks of the cell in which it happens.
-        begin = rest[cell] if cell == unit.freed_until else first[cell]
+        begin = first[cell]
+        # What is fetched or rerun comes after the hooks of the cell.
+        if cell in (unit.freed_until, rerun):
+            begin = rest[cell]
+            before = by_cell.get(cell - 1) if cell > unit.freed_until else None
+            if before is not None:
+                working += [(q, before) for q in range(first[cell], begin)]
         working += [(q, extras) for q in range(begin, rest[cell] + 1)]
     return replace(
         unit,

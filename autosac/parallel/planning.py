@@ -6,6 +6,7 @@ recomputation.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,9 @@ from autosac.parallel.preparing import (
     with_given_units,
 )
 from autosac.parallel.racing import make_parallel_plan
+from autosac.planning.make_plan import Offload, check_offload
 from autosac.profiles.profile import Profile
+from autosac.profiles.restricting import check_far_memory
 from autosac.quantities import parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions, read_segments
@@ -51,6 +54,9 @@ def plan_parallel(
     backend: Backend = "highs",
     relative_gap: float = RELATIVE_GAP,
     time_limit_s: float | None = None,
+    offload: Offload = False,
+    host_budget: int | str | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> ParallelPlan:
     """Find how to shard and recompute for the least step time under a memory budget.
@@ -91,6 +97,10 @@ def plan_parallel(
             least; another degree must be faster by more to be worked out.
         time_limit_s: A solve stops after this long with the best plan so far; None to
             count work only, which is the same in every run.
+        offload: Whether what AC units keep may lie in far memory, as in `plan`. Each
+            rank then has of its device's link what `cluster` says that it shares.
+        host_budget: Cap on what one rank has there, in bytes or as text; None for none.
+        offload_dir: Where files of the CPU's far memory lie, as in `plan`.
         options: As in `profile`, but `device`.
 
     Raises:
@@ -112,9 +122,29 @@ def plan_parallel(
         backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s
     )
     setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    directory = None if offload_dir is None else os.fspath(offload_dir)
+    check_offload(offload, directory)
+    host_bytes = None
+    if host_budget is not None:
+        host_bytes = parse_bytes(host_budget, name="host_budget")
 
     def fastest(profile: Profile, spec: ClusterSpec, budget_bytes: int) -> ParallelPlan:
         profile, own = with_given_units(profile, setting, ac_units, fsdp_units)
+        if offload == "auto":
+            try:
+                return fastest_of(profile, own, spec, budget_bytes)
+            except InfeasibleBudgetError:
+                if not profile.may_offload:
+                    raise
+        if offload:
+            check_far_memory(profile)
+            own = replace(own, link=spec.link, host_bytes=host_bytes)
+        plan = fastest_of(profile, own, spec, budget_bytes)
+        return replace(plan, offload_dir=directory)
+
+    def fastest_of(
+        profile: Profile, own: Setting, spec: ClusterSpec, budget_bytes: int
+    ) -> ParallelPlan:
         plans: list[ParallelPlan] = []
         for number in numbers:
             chooser = chooser_of(profile, replace(own, segments=number))

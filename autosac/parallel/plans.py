@@ -94,6 +94,10 @@ class ParallelPlan(Summarized):
         torch_version: PyTorch that the model was traced with.
         tensor: How tensors are divided among ranks that see the same batch.
         exchange_ms: What of `compute_ms` these ranks spend on collectives.
+        offloaded_bytes: What a rank has in far memory, added up over the step,
+        exposed_copies_ms: what of `recompute_ms` it waits for copies,
+        offload_dir: and directory of the CPU's far memory; None for the system's
+            temporary one.
     """
 
     sharding: Sharding
@@ -117,6 +121,9 @@ class ParallelPlan(Summarized):
     torch_version: str
     tensor: TensorParallel = WHOLE
     exchange_ms: float = 0.0
+    offloaded_bytes: int = 0
+    exposed_copies_ms: float = 0.0
+    offload_dir: str | None = None
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -219,7 +226,8 @@ class ParallelPlan(Summarized):
         if self.tensor.degree > 1:
             self.tensor.apply(model, mesh["tp"])
             mesh = mesh[self.sharding.mesh_dim_names]
-        installing.install(model, self.op_policies)
+        step = installing.Step(offload_dir=self.offload_dir)
+        installing.install(model, self.op_policies, step)
         fsdp_applying.shard(model, self.sharding, mesh)
         fsdp_applying.reduce_always(model)
         return model
@@ -286,6 +294,8 @@ class ParallelPlan(Summarized):
             facts.append(("warning", f"{gap}; {way_out}, or with a little more memory"))
         if self.tensor.degree > 1:
             facts.append(("tensors", self._tensors()))
+        if self.offloaded_bytes:
+            facts.append(("offload", self._offload()))
         facts += [("not", f"{other}: {other.reason}") for other in self.alternatives]
         sharded = [
             (
@@ -310,6 +320,15 @@ class ParallelPlan(Summarized):
         return (
             f"{self.tensor}; {format_ms(self.exchange_ms)} of the compute is their"
             " collectives"
+        )
+
+    def _offload(self) -> str:
+        """What lies in far memory, and what that takes."""
+        return (
+            f"{format_bytes(self.offloaded_bytes)} a rank to"
+            f" {'a file' if self.device == 'cpu' else 'the host'},"
+            f" {format_ms(self.exposed_copies_ms)} of the recomputation is waiting for"
+            " it"
         )
 
 

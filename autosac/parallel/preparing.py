@@ -19,7 +19,7 @@ from autosac.profiles.profile import Profile, calibrate
 from autosac.profiles.restricting import restricted
 from autosac.step.marks import Marks, marked, marks_of
 
-_NOT_ON_MANY = ("offload", "host_budget", "offload_dir")
+_OFFLOAD = ("offload", "host_budget", "offload_dir")
 
 
 def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
@@ -32,9 +32,14 @@ def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
 def chooser_of(profile: Profile, setting: Setting) -> ParallelChooser:
     """The chooser for a setting; the profile keeps it."""
     if setting not in profile.parallel:
-        typed = in_gathered_type(profile, setting)
+        plain: ParallelChooser | None = None
+        if setting.link is None:
+            typed = in_gathered_type(profile, setting)
+        else:
+            plain = chooser_of(profile, replace(setting, link=None, host_bytes=None))
+            typed = plain.form.profile
         form = ParallelFormulation(typed, setting)
-        profile.parallel[setting] = ParallelChooser(form)
+        profile.parallel[setting] = ParallelChooser(form, plain)
     chooser: ParallelChooser = profile.parallel[setting]
     return chooser
 
@@ -61,11 +66,11 @@ def profile_for(
     options: dict[str, Any],
 ) -> Profile:
     """The profile that was passed, or a new one, on a GPU of the cluster."""
-    for name in _NOT_ON_MANY:
+    for name in _OFFLOAD:
         if name in options:
             raise UnsupportedError(
-                f"`{name}` is not planned for many GPUs: leave it out, or plan one of"
-                " the ranks by `autosac.plan`."
+                f"`{name}` is for single plans: leave it out, or make the plan by"
+                " `plan_parallel`."
             )
     if "device" in options:
         raise ValueError("`device` is that of `cluster`; leave it out.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -14,6 +15,7 @@ from autosac.parallel.solving import Degree, ParallelChooser, Search, SimulatedC
 from autosac.planning.make_plan import policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.quantities import format_bytes, format_ms, format_parts
+from autosac.solving.incumbents import far_bytes
 from autosac.solving.solve_options import SolveOptions
 from autosac.units import curves
 
@@ -44,6 +46,8 @@ def make_parallel_plan(
 ) -> ParallelPlan:
     """Make the parallel plan of a step that is formulated already.
 
+    Where far memory may be used the plan without is made first: this one is no slower.
+
     Raises:
         InfeasibleBudgetError: No plan fits.
         ValueError: A degree does not fit the cluster.
@@ -53,6 +57,11 @@ def make_parallel_plan(
             spec.shard_group(degree)
         if not degrees:
             raise ValueError("`degrees` must name at least one sharding degree.")
+    if chooser.plain is not None:
+        with suppress(InfeasibleBudgetError):
+            make_parallel_plan(
+                chooser.plain, spec, budget_bytes, degrees=degrees, options=options
+            )
     race = _Race(chooser, spec, budget_bytes, options or SolveOptions())
     for degree in sorted(set(degrees or shard_degrees(spec)), reverse=True):
         race.enter(degree)
@@ -252,4 +261,6 @@ def _as_plan(race: _Race, best: SimulatedChoice) -> ParallelPlan:
         calibrated=profile.calibrated,
         model=profile.model,
         torch_version=torch.__version__,
+        offloaded_bytes=far_bytes(best.chosen),
+        exposed_copies_ms=sum(u.waits_ms(p) for u, p in best.chosen.items()),
     )

@@ -75,15 +75,21 @@ class Degree:
         form: The step.
         spec: The GPUs, all of which take part.
         degree: Ranks over which parameters are sharded.
+        plain: The same without far memory; None if this one uses none.
 
     Attributes:
         problem: The MILP, whatever the budget.
     """
 
     def __init__(
-        self, form: ParallelFormulation, spec: ClusterSpec, degree: int
+        self,
+        form: ParallelFormulation,
+        spec: ClusterSpec,
+        degree: int,
+        plain: Degree | None = None,
     ) -> None:
         self.form, self.spec, self.degree = form, spec, degree
+        self._plain = plain
         self.problem = form.problem(spec, degree, 0)
         self._check_given()
         self._known: dict[FsdpChoice, SimulatedChoice] = {}
@@ -133,6 +139,8 @@ class Degree:
 
     def fastest_known(self, budget_bytes: int) -> SimulatedChoice | None:
         """The fastest choice so far that fits a budget."""
+        if self._plain is not None:
+            self._add_of_plain(self._plain.fastest_known(budget_bytes))
         fitting = (
             choice
             for choice in self._known.values()
@@ -148,7 +156,7 @@ class Degree:
         """
         if not self.has_lowest(options):
             solution = fsdp.lowest_peak(
-                self.problem,
+                replace(self.problem, left_out=self.form.early),
                 backend=options.backend,
                 time_limit_s=options.time_limit_s,
                 relative_gap=options.relative_gap,
@@ -162,6 +170,8 @@ class Degree:
                 )
             for choice in (solution.choice, *self._with_fewer_units(solution.choice)):
                 self.simulated(choice)
+            if self._plain is not None:
+                self._add_of_plain(self._plain.lowest(options))
             self._least_of.add(options)
         return min(self._known.values(), key=lambda choice: choice.highest_peak_bytes)
 
@@ -184,6 +194,11 @@ class Degree:
             )
             if fewer != choice and not fsdp.broken_rules(self.problem, fewer):
                 yield fewer
+
+    def _add_of_plain(self, known: SimulatedChoice | None) -> None:
+        """Know a choice without far memory as well."""
+        if self._plain is not None and known is not None:
+            self.simulated(self.form.of_plain(self._plain.form, known.choice))
 
     def has_lowest(self, options: SolveOptions) -> bool:
         """Whether the least peak was looked for, so that nothing is sought below it."""
@@ -286,7 +301,7 @@ class Search:
                 lowest, self.bound_ms = int(raised.min()), solution.bound_ms or 0.0
             next_rows = self._next_rows(raised, solution)
         if self.best is None:
-            self._offer_lowest()
+            self._offer(self.at.lowest(self.options))
         for total_ms, choice in self.at.rules_by_time:
             if self.best is not None and self.best.step.total_ms <= total_ms:
                 break
@@ -316,9 +331,9 @@ class Search:
         moves = self._moves
         if solution.choice is None:
             moves.enough = raised
-            if moves.too_low is None and self.best is None:
+            if moves.too_low is None and not self._is_settled():
                 # The MILP may see more memory than there is.
-                return self._rows_of_lowest(raised)
+                return self._rows_of_fitting(raised)
         else:
             simulated = self.at.simulated(solution.choice)
             predicted = fsdp.live(self.at.problem, simulated.choice)
@@ -343,19 +358,17 @@ class Search:
                     return lower
         return None if self._is_settled() else moves.between()
 
-    def _offer_lowest(self) -> SimulatedChoice:
-        """Offer the choice of least peak, of which the MILP may know nothing."""
-        lowest = self.at.lowest(self.options)
-        self._offer(lowest)
-        return lowest
+    def _rows_of_fitting(self, raised: IntArray) -> IntArray | None:
+        """Lower rows, which a choice that fits keeps; None if none fits.
 
-    def _rows_of_lowest(self, raised: IntArray) -> IntArray | None:
-        """Lower rows, which the choice of least peak keeps; None if it does not fit."""
-        lowest = self._offer_lowest()
-        if lowest.highest_peak_bytes > self.budget_bytes:
+        It is the best so far, or that of least peak.
+        """
+        fitting = self.best or self.at.lowest(self.options)
+        if fitting.highest_peak_bytes > self.budget_bytes:
             return None
+        self._offer(fitting)
         off = self.at.form.understated_bytes(
-            lowest.sharding, lowest.chosen, fsdp.live(self.at.problem, lowest.choice)
+            fitting.sharding, fitting.chosen, fsdp.live(self.at.problem, fitting.choice)
         )
         return self._moves.after_fitting(raised, off, overstated=True)
 
@@ -384,17 +397,22 @@ class ParallelChooser:
 
     Args:
         form: The step.
+        plain: Of the same step without far memory: nothing that it chooses beats what
+            is chosen here. None if this one uses none.
     """
 
-    def __init__(self, form: ParallelFormulation) -> None:
-        self.form = form
+    def __init__(
+        self, form: ParallelFormulation, plain: ParallelChooser | None = None
+    ) -> None:
+        self.form, self.plain = form, plain
         self._degrees: dict[Hashable, Degree] = {}
 
     def at(self, spec: ClusterSpec, degree: int) -> Degree:
         """The step at one sharding degree."""
         key = self._key(spec, degree)
         if key not in self._degrees:
-            self._degrees[key] = Degree(self.form, spec, degree)
+            plain = None if self.plain is None else self.plain.at(spec, degree)
+            self._degrees[key] = Degree(self.form, spec, degree, plain)
         return self._degrees[key]
 
     def fastest_known(
@@ -402,9 +420,11 @@ class ParallelChooser:
     ) -> SimulatedChoice | None:
         """The fastest choice so far that fits a budget; None if there is none."""
         sharded_step = self._degrees.get(self._key(spec, degree))
-        return (
-            None if sharded_step is None else sharded_step.fastest_known(budget_bytes)
-        )
+        if sharded_step is not None:
+            return sharded_step.fastest_known(budget_bytes)
+        if self.plain is None:
+            return None
+        return self.plain.fastest_known(spec, degree, budget_bytes)
 
     @staticmethod
     def _key(spec: ClusterSpec, degree: int) -> Hashable:

@@ -179,7 +179,7 @@ def offload_ms(plan: Plan, profile: TracedStep) -> float | None:
 
     None if it may already, or if that is not possible.
     """
-    if profile.plain is not None or profile.device.link is None:
+    if not profile.may_offload:
         return None
     offloading = restricted(profile, cap=profile.cap, offload=True)
     chosen, _ = choose(offloading, plan.budget_bytes)

@@ -130,7 +130,7 @@ def make_plan(
             plan = _make_plan(profile, budget_bytes, **options)
             return replace(plan, offload_dir=offload_dir)
         except InfeasibleBudgetError:
-            if profile.device.link is None:
+            if not profile.may_offload:
                 raise
         options.pop("start", None)  # it is of the step without
     if offload:

@@ -65,7 +65,7 @@ def of_infeasible(step: TracedStep, lowest: Choice, budget_bytes: int) -> str:
 
 
 def _offloading(step: TracedStep) -> TracedStep | None:
-    if step.plain is not None or step.device.link is None:
+    if not step.may_offload:
         return None
     return restricted(step, cap=step.cap, offload=True)
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from autosac.devices.allocator_settings import Cap
-from autosac.errors import ArgumentError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.profiles.traced_step import TracedStep
 from autosac.step.marks import Marks, marked
 from autosac.units.given_units import GivenUnits
@@ -87,11 +87,7 @@ def _given(step: _Step, ac_units: Marks | None, fsdp_units: Marks | None) -> _St
 
 def _offloading(step: _Step, host_bytes: int | None) -> _Step:
     """The step whose units may use far memory, the same one each time."""
-    if step.device.link is None:
-        raise ArgumentError(
-            f"`offload` takes the rates between {step.device.name} and its far memory,"
-            " which are not known: pass a `DeviceSpec` with a `link` as `device`."
-        )
+    check_far_memory(step)
     known = step.with_offload
     if host_bytes not in known:
         redrawn = tuple(_offloading(other, host_bytes) for other in step.redrawn)
@@ -103,6 +99,25 @@ def _offloading(step: _Step, host_bytes: int | None) -> _Step:
         vars(new)["simulator"] = step.simulator
         known[host_bytes] = new
     return known[host_bytes]  # type: ignore[return-value]
+
+
+def check_far_memory(step: TracedStep) -> None:
+    """Refuse a step whose units cannot use far memory.
+
+    Raises:
+        ArgumentError: The device has no known link to it.
+        UnsupportedError: The step has collectives, which may hold what is moved.
+    """
+    if step.device.link is None:
+        raise ArgumentError(
+            f"`offload` takes the rates between {step.device.name} and its far memory,"
+            " which are not known: pass a `DeviceSpec` with a `link` as `device`."
+        )
+    if step.has_collectives:
+        raise UnsupportedError(
+            "`offload` is not planned for a step with collectives, such as those of"
+            " tensor parallelism, which may hold what is moved: leave it out."
+        )
 
 
 def _capped(step: _Step, cap: Cap) -> _Step:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from autosac._compat_distributed import is_collective
 from autosac.costs.host import host_ms
 from autosac.costs.sources import Calibration, OpCosts, calibration
 from autosac.devices.allocator_settings import AllocatorSettings, Cap
@@ -102,6 +103,17 @@ class TracedStep(Summarized):
         return [
             (op.signature, ms) for op, ms in pairs if isinstance(op.signature, Copies)
         ]
+
+    @cached_property
+    def has_collectives(self) -> bool:
+        """Whether it exchanges data with other ranks."""
+        return any(is_collective(op.name) for op in self.tape.ops)
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether it offloads nothing, and its units could."""
+        has_link = self.device.link is not None
+        return self.plain is None and has_link and not self.has_collectives
 
     @property
     def far_state_bytes(self) -> int:

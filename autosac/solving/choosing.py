@@ -109,6 +109,9 @@ class Chooser:
             search.run_on_segments(self._formulation)
         elif self._formulation.units:
             search.run()
+        if self._moved is not None and search.choice and not search.is_settled():
+            for cheaper in self._moved.alike:
+                search.offer(self.relink(search.choice, cheaper, budget_bytes))
         if search.choice is None:
             search.offer(self.lowest(options.backend))
         if search.choice is None:
@@ -431,7 +434,7 @@ class _Search:
         """
         rows = self._rows
         if solution.chosen is None:
-            if self._is_settled():
+            if self.is_settled():
                 return None
             if not raised.any() and not self._is_feasible:
                 least_bytes = self.chooser.predicted_floor(self.options.backend)[0]
@@ -447,7 +450,7 @@ class _Search:
             if excess > 0:
                 self._breaking, self._breaking_ms = choice, recompute_ms(choice)
                 self._near = solution.chosen
-                if not self._is_settled():
+                if not self.is_settled():
                     self._offer_mended(choice)
                 kept = self.budget_bytes - predicted
                 higher = rows.after_breaking(raised, off, kept)
@@ -457,9 +460,9 @@ class _Search:
                 overstated = excess + int(off.max()) < -_NEAR * self.budget_bytes
                 lower = rows.after_fitting(raised, off, overstated=overstated)
                 self.offer(self.chooser.spend(choice, self.budget_bytes))
-                if rows.too_low is None and not self._is_settled():
+                if rows.too_low is None and not self.is_settled():
                     return lower
-        return None if self._is_settled() else rows.between()
+        return None if self.is_settled() else rows.between()
 
     def _after_mixture(self, raised: IntArray) -> IntArray | None:
         """Rows that the last mixture does not keep whose choice broke the budget.
@@ -468,12 +471,12 @@ class _Search:
         theirs. Where it does not, it finds the same mixture again and again.
         """
         understated, self._understated = self._understated, None
-        if understated is None or self._is_settled(_SMALL_GAP):
+        if understated is None or self.is_settled(_SMALL_GAP):
             return None
         higher = np.maximum(raised, understated)
         return None if (higher == raised).all() else higher
 
-    def _is_settled(self, gap: float = 0.0) -> bool:
+    def is_settled(self, gap: float = 0.0) -> bool:
         """Whether what is left to gain is within the gap that was asked for."""
         least_ms = max(self.bound_ms, self._breaking_ms)
         gap = max(gap, self.options.relative_gap)

@@ -379,9 +379,19 @@ def _solver_unit(step: _Step, unit: Unit, curve: UnitCurve) -> sac.Unit:
         fqn=unit.fqn,
         parent=None,
         points=tuple(
-            sac.Breakpoint(ratio=ratio, freed_bytes=nbytes, recompute_ms=ms)
-            for ratio, nbytes, ms in zip(
-                curve.ratios, freed.tolist(), curve.points.recompute_ms, strict=True
+            sac.Breakpoint(
+                ratio=ratio,
+                freed_bytes=nbytes,
+                recompute_ms=ms,
+                waits_ms=unit.waits_ms(policy),
+                far_bytes=unit.far_bytes(policy),
+            )
+            for ratio, nbytes, ms, policy in zip(
+                curve.ratios,
+                freed.tolist(),
+                curve.points.recompute_ms,
+                curve.policies,
+                strict=True,
             )
         ),
         freed_from=freed_from,

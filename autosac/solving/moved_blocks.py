@@ -10,6 +10,7 @@ dearer than that: it may be told before they are made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from autosac.simulation.simulator import Simulator
@@ -45,6 +46,7 @@ class MovedBlocks:
         self, simulator: Simulator, rules: Rules, twins: Sequence[FarUnit]
     ) -> None:
         self._simulator = simulator
+        self._rules, self._twins = rules, twins
         late = [twin for twin in twins if twin.fetched is None]
         self._late = {twin.call: twin for twin in late}
         # What comes back early takes less time, and memory: fewest bytes come last.
@@ -55,6 +57,22 @@ class MovedBlocks:
             )
             for kind in (twins, [t for t in twins if not t.results], late)
         ]
+
+    @cached_property
+    def alike(self) -> tuple[Choice, ...]:
+        """All blocks at one point of one kind of twin, the fastest first.
+
+        Whether that fits or not: parts of it may.
+        """
+        choices: dict[tuple[bool, bool, int], dict[Unit, Policy]] = {}
+        for block in self._rules.blocks:
+            for twin in self._twins:
+                if twin.call is block.call:
+                    kind = twin.fetched is None, bool(twin.results)
+                    curve = _far_curve(self._rules, block, twin)
+                    for k, policy in enumerate(curve.policies if curve else ()):
+                        choices.setdefault((*kind, k), {})[twin] = policy
+        return tuple(sorted(choices.values(), key=recompute_ms))
 
     def cheapest(self, budget_bytes: int) -> Choice | None:
         """The fastest of these choices whose true peak is within a budget, or None."""
@@ -135,12 +153,16 @@ def _options(rules: Rules, block: Unit, twins: Sequence[FarUnit]) -> Iterator[_O
         yield from _points(block, plain)
     for twin in twins:
         if twin.call is block.call:
-            curve = far_curve(twin, plain, rules.front_of(block))
+            curve = _far_curve(rules, block, twin)
             for option in () if curve is None else _points(twin, curve):
                 assert option.chosen is not None
                 results_bytes = twin.results_bytes(option.chosen[1])
                 freed_bytes = option.freed_bytes + results_bytes
                 yield option._replace(freed_bytes=freed_bytes)
+
+
+def _far_curve(rules: Rules, block: Unit, twin: FarUnit) -> curves.UnitCurve | None:
+    return far_curve(twin, rules.curves.get(block), rules.front_of(block))
 
 
 def _points(unit: Unit, curve: curves.UnitCurve) -> Iterator[_Option]:

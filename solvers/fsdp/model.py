@@ -142,12 +142,19 @@ class FsdpModel:
         self._z: list[pulp.LpVariable] = []
         for u, unit in enumerate(units):
             first = len(self._z)
+            most = int(u not in self._problem.left_out)
             self._z += [
-                add(f"z_{first + k:06d}", 0, 1, kind) for k in range(len(unit.points))
+                add(f"z_{first + k:06d}", 0, most, kind)
+                for k in range(len(unit.points))
             ]
             self._y.append(add(f"y_{u:05d}", 0, 1))
             terms = [(z, 1.0) for z in self._z[first:]]
             self.model += pulp_runner.row([*terms, (self._y[u], -1.0)]) == 0
+        if (host_bytes := self._problem.host_bytes) is not None:
+            points = [point for unit in units for point in unit.points]
+            far = zip(self._z, points, strict=True)
+            terms = [(z, point.far_bytes / _MIB) for z, point in far]
+            self.model += pulp_runner.row(terms) <= host_bytes / _MIB
         for path in self._problem.sac.paths():
             if len(path) > 1:
                 self.model += pulp_runner.row([(self._y[u], 1.0) for u in path]) <= 1

@@ -24,7 +24,8 @@ are, besides what is there in any case (shards of parameters, optimizer state):
 This is how FSDP2 allocates (torch/distributed/fsdp/_fully_shard), host's order and
 collectives with one input buffer in flight; padding is in the bytes that are given.
 Left out: what is copied at an instant beside the buffers above. The root is always a
-unit and stays gathered from forward to backward, FSDP2's default for it.
+unit and stays gathered from forward to backward, FSDP2's default for it. No collective
+is hidden by waits for copies to far memory and back.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class FsdpProblem:
         all_reduce: Cost of the all-reduce between replicas, by the same bytes; its
             own buffer is smaller by the sharding degree.
         late_copies: How many of (7) there may be at once.
+        host_bytes: Most bytes of a rank in far memory; None for as many as one likes.
+        left_out: AC units that a solve does without, so that it ends sooner.
     """
 
     modules: tuple[FsdpModule, ...]
@@ -114,6 +117,8 @@ class FsdpProblem:
     reduce: AffineCost
     all_reduce: AffineCost = FREE
     late_copies: int = 0
+    host_bytes: int | None = None
+    left_out: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -128,6 +133,14 @@ class FsdpProblem:
         pairs = zip(self.sac.base_bytes, added_bytes, strict=True)
         base = tuple(before + added for before, added in pairs)
         return replace(self, sac=replace(self.sac, base_bytes=base))
+
+    def keeps_host(self, choice: FsdpChoice) -> bool:
+        """Whether AC units have no more in far memory than they may."""
+        if self.host_bytes is None:
+            return True
+        units = zip(self.sac.units, choice.points, strict=True)
+        far = (unit.points[k].far_bytes for unit, k in units if k is not None)
+        return sum(far) <= self.host_bytes
 
     def is_below(self, other: FsdpProblem) -> bool:
         """Whether no choice takes more memory anywhere than in another problem.
@@ -236,6 +249,8 @@ def broken_rules(problem: FsdpProblem, choice: FsdpChoice) -> tuple[str, ...]:
             broken.append(
                 f"{module.fqn!r} would gather parameters of {sorted(dtypes[index])}."
             )
+    if not problem.keeps_host(choice):
+        broken.append(f"AC units have over {problem.host_bytes} bytes in far memory.")
     for u, point in enumerate(choice.points):
         if point is None:
             continue
@@ -319,11 +334,14 @@ def schedule(problem: FsdpProblem, choice: FsdpChoice) -> Schedule:
     """What `step_time` needs to know of a choice."""
     modules = problem.modules
     extra = [0.0] * len(problem.compute_ms)
-    for unit, point, rerun_at in zip(
+    waits_ms = 0.0
+    for unit, place, rerun_at in zip(
         problem.sac.units, choice.points, problem.rerun_at, strict=True
     ):
-        if point is not None:
-            extra[rerun_at] += unit.points[point].recompute_ms
+        if place is not None:
+            point = unit.points[place]
+            extra[rerun_at] += point.rerun_ms
+            waits_ms += point.waits_ms
     times = map(float.__add__, map(float, problem.compute_ms), extra)
     until = [0.0, *accumulate(times)]
     owner = owners(problem, choice.units)
@@ -364,7 +382,7 @@ def schedule(problem: FsdpProblem, choice: FsdpChoice) -> Schedule:
             )
             for (position, begins, unit), stop in zip(events, stops, strict=True)
         ),
-        rest_ms=until[root.forward[0]] + until[-1] - until[root.backward[1]],
+        rest_ms=until[root.forward[0]] + until[-1] - until[root.backward[1]] + waits_ms,
     )
 
 

@@ -295,6 +295,8 @@ class Search:
 
     def _offer(self, choice: FsdpChoice) -> None:
         """Keep a choice if it fits and none is known that is better."""
+        if not self._problem.keeps_host(choice):
+            return
         peak_bytes = int(self._live(choice).max())
         if not self._peak and peak_bytes > self._problem.sac.budget_bytes:
             return

@@ -48,8 +48,11 @@ class TimedModel(FsdpModel):
             problem, table, sites, forced=forced, integral=integral, peak=False
         )
         self.constant_ms = sites.compute_between(0, len(problem.compute_ms))
+        points = [point for unit in problem.sac.units for point in unit.points]
+        self._objective: Terms = [
+            (z, point.recompute_ms) for z, point in zip(self._z, points, strict=True)
+        ]
         self._reruns = self._rerun_terms()
-        self._objective: Terms = [term for _, terms in self._reruns for term in terms]
         self._add_collectives()
         self._forward_waits: list[pulp.LpVariable] = []
         self._waits: dict[int, pulp.LpVariable] = {}  # e of backward, by candidate
@@ -61,17 +64,16 @@ class TimedModel(FsdpModel):
         self.model.setObjective(pulp_runner.row(self._objective))
 
     def _rerun_terms(self) -> list[tuple[int, Terms]]:
-        """Position and time of the rerun of each AC unit."""
-        table = self._table
+        """Position of the rerun of each AC unit, and its time without waits."""
+        columns = iter(self._z)
         return [
             (
                 position,
-                [
-                    (self._z[column], float(table.times[column]))
-                    for column in range(*table.first[u : u + 2])
-                ],
+                [(next(columns), point.rerun_ms) for point in unit.points],
             )
-            for u, position in enumerate(self._problem.rerun_at)
+            for unit, position in zip(
+                self._problem.sac.units, self._problem.rerun_at, strict=True
+            )
         ]
 
     def _add_collectives(self) -> None:

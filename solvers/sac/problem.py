@@ -16,12 +16,21 @@ class Breakpoint:
     Attributes:
         ratio: Share of the unit's activation memory that is recomputed.
         freed_bytes: What that frees between the unit's forward and its backward.
-        recompute_ms: What that takes.
+        recompute_ms: What that takes,
+        waits_ms: and what of it is no compute, but waiting for copies.
+        far_bytes: What the unit then has in far memory.
     """
 
     ratio: float
     freed_bytes: int
     recompute_ms: float
+    waits_ms: float = 0.0
+    far_bytes: int = 0
+
+    @property
+    def rerun_ms(self) -> float:
+        """What of it is compute."""
+        return max(0.0, self.recompute_ms - self.waits_ms)
 
 
 class Between(NamedTuple):

@@ -436,6 +436,8 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
     record = run_json("parallel", *given, "--gpus", "2", "-b", fits, "-o", str(path))
     assert record["mesh_shape"] == list(autosac.ParallelPlan.load(path).mesh_shape)
     assert record["peak_bytes"] <= record["budget_bytes"]
+    far = run_json("parallel", *given, "--gpus", "2", "-b", fits, "--offload")
+    assert far["step_ms"] <= record["step_ms"] and not far["exposed_copies_ms"]
     assert run_json("min-gpus", *given, "-b", fits)["min_gpus"] <= 2
     with_mesh = ("parallel", *given, "--gpus", "2", "-b", "1GiB", "--mesh")
     record = run_json(*with_mesh, "tp=2", "--tp-plan", "tensor")

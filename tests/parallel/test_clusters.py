@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import KNOWN_CLUSTERS, cluster_spec
 from autosac.solvers.fsdp.collectives import Group
 
@@ -10,6 +11,16 @@ def test_knows_clusters_by_name_in_any_case():
     assert cluster_spec("HGX-H100").device.name == "h100"
     assert cluster_spec("hgx-h100", num_gpus=1024).num_nodes == 128
     assert cluster_spec("hgx-h100", num_gpus=2).gpus_per_node == 2
+
+
+def test_gpus_that_share_a_link_to_their_host_have_a_part_of_it_each():
+    rates = [
+        cluster_spec(name, num_gpus=num_gpus).link.out_bytes_per_s
+        for name, num_gpus in (("dgx-a100", 8), ("dgx-a100", 1), ("hgx-h100", 8))
+    ]
+    whole = [device_spec(name).link.out_bytes_per_s for name in ("a100", "h100")]
+
+    assert rates == [whole[0] / 2, whole[0], whole[1]]
 
 
 def test_names_the_known_clusters_when_asked_for_another():

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 import autosac
 from autosac._compat_distributed import fake_group
+from autosac.errors import UnsupportedError
 from benchmarks.rank_server import run_ranks
 
 NUM_TOKENS, WIDTH, HIDDEN, NUM_BLOCKS = 96, 32, 128, 3
@@ -124,6 +125,9 @@ def test_a_rank_is_planned_for_a_gpu_that_is_not_there():
     )
     held = [p.composition({})["parameter"] for p in (whole, tensor)]
     assert abs(held[0] - held[1] - sharded / 2) < 512 * 3 * NUM_BLOCKS  # rounding
+    with pytest.raises(UnsupportedError, match="`offload` is not planned for a step"):
+        autosac.plan(tensor, memory_budget="1GiB", offload=True)
+    assert whole.may_offload and not tensor.may_offload
 
 
 def test_what_is_sharded_already_is_refused():

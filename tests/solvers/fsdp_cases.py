@@ -97,6 +97,7 @@ def fsdp_problems(draw, *, most=5, kinds=False, replicas=False):
         reduce=draw(cost),
         all_reduce=draw(cost if replicas else free),
         late_copies=draw(st.sampled_from([0, 2])),
+        host_bytes=draw(st.sampled_from([None, 0, MIB])),
     )
 
 
@@ -111,7 +112,10 @@ def _ac_units(draw, modules, parents, size):
             Breakpoint(
                 ratio=(k + 1) / 2,
                 freed_bytes=draw(st.integers(0, 6)) * MIB,
-                recompute_ms=float(draw(st.integers(0, 5))),
+                recompute_ms=(waits := float(draw(st.integers(0, 1))))
+                + draw(st.integers(0, 5)),
+                waits_ms=waits,
+                far_bytes=draw(st.integers(0, 1)) * MIB,
             )
             for k in range(draw(st.integers(1, 2)))
         )

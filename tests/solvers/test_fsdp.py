@@ -169,6 +169,16 @@ def test_recomputation_hides_the_next_gather():
     assert estimate(problem, alone).objective_ms == plain + 5.0 - 1.0
 
 
+def test_waiting_for_copies_hides_no_collective():
+    problem = _two_units()
+    (unit,), alone = problem.sac.units, replace(BOTH, points=(0,))
+    waits = replace(unit, points=(replace(unit.points[0], waits_ms=5.0),))
+    problem = replace(problem, sac=replace(problem.sac, units=(waits,)))
+
+    plain = estimate(problem, BOTH).objective_ms
+    assert estimate(problem, alone).objective_ms == plain + 5.0
+
+
 def test_ample_memory_leaves_nothing_to_reshard_or_to_recompute():
     solution = solve(_two_units())
 

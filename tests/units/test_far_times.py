@@ -12,6 +12,7 @@ from autosac.solving.incumbents import far_bytes
 from autosac.units import curves
 from autosac.units.far_units import FarUnit
 from autosac.units.policies import SAVE
+from benchmarks.every_saved import every_saved
 from tests.far_choices import KINDS, far_choice
 from tests.models import CASES, Case
 from tests.test_chains import Block
@@ -170,3 +171,15 @@ def test_waits_add_up_to_no_less_than_a_step_that_is_played(name, kinds):
             if kinds == ("late",) and name != "called twice":
                 assert played_ms == pytest.approx(told_ms)
     assert num_moved and num_equal
+
+
+def test_the_rule_that_all_saved_tensors_are_moved_waits_for_a_slow_link():
+    profile = STEPS["blocks"].profile()
+    slow, fast = (every_saved(with_link(profile, rate), 0) for rate in SPEEDS[::2])
+    nothing = every_saved(with_link(profile, SPEEDS[0]), 2**30)
+
+    assert nothing.peak_bytes == profile.baseline_peak_bytes
+    assert nothing.moved_bytes == nothing.waits_ms == 0
+    assert slow.peak_bytes == fast.peak_bytes < nothing.peak_bytes
+    back_ms = 1e3 * slow.moved_bytes / SPEEDS[0]
+    assert slow.waits_ms > back_ms > fast.waits_ms > 1e3 * fast.moved_bytes / SPEEDS[-1]
