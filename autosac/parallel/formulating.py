@@ -226,7 +226,7 @@ class ParallelFormulation:
         positions, ranks = self._positions, self.ranks
         keys = self._cells.edges * (ranks.simulator.span * PLACES)
         most = ranks.timeline(sharding, chosen).most_from(keys)
-        most += ranks.late_bytes(sharding)
+        most += ranks.late_bytes(sharding) + self.profile.room_bytes(chosen)
         most -= np.maximum.reduceat(predicted, positions.first).astype(np.int64)
         return most[positions.cell_of]
 

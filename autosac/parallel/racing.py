@@ -20,6 +20,7 @@ from autosac.solving.solve_options import SolveOptions
 from autosac.units import curves
 
 LATE = "held by slow threads of gloo"  # beside the categories of the tape
+ROOM = "room for steps of other sizes"
 
 
 def shard_degrees(spec: ClusterSpec) -> list[int]:
@@ -216,6 +217,8 @@ def _infeasible(race: _Race, degrees: Sequence[int]) -> InfeasibleBudgetError:
     composition = ranks.timeline(least.sharding, least.chosen).composition
     if least.late_bytes:
         composition = {**composition, LATE: least.late_bytes}
+    if least.room_bytes:
+        composition = {**composition, ROOM: least.room_bytes}
     lowest_bytes = least.highest_peak_bytes
     enough = fewest_gpus(
         race.chooser, race.spec, budget_bytes, guess=least, options=race.options

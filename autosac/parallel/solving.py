@@ -41,8 +41,9 @@ class SimulatedChoice:
         choice: As the MILP has it,
         sharding: its FSDP units,
         chosen: and its AC units.
-        peak_bytes: Simulated peak of the first rank, which is the highest,
-        late_bytes: and what slow threads of gloo may add to it.
+        peak_bytes: Simulated peak of the first rank, which is the highest;
+        late_bytes: what slow threads of gloo may add to it,
+        room_bytes: and what the steps that come may, where sizes vary.
         step: Step time, played event by event.
         milp_ms: As the MILP sees it,
         bound_ms: and its bound, 0 if there is none.
@@ -53,14 +54,15 @@ class SimulatedChoice:
     chosen: Mapping[Unit, Policy]
     peak_bytes: int
     late_bytes: int
+    room_bytes: int
     step: StepTime
     milp_ms: float
     bound_ms: float = 0.0
 
     @property
     def highest_peak_bytes(self) -> int:
-        """Peak if threads are slow, which the budget caps."""
-        return self.peak_bytes + self.late_bytes
+        """Peak if threads are slow and sizes vary, which the budget caps."""
+        return self.peak_bytes + self.late_bytes + self.room_bytes
 
     @property
     def times(self) -> tuple[float, float]:
@@ -132,6 +134,7 @@ class Degree:
                 chosen=chosen,
                 peak_bytes=self.form.ranks.peak_bytes(sharding, chosen),
                 late_bytes=self.form.ranks.late_bytes(sharding),
+                room_bytes=self.form.profile.room_bytes(chosen),
                 step=step_time.simulate(times),
                 milp_ms=step_time.linear(times).total_ms,
             )

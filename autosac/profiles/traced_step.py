@@ -298,9 +298,16 @@ class TracedStep(Summarized):
         if not self.redrawn:
             return self.chooser
         plain = None if self.plain is None else self.plain.roomy_chooser
+        return self._chooser(self._varied, plain)
+
+    @cached_property
+    def _varied(self) -> VariedSimulator:
         choices = self.rules.some(most_rules(self.simulator))
-        simulator = VariedSimulator(self.simulator, self.redrawn, choices)
-        return self._chooser(simulator, plain)
+        return VariedSimulator(self.simulator, self.redrawn, choices)
+
+    def room_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """How far below a budget a peak must stay for the steps that come."""
+        return self._varied.margin_bytes(chosen) if self.redrawn else 0
 
     def _chooser(self, simulator: Simulator, plain: Chooser | None) -> Chooser:
         with no_collections():

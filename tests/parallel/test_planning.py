@@ -1,5 +1,6 @@
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pandas
 import pytest
@@ -18,6 +19,7 @@ from autosac.parallel.preparing import chooser_of
 from autosac.parallel.racing import make_parallel_plan, shard_degrees
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import ParallelChooser
+from autosac.simulation.varied_simulator import VariedSimulator, peaks_of_variants
 from autosac.solvers import fsdp
 from autosac.solvers.curves import knapsack
 from autosac.solvers.fsdp import FsdpChoice
@@ -27,6 +29,7 @@ from autosac.units.curves import policy_of, save_problem
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
 from benchmarks.ranks import Recipe, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
+from tests.value_models import Routes, stack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPT = RECIPES["GPT"]
@@ -63,6 +66,30 @@ def budgets(chooser, lowest_bytes):
     return [
         int(lowest_bytes + share * (free - lowest_bytes)) for share in (0.02, 0.4, 0.9)
     ]
+
+
+@pytest.mark.slow
+def test_ranks_leave_room_for_what_a_router_learns():
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
+    adamw = partial(torch.optim.AdamW, lr=0.03)
+    torch.manual_seed(0)
+    routed = autosac.profile(
+        stack(Routes)(), x, optimizer=adamw, loss_fn=lambda y: y.square().mean()
+    )
+    chooser = chooser_for(routed)
+    at = chooser.at(on_cpu(2), 2)
+    least = at.lowest(SolveOptions()).highest_peak_bytes
+    free = at.search(2**40, SolveOptions()).best.highest_peak_bytes
+    budget_bytes = (least + free) // 2
+
+    best = at.search(budget_bytes, SolveOptions()).best
+
+    room = VariedSimulator(routed.simulator, routed.redrawn, ())
+    own_bytes = room.peak_bytes(best.chosen, workspaces=False)
+    others = peaks_of_variants(routed.redrawn, best.chosen)
+    assert best.chosen and others
+    assert best.peak_bytes + max(others) - own_bytes <= budget_bytes
+    assert best.peak_bytes + room.margin_bytes(best.chosen) <= budget_bytes
 
 
 @pytest.mark.slow
