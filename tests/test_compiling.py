@@ -164,6 +164,7 @@ def test_fused_graphs_keep_falling_budgets_with_the_same_gradients(kind, strateg
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_plan_fits_names_one_that_does(dropout_limits):
     low, high = dropout_limits
     model, inputs = made("dropout")

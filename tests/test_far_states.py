@@ -150,7 +150,7 @@ def test_three_planned_steps_have_the_bits_of_the_plain_ones(name):
     assert differences(*states) == ()
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGD", "AdamW foreach", "AdamW"])
 def test_slow_copies_give_the_same_peak(name):
     def slow(model):
@@ -175,6 +175,7 @@ def test_optimizers_in_backward_fetch_one_parameters_state(name):
     assert_kept(plan, WIDE, in_backward(make))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "options",
     [
@@ -270,6 +271,7 @@ def test_a_gpu_that_is_not_there_keeps_the_state_on_its_host():
         )
 
 
+@pytest.mark.slow
 def test_activations_and_states_share_the_hosts_budget():
     case = Case(Stack, rows)
     make = far(torch.optim.AdamW)

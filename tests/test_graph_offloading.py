@@ -110,6 +110,7 @@ def test_real_peaks_are_the_predicted_ones_at_any_rate_and_bits_are_equal(
         assert_empties(plan.far_memory)
 
 
+@pytest.mark.slow
 def test_no_plan_is_dearer_than_without_or_for_less_memory(planner, budgets):
     before_ms = float("inf")
     for budget in budgets:
@@ -140,6 +141,7 @@ def test_who_does_not_offload_is_told_what_it_would_reach(planner, budgets):
     assert planner.plan(int(said), offload=True).peak_bytes <= int(said)
 
 
+@pytest.mark.slow
 def test_far_memory_holds_no_more_than_the_host_budget(planner, budgets):
     floor = budgets[2]
     free = planner.plan(floor, offload=True)
@@ -326,7 +328,7 @@ def fails_in_backward(compiled, model, inputs):
     torch.ones(1, requires_grad=True).sum().backward()
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     "leave",
@@ -351,6 +353,7 @@ def test_nothing_stays_in_far_memory_and_the_next_step_is_as_ever(leave):
     assert memory.pooled_bytes == memory.peak_bytes  # buffers are used again
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @torch._functorch.config.patch(donated_buffer=False)  # else PyTorch refuses the second
 def test_two_backward_passes_get_the_same_values_twice():

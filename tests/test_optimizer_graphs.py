@@ -229,7 +229,7 @@ def test_simulated_peak_equals_the_measured_one(case):
     assert max(graph.stage_peaks().values()) == graph.memory.peak_bytes()
 
 
-@pytest.mark.slow_but_fifth
+@pytest.mark.slow
 def test_the_optimizer_is_the_last_stage(case):
     *_, graph = case
     order = ["placeholder", "forward", "loss", "backward", "optimizer"]

@@ -206,6 +206,7 @@ def test_a_model_of_another_kind_of_head_wants_a_factory(tmp_path):
     assert "no batch for BertForMultipleChoice; write a factory" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA, "hidden_size": 512, "vocab_size": 4096}))

@@ -369,6 +369,7 @@ def test_less_memory_is_what_division_is_for(profile):
     assert any("least peak" in other.reason for other in plan.alternatives)
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower(profile):
     with pytest.raises(autosac.InfeasibleBudgetError) as caught:
         cpu_plan(profile, 1000, mesh={"tp": 2})

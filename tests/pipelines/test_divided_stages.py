@@ -115,6 +115,7 @@ def by_sequence():
     return plan(tp_plan="sequence")
 
 
+@pytest.mark.slow
 def test_blocks_hand_on_what_a_rank_has(by_sequence):
     rows, width = 4, WIDTH
     first, last = by_sequence.stage_plans

@@ -51,7 +51,7 @@ MORE_JOBS = (
 )
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [*JOBS, *MORE_JOBS],

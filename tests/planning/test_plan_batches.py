@@ -134,6 +134,7 @@ def profiles():
 # --- the plan ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_step_keeps_the_budget_and_the_highest_is_predicted(plan):
     training = Training(plan)
     order = [3, 0, 1, 2, 1, 0, 0, 3, 1]
