@@ -477,15 +477,15 @@ def test_factored_optimizer_state_is_refused():
 # --- real ranks -----------------------------------------------------------------
 
 
-def check_ranks(num_ranks, traced, jobs, recipe=RECIPE):
+def check_ranks(num_ranks, traced, jobs):
     """Peaks, losses and gradients of really running ranks."""
     ranks = RankSimulator(traced)
     options = {"want_gradients": True, "num_measured": 3}
     observed = run_gloo_ranks(
         num_ranks,
-        [(recipe, s, spell_out(traced, chosen), options) for s, chosen in jobs],
+        [(RECIPE, s, spell_out(traced, chosen), options) for s, chosen in jobs],
     )
-    losses, gradients = reference(recipe, num_ranks)
+    losses, gradients = reference(RECIPE, num_ranks)
     for (sharding, chosen), results in zip(jobs, observed, strict=True):
         for rank, result in enumerate(results):
             place = rank % sharding.shard_degree
@@ -517,13 +517,6 @@ def test_two_gloo_ranks_peak_as_predicted_and_train_alike(traced):
             ),
         ],
     )
-
-
-@pytest.mark.slow
-def test_a_giant_gradient_is_there_as_long_as_fsdp2_keeps_it():
-    recipe = RECIPES["giant embedding"]
-    sharding = Sharding(units=fsdp_units(["table", *recipe.blocks]), shard_degree=2)
-    check_ranks(2, recipe.profile(), [(sharding, {})], recipe)
 
 
 @pytest.mark.slow
