@@ -137,16 +137,14 @@ def test_real_peak_keeps_falling_budgets_and_every_bit_is_that_of_aot_eager(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "strategy"), [("two layers", "milp"), ("one block", "capuchin")]
-)
 @torch._inductor.config.patch({"cpp.simdlen": 1})  # takes half the time to compile
-def test_fused_graphs_keep_falling_budgets_with_the_same_gradients(kind, strategy):
+def test_fused_graphs_keep_falling_budgets_with_the_same_gradients():
+    kind = "two layers"
     model, inputs = made(kind)
     compiled = torch.compile(model, backend="inductor")
     expected, _ = trained(compiled, model, inputs)
     # With the limit the least peak differs a little between runs.
-    options = {"strategy": strategy, "time_limit_s": 2.0}
+    options = {"strategy": "milp", "time_limit_s": 2.0}
     low, high = limits(kind, "inductor", **options)
     peaks = []
     for budget in (high, low + (high - low) // 4):
