@@ -18,6 +18,7 @@ from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.positions import Positions, hook_ticks, place
 from autosac.parallel.sharding import FsdpUnit, Sharding, chunk_numel
 from autosac.profiles.profile import Profile
+from autosac.profiles.restricting import restricted
 from autosac.solvers import sac
 from autosac.solvers.curves import knapsack
 from autosac.solvers.fsdp import FsdpChoice, FsdpModule, FsdpProblem
@@ -209,6 +210,14 @@ class ParallelFormulation:
         points = dict(zip(plain.units, choice.points, strict=True))
         return replace(choice, points=tuple(points.get(unit) for unit in self.units))
 
+    def room_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """What the steps that come may take beyond this one, where sizes vary."""
+        if not self.profile.redrawn:
+            return 0
+        may_offload = self.setting.link is not None  # so that variants have twins, too
+        step = restricted(self.profile, offload=may_offload)
+        return step.room_bytes(chosen)
+
     def no_bytes(self) -> IntArray:
         """Zero bytes at every position."""
         return np.zeros(len(self._positions.cell_of), dtype=np.int64)
@@ -226,7 +235,7 @@ class ParallelFormulation:
         positions, ranks = self._positions, self.ranks
         keys = self._cells.edges * (ranks.simulator.span * PLACES)
         most = ranks.timeline(sharding, chosen).most_from(keys)
-        most += ranks.late_bytes(sharding) + self.profile.room_bytes(chosen)
+        most += ranks.late_bytes(sharding) + self.room_bytes(chosen)
         most -= np.maximum.reduceat(predicted, positions.first).astype(np.int64)
         return most[positions.cell_of]
 

@@ -134,7 +134,7 @@ class Degree:
                 chosen=chosen,
                 peak_bytes=self.form.ranks.peak_bytes(sharding, chosen),
                 late_bytes=self.form.ranks.late_bytes(sharding),
-                room_bytes=self.form.profile.room_bytes(chosen),
+                room_bytes=self.form.room_bytes(chosen),
                 step=step_time.simulate(times),
                 milp_ms=step_time.linear(times).total_ms,
             )

@@ -196,8 +196,8 @@ def choose(
 ) -> tuple[Choice, float]:
     """The units of a plan with their policies, and the bound on recompute time.
 
-    Where sizes vary it leaves room for the steps that come. Where no choice leaves
-    enough, that of least peak leaves most.
+    Where sizes vary they leave room for the steps that come. Where no choice leaves
+    enough, or none that is as fast, it is that of least peak, which leaves most.
 
     Raises:
         InfeasibleBudgetError: No plan fits.

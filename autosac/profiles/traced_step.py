@@ -45,15 +45,9 @@ from autosac.units.unit import Unit
 
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
-    *(
-        "chooser",
-        "roomy_chooser",
-        "dry_runs",
-        "statistics",
-        "_curves",
-        "with_given_units",
-    ),
-    *("with_other_caps", "with_offload", "far_units", "moved_blocks"),
+    *("units_by_name", "chooser", "roomy_chooser", "_varied", "dry_runs", "statistics"),
+    *("_curves", "with_given_units", "with_other_caps", "with_offload", "far_units"),
+    "moved_blocks",
 )
 
 

@@ -9,7 +9,8 @@ dearer than that: it may be told before they are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from autosac.simulation.simulator import Simulator
 from autosac.solving.curve_points import far_curve
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.rules_of_thumb import Choice, Rules
+from autosac.step.tape import ModuleCall
 from autosac.units import curves
 from autosac.units.far_units import FarUnit
 from autosac.units.policies import Policy
@@ -46,17 +48,26 @@ class MovedBlocks:
         self, simulator: Simulator, rules: Rules, twins: Sequence[FarUnit]
     ) -> None:
         self._simulator = simulator
-        self._rules, self._twins = rules, twins
-        late = [twin for twin in twins if twin.fetched is None]
-        self._late = {twin.call: twin for twin in late}
+        self._rules = rules
+        self._late = {twin.call: twin for twin in twins if twin.fetched is None}
+        by_call: dict[ModuleCall, list[FarUnit]] = defaultdict(list)
+        for twin in twins:
+            by_call[twin.call].append(twin)
+        self._blocks = [(block, by_call[block.call]) for block in rules.blocks]
         # What comes back early takes less time, and memory: fewest bytes come last.
         self._paths = [
-            _Path(
-                simulator,
-                [_hull(_options(rules, block, kind)) for block in rules.blocks],
-            )
-            for kind in (twins, [t for t in twins if not t.results], late)
+            self._path(lambda twin: True),
+            self._path(lambda twin: not twin.results),
+            self._path(lambda twin: twin.fetched is None),
         ]
+
+    def _path(self, is_kind: Callable[[FarUnit], bool]) -> _Path:
+        """Choices of plain blocks and of some of their twins."""
+        hulls = [
+            _hull(_options(self._rules, block, list(filter(is_kind, twins))))
+            for block, twins in self._blocks
+        ]
+        return _Path(self._simulator, hulls)
 
     @cached_property
     def alike(self) -> tuple[Choice, ...]:
@@ -65,13 +76,12 @@ class MovedBlocks:
         Whether that fits or not: parts of it may.
         """
         choices: dict[tuple[bool, bool, int], dict[Unit, Policy]] = {}
-        for block in self._rules.blocks:
-            for twin in self._twins:
-                if twin.call is block.call:
-                    kind = twin.fetched is None, bool(twin.results)
-                    curve = _far_curve(self._rules, block, twin)
-                    for k, policy in enumerate(curve.policies if curve else ()):
-                        choices.setdefault((*kind, k), {})[twin] = policy
+        for block, twins in self._blocks:
+            for twin in twins:
+                kind = twin.fetched is None, bool(twin.results)
+                curve = _far_curve(self._rules, block, twin)
+                for k, policy in enumerate(curve.policies if curve else ()):
+                    choices.setdefault((*kind, k), {})[twin] = policy
         return tuple(sorted(choices.values(), key=recompute_ms))
 
     def cheapest(self, budget_bytes: int) -> Choice | None:
@@ -152,13 +162,12 @@ def _options(rules: Rules, block: Unit, twins: Sequence[FarUnit]) -> Iterator[_O
     if plain is not None:
         yield from _points(block, plain)
     for twin in twins:
-        if twin.call is block.call:
-            curve = _far_curve(rules, block, twin)
-            for option in () if curve is None else _points(twin, curve):
-                assert option.chosen is not None
-                results_bytes = twin.results_bytes(option.chosen[1])
-                freed_bytes = option.freed_bytes + results_bytes
-                yield option._replace(freed_bytes=freed_bytes)
+        curve = _far_curve(rules, block, twin)
+        for option in () if curve is None else _points(twin, curve):
+            assert option.chosen is not None
+            results_bytes = twin.results_bytes(option.chosen[1])
+            freed_bytes = option.freed_bytes + results_bytes
+            yield option._replace(freed_bytes=freed_bytes)
 
 
 def _far_curve(rules: Rules, block: Unit, twin: FarUnit) -> curves.UnitCurve | None:

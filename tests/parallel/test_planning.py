@@ -26,6 +26,7 @@ from autosac.solvers.fsdp import FsdpChoice
 from autosac.solvers.fsdp.step_time import linear
 from autosac.solving.solve_options import SolveOptions
 from autosac.units.curves import policy_of, save_problem
+from autosac.units.far_units import FarUnit
 from benchmarks.fsdp_ranks import LARGEST_DIFFERENCE, LARGEST_ERROR
 from benchmarks.ranks import Recipe, reference, run_gloo_ranks, run_rank
 from benchmarks.sharded_models import RECIPES
@@ -68,14 +69,31 @@ def budgets(chooser, lowest_bytes):
     ]
 
 
-@pytest.mark.slow
-def test_ranks_leave_room_for_what_a_router_learns():
+@pytest.fixture(scope="module")
+def routed():
+    """A step whose sizes a router decides, which learns."""
     x = torch.randn(512, 8, generator=torch.Generator().manual_seed(1))
     adamw = partial(torch.optim.AdamW, lr=0.03)
     torch.manual_seed(0)
-    routed = autosac.profile(
+    return autosac.profile(
         stack(Routes)(), x, optimizer=adamw, loss_fn=lambda y: y.square().mean()
     )
+
+
+@pytest.mark.slow
+def test_units_in_far_memory_are_found_in_other_steps_of_a_router(routed, monkeypatch):
+    monkeypatch.setattr(VariedSimulator, "_usual_bytes", lambda self, peak_bytes: 0)
+    setting = Setting(link=on_cpu(2).link)
+    at = chooser_of(routed, setting).at(on_cpu(2), 2)
+
+    lowest = at.lowest(SolveOptions())
+
+    assert any(isinstance(unit, FarUnit) for unit in lowest.chosen)
+    assert lowest.room_bytes > 0
+
+
+@pytest.mark.slow
+def test_ranks_leave_room_for_what_a_router_learns(routed):
     chooser = chooser_for(routed)
     at = chooser.at(on_cpu(2), 2)
     least = at.lowest(SolveOptions()).highest_peak_bytes
