@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .holds import Ints
 from .table import Choice, Floats, Table
 
-_MOST_MOVES = 400  # of a repair: where more are needed it goes astray
+_MOST_TRIES = 1000  # of moves in a repair: where more are needed it goes astray
 
 
 def round_and_repair(
@@ -86,12 +86,16 @@ class _Search:
     def repair(self) -> bool:
         """Cheapest relief at the peak, until the peak is within the budget."""
         banned = ~self._allowed
-        for _ in range(_MOST_MOVES):
+        has_moved = False  # since columns were banned
+        for _ in range(_MOST_TRIES):
             position = int(self._live.argmax())
             excess = int(self._live[position]) - self._budget
             if excess <= 0:
                 return True
             column = self._best_relief(position, excess, banned)
+            if column is None and has_moved:
+                banned, has_moved = ~self._allowed, False
+                column = self._best_relief(position, excess, banned)
             if column is None:
                 return False
             u = int(self._table.owner[column])
@@ -99,6 +103,7 @@ class _Search:
             changed = self._live + self._change(u, k)
             if self._violation(changed) < self._violation(self._live):
                 self._move(u, k, changed)
+                has_moved = True
             else:
                 banned[column] = True
         return False
