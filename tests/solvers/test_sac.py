@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,9 @@ from autosac.solvers.sac import (
     lowest_peak,
     solve,
 )
+from autosac.solvers.sac.greedy import round_and_repair
 from autosac.solvers.sac.rows import _SMALL_GAP
+from autosac.solvers.sac.table import Table
 from tests.examples import examples
 from tests.solvers.check import violations
 from tests.solvers.oracles import least_peak, least_time, peak_of, sac_choices
@@ -720,3 +723,12 @@ def test_the_price_of_memory_is_the_slope_of_the_relaxation(backend):
     assert [ms * MIB for ms in prices.values()] == pytest.approx(
         [0.75, 0.75, 0.25, 0.25, 0.0]
     )
+
+
+def test_a_repair_takes_a_move_that_did_not_help_before_another_one():
+    first = unit("first", [(1.0, 60, 1.0)], freed=(0, 1), working=[(1, (120,))])
+    second = unit("second", [(1.0, 10, 10.0)], freed=(0, 2), working=[(1, (-35,))])
+    third = unit("third", [(1.0, 40, 20.0)], freed=(1, 2))
+    table = Table(problem(first, second, third, base=(150, 60), budget=100))
+    nothing = np.zeros(3)  # of which the first one alone makes it worse
+    assert round_and_repair(table, 100 * MIB, range(3), nothing) == [0, 0, 0]
