@@ -29,6 +29,7 @@ from .solution import Backend, Termination
 # Fitted to the times of MILPs of models of many kinds: a few million are a second.
 _ROOT_OF_COLUMN, _ROOT_OF_COEFFICIENT = 75, 15
 _LOOK_AT_COLUMN, _LOOK_AT_COEFFICIENT = 2.5, 0.5
+WIDE_GAP = 0.05  # of a MILP's incumbent to its bound
 _ROW_TOLERANCE = 1e-5  # 10 x the absolute row tolerance of HiGHS; rows are in MiB
 # Models are small and rounded elsewhere: HiGHS's own search for incumbents takes most
 # of its time and proves nothing.
@@ -82,6 +83,7 @@ def run(
     backend: Backend = "highs",
     time_limit_s: float | None = None,
     work_limit: int | None = None,
+    more_if_wide: float = 1.0,
     relative_gap: float = 0.0,
     threads: int = 1,
     relaxed: bool = False,
@@ -99,6 +101,8 @@ def run(
             number of times that it looks at its limits (some ten a node, more at the
             root) and with the size of the model; for CBC, which can only count nodes,
             likewise. None for no limit.
+        more_if_wide: HiGHS may do so many times that work as long as the gap of its
+            own incumbent is above `WIDE_GAP`.
         relative_gap: Stop as soon as the incumbent is proven this close to the best.
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
@@ -125,7 +129,10 @@ def run(
         # CBC does not read such a model.
         return Outcome(termination=Termination.INFEASIBLE, bound=None, solve_s=0.0)
     at_root, a_look = work_of(model)
-    most_looks = None if work_limit is None else max(0, work_limit - at_root) // a_look
+    most_looks: _Looks | None = None
+    if work_limit is not None:
+        limits = (max(0, int(m * work_limit) - at_root) for m in (1.0, more_if_wide))
+        most_looks = _Looks(*(limit // a_look for limit in limits))
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":
         termination, bound, looks = _rerun_highs(model)
@@ -256,6 +263,13 @@ def _or(instead: float, values: Iterable[float | None]) -> npt.NDArray[np.float6
     return np.array([instead if v is None else v for v in values], np.float64)
 
 
+class _Looks(NamedTuple):
+    """How often a MILP may look at its limits; more often while its gap is wide."""
+
+    usual: int
+    if_wide: int
+
+
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
     """PuLP's in-process HiGHS, with a first incumbent and a model passed as a whole.
 
@@ -266,7 +280,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
     """
 
     start: list[float] | None = None
-    most_looks: int | None = None
+    most_looks: _Looks | None = None
     looks: int = 0
 
     def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
@@ -322,7 +336,10 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
     def _look(self, event: highspy.HighsCallbackEvent) -> None:
         self.looks += 1
-        if self.most_looks is not None and self.looks > self.most_looks:
+        if self.most_looks is None or self.looks <= self.most_looks.usual:
+            return
+        is_wide = event.data_out.mip_gap > WIDE_GAP
+        if not is_wide or self.looks > self.most_looks.if_wide:
             event.interrupt()
 
     def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
@@ -339,7 +356,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 def _run_highs(
     model: pulp.LpProblem,
     options: dict[str, Any],
-    most_looks: int | None,
+    most_looks: _Looks | None,
     *,
     relaxed: bool,
     warm_start: bool,
@@ -408,13 +425,13 @@ def _highs_outcome(
 def _run_cbc(
     model: pulp.LpProblem,
     options: dict[str, Any],
-    most_looks: int | None,
+    most_looks: _Looks | None,
     *,
     relaxed: bool,
     warm_start: bool,
 ) -> _Answer:
     if most_looks is not None:  # it has no way to say more than "enough nodes"
-        options = options | {"maxNodes": max(1, most_looks)}
+        options = options | {"maxNodes": max(1, most_looks.usual)}
     with tempfile.TemporaryDirectory(prefix="autosac-cbc-") as folder:
         log = Path(folder, "cbc.log")
         solver = pulp.COIN_CMD(

@@ -29,6 +29,7 @@ NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 _NEW_ROWS = 3  # at a time: every row splits classes
 _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _MOST_WORK = 7_000_000  # of all MILPs together, see `pulp_runner.run`: a second or two
+_MORE_IF_WIDE = 2.5  # times that work, where a MILP ends far from its bound
 _WIDE_GAP = 0.05  # where segments of points are coarser,
 _COARSER = 4.0  # so many times, if a MILP has
 _MANY_INTEGERS = 1200
@@ -144,6 +145,7 @@ class RowSearch:
             backend=self._backend,
             time_limit_s=left,
             work_limit=None if relaxed else max(0, self._left()),
+            more_if_wide=_MORE_IF_WIDE,
             relative_gap=self._gap,
             relaxed=relaxed,
             again=again,

@@ -1,6 +1,8 @@
+import math
 import random
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pulp
 import pytest
@@ -231,6 +233,20 @@ def test_a_limit_on_work_ends_a_solve_at_the_same_place_each_time(backend):
     assert whole == again
     assert half[0] < 0.6 * whole[0]
     assert 0.0 <= half[1] <= whole[1] < whole[2] <= half[2]
+
+
+def test_a_solve_far_from_its_bound_may_do_more_work():
+    work = []
+    for more, wide_gap in ((1.0, 0.0), (2.0, 0.0), (2.0, math.inf)):
+        with patch.object(pulp_runner, "WIDE_GAP", wide_gap):
+            outcome = pulp_runner.run(
+                market_split(elastic=True), work_limit=40_000, more_if_wide=more
+            )
+        work.append(outcome.work)
+
+    usual, wide, narrow = work
+    assert usual == narrow
+    assert wide == pytest.approx(2 * usual, rel=0.1)
 
 
 def test_a_missing_cbc_names_the_remedy(monkeypatch):
