@@ -23,13 +23,12 @@ import transformers
 from torch.nn import functional
 
 import autosac
-from autosac._compat_distributed import fake_group
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.preparing import in_gathered_type
-from autosac.parallel.tp_finding import find_styles
+from autosac.parallel.tp_finding import find_styles, with_divided_loss
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import divided_copy, rank_profile
+from autosac.parallel.tp_tracing import divided_copy, fake_ranks, rank_profile
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.rank_memory import RankReplay
@@ -147,27 +146,27 @@ def predicted(setting: Published) -> Predicted:
     spec = cluster_spec("hgx-h100", num_gpus=setting.num_gpus)
     tensor = WHOLE
     if setting.tp > 1:
-        styles = find_styles(model, sequence=True)
+        styles = with_divided_loss(find_styles(model, sequence=True))
         tensor = TensorParallel(degree=setting.tp, styles=styles)
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "device": spec.device}
     if setting.stages > 1:
-        with fake_group(setting.tp):
-            micro_batch = MicroBatch(
-                model=model,
-                inputs=tokens,
-                target=tokens,
-                loss_fn=_pipeline_loss,
-                options=options,
-                cluster=spec,
-                divided=divided_copy(model, tensor),
-                tensor=tensor,
-                parallel=DataParallel(
-                    shard_degree=setting.fsdp,
-                    param_dtype=_TYPES.param_dtype,
-                    reduce_dtype=_TYPES.reduce_dtype,
-                ),
-            )
-            return _of_stages(setting, micro_batch)
+        micro_batch = MicroBatch(
+            model=model,
+            inputs=tokens,
+            target=tokens,
+            loss_fn=_pipeline_loss,
+            options=options,
+            cluster=spec,
+            divided=model,
+            parallel=DataParallel(
+                shard_degree=setting.fsdp,
+                param_dtype=_TYPES.param_dtype,
+                reduce_dtype=_TYPES.reduce_dtype,
+            ),
+        )
+        with fake_ranks(tensor):
+            divided = divided_copy(model, tensor)
+            return _of_stages(setting, micro_batch.on_rank(divided, tensor))
     profile = autosac.profile(model, tokens, loss_fn=partial(_loss, tokens), **options)
     profile = _of_rank(setting, profile, tensor, spec)
     node = spec.gpus_per_node // setting.tp

@@ -188,7 +188,7 @@ def handed_on(
         dtype: In which it computes, None for its own.
 
     Raises:
-        UnsupportedError: A block hands on a distributed tensor.
+        UnsupportedError: A block but the last one hands on a distributed tensor.
         TraceError: A block does not run under its styles.
     """
     mode = _compat.fake_mode(plain=False)
@@ -202,7 +202,7 @@ def handed_on(
                 raise
             except Exception as error:  # whatever the user's code raises
                 raise TraceError(explanation(error, f"divided `{fqn}`")) from error
-            if unwrapped(passed)[1] is not None:
+            if unwrapped(passed)[1] is not None and fqn != fqns[-1]:
                 raise UnsupportedError(
                     f"`{fqn}` hands on a distributed tensor under `tp_plan`, and stages"
                     " hand on what a rank has: give the modules in it styles whose"
