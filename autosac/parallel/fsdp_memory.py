@@ -75,10 +75,12 @@ class RankTimeline(Timeline):
 
     Attributes:
         rank: Its place among those that share the parameters.
-        composition: Bytes alive at the peak, per category.
+        ledger: What it allocates,
+        composition: and bytes alive at the peak, per category.
     """
 
     rank: int
+    ledger: Ledger
     composition: dict[str, int]
 
 
@@ -222,6 +224,7 @@ class RankSimulator:
             keys=timeline.keys,
             live_bytes=timeline.live_bytes,
             rank=rank,
+            ledger=ledger,
             composition=self._composition(
                 ledger, timeline.peak_key, sharded, num_storages, len(base.nbytes)
             ),

@@ -180,7 +180,10 @@ class RankReplay:
 
     def timeline(self, chosen: Mapping[int, Choice] | None = None) -> Timeline:
         """Live memory of the rank over a step; keys count on from action to action."""
-        chosen = chosen or {}
+        return self.ledger(chosen or {}).timeline()
+
+    def ledger(self, chosen: Mapping[int, Choice]) -> Ledger:
+        """All that the rank allocates in a step."""
         pairs = {}
         for stage, step in self.stages.items():
             choice = chosen.get(stage, {})
@@ -193,7 +196,7 @@ class RankReplay:
             )
         ledger = _Replay(self.schedule, self.actions, pairs, self.stages).ledger()
         constant_bytes = ledger.constant_bytes + self.besides_bytes
-        return replace(ledger, constant_bytes=constant_bytes).timeline()
+        return replace(ledger, constant_bytes=constant_bytes)
 
 
 class _Replay:
