@@ -9,8 +9,8 @@ exactly these, nothing is planned.
 
 What is published is reserved memory, the most of any rank, with `expandable_segments`
 (torchtitan/metrics.py and run_llama_train.sh at 9dec370). So each rank's allocations
-are given to a model of PyTorch's allocator, in one stream, though FSDP2 has some of its
-own. Stages have as many blocks as `generate_split_points` gives them there.
+are given to a model of PyTorch's allocator, those of FSDP2's streams apart. Stages have
+as many blocks as `generate_split_points` gives them there.
 """
 
 from __future__ import annotations
@@ -194,8 +194,11 @@ def predicted(setting: Published) -> Predicted:
 
 def reserved_bytes(ledger: Ledger) -> int:
     """What PyTorch's allocator reserves for a rank in the first steps."""
-    allocator = allocator_steps.replay(ledger, settings=_ALLOCATOR)
-    return allocator.peak_reserved_bytes + ledger.constant_bytes
+    nbytes = ledger.constant_bytes
+    for part in ledger.by_stream():
+        replayed = allocator_steps.replay(part, settings=_ALLOCATOR)
+        nbytes += replayed.peak_reserved_bytes
+    return nbytes
 
 
 def _of_rank(

@@ -93,6 +93,7 @@ class _Sharded:
     died: IntArray
     nbytes: IntArray
     category: tuple[str, ...]
+    stream: IntArray
     gradients: IntArray
     gradients_died: IntArray
 
@@ -218,6 +219,7 @@ class RankSimulator:
             nbytes=np.concatenate([nbytes, sharded.nbytes]),
             end=end,
             constant_bytes=base.constant_bytes,
+            stream=np.concatenate([np.zeros_like(base.born), sharded.stream]),
         )
         timeline = ledger.timeline()
         return RankTimeline(
@@ -329,6 +331,7 @@ class RankSimulator:
             died=np.array(replay.died, dtype=np.int64),
             nbytes=np.array(replay.nbytes, dtype=np.int64),
             category=tuple(replay.category),
+            stream=np.array(replay.stream, dtype=np.int64),
             gradients=np.array(list(died), dtype=np.int64),
             gradients_died=np.array(list(died.values()), dtype=np.int64),
         )
