@@ -95,7 +95,13 @@ class MicroBatch:
         if self.tensor.degree == 1:
             return chain
         check_styles(list(chain), self.tensor)
-        return handed_on(self.divided, list(chain), self.inputs, dtype)
+        return handed_on(
+            self.divided,
+            list(chain),
+            self.inputs,
+            dtype,
+            divides_loss=self.tensor.divides_loss,
+        )
 
     @cached_property
     def cuts(self) -> list[int]:
