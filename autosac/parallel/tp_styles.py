@@ -215,7 +215,7 @@ class TensorParallel:
 
     def __str__(self) -> str:
         kind = " and sequence" * self.cuts_sequences
-        loss = ", logits and loss as well: train under `loss_parallel()`"
+        loss = "; logits stay divided: train under `loss_parallel()`"
         return (
             f"{len(self.styles)} modules with styles of tensor{kind} parallelism over"
             f" {self.degree} ranks of a node, which see one batch together"
