@@ -97,8 +97,9 @@ def _divided(traced: Profile, tensor: TensorParallel) -> Profile:
     model = divided_copy(step.model, tensor)
     # A plain function: what else is called is copied with all that it knows.
     make = None if step.optimizer is None else lambda own: _optimizer(step, own)
-    loss_fn = loss_for(tensor, step.loss_fn or default_loss)
-    options = {"optimizer": make, "loss_fn": loss_fn}
+    options: dict[str, Any] = {"optimizer": make}
+    if tensor.divides_loss:
+        options["loss_fn"] = loss_for(tensor, step.loss_fn or default_loss)
     return traced_again(traced, model=model, options=options)
 
 
