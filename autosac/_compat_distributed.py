@@ -85,6 +85,14 @@ def has_hook(replica: DistributedDataParallel) -> bool:
     return bool(replica._comm_hooks)
 
 
+def is_loss_parallel() -> bool:
+    """Whether PyTorch's `loss_parallel` is active, for all threads."""
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    return torch.ops.aten.nll_loss_forward.default in handlers
+
+
 def hide_propagation() -> None:
     """Keep autosac's modes from seeing the ops by which `DTensor` finds out shapes.
 

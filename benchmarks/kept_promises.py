@@ -18,7 +18,14 @@ LARGEST_ERROR = 0.01
 LARGEST_DIFFERENCE = 1e-5  # of gradients, relative to the largest element of any
 SHARES = (0.03, 0.5)  # of the way from the least peak to the fastest plan's
 KINDS = ("tensor", "sequence")
+LOSS = "sequence and loss"  # the kind whose logits stay divided over the vocabulary
 _INFINITE = 2**40
+
+
+def divided_by(kind: str) -> dict[str, Any]:
+    """Options of plans of a kind."""
+    tp_plan = "sequence" if kind == LOSS else kind
+    return {"tp_plan": tp_plan or None, "loss_parallel": kind == LOSS}
 
 
 class AnyPlan(Protocol):

@@ -6,6 +6,11 @@ Meshes, batches and rules of recomputation are those that torchtitan has publish
 H100 (benchmarks/llama3_h100_202412_torchtitan.md of its repository, without
 torch.compile where there are figures of both); memory and throughput are predicted for
 exactly these, nothing is planned.
+
+What is published is reserved memory, the most of any rank, with `expandable_segments`
+(torchtitan/metrics.py and run_llama_train.sh at 9dec370). So each rank's allocations
+are given to a model of PyTorch's allocator, those of FSDP2's streams apart. Stages have
+as many blocks as `generate_split_points` gives them there.
 """
 
 from __future__ import annotations
@@ -23,25 +28,33 @@ import transformers
 from torch.nn import functional
 
 import autosac
-from autosac._compat_distributed import fake_group
+from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.preparing import in_gathered_type
-from autosac.parallel.tp_finding import find_styles
+from autosac.parallel.tp_finding import find_styles, with_divided_loss
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import divided_copy, rank_profile
+from autosac.parallel.tp_tracing import divided_copy, fake_ranks, rank_profile
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.rank_memory import RankReplay
 from autosac.pipelines.schedules import ONE_F_ONE_B, Schedule
 from autosac.pipelines.sharded_stages import DataParallel
+from autosac.simulation import allocator_steps
+from autosac.step.ledger import Ledger
 from autosac.units import curves
 from benchmarks.environment import environment
 from benchmarks.parallel_plans import GIB, LENGTH, SIZES
-from benchmarks.parallel_rules import BY_HAND, ByHand, at_degree, policy
+from benchmarks.parallel_rules import (
+    ALL_RECOMPUTED,
+    HALF_SAVED,
+    ByHand,
+    at_degree,
+    policy,
+)
 from benchmarks.stage_mesh_ranks import Llama
 
-_ALL, _SOME = BY_HAND
+_ALLOCATOR = AllocatorSettings(expandable_segments=True)
 _TYPES = Setting(param_dtype="bfloat16", reduce_dtype="float32")
 
 
@@ -80,24 +93,24 @@ class Published:
 
 
 class Predicted(NamedTuple):
-    """Peaks in bytes of the stages' ranks, and time of a step in ms."""
+    """What the stages' ranks allocate, and time of a step in ms."""
 
-    peaks: list[int]
+    ledgers: list[Ledger]
     step_ms: float
 
 
 SETTINGS = (
-    Published(size="8B", fsdp=8, rows=2, rule=_SOME, gib=82.4, tokens=5762),
-    Published(size="8B", fsdp=128, rows=2, rule=_SOME, gib=67.0, tokens=5605),
+    Published(size="8B", fsdp=8, rows=2, rule=HALF_SAVED, gib=82.4, tokens=5762),
+    Published(size="8B", fsdp=128, rows=2, rule=HALF_SAVED, gib=67.0, tokens=5605),
     Published(
         size="70B",
         fsdp=32,
         tp=8,
         rows=16,
-        rule=_ALL,
+        rule=ALL_RECOMPUTED,
         gib=71.9,
         tokens=829,
-        note="float8, compiled; logits stay divided",
+        note="float8, compiled",
     ),
     Published(
         size="405B",
@@ -106,11 +119,10 @@ SETTINGS = (
         tp=8,
         rows=4,
         micro_batches=8,
-        rule=_ALL,
+        rule=ALL_RECOMPUTED,
         gib=82.5,
         tokens=100,
-        note="float8, compiled, asynchronous tensor parallelism; logits stay divided;"
-        " 32 sequences, here in 8 micro-batches",
+        note="float8, compiled, asynchronous tensor parallelism",
     ),
 )
 
@@ -147,27 +159,27 @@ def predicted(setting: Published) -> Predicted:
     spec = cluster_spec("hgx-h100", num_gpus=setting.num_gpus)
     tensor = WHOLE
     if setting.tp > 1:
-        styles = find_styles(model, sequence=True)
+        styles = with_divided_loss(find_styles(model, sequence=True))
         tensor = TensorParallel(degree=setting.tp, styles=styles)
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "device": spec.device}
     if setting.stages > 1:
-        with fake_group(setting.tp):
-            micro_batch = MicroBatch(
-                model=model,
-                inputs=tokens,
-                target=tokens,
-                loss_fn=_pipeline_loss,
-                options=options,
-                cluster=spec,
-                divided=divided_copy(model, tensor),
-                tensor=tensor,
-                parallel=DataParallel(
-                    shard_degree=setting.fsdp,
-                    param_dtype=_TYPES.param_dtype,
-                    reduce_dtype=_TYPES.reduce_dtype,
-                ),
-            )
-            return _of_stages(setting, micro_batch)
+        micro_batch = MicroBatch(
+            model=model,
+            inputs=tokens,
+            target=tokens,
+            loss_fn=_pipeline_loss,
+            options=options,
+            cluster=spec,
+            divided=model,
+            parallel=DataParallel(
+                shard_degree=setting.fsdp,
+                param_dtype=_TYPES.param_dtype,
+                reduce_dtype=_TYPES.reduce_dtype,
+            ),
+        )
+        with fake_ranks(tensor):
+            divided = divided_copy(model, tensor)
+            return _of_stages(setting, micro_batch.on_rank(divided, tensor))
     profile = autosac.profile(model, tokens, loss_fn=partial(_loss, tokens), **options)
     profile = _of_rank(setting, profile, tensor, spec)
     node = spec.gpus_per_node // setting.tp
@@ -177,7 +189,16 @@ def predicted(setting: Published) -> Predicted:
         setting.fsdp,
         setting.rule,
     )
-    return Predicted([outcome.peak_bytes], outcome.step_ms)
+    return Predicted([outcome.ledger], outcome.step_ms)
+
+
+def reserved_bytes(ledger: Ledger) -> int:
+    """What PyTorch's allocator reserves for a rank in the first steps."""
+    nbytes = ledger.constant_bytes
+    for part in ledger.by_stream():
+        replayed = allocator_steps.replay(part, settings=_ALLOCATOR)
+        nbytes += replayed.peak_reserved_bytes
+    return nbytes
 
 
 def _of_rank(
@@ -202,7 +223,7 @@ def _of_stages(setting: Published, micro_batch: MicroBatch) -> Predicted:
     size = len(micro_batch.chain) - 1  # the norm goes with the head
     ends = [size * (i + 1) // setting.stages for i in range(setting.stages)]
     ends[-1] += 1
-    peaks, times = [], []
+    ledgers, times = [], []
     for stage, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
         is_inner = 0 < stage < setting.stages - 1
         # Inner stages are alike.
@@ -211,9 +232,8 @@ def _of_stages(setting: Published, micro_batch: MicroBatch) -> Predicted:
         later = step.later
         layers = [u for u in later.candidates if u.fqn.rpartition(".")[2].isdigit()]
         chosen = {u: policy(later.tape, u, setting.rule) for u in layers}
-        peaks.append(
-            RankReplay(schedule, stage, {stage: step}).peak_bytes({stage: chosen})
-        )
+        replay = RankReplay(schedule, stage, {stage: step})
+        ledgers.append(replay.ledger({stage: chosen}))
         gather_ms, reduce_ms = micro_batch.sharding_ms(*own)
         rerun_ms = sum(curves.recompute_ms(*pair) for pair in chosen.items())
         times.append(
@@ -225,7 +245,7 @@ def _of_stages(setting: Published, micro_batch: MicroBatch) -> Predicted:
                 send_ms=micro_batch.send_ms(stage, own[1] if is_inner else end),
             )
         )
-    return Predicted(peaks, step_ms(schedule, times))
+    return Predicted(ledgers, step_ms(schedule, times))
 
 
 def main() -> None:
@@ -256,8 +276,8 @@ def main() -> None:
 
 
 def _line(setting: Published, own: Predicted, rate: float, took_s: float) -> str:
-    peak = max(own.peaks) / GIB
-    others = ", ".join(f"{peak / GIB:.1f}" for peak in own.peaks[:-1])
+    peak = max(map(reserved_bytes, own.ledgers)) / GIB
+    allocated = [f"{x.timeline().peak_bytes / GIB:.1f}" for x in own.ledgers]
     mesh = {"pp": setting.stages, "fsdp": setting.fsdp, "tp": setting.tp}
     cells = [
         setting.size,
@@ -265,8 +285,9 @@ def _line(setting: Published, own: Predicted, rate: float, took_s: float) -> str
         f"{setting.micro_batches} x {setting.rows}",
         setting.rule.name.partition(", ")[2],
         f"{setting.gib:.1f}",
-        f"{peak:.1f}" + f" (stages before: {others})" * bool(others),
+        f"{peak:.1f}",
         f"{peak / setting.gib - 1:+.0%}",
+        ", ".join(allocated),
         f"{setting.tokens:,}",
         f"{rate:,.0f}",
         setting.note,
@@ -285,15 +306,16 @@ def _heading() -> list[str]:
         "",
         f"Sequences of {LENGTH} tokens, AdamW, parameters in 32 bits, gathered in"
         " bfloat16, gradients reduced in 32 bits. *published*: torchtitan's, on H100"
-        " with 96 GB and 500 W. *predicted*: of the allocator, by replay, for"
+        " with 96 GB and 500 W. *predicted*: of all ranks the most, by replay, for"
         " `hgx-h100`, in bfloat16: float8, compilation and asynchronous tensor"
-        " parallelism are not modelled, nor losses over a divided vocabulary, so that"
-        " ranks with the loss hold whole logits.",
+        " parallelism are not modelled. With tensor parallelism sequences are divided"
+        " between blocks, and logits for the loss. *reserved*: by PyTorch's allocator,"
+        " with expandable segments, of which *allocated* is in use, in each stage.",
         "",
-        "| model | mesh | micro-batches x sequences | recomputed or saved | peak"
-        " published, GiB | predicted | difference | tokens/s/GPU published | predicted"
-        " | published with | CPU s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | mesh | micro-batches x sequences | recomputed or saved | GiB"
+        " reserved, published | predicted | difference | allocated, predicted |"
+        " tokens/s/GPU published | predicted | published with | CPU s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.mesh_ranks [--models LLAMA,GPT] [--output DIR]
 
 `plan_parallel` plans each model for 2 ranks (tp=2) and for 4 (2 shards or 2 replicas x
-tp=2), with and without parts of the sequence between blocks, each under two caps: near
-the least peak and in the middle between that and the fastest plan's. Every rank is a
+tp=2), with and without parts of the sequence between blocks, one of them with a loss of
+divided logits as well, each under two caps: near the least peak and in the middle
+between that and the fastest plan's. Every rank is a
 process that gloo connects (`rank_server`); those of a tensor-parallel group get one
 batch. What it holds is counted by `allocator_shim.c` on all threads, to the byte; it
 takes a C compiler. oneDNN is switched off: it keeps memory between steps that no plan
@@ -19,6 +20,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
 import autosac
@@ -41,9 +44,11 @@ from benchmarks import allocator_shim, rank_server
 from benchmarks.kept_promises import (
     KINDS,
     LINKS,
+    LOSS,
     NUM_STEPS,
     Outcome,
     differences,
+    divided_by,
     under_caps,
     write_table,
 )
@@ -154,7 +159,7 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor" or "sequence".
+        kind: "tensor", "sequence" or `LOSS`.
         plan: What was planned.
     """
 
@@ -187,7 +192,7 @@ def planned(name: str, num_ranks: int, degree: int) -> Iterator[Planned]:
         degree: Ranks over which FSDP2 shards.
     """
     profile = autosac.calibrate(RECIPES[name].profile())
-    for kind in KINDS:
+    for kind in (*KINDS, LOSS) if name == "LLAMA" else KINDS:
         make_plan = partial(_plan, profile, num_ranks, degree, kind)
         for plan in under_caps(make_plan):
             yield Planned(model=name, kind=kind, plan=plan)
@@ -203,7 +208,7 @@ def _plan(
         memory_budget=cap,
         degrees=[degree],
         mesh={"tp": 2},
-        tp_plan=kind,  # type: ignore[arg-type]
+        **divided_by(kind),
     )
 
 
@@ -266,9 +271,10 @@ def _run(cell: Planned) -> RankResult:
         gc.collect()
         dist.barrier()
         allocator_shim.reset()
-        loss = micro_step(
-            model, args, kwargs, loss_fn=recipe.loss_fn, autocast=None, accumulate=1
-        )
+        with loss_parallel() if plan.tensor.divides_loss else nullcontext():
+            loss = micro_step(
+                model, args, kwargs, loss_fn=recipe.loss_fn, autocast=None, accumulate=1
+            )
         if number == 0:
             first_loss, gradients = float(loss), _whole_gradients(model)
         del loss

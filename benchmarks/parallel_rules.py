@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import ParallelFormulation
 from autosac.solvers.fsdp import FsdpChoice, schedule, step_time
-from autosac.step.tape import Op, Tape
+from autosac.step.ledger import Ledger
+from autosac.step.tape import Tape
 from autosac.units import curves
 from autosac.units.policies import RERUN, SAVE, SKIP, Policy
 from autosac.units.unit import Unit
@@ -22,30 +23,42 @@ class ByHand:
 
     Attributes:
         name: For people.
-        is_saved: Whether the output of an op of a block is kept.
+        saved: Names of a block's ops in order -> places of those whose output is kept.
     """
 
     name: str
-    is_saved: Callable[[Op], bool]
+    saved: Callable[[Sequence[str]], set[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a rule takes at one sharding degree."""
+    """What a rule takes at one sharding degree; the ledger is that of a rank."""
 
     degree: int
+    ledger: Ledger
     peak_bytes: int
     step_ms: float
     recompute_ms: float
     exposed_ms: float
 
 
+def _heavy(names: Sequence[str]) -> set[int]:
+    return {i for i, name in enumerate(names) if any(op in name for op in _HEAVY)}
+
+
+def _half_of_products(names: Sequence[str]) -> set[int]:
+    """Attention, and every second product from the first on, as in torchtitan."""
+    products = [i for i, name in enumerate(names) if name.startswith("aten.mm.")]
+    return _heavy(names) - set(products[1::2])
+
+
+ALL_RECOMPUTED = ByHand(name="blocks, all recomputed", saved=lambda names: set())
+HALF_SAVED = ByHand(
+    name="blocks, attention and every second product saved", saved=_half_of_products
+)
 BY_HAND = (
-    ByHand(name="blocks, all recomputed", is_saved=lambda op: False),
-    ByHand(
-        name="blocks, products and attention saved",
-        is_saved=lambda op: any(name in op.name for name in _HEAVY),
-    ),
+    ALL_RECOMPUTED,
+    ByHand(name="blocks, products and attention saved", saved=_heavy),
 )
 
 
@@ -70,9 +83,11 @@ def at_degree(
             times[at] += curves.recompute_ms(unit, chosen[unit])
     step = step_time.simulate(schedule(replace(problem, compute_ms=times), choice))
     sharding = form.sharding(choice, degree, spec.num_gpus // degree)
+    timeline = form.ranks.timeline(sharding, chosen)
     return Outcome(
         degree=degree,
-        peak_bytes=form.ranks.peak_bytes(sharding, chosen),
+        ledger=timeline.ledger,
+        peak_bytes=timeline.peak_bytes,
         step_ms=step.total_ms,
         recompute_ms=sum(times) - sum(problem.compute_ms),
         exposed_ms=step.exposed_forward_ms + step.exposed_backward_ms,
@@ -81,12 +96,12 @@ def at_degree(
 
 def policy(tape: Tape, unit: Unit, rule: ByHand) -> Policy:
     """Save what the rule says, rerun what backward then needs."""
-    ops = [tape.ops[i] for i in unit.ops]
+    saved = rule.saved([tape.ops[i].name for i in unit.ops])
     choices = []
     wanted: set[int] = set()
     for index in reversed(range(len(unit.groups))):
         group = unit.groups[index]
-        saves = any(rule.is_saved(ops[i]) for i in group.ops) and not group.unsavable
+        saves = not saved.isdisjoint(group.ops) and not group.unsavable
         if saves or group.pinned:
             choices.append(SAVE)
         elif group.needed or index in wanted:

@@ -4,12 +4,13 @@
 
 `plan_pipeline` plans models of 2 stages for 4 ranks and for 8 (`CASES`): FSDP2 shards
 each stage, copies of it train on batches of their own, ranks share slices of tensors
-with or without parts of the sequence between blocks, FSDP2 with slices, and with mixed
-precision, whose truth is one process that computes in that type; under 1F1B and GPipe,
-each under two caps: near the least peak and in the middle between that and the fastest
-plan's. Ranks are processes that gloo connects (`stage_ranks`). What they hold is
-counted by `allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN
-is switched off: it keeps memory between steps that no plan knows of.
+with or without parts of the sequence between blocks and with losses of divided logits,
+FSDP2 with slices, and with mixed precision, whose truth is one process that computes in
+that type; under 1F1B and GPipe, each under two caps: near the least peak and in the
+middle between that and the fastest plan's. Ranks are processes that gloo connects
+(`stage_ranks`). What they hold is counted by `allocator_shim.c` on all threads, to the
+byte; it takes a C compiler. oneDNN is switched off: it keeps memory between steps that
+no plan knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
 or if losses or gradients differ from those of one process.
 """
@@ -41,9 +42,11 @@ from benchmarks.kept_promises import (
     KINDS,
     LARGEST_ERROR,
     LINKS,
+    LOSS,
     NUM_STEPS,
     Outcome,
     differences,
+    divided_by,
     under_caps,
     write_table,
 )
@@ -178,10 +181,12 @@ MIXED = "bfloat16"  # the kind of plans that gather in that type, and reduce in 
 # Models, ranks of a stage, and kinds of tensor parallelism.
 CASES: tuple[tuple[str, dict[str, int], str], ...] = (
     *((name, {"tp": 2}, kind) for name in ("LLAMA", "GPT") for kind in KINDS),
+    ("LLAMA", {"tp": 2}, LOSS),
     *((name, {"fsdp": 2}, "") for name in ("LLAMA", "GPT", "ODD")),
     ("GPT", {"fsdp": 2}, MIXED),
     ("GPT", {"replicate": 2}, ""),
     ("LLAMA", {"fsdp": 2, "tp": 2}, "sequence"),
+    ("LLAMA", {"fsdp": 2, "tp": 2}, LOSS),
     ("GPT", {"fsdp": 2, "tp": 2}, "tensor"),
     ("ODD", {"replicate": 2, "fsdp": 2}, ""),
 )
@@ -193,7 +198,7 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor", "sequence", `MIXED` or nothing.
+        kind: "tensor", "sequence", `LOSS`, `MIXED` or nothing.
         plan: What was planned.
     """
 
@@ -211,7 +216,7 @@ def planned(
         name: Of the recipe.
         schedule: Its name.
         mesh: Ranks of a stage, by dimension.
-        kind: "tensor", "sequence", `MIXED` or nothing.
+        kind: "tensor", "sequence", `LOSS`, `MIXED` or nothing.
     """
     for plan in under_caps(partial(_plan, name, schedule, mesh, kind)):
         yield Planned(model=name, kind=kind, plan=plan)
@@ -236,7 +241,7 @@ def _plan(
         schedules=[schedule],
         cluster=replace(links, device=device_spec("cpu")),
         mesh=mesh,
-        tp_plan=kind if kind in KINDS else None,  # type: ignore[arg-type]
+        **divided_by("" if kind == MIXED else kind),
         param_dtype=MIXED if kind == MIXED else None,
         reduce_dtype="float32" if kind == MIXED else None,
         optimizer=recipe.make_optimizer,

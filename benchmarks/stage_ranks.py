@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from autosac.checkpointing import installing
 from autosac.pipelines.plans import PipelinePlan
@@ -182,13 +184,15 @@ def _run(rank: int, job: Job) -> RankResult:
     kwargs = {"target": targets} if is_last else {}
     first_losses, gradients = [], {}
     peaks = []
+    divides_loss = job.plan is not None and job.plan.tensor.divides_loss
     for number in range(job.num_steps):
         gc.collect()
         dist.barrier()
         allocator_shim.reset()
         losses: list[torch.Tensor] = []
         more = {**kwargs, "losses": losses} if is_last else {}
-        runner.step(*args, return_outputs=False, **more)
+        with loss_parallel() if divides_loss else nullcontext():
+            runner.step(*args, return_outputs=False, **more)
         if number == 0:
             first_losses = [float(loss.detach()) for loss in losses]
             gradients = _gradients(modules.values())

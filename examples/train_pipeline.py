@@ -10,7 +10,8 @@ is saved with torch.distributed.checkpoint and loaded into a model without a pla
 
 ``--tp 2`` with the first command lets two neighbouring ranks share slices of each
 stage's tensors, ``--fsdp 2`` shards each stage over two ranks with batches of their
-own: it takes twice as many processes then, or with both four times.
+own: it takes twice as many processes then, or with both four times. With ``--tp`` and
+``--loss-parallel`` logits stay divided over the vocabulary, too.
 
 On GPUs add ``--backend nccl`` to the second command and ``--cluster hgx-h100`` to the
 first.
@@ -28,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
 import autosac
@@ -78,13 +80,13 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the model."""
-        x = self.embedding(x)
+        x = self.tokens(x)
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(x)
@@ -110,7 +112,12 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def write_plan(
-    path: Path, ranks: int, mesh: dict[str, int], cluster: str | None, budget: str
+    path: Path,
+    ranks: int,
+    mesh: dict[str, int],
+    cluster: str | None,
+    budget: str,
+    divides_loss: bool,
 ) -> None:
     """Plan for ranks on this machine's CPU, or for the GPUs of a cluster."""
     spec = replace(cluster_spec("pcie-l40s"), device=device_spec("cpu"))
@@ -125,6 +132,7 @@ def write_plan(
         memory_budget=budget,
         cluster=cluster or spec,
         mesh=mesh,
+        loss_parallel=divides_loss,
         optimizer=torch.optim.AdamW,
     )
     plan.save(path)
@@ -151,7 +159,8 @@ def train(path: Path, backend: str) -> None:
         losses: list[torch.Tensor] = []
         args = (inputs,) if stage.is_first else ()
         kwargs = {"target": target, "losses": losses} if stage.is_last else {}
-        schedule.step(*args, **kwargs, **plan.step_kwargs)
+        with loss_parallel():  # without effect if the plan divides no logits
+            schedule.step(*args, **kwargs, **plan.step_kwargs)
         if step == 0 and backend == "gloo":
             compare(stage.submod)
         optimizer.step()
@@ -206,13 +215,21 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--fsdp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--loss-parallel", action="store_true")
     parser.add_argument("--cluster")
     parser.add_argument("--budget", default="12MiB")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     options = parser.parse_args()
     if options.plan:
         mesh = {"fsdp": options.fsdp, "tp": options.tp}
-        write_plan(options.path, options.ranks, mesh, options.cluster, options.budget)
+        write_plan(
+            options.path,
+            options.ranks,
+            mesh,
+            options.cluster,
+            options.budget,
+            options.loss_parallel,
+        )
     else:
         train(options.path, options.backend)
 

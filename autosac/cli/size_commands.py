@@ -24,6 +24,7 @@ from autosac.cli.app import (
 from autosac.cli.step_options import (
     Cluster,
     HostBudget,
+    LossParallel,
     Mesh,
     Offload,
     ParamDtype,
@@ -89,6 +90,7 @@ def parallel(
     ] = None,
     mesh: Mesh = "",
     tp_plan: TpPlan = "",
+    loss_parallel: LossParallel = False,
     param_dtype: ParamDtype = "",
     reduce_dtype: ReduceDtype = "",
     out: Annotated[
@@ -108,6 +110,7 @@ def parallel(
                 memory_budget=budget, param_dtype=param_dtype or None,
                 reduce_dtype=reduce_dtype or None, **given, mesh=read_mesh(mesh),
                 tp_plan=tp_plan or None,  # type: ignore[arg-type]
+                loss_parallel=loss_parallel,
                 offload=offload, host_budget=host_budget,
             )  # fmt: skip
         if out is not None:

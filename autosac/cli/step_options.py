@@ -68,6 +68,10 @@ TpPlan = Annotated[
     str,
     typer.Option(help="Which slices: tensor or sequence. [default: the better one]"),
 ]
+LossParallel = Annotated[
+    bool,
+    typer.Option("--loss-parallel", help="Logits stay divided as well, for the loss."),
+]
 FsdpUnits = Annotated[
     list[str] | None,
     typer.Option(

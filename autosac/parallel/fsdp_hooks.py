@@ -2,8 +2,9 @@
 
 The methods of `Replay` do what the functions of the same names do in
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _fsdp_collectives.py and
-_fsdp_state.py of torch 2.10 to 2.15, in the order in which Python issues it. Streams do
-not matter for that: PyTorch counts memory as allocated and freed when the host says so.
+_fsdp_state.py of torch 2.10 to 2.15, in the order in which Python issues it. PyTorch
+counts memory as allocated and freed when the host says so, whatever the streams; what
+is free again stays reserved for the stream that it was made in.
 
 What differs between devices and process groups:
     - on the CPU gradients of padded parameters are copied before they are packed, and
@@ -28,6 +29,7 @@ from autosac.quantities import rounded_up
 from autosac.step.tape import Parameter
 
 PLACES = 2**20  # instants between two keys of the tape
+_GATHERS, _REDUCTIONS = 1, 2  # streams beside that of compute, which is 0
 # A tensor is divided by a Python number, which becomes a tensor of 8 bytes on the CPU
 # and then one of 4 in the type of the other.
 _DIVISOR_BYTES = 12
@@ -226,7 +228,8 @@ class Replay:
         born: Instant of each allocation,
         died: when it is freed, -1 if it outlives the step,
         nbytes: its size,
-        category: and what it is.
+        category: what it is,
+        stream: and where it is made.
         gradient_died: Storage of an unsharded gradient -> when it is freed.
     """
 
@@ -241,6 +244,7 @@ class Replay:
         self.died: list[int] = []
         self.nbytes: list[int] = []
         self.category: list[str] = []
+        self.stream: list[int] = []
         self.gradient_died: dict[int, int] = {}
         self.retained: int | None = None  # FSDPCommContext.all_gather_state
         self.reduced: int | None = None  # FSDPCommContext.reduce_scatter_states
@@ -321,13 +325,13 @@ class Replay:
         for gradient in group.gradients:
             if gradient != last or not how.holds_last_gradient or degree == 1:
                 self._drop_gradient(state, gradient)
-        output = self._allocate(group.output_bytes, "gradient")
+        output = self._allocate(group.output_bytes, "gradient", _REDUCTIONS)
         sharded = output
         if how.on_cpu:
             copies = group.reduced_bytes if how.copies and degree > 1 else 0
             self._spike(copies + _DIVISOR_BYTES)
         if group.gradient_bytes:
-            sharded = self._allocate(group.gradient_bytes, "gradient")
+            sharded = self._allocate(group.gradient_bytes, "gradient", _REDUCTIONS)
         left = [b for b in {output, sharded} if b != sharded or how.adds_gradients]
         if self.sharding.replicate_degree > 1 and output in left:
             left.remove(output)
@@ -390,8 +394,8 @@ class Replay:
         if state.unsharded or state.pending is not None or not group.gathered_bytes:
             return
         flat = group.kept_flat_bytes if state.kept else group.flat_bytes
-        cast = self._allocate(flat, "all-gather buffer")
-        buffer = self._allocate(group.gathered_bytes, "all-gather buffer")
+        cast = self._allocate(flat, "all-gather buffer", _GATHERS)
+        buffer = self._allocate(group.gathered_bytes, "all-gather buffer", _GATHERS)
         if self.how.copies:
             self._spike(group.gathered_bytes)
         self._free(cast)
@@ -419,12 +423,13 @@ class Replay:
 
     # --- memory -----------------------------------------------------------
 
-    def _allocate(self, nbytes: int, category: str) -> int:
+    def _allocate(self, nbytes: int, category: str, stream: int = 0) -> int:
         self.now += 1
         self.born.append(self.now)
         self.died.append(-1)
         self.nbytes.append(nbytes)
         self.category.append(category)
+        self.stream.append(stream)
         return len(self.born) - 1
 
     def _free(self, index: int | None) -> None:

@@ -75,10 +75,12 @@ class RankTimeline(Timeline):
 
     Attributes:
         rank: Its place among those that share the parameters.
-        composition: Bytes alive at the peak, per category.
+        ledger: What it allocates,
+        composition: and bytes alive at the peak, per category.
     """
 
     rank: int
+    ledger: Ledger
     composition: dict[str, int]
 
 
@@ -91,6 +93,7 @@ class _Sharded:
     died: IntArray
     nbytes: IntArray
     category: tuple[str, ...]
+    stream: IntArray
     gradients: IntArray
     gradients_died: IntArray
 
@@ -216,12 +219,14 @@ class RankSimulator:
             nbytes=np.concatenate([nbytes, sharded.nbytes]),
             end=end,
             constant_bytes=base.constant_bytes,
+            stream=np.concatenate([np.zeros_like(base.born), sharded.stream]),
         )
         timeline = ledger.timeline()
         return RankTimeline(
             keys=timeline.keys,
             live_bytes=timeline.live_bytes,
             rank=rank,
+            ledger=ledger,
             composition=self._composition(
                 ledger, timeline.peak_key, sharded, num_storages, len(base.nbytes)
             ),
@@ -326,6 +331,7 @@ class RankSimulator:
             died=np.array(replay.died, dtype=np.int64),
             nbytes=np.array(replay.nbytes, dtype=np.int64),
             category=tuple(replay.category),
+            stream=np.array(replay.stream, dtype=np.int64),
             gradients=np.array(list(died), dtype=np.int64),
             gradients_died=np.array(list(died.values()), dtype=np.int64),
         )

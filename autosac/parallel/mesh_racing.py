@@ -16,7 +16,7 @@ from torch.distributed import is_initialized
 
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.tp_finding import find_styles
+from autosac.parallel.tp_finding import find_styles, with_divided_loss
 from autosac.parallel.tp_styles import TensorParallel, check, expanded
 from autosac.quantities import format_bytes, format_ms
 
@@ -75,12 +75,15 @@ def read_dimensions(
     return {**known, **asked}
 
 
-def read_degrees(degree: Any, tp_plan: Any, spec: ClusterSpec) -> tuple[int, ...]:
+def read_degrees(
+    degree: Any, tp_plan: Any, loss_parallel: bool, spec: ClusterSpec
+) -> tuple[int, ...]:
     """Degrees of tensor parallelism to look at, least first.
 
     Args:
         degree: One, or None for all that divide a node.
-        tp_plan: Styles, which need a degree.
+        tp_plan: Styles, which need a degree,
+        loss_parallel: and so do divided logits.
         spec: The cluster.
 
     Raises:
@@ -94,9 +97,10 @@ def read_degrees(degree: Any, tp_plan: Any, spec: ClusterSpec) -> tuple[int, ...
             f"`mesh` has tp={degree!r}, which must divide the {node} GPUs of a node;"
             " None tries all that do."
         )
-    if tp_plan is not None and degree == 1:
+    if degree == 1 and (tp_plan is not None or loss_parallel):
+        name = "loss_parallel" if tp_plan is None else "tp_plan"
         raise ArgumentError(
-            "`tp_plan` is given, and `mesh` asks for no tensor parallelism: pass"
+            f"`{name}` is given, and `mesh` asks for no tensor parallelism: pass"
             " mesh={'tp': 2}, or {'tp': None} to try all degrees of a node."
         )
     return (degree,)
@@ -122,13 +126,20 @@ class MeshRace(Generic[_Plan]):
     misfits: list[Lost[_Plan]] = field(default_factory=list)
     refused: list[tuple[TensorParallel, Exception]] = field(default_factory=list)
 
-    def run(self, model: nn.Module, degrees: Sequence[int], tp_plan: TpPlan) -> None:
+    def run(
+        self,
+        model: nn.Module,
+        degrees: Sequence[int],
+        tp_plan: TpPlan,
+        loss_parallel: bool,
+    ) -> None:
         """Plan all divisions of a model.
 
         Args:
             model: Undivided.
             degrees: Over how many ranks.
             tp_plan: Styles; or which to find, None for both kinds.
+            loss_parallel: Logits stay divided.
 
         Raises:
             ArgumentError: The process is a rank already.
@@ -141,7 +152,7 @@ class MeshRace(Generic[_Plan]):
             )
         for degree in degrees:
             try:
-                tensors = _divisions(model, degree, tp_plan)
+                tensors = _divisions(model, degree, tp_plan, loss_parallel)
             except AutosacError as error:
                 self.refused.append((TensorParallel(degree=degree), error))
                 continue
@@ -194,7 +205,9 @@ def _dearer(plan: MeshPlan, best_ms: float) -> str:
     return f"a batch takes {more:.1%} more: {format_ms(plan.step_ms)} a step"
 
 
-def _divisions(model: nn.Module, degree: int, tp_plan: TpPlan) -> list[TensorParallel]:
+def _divisions(
+    model: nn.Module, degree: int, tp_plan: TpPlan, loss_parallel: bool
+) -> list[TensorParallel]:
     """The ways to divide a model among so many ranks.
 
     Raises:
@@ -216,6 +229,8 @@ def _divisions(model: nn.Module, degree: int, tp_plan: TpPlan) -> list[TensorPar
         )
     if tp_plan is None:
         found += _if_known(model)
+    if loss_parallel:
+        found = list(map(with_divided_loss, found))
     for styles in found:
         check(model, styles, degree)
     return [TensorParallel(degree=degree, styles=styles) for styles in found]

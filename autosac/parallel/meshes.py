@@ -28,13 +28,17 @@ MakePlan = Callable[[Profile, ClusterSpec, int], ParallelPlan]
 
 
 def read_mesh(
-    mesh: Mapping[str, int | None] | None, tp_plan: Any, spec: ClusterSpec
+    mesh: Mapping[str, int | None] | None,
+    tp_plan: Any,
+    loss_parallel: bool,
+    spec: ClusterSpec,
 ) -> tuple[int, ...]:
     """Degrees of tensor parallelism to look at, least first.
 
     Args:
         mesh: Degrees by dimension, as in `plan_parallel`.
-        tp_plan: Styles, which need a degree.
+        tp_plan: Styles, which need a degree,
+        loss_parallel: and so do divided logits.
         spec: The cluster.
 
     Raises:
@@ -51,7 +55,7 @@ def read_mesh(
             " memory_budget=..., cluster=..., mesh={'fsdp': ...,"
             f" 'tp': {degree}}})`."
         )
-    return read_degrees(degree, tp_plan, spec)
+    return read_degrees(degree, tp_plan, loss_parallel, spec)
 
 
 def cheapest_mesh(
@@ -60,6 +64,7 @@ def cheapest_mesh(
     budget_bytes: int,
     degrees: tuple[int, ...],
     tp_plan: TpPlan,
+    loss_parallel: bool,
     setting: Setting,
     make_plan: MakePlan,
 ) -> ParallelPlan:
@@ -71,6 +76,7 @@ def cheapest_mesh(
         budget_bytes: Cap on the peak of a rank.
         degrees: Of tensor parallelism.
         tp_plan: Styles; or which to find, None for both kinds.
+        loss_parallel: Logits stay divided.
         setting: What is decided already.
         make_plan: Plans FSDP2 and recomputation.
 
@@ -83,7 +89,7 @@ def cheapest_mesh(
         return _planned(profile, spec, budget_bytes, tensor, setting, make_plan)
 
     race = MeshRace(planned)
-    race.run(profile.step.model, degrees, tp_plan)
+    race.run(profile.step.model, degrees, tp_plan, loss_parallel)
     if race.best is not None:
         lost = map(_alternative, race.lost())
         return replace(race.best, alternatives=(*race.best.alternatives, *lost))

@@ -46,6 +46,7 @@ def plan_parallel(
     degrees: Sequence[int] | None = None,
     mesh: Mapping[str, int | None] | None = None,
     tp_plan: TpPlan = None,
+    loss_parallel: bool = False,
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
     param_dtype: str | None = None,
@@ -81,6 +82,9 @@ def plan_parallel(
             "sequence" (each rank has a part of the sequence between blocks) to find
             them, from the model's own plan if it is one of Transformers, else by
             names; None to try both.
+        loss_parallel: The head's logits stay divided over the vocabulary among ranks
+            that share slices, and the loss is computed on these: train under
+            `torch.distributed.tensor.parallel.loss_parallel`.
         ac_units: The only modules that may be AC units: names, patterns such as
             ``"blocks.*"``, or classes; None for all that can be.
         fsdp_units: The modules that are FSDP units besides the model itself, likewise;
@@ -115,7 +119,7 @@ def plan_parallel(
     numbers: list[int | None] = [None]
     if segments is not None:
         numbers = list(range(1, read_segments(segments) + 1))
-    tp_degrees = read_mesh(mesh, tp_plan, spec)
+    tp_degrees = read_mesh(mesh, tp_plan, loss_parallel, spec)
     profile = profile_for(spec, model, inputs, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
     how = SolveOptions(
@@ -162,7 +166,14 @@ def plan_parallel(
     if tp_degrees == (1,):
         return fastest(profile, spec, budget_bytes)
     return cheapest_mesh(
-        profile, spec, budget_bytes, tp_degrees, tp_plan, setting, fastest
+        profile,
+        spec,
+        budget_bytes,
+        tp_degrees,
+        tp_plan,
+        loss_parallel,
+        setting,
+        fastest,
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.tp_styles import (
+    OF_HEADS,
     STYLES,
     Styles,
     counts_can_be_local,
@@ -71,6 +72,26 @@ def find_styles(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
     if sequence:
         styles = _by_sequence(model, styles)
     return expanded(styles, model)
+
+
+def with_divided_loss(styles: Styles) -> dict[str, str]:
+    """The same styles with logits that stay divided over the vocabulary.
+
+    Args:
+        styles: Of a model, in its order: the last module whose output is gathered is
+            its head.
+
+    Raises:
+        ArgumentError: There is no such module.
+    """
+    heads = [fqn for fqn, style in styles.items() if style in OF_HEADS]
+    if not heads:
+        raise ArgumentError(
+            "`loss_parallel` is for a head that is divided over the vocabulary, and"
+            " none is known in this model: leave it out, or pass `tp_plan` as a dict"
+            " in which the head has the style 'loss_parallel'."
+        )
+    return {**styles, heads[-1]: "loss_parallel"}
 
 
 def _brought(model: nn.Module) -> dict[str, str]:
@@ -176,7 +197,7 @@ def _ties(model: nn.Module, styles: Styles) -> dict[str, str]:
     cut = {
         id(model.get_submodule(fqn).weight)
         for fqn, style in expanded(styles, model).items()
-        if style == "colwise_gather_output"
+        if style in OF_HEADS
     }
     return {
         fqn: "embedding_rowwise"

@@ -8,6 +8,7 @@ modules there are plain tensors, whole or a rank's part of them:
     style                            parameters        first argument    output
     colwise                          rows of weight    whole             a part
     colwise_gather_output            rows of weight    whole             whole
+    loss_parallel                    rows of weight    whole             distributed
     rowwise                          columns           a part            whole
     rowwise_split_input              columns           whole             whole
     embedding_rowwise                vocabulary        whole             whole
@@ -20,7 +21,8 @@ modules there are plain tensors, whole or a rank's part of them:
 modules that hand one argument to several modules of style ``colwise``, such as an
 attention: backward then sums the parts of its gradient before it reduces them, once.
 `local_heads` is for an attention whose forward reads how many heads it has: what counts
-them says how many the rank has.
+them says how many the rank has. `loss_parallel` is for the head: logits stay divided
+over the vocabulary for the loss, which runs in PyTorch's context of that name.
 
 A part of the sequence (dimension 1) between modules instead of the whole:
 
@@ -54,6 +56,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from autosac._compat_distributed import is_loss_parallel
 from autosac.errors import ArgumentError
 
 Styles = Mapping[str, str]
@@ -132,9 +135,32 @@ class _GatheredSequence(SequenceParallel):
         return whole._apply(module, device_mesh)
 
 
+class _LossParallel(ColwiseParallel):
+    """`ColwiseParallel` of a head whose outputs stay distributed for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(output_layouts=Shard(-1), use_local_output=False)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        module.register_forward_hook(_check_loss_parallel)
+        return module
+
+
+def _check_loss_parallel(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.is_grad_enabled() and not is_loss_parallel():
+        raise ArgumentError(
+            "Logits stay divided over the vocabulary (`loss_parallel`), and a loss"
+            " outside of PyTorch's context would gather them on every rank: run"
+            " forward, loss and backward in"
+            " `with torch.distributed.tensor.parallel.loss_parallel():`."
+        )
+
+
 _MAKE: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "loss_parallel": _LossParallel,
     "rowwise": RowwiseParallel,
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
@@ -157,7 +183,8 @@ _MAKE: dict[str, Callable[[], ParallelStyle]] = {
     ),
 }
 STYLES = tuple(_MAKE)
-_OF_ROWS = ("colwise", "colwise_gather_output")
+OF_HEADS = ("colwise_gather_output", "loss_parallel")
+_OF_ROWS = ("colwise", *OF_HEADS)
 _OF_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_to_sequence")
 _OF_SEQUENCE = frozenset(name for name in STYLES if "sequence" in name)
 
@@ -181,11 +208,19 @@ class TensorParallel:
         """Whether a rank has a part of the sequence between some modules."""
         return not _OF_SEQUENCE.isdisjoint(self.styles.values())
 
+    @property
+    def divides_loss(self) -> bool:
+        """Whether logits stay divided, and the loss is computed on parts of them."""
+        return "loss_parallel" in self.styles.values()
+
     def __str__(self) -> str:
         kind = " and sequence" * self.cuts_sequences
+        loss = "; logits stay divided: train under `loss_parallel()`"
         return (
             f"{len(self.styles)} modules with styles of tensor{kind} parallelism over"
             f" {self.degree} ranks of a node, which see one batch together"
+            + loss
+            * self.divides_loss
         )
 
     def within(self, fqns: Sequence[str]) -> TensorParallel:
@@ -306,8 +341,8 @@ def _tie_again(model: nn.Module, shared: list[list[str]]) -> None:
                 raise ArgumentError(
                     f"`{first}` and `{name}` are one parameter, and `tp_plan` divides"
                     " them differently: give both modules styles that divide the same"
-                    " dimension ('embedding_rowwise' and 'colwise_gather_output'), or"
-                    " none."
+                    " dimension ('embedding_rowwise' and 'colwise_gather_output' or"
+                    " 'loss_parallel'), or none."
                 )
             owner, _, attribute = name.rpartition(".")
             model.get_submodule(owner).register_parameter(attribute, parameter)

@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
 
 from autosac._compat_distributed import fake_group
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.formulating import Setting
 from autosac.parallel.fsdp_memory import GLOO_THREADS
 from autosac.parallel.preparing import in_gathered_type
@@ -30,7 +32,7 @@ from autosac.profiles.tracing_again import traced_again
 from autosac.solvers.fsdp.collectives import Collective, Group
 from autosac.step.op_signatures import Signature
 from autosac.step.tape import Op
-from autosac.step.training_step import OptimizerInBackward
+from autosac.step.training_step import OptimizerInBackward, default_loss
 from autosac.tracing.copying import AnyCopies
 from autosac.tracing.step import Step
 
@@ -60,11 +62,24 @@ def rank_profile(
     styles = tuple(tensor.styles.items())
     key = ("rank", tensor.degree, styles, cluster.fabric, setting.param_dtype)
     if key not in traced.parallel:
-        with fake_group(tensor.degree):
+        with fake_ranks(tensor):
             rank = in_gathered_type(_divided(traced, tensor), setting)
         traced.parallel[key] = priced(rank, cluster, tensor.degree, sharded=True)
     profile: Profile = traced.parallel[key]
     return profile
+
+
+@contextlib.contextmanager
+def fake_ranks(tensor: TensorParallel) -> Iterator[None]:
+    """This process is the first of ranks that share slices; losses are as on these."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_group(tensor.degree))
+        if tensor.divides_loss:
+            context = loss_parallel()
+            context.__enter__()
+            # Its own exit forgets to leave where a step fails.
+            stack.callback(context.__exit__, None, None, None)
+        yield
 
 
 def divided_copy(model: torch.nn.Module, tensor: TensorParallel) -> torch.nn.Module:
@@ -82,7 +97,10 @@ def _divided(traced: Profile, tensor: TensorParallel) -> Profile:
     model = divided_copy(step.model, tensor)
     # A plain function: what else is called is copied with all that it knows.
     make = None if step.optimizer is None else lambda own: _optimizer(step, own)
-    return traced_again(traced, model=model, options={"optimizer": make})
+    options: dict[str, Any] = {"optimizer": make}
+    if tensor.divides_loss:
+        options["loss_fn"] = loss_for(tensor, step.loss_fn or default_loss)
+    return traced_again(traced, model=model, options=options)
 
 
 def _optimizer(step: Step, parameters: Iterable[torch.nn.Parameter]) -> Any:

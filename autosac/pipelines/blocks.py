@@ -178,6 +178,8 @@ def handed_on(
     fqns: Sequence[str],
     inputs: torch.Tensor,
     dtype: torch.dtype | None = None,
+    *,
+    divides_loss: bool,
 ) -> dict[str, Passed]:
     """What blocks of a divided model hand on, on the first rank of those that share it.
 
@@ -186,9 +188,10 @@ def handed_on(
         fqns: Its blocks in order.
         inputs: Of one micro-batch.
         dtype: In which it computes, None for its own.
+        divides_loss: The loss takes a distributed tensor of the last block.
 
     Raises:
-        UnsupportedError: A block hands on a distributed tensor.
+        UnsupportedError: A block hands on a distributed tensor otherwise.
         TraceError: A block does not run under its styles.
     """
     mode = _compat.fake_mode(plain=False)
@@ -202,7 +205,8 @@ def handed_on(
                 raise
             except Exception as error:  # whatever the user's code raises
                 raise TraceError(explanation(error, f"divided `{fqn}`")) from error
-            if unwrapped(passed)[1] is not None:
+            is_divided = unwrapped(passed)[1] is not None
+            if is_divided and not (divides_loss and fqn == fqns[-1]):
                 raise UnsupportedError(
                     f"`{fqn}` hands on a distributed tensor under `tp_plan`, and stages"
                     " hand on what a rank has: give the modules in it styles whose"

@@ -10,7 +10,7 @@ sends it to the rank that has its own place in the next stage.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from autosac.errors import ArgumentError
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.parallel.tp_tracing import exchange_ms, late_bytes, priced
 from autosac.pipelines.blocks import (
@@ -76,6 +77,16 @@ class MicroBatch:
     _steps: dict[tuple[int, int], StageStep] = field(default_factory=dict, init=False)
     _alike: dict[Hashable, tuple[int, int]] = field(default_factory=dict, init=False)
 
+    def on_rank(self, divided: torch.nn.Module, tensor: TensorParallel) -> MicroBatch:
+        """The same on the first of the ranks that share slices.
+
+        Args:
+            divided: What it has of the model,
+            tensor: and how that is divided.
+        """
+        loss_fn = loss_for(tensor, self.loss_fn)
+        return replace(self, divided=divided, tensor=tensor, loss_fn=loss_fn)
+
     @cached_property
     def chain(self) -> dict[str, Passed]:
         """The model's blocks, and what they hand on."""
@@ -84,7 +95,13 @@ class MicroBatch:
         if self.tensor.degree == 1:
             return chain
         check_styles(list(chain), self.tensor)
-        return handed_on(self.divided, list(chain), self.inputs, dtype)
+        return handed_on(
+            self.divided,
+            list(chain),
+            self.inputs,
+            dtype,
+            divides_loss=self.tensor.divides_loss,
+        )
 
     @cached_property
     def cuts(self) -> list[int]:

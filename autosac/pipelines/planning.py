@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from autosac._compat_distributed import fake_group
 from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.mesh_racing import (
@@ -25,7 +24,7 @@ from autosac.parallel.mesh_racing import (
 )
 from autosac.parallel.preparing import cluster_of
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import divided_copy
+from autosac.parallel.tp_tracing import divided_copy, fake_ranks
 from autosac.pipelines.blocks import check_cuts
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.plans import PipelinePlan
@@ -57,6 +56,7 @@ def plan_pipeline(
     cluster: str | ClusterSpec | None = None,
     mesh: Mapping[str, int | None] | None = None,
     tp_plan: TpPlan = None,
+    loss_parallel: bool = False,
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
     relative_gap: float = RELATIVE_GAP,
@@ -86,6 +86,7 @@ def plan_pipeline(
             divide a node. ``"fsdp"``: over how many ranks FSDP2 shards each stage;
             ``"replicate"``: how many such groups a stage has. None for none.
         tp_plan: Which slices, as in `plan_parallel`.
+        loss_parallel: Logits stay divided, likewise.
         param_dtype: Type that FSDP2 gathers parameters in, such as ``"bfloat16"``,
         reduce_dtype: and in which gradients add up and are reduced; both or none.
         relative_gap: A plan is given up for another that is faster by more.
@@ -104,7 +105,7 @@ def plan_pipeline(
         options = {**options, "device": spec.device}
     _check_options(options)
     _check_tensors(inputs, target)
-    degrees, parallel = _read_mesh(mesh, tp_plan, num_ranks, spec)
+    degrees, parallel = _read_mesh(mesh, tp_plan, loss_parallel, num_ranks, spec)
     if param_dtype is not None or reduce_dtype is not None:
         parallel = _in_types(parallel, param_dtype, reduce_dtype)
     num_rows = _num_rows(inputs, global_batch, parallel)
@@ -133,7 +134,7 @@ def plan_pipeline(
     if degrees == (1,):
         return asked.planned(WHOLE)
     race = MeshRace(asked.planned)
-    race.run(model, degrees, tp_plan)
+    race.run(model, degrees, tp_plan, loss_parallel)
     if race.best is None:
         raise race.least[0] if race.least else race.refused[0][1]
     lost = map(_lost, race.lost())
@@ -158,7 +159,7 @@ class _Asked:
 
     def planned(self, tensor: TensorParallel) -> PipelinePlan:
         """The plan of one division of tensors."""
-        with fake_group(tensor.degree) if tensor.degree > 1 else nullcontext():
+        with fake_ranks(tensor) if tensor.degree > 1 else nullcontext():
             own = self._divided(tensor)
             for micro_batch in own.values():
                 micro_batch.check_mesh()
@@ -173,7 +174,7 @@ class _Asked:
         model = next(iter(self.micro_batches.values())).model
         divided = divided_copy(model, tensor)
         return {
-            number: replace(micro_batch, divided=divided, tensor=tensor)
+            number: micro_batch.on_rank(divided, tensor)
             for number, micro_batch in self.micro_batches.items()
         }
 
@@ -195,6 +196,7 @@ def _lost(lost: Lost[PipelinePlan]) -> str:
 def _read_mesh(
     mesh: Mapping[str, int | None] | None,
     tp_plan: TpPlan,
+    loss_parallel: bool,
     num_ranks: int,
     spec: ClusterSpec | None,
 ) -> tuple[tuple[int, ...], DataParallel]:
@@ -208,7 +210,8 @@ def _read_mesh(
         )
     shards, replicas = (_number(asked, name) for name in ("fsdp", "replicate"))
     parallel = DataParallel(shard_degree=shards, replicate_degree=replicas)
-    if asked["tp"] == parallel.degree == 1 and tp_plan is None:
+    is_whole = asked["tp"] == 1 and tp_plan is None and not loss_parallel
+    if is_whole and parallel.degree == 1:
         return (1,), parallel
     if spec is None:
         raise ArgumentError(
@@ -216,9 +219,9 @@ def _read_mesh(
             " missing, whose links time what these exchange: pass a known name or a"
             " `ClusterSpec`."
         )
-    if asked["tp"] == 1 and tp_plan is None:
+    if is_whole:
         return (1,), parallel
-    return read_degrees(asked["tp"], tp_plan, spec), parallel
+    return read_degrees(asked["tp"], tp_plan, loss_parallel, spec), parallel
 
 
 def _in_types(

@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from autosac import _compat_pipelining
 from autosac.checkpointing import installing
 from autosac.errors import ArgumentError
+from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.fsdp_applying import check_mesh, shard
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.pipelines.blocks import Passed, Stage
@@ -249,7 +250,8 @@ class PipelinePlan(Summarized):
         """
         schedule_class = get_schedule_class(self.pipeline.name)
         own = list(stages) if self.pipeline.is_looped else stages[0]
-        return schedule_class(own, self.pipeline.num_micro_batches, loss_fn=loss_fn)
+        number = self.pipeline.num_micro_batches
+        return schedule_class(own, number, loss_fn=loss_for(self.tensor, loss_fn))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

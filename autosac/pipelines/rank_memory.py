@@ -180,7 +180,10 @@ class RankReplay:
 
     def timeline(self, chosen: Mapping[int, Choice] | None = None) -> Timeline:
         """Live memory of the rank over a step; keys count on from action to action."""
-        chosen = chosen or {}
+        return self.ledger(chosen or {}).timeline()
+
+    def ledger(self, chosen: Mapping[int, Choice]) -> Ledger:
+        """All that the rank allocates in a step."""
         pairs = {}
         for stage, step in self.stages.items():
             choice = chosen.get(stage, {})
@@ -193,7 +196,7 @@ class RankReplay:
             )
         ledger = _Replay(self.schedule, self.actions, pairs, self.stages).ledger()
         constant_bytes = ledger.constant_bytes + self.besides_bytes
-        return replace(ledger, constant_bytes=constant_bytes).timeline()
+        return replace(ledger, constant_bytes=constant_bytes)
 
 
 class _Replay:
@@ -248,24 +251,25 @@ class _Replay:
         pieces = [self._of_micro_batch(forward) for forward in forwards]
         pieces += self._of_optimizers()
         pieces += [self._of_sharding(replay) for replay in self.replays]
-        born, died, nbytes = map(np.concatenate, zip(*pieces, strict=True))
+        born, died, nbytes, stream = map(np.concatenate, zip(*pieces, strict=True))
         return Ledger(
             born=born,
             died=died,
             nbytes=nbytes,
+            stream=stream,
             end=self.end * PLACES,
             constant_bytes=self._constant_bytes(),
         )
 
-    def _of_sharding(self, replay: Replay) -> tuple[IntArray, IntArray, IntArray]:
+    def _of_sharding(self, replay: Replay) -> tuple[IntArray, ...]:
         """Entries of what a stage's FSDP units gather and reduce."""
-        born, died, nbytes = (
+        born, died, nbytes, stream = (
             np.array(column, dtype=np.int64)
-            for column in (replay.born, replay.died, replay.nbytes)
+            for column in (replay.born, replay.died, replay.nbytes, replay.stream)
         )
-        return born, np.where(died < 0, self.end * PLACES, died), nbytes
+        return born, np.where(died < 0, self.end * PLACES, died), nbytes, stream
 
-    def _of_micro_batch(self, forward: Action) -> tuple[IntArray, IntArray, IntArray]:
+    def _of_micro_batch(self, forward: Action) -> tuple[IntArray, ...]:
         """Entries of a micro-batch in a stage."""
         part, ledger = self._part(forward), self._part(forward).ledger
         begin = self.starts[forward]
@@ -281,7 +285,8 @@ class _Replay:
         freed = self.freed.get(forward[1:], {})
         died[list(freed)] = list(freed.values())
         own = part.of_micro_batch
-        return born[own] * PLACES, died[own], ledger.nbytes[own]
+        born, died, nbytes = born[own] * PLACES, died[own], ledger.nbytes[own]
+        return born, died, nbytes, np.zeros_like(born)
 
     @property
     def _holds_all(self) -> bool:
@@ -337,9 +342,10 @@ class _Replay:
             latest[kind] = action
         return following
 
-    def _of_optimizers(self) -> list[tuple[IntArray, IntArray, IntArray]]:
+    def _of_optimizers(self) -> list[tuple[IntArray, ...]]:
         """Entries of the optimizer steps, one stage's after another's."""
-        pieces, at = [], self.end_of_actions + 1
+        pieces: list[tuple[IntArray, ...]] = []
+        at = self.end_of_actions + 1
         for part, _ in self.parts.values():
             ledger = part.ledger
             own = ledger.born >= part.optimizer_key
@@ -347,7 +353,7 @@ class _Replay:
             born, died = (
                 (keys[own] + shift) * PLACES for keys in (ledger.born, ledger.died)
             )
-            pieces.append((born, died, ledger.nbytes[own]))
+            pieces.append((born, died, ledger.nbytes[own], np.zeros_like(born)))
             at = shift + ledger.end
         return pieces
 

@@ -7,7 +7,7 @@ allocator that frees first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,7 @@ class Ledger:
         nbytes: and its size.
         end: When the step ends; what dies later is there after it.
         constant_bytes: What is alive all the time besides.
+        stream: The CUDA stream that each is made in; None for all in one.
     """
 
     born: IntArray
@@ -67,6 +68,7 @@ class Ledger:
     nbytes: IntArray
     end: int = 0
     constant_bytes: int = 0
+    stream: IntArray | None = None
 
     def timeline(self) -> Timeline:
         """Bytes alive over time."""
@@ -78,6 +80,16 @@ class Ledger:
         # Of several changes at one instant only their sum is ever alive.
         last = np.append(keys[1:] != keys[:-1], True)
         return Timeline(keys=keys[last], live_bytes=live[last])
+
+    def by_stream(self) -> list[Ledger]:
+        """What is made in each stream, whose free memory no other one gets."""
+        if self.stream is None:
+            return [self]
+        parts = [
+            replace(self, nbytes=np.where(self.stream == i, self.nbytes, 0))
+            for i in np.unique(self.stream)
+        ]
+        return [parts[0], *(replace(part, constant_bytes=0) for part in parts[1:])]
 
     def by_row(self, rows: IntArray, num_rows: int) -> tuple[IntArray, IntArray]:
         """Bytes alive over time, apart for each row that entries belong to.

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from autosac import _compat, _compat_compiler
+from autosac._compat_distributed import is_loss_parallel
 from autosac.errors import TraceError
 from autosac.step import source_lines
 
@@ -36,6 +37,10 @@ _ONE_BY_ONE = (
     " ones beside distributed ones: plan and train with `foreach=False`, as in"
     " functools.partial(torch.optim.AdamW, foreach=False)."
 )
+_DIVIDED = (
+    " PyTorch's `loss_parallel` takes `torch.nn.functional.cross_entropy` of class"
+    " indices without label smoothing: use that, or leave `loss_parallel` out."
+)
 _ELSEWHERE = ("same device", "different devices")  # the latter of fakes in torch 2.10
 _META = (
     " A model on the meta device is traced as if it were on the CPU: make the tensors"
@@ -58,6 +63,8 @@ def explanation(error: BaseException, place: str) -> str:
     is_elsewhere = any(words in str(error) for words in _ELSEWHERE)
     if is_elsewhere and "meta" in str(error):
         advice = _META
+    if _MIXED in str(error) and is_loss_parallel():
+        advice = _DIVIDED
     if _MIXED in str(error) and ("_foreach_" in str(error) or "_fused_" in str(error)):
         advice = _ONE_BY_ONE
     if _compat_compiler.is_of_compiled_code(error):

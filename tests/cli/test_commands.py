@@ -441,8 +441,9 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
     assert far["step_ms"] <= record["step_ms"] and not far["exposed_copies_ms"]
     assert run_json("min-gpus", *given, "-b", fits)["min_gpus"] <= 2
     with_mesh = ("parallel", *given, "--gpus", "2", "-b", "1GiB", "--mesh")
-    record = run_json(*with_mesh, "tp=2", "--tp-plan", "tensor")
+    record = run_json(*with_mesh, "tp=2", "--tp-plan", "tensor", "--loss-parallel")
     assert record["mesh_shape"] == [1, 2] and record["tensor"]["degree"] == 2
+    assert record["tensor"]["styles"]["head"] == "loss_parallel"
     assert len(run_json(*with_mesh, "tp=any")["alternatives"]) > 1
     wrong = run(*with_mesh, "tp")
     assert wrong.exit_code == cli.EXIT_USAGE and "tp=8" in wrong.stderr

@@ -9,13 +9,14 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
 import autosac
 from autosac._compat_distributed import fake_group
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
-from autosac.parallel.tp_finding import find_styles
+from autosac.parallel.tp_finding import find_styles, with_divided_loss
 from autosac.parallel.tp_styles import TensorParallel, apply, check
 from benchmarks import allocator_shim, mesh_ranks
 from benchmarks.rank_server import run_ranks
@@ -159,11 +160,18 @@ def tokens():
     return torch.randint(VOCABULARY, (2, LENGTH))
 
 
+def partly_labelled():
+    inputs = labelled()
+    inputs["labels"][:, 3:7] = -100  # ignored
+    return inputs
+
+
 def tied_llama():
     return llama(tie_word_embeddings=True)
 
 
 BOTH = (False, True)  # with parts of the sequence between blocks
+LOSS = "loss"  # and with logits that stay divided
 # torch 2.10 mixes up two kinds of divided embeddings in one process.
 FAMILIES = {
     "padded": (
@@ -176,6 +184,7 @@ FAMILIES = {
     ),
     "T5": ((t5, labelled, False),),
     "torchtitan": tuple((Titan, tokens, sequence) for sequence in BOTH),
+    "loss": tuple((make, partly_labelled, LOSS) for make in (llama, tied_llama)),
     "GPT": tuple((mesh_ranks.GPT, tokens, sequence) for sequence in BOTH),
 }
 
@@ -196,11 +205,13 @@ def _hold_against_whole(rank, name):
     for make, make_inputs, sequence in FAMILIES[name]:
         whole, divided = (_seeded(make, 0).train() for _ in range(2))
         inputs = _seeded(make_inputs, 1)
-        apply(divided, mesh, find_styles(divided, sequence=sequence))
-        losses = [loss_of(model, inputs) for model in (whole, divided)]
-        for loss in losses:
-            loss.backward()
-        assert torch.allclose(*losses, rtol=1e-6), make
+        styles = find_styles(divided, sequence=bool(sequence))
+        apply(divided, mesh, with_divided_loss(styles) if sequence == LOSS else styles)
+        with loss_parallel():
+            losses = [loss_of(model, inputs) for model in (whole, divided)]
+            for loss in losses:
+                loss.backward()
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6), make
         wanted = {fqn: p.grad for fqn, p in whole.named_parameters()}
         largest = max(g.abs().max() for g in wanted.values() if g is not None)
         for fqn, parameter in divided.named_parameters():
@@ -257,6 +268,7 @@ REFUSED = (
     (Counting, CUT, 2, "reads `n_heads`, which counts all heads"),
     (_normed, CUT, 2, "`q_norm` sees some of the heads"),
     (Titan, {"output": "colwise_gather_output"}, 3, "64 outputs, .* make that 66"),
+    (Titan, {"output": "loss_parallel"}, 3, "64 outputs, .* make that 66"),
     (Titan, {"tok_embeddings": "embedding_rowwise"}, 5, "64 entries"),
     (Titan, {"norm": "colwise"}, 2, "is for torch.nn.Linear"),
     (Titan, {"layers.0.feed_forward.w2": "rowwise"}, 5, "64 inputs"),
@@ -444,8 +456,10 @@ def test_ranks_that_must_draw_alike_have_one_seed():
     ("name", "num_ranks", "degree"), [("LLAMA", 2, 1), ("GPT", 4, 2)]
 )
 def test_real_ranks_keep_cap_prediction_and_gradients(name, num_ranks, degree):
-    # A tight cap without parts of the sequence, a loose one with.
-    cells = list(mesh_ranks.planned(name, num_ranks, degree))[::3]
+    # A tight cap without parts of the sequence, a loose one with, and one with divided
+    # logits besides.
+    cells = list(mesh_ranks.planned(name, num_ranks, degree))
+    cells = [*cells[:4:3], *cells[5:]]
     assert all(cell.plan.policy for cell in cells)
     for row in mesh_ranks.run_ranks(cells, num_ranks):
         assert row.is_kept, row

@@ -24,6 +24,7 @@ from autosac.parallel.tp_styles import TensorParallel
 from autosac.parallel.tp_tracing import divided_copy
 from autosac.pipelines.micro_batches import MicroBatch
 from benchmarks import stage_mesh_ranks
+from benchmarks.kept_promises import LOSS
 from benchmarks.stage_ranks import can_count
 from tests.pipelines.stages import LENGTH, NUM_TOKENS, WIDTH, language_loss, tokens
 
@@ -260,7 +261,7 @@ def test_real_ranks_with_shards_keep_cap_prediction_and_gradients():
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
 def test_real_ranks_with_slices_keep_cap_prediction_and_gradients(monkeypatch):
     monkeypatch.setattr(MicroBatch, "cuts", [3])  # in the middle: planned sooner
-    cell = next(stage_mesh_ranks.planned("LLAMA", "1F1B", {"tp": 2}, "sequence"))
+    cell = next(stage_mesh_ranks.planned("LLAMA", "1F1B", {"tp": 2}, LOSS))
     assert any(stage.policy for stage in cell.plan.stage_plans)
     row = stage_mesh_ranks.run(cell)
     assert row.is_kept, row
