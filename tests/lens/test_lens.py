@@ -126,7 +126,8 @@ def attention(
     query = make(heads[0], lengths[0], widths[0])
     key = make(heads[1], lengths[1], widths[0])
     value = make(heads[1], lengths[1], widths[1])
-    bias = torch.zeros(lengths, dtype=dtype) if mask else None
+    is_learned = mask == "learned"
+    bias = torch.zeros(lengths, dtype=dtype, requires_grad=is_learned) if mask else None
 
     def call(*tensors):
         return functional.scaled_dot_product_attention(*tensors, **options)
@@ -185,6 +186,7 @@ def test_falls_back_to_math(options):
     [
         (91501, {"device": H100}, CUDNN),
         (91501, {"device": H100, "mask": True}, CUDNN),
+        (91501, {"device": H100, "mask": "learned"}, EFFICIENT),
         (91501, {"device": H100, "dropout_p": 0.1}, FLASH),  # not a multiple of 1/16
         (91501, {"device": H100, "widths": (256, 256)}, FLASH),
         (92300, {"device": H100, "widths": (256, 256)}, CUDNN),
