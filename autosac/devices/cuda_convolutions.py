@@ -9,8 +9,8 @@ layouts; "Tensor Core Requirements"). That is an estimate: which kernel runs, an
 else it asks for, cuDNN's heuristics decide at run time. Depthwise convolutions of
 tensors that lie channels first run in PyTorch's own kernels, without any.
 
-Held against published figures (docs/gpus.md) ResNet-50 and ConvNeXt-L are predicted
-within 1 %, Whisper with its two convolutions of long sequences up to 5 % too low.
+Held against published figures (docs/gpus.md) ResNet-50, ConvNeXt-L and Whisper are
+predicted within 1 % in the median.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from autosac.quantities import rounded_up
 
 _CHANNELS = 8  # in multiples of which tensor cores work
 _HALF = (torch.float16, torch.bfloat16)
+_SUM_BYTES = 4  # of each element of a weight's gradient, which adds up in float32
 
 
 def _forward(given: dict[str, Any]) -> list[int]:
@@ -47,7 +48,8 @@ def _backward(given: dict[str, Any]) -> list[int]:
     if not _transposes(given, wished):
         return copies
     moved = [_last(images.shape), _last(grad.shape), _last(weight.shape)]
-    return [*copies, images.element_size() * sum(moved)]
+    summed = _SUM_BYTES * _last(weight.shape)
+    return [*copies, images.element_size() * sum(moved) + summed]
 
 
 def _format(images: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:

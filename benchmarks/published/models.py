@@ -80,7 +80,6 @@ def _milabench_hf(
 ) -> Subject:
     """milabench, benchmarks/huggingface/bench: it never zeroes gradients."""
     configuration = config()
-    configuration.use_cache = False
     with torch.device("meta"):
         auto: Any = getattr(transformers, architecture)
         model = auto.from_config(configuration, **how).train()

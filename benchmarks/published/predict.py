@@ -12,6 +12,7 @@ import torch
 
 import autosac
 from autosac.devices.specs import DeviceSpec, device_spec
+from benchmarks.environment import package_version
 from benchmarks.published.models import SUBJECTS, Subject
 
 Record = dict[str, Any]
@@ -36,7 +37,9 @@ def predict(series: Record, path: Path) -> None:
         _predicted(SUBJECTS[series["model"]](point["batch"]), series["gpu"], point)
         for point in series["points"]
     ]
-    path.write_text(json.dumps({**series, "points": points}) + "\n")
+    of_models = package_version("transformers")
+    record = {**series, "transformers": of_models, "points": points}
+    path.write_text(json.dumps(record) + "\n")
 
 
 def _predicted(subject: Subject, gpu: str, point: Record) -> Record:
