@@ -323,7 +323,7 @@ def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
         if difference_in_dry_run(profile, {unit: chosen[unit]})
     }
     inexact = inexact or {_inexact_beside_others(profile, chosen, list(kinds))}
-    alike = (u for u in profile.candidates if _kind(u) in inexact)
+    alike = (u for u in profile.choosable if _kind(u) in inexact)
     fqns = [fqn for unit in alike for fqn in _modules_of(unit)]
     if not fqns:
         raise SolverError(difference)

@@ -129,7 +129,7 @@ class Plan(Summarized):
     @property
     def offloads(self) -> bool:
         """Whether it moves anything to far memory."""
-        return any(one.far for one in self.op_policies)
+        return any(one.offloads for one in self.op_policies)
 
     @property
     def host_ms(self) -> float | None:
@@ -434,17 +434,25 @@ class Plan(Summarized):
         for one in self.op_policies:
             if one.chain:
                 chains.setdefault(one.chain, []).append(one.fqn)
-        return {
-            one.fqn: f"part of {one.around}"
-            if one.around
-            else f"input made again from {chains[one.chain][0]}"
-            for one in self.op_policies
-            if one.around or one.position
-        } | {
-            one.fqn: f"arguments {'and results ' if one.far_ops else ''}offloaded"
-            for one in self.op_policies
-            if one.far
-        }
+        return (
+            {
+                one.fqn: f"part of {one.around}"
+                if one.around
+                else f"input made again from {chains[one.chain][0]}"
+                for one in self.op_policies
+                if one.around or one.position
+            }
+            | {
+                one.fqn: f"arguments {'and results ' if one.far_ops else ''}offloaded"
+                for one in self.op_policies
+                if one.far
+            }
+            | {
+                one.fqn: "saved tensors offloaded, back one by one"
+                for one in self.op_policies
+                if one.streamed
+            }
+        )
 
 
 def check_model(expected: Fingerprint, model: torch.nn.Module) -> None:

@@ -26,6 +26,7 @@ from autosac.solving.incumbents import Incumbents, most_rules
 from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.rules_of_thumb import Rules
 from autosac.solving.solve_options import read_segments
+from autosac.solving.streaming import Streaming
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step.batch_signatures import BatchSignature
 from autosac.step.op_signatures import Copies
@@ -41,13 +42,14 @@ from autosac.units.given_units import ALL_UNITS, GivenUnits
 from autosac.units.nests import find_nests
 from autosac.units.policies import Policy
 from autosac.units.slices import find_slices
+from autosac.units.streamed import StreamedModel, find_streamed
 from autosac.units.unit import Unit
 
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
     *("units_by_name", "chooser", "roomy_chooser", "_varied", "dry_runs", "statistics"),
     *("_curves", "with_given_units", "with_other_caps", "with_offload", "far_units"),
-    "moved_blocks",
+    *("moved_blocks", "streamed", "streaming"),
 )
 
 
@@ -248,6 +250,35 @@ class TracedStep(Summarized):
         return find_far_units(*finder_args)
 
     @cached_property
+    def streamed(self) -> StreamedModel | None:
+        """The whole model as a unit whose saved tensors come back one by one.
+
+        None if it moves nothing, or if sizes vary from step to step.
+        """
+        link = self.device.link
+        if (
+            self.plain is None
+            or link is None
+            or self.redrawn
+            or self.given != ALL_UNITS
+        ):
+            return None
+        return find_streamed(self.tape, self.op_ms, link, exclude=self.left_out)
+
+    @cached_property
+    def streaming(self) -> Streaming | None:
+        """Finder of choices that stream the model."""
+        if self.streamed is None:
+            return None
+        return Streaming(self.simulator, self.streamed, self.far_unit_bytes)
+
+    @property
+    def choosable(self) -> tuple[Unit, ...]:
+        """All units of choices: candidates, and the whole model if it can be one."""
+        streamed = () if self.streamed is None else (self.streamed,)
+        return (*self.candidates, *streamed)
+
+    @cached_property
     def moved_blocks(self) -> MovedBlocks:
         """Finder of choices with offload that are good and not the best."""
         twins = within(self.far_units, self.far_unit_bytes)
@@ -309,7 +340,7 @@ class TracedStep(Summarized):
             incumbents = Incumbents(simulator, choices)
             if plain is None:
                 return Chooser(simulator, self.formulation, incumbents)
-            known = incumbents, plain, self.moved_blocks
+            known = incumbents, plain, self.moved_blocks, self.streaming
             return Chooser(simulator, self.formulation, *known)
 
     @cached_property

@@ -61,6 +61,23 @@ class Piece:
         return (self.trigger - 1) * span + 1 - self.enter
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A storage of saved tensors that lies in far memory by itself.
+
+    Attributes:
+        storage: The storage,
+        let_go: which the program holds until this tick,
+        fetched: and has again from this one on,
+        until: until autograd has used it.
+    """
+
+    storage: int
+    let_go: int
+    fetched: int
+    until: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unit:
     """A module call that can run under activation checkpointing.
@@ -162,6 +179,10 @@ class Unit:
     def held_until(self, storage: int) -> int:
         """Tick until which it holds one of its arguments."""
         return self.released
+
+    def moves(self, policy: Policy) -> tuple[Move, ...] | None:
+        """What of its saved tensors comes back one by one; None if it is rerun."""
+        return None
 
     def op_policies(
         self, tape: Tape, policy: Policy, *, training: bool

@@ -1,0 +1,167 @@
+"""Which saved tensors of a model are streamed under a budget, and how early each comes.
+
+A heuristic beside the MILP, which has no such unit. It begins with all of them in far
+memory and none prefetched: that peaks lowest, and is the rule that people set by hand.
+Then it uses the memory that the budget leaves: what is saved last stays on the device,
+nothing of it or up to all that fits, and copies back begin as early as the link has to
+have them, or as memory allows. The fastest of these is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+
+from autosac.simulation.simulator import Simulator
+from autosac.solving.rules_of_thumb import Choice
+from autosac.step.tape import IntArray
+from autosac.units.policies import SAVE, Policy
+from autosac.units.streamed import StreamedModel, ahead, moved
+
+_SHARES = 4  # of what may stay on the device: so many are looked at
+_MOST_TRIES = 4  # of using less memory, where an allocator adds more than at first
+
+
+class Streaming:
+    """Choices that stream a model, for one step.
+
+    Args:
+        simulator: Of the step.
+        unit: The model as a unit.
+        host_bytes: Most bytes in far memory; None for as many as one likes.
+    """
+
+    def __init__(
+        self, simulator: Simulator, unit: StreamedModel, host_bytes: int | None
+    ) -> None:
+        self._simulator = simulator
+        self._unit = unit
+        self._host_bytes = host_bytes
+        self._found: dict[int, Policy | None] = {}
+
+    @cached_property
+    def _least(self) -> Policy:
+        """As much in far memory as may be, and none of it prefetched."""
+        streams = self._unit.streams
+        choices = [ahead(0)] * len(streams)
+        left = sum(stream.nbytes for stream in streams)
+        for k in reversed(range(len(streams))):
+            if self._host_bytes is None or left <= self._host_bytes:
+                break
+            choices[k] = SAVE
+            left -= streams[k].nbytes
+        return Policy("".join(choices))
+
+    def lowest(self) -> Choice:
+        """The choice of least peak."""
+        return {self._unit: self._least}
+
+    def cheapest(self, budget_bytes: int) -> Choice | None:
+        """The fastest choice found whose true peak is within a budget; None if none is.
+
+        What was found for smaller budgets is among them.
+        """
+        if budget_bytes not in self._found:
+            self._found[budget_bytes] = self._find(budget_bytes)
+        found = (p for b, p in self._found.items() if p and b <= budget_bytes)
+        best = min(found, key=self._unit.waits_ms, default=None)
+        return None if best is None else {self._unit: best}
+
+    def _find(self, budget_bytes: int) -> Policy | None:
+        least = self._least
+        peak_bytes = self._peak_bytes(least, is_true=True)
+        if peak_bytes > budget_bytes:
+            return None
+        target_bytes = budget_bytes - (peak_bytes - self._peak_bytes(least))
+        for _ in range(_MOST_TRIES):
+            found = sorted(self._filled(target_bytes), key=self._unit.waits_ms)
+            fitting = (p for p in found if self._peak_bytes(p) <= target_bytes)
+            best = next(fitting, least)
+            excess_bytes = self._peak_bytes(best, is_true=True) - budget_bytes
+            if excess_bytes <= 0:
+                return best
+            target_bytes -= excess_bytes
+        return least
+
+    def _peak_bytes(self, policy: Policy, *, is_true: bool = False) -> int:
+        choice: Choice = {self._unit: policy}
+        simulator = self._simulator
+        peak_bytes = simulator.true_peak_bytes if is_true else simulator.peak_bytes
+        return peak_bytes(choice)
+
+    def _filled(self, target_bytes: int) -> Iterator[Policy]:
+        """Policies that use the memory up to a target, by how much stays."""
+        most = self._most_kept(target_bytes)
+        for number in sorted({most * share // _SHARES for share in range(_SHARES + 1)}):
+            yield self._prefetched(self._keeping(number), target_bytes)
+
+    def _keeping(self, number: int) -> Policy:
+        """Nothing prefetched, and so many more stay that are saved last."""
+        choices = list(self._least.choices)
+        for k in moved(self._least)[len(moved(self._least)) - number :]:
+            choices[k] = SAVE
+        return Policy("".join(choices))
+
+    def _most_kept(self, target_bytes: int) -> int:
+        """How many may stay: more of them never take less memory."""
+        fits, fails = 0, len(moved(self._least)) + 1
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            if self._peak_bytes(self._keeping(middle)) <= target_bytes:
+                fits = middle
+            else:
+                fails = middle
+        return fits
+
+    def _live(self, policy: Policy) -> IntArray:
+        """Most bytes alive from each tick until the next one."""
+        span = self._simulator.span
+        timeline = self._simulator.timeline({self._unit: policy})
+        return timeline.most_from(np.arange(self._simulator.tape.num_ticks + 1) * span)
+
+    def _prefetched(self, policy: Policy, target_bytes: int) -> Policy:
+        """The policy, which prefetches nothing, with copies back as early as is of use.
+
+        Before a copy can begin, memory for it would be wasted.
+        """
+        unit = self._unit
+        live, order = self._live(policy), unit.reads(policy)
+        streams = [unit.streams[k] for k in order]
+        needed = self._needed(order)
+        choices, read_ms, free_ms, waited_ms = (
+            list(policy.choices),
+            list[float](),
+            0.0,
+            0.0,
+        )
+        first, reads = 0, [stream.read for stream in streams]
+        for number, (k, stream) in enumerate(zip(order, streams, strict=True)):
+            useful = bisect_right(read_ms, free_ms) - 1  # the link is busy before
+            first = max(first, useful, bisect_right(reads, stream.freed))
+            first = min(max(first, needed[number]), number)
+            above = live[reads[first] : stream.read] + stream.nbytes > target_bytes
+            if above.any():
+                last = reads[first] + int(np.flatnonzero(above)[-1])
+                first = min(bisect_right(reads, last), number)
+            live[reads[first] : stream.read] += stream.nbytes
+            choices[k] = ahead(number - first)
+            now_ms = unit.passed(stream.read) + waited_ms
+            begun_ms = now_ms if first == number else read_ms[first]
+            free_ms = max(free_ms, begun_ms) + unit.link.back_ms(stream.nbytes, 1)
+            waited_ms += max(0.0, free_ms - now_ms)
+            read_ms.append(now_ms)
+        return Policy("".join(choices))
+
+    def _needed(self, order: list[int]) -> list[int]:
+        """The last read with which each copy back may begin and none is waited for."""
+        unit = self._unit
+        passed_ms = [unit.passed(unit.streams[k].read) for k in order]
+        needed, start_ms = [0] * len(order), float("inf")
+        for number in reversed(range(len(order))):
+            own_ms = unit.link.back_ms(unit.streams[order[number]].nbytes, 1)
+            start_ms = min(start_ms, passed_ms[number]) - own_ms
+            needed[number] = max(bisect_right(passed_ms, start_ms) - 1, 0)
+        return needed
