@@ -360,10 +360,12 @@ class Plan(Summarized):
     def _notes(self, gap: str) -> Iterator[tuple[str, str]]:
         """What there is to say of some plans only."""
         if self.offloaded_bytes:
+            is_streamed = any(one.streamed for one in self.op_policies)
             yield (
                 "offload",
                 f"{format_bytes(self.offloaded_bytes)} to"
                 f" {'a file' if self.device == 'cpu' else 'the host'},"
+                f"{' back one by one,' if is_streamed else ''}"
                 f" {format_ms(self.exposed_ms)} of the recomputation is waiting for it",
             )
         if self.far_state_bytes:
@@ -434,25 +436,17 @@ class Plan(Summarized):
         for one in self.op_policies:
             if one.chain:
                 chains.setdefault(one.chain, []).append(one.fqn)
-        return (
-            {
-                one.fqn: f"part of {one.around}"
-                if one.around
-                else f"input made again from {chains[one.chain][0]}"
-                for one in self.op_policies
-                if one.around or one.position
-            }
-            | {
-                one.fqn: f"arguments {'and results ' if one.far_ops else ''}offloaded"
-                for one in self.op_policies
-                if one.far
-            }
-            | {
-                one.fqn: "saved tensors offloaded, back one by one"
-                for one in self.op_policies
-                if one.streamed
-            }
-        )
+        return {
+            one.fqn: f"part of {one.around}"
+            if one.around
+            else f"input made again from {chains[one.chain][0]}"
+            for one in self.op_policies
+            if one.around or one.position
+        } | {
+            one.fqn: f"arguments {'and results ' if one.far_ops else ''}offloaded"
+            for one in self.op_policies
+            if one.far
+        }
 
 
 def check_model(expected: Fingerprint, model: torch.nn.Module) -> None:

@@ -168,6 +168,8 @@ def most_frugal(plan: Plan) -> Plan:
     if plan.traced is None:
         return plan
     choice = plan.traced.chooser.lowest()
+    if plan.traced.peak_bytes(choice) >= plan.peak_bytes:
+        return plan  # a streamed one, perhaps
     return replace(
         plan,
         op_policies=spell_out(plan.traced, choice),

@@ -340,7 +340,7 @@ class TracedStep(Summarized):
             incumbents = Incumbents(simulator, choices)
             if plain is None:
                 return Chooser(simulator, self.formulation, incumbents)
-            known = incumbents, plain, self.moved_blocks, self.streaming
+            known = incumbents, plain, self.moved_blocks
             return Chooser(simulator, self.formulation, *known)
 
     @cached_property

@@ -37,7 +37,7 @@ from autosac.simulation.reruns import Lifetimes, Reruns, Span, rows
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import CATEGORIES, IntArray, Tape
 from autosac.units.policies import RERUN, SAVE, Policy
-from autosac.units.unit import Move, Piece, Unit
+from autosac.units.unit import Piece, Unit
 
 _MOST_BLOCKS = 100_000  # of an allocator in several replays: some tenths of a second
 _FEWEST_REPLAYS = 4
@@ -335,8 +335,8 @@ class Simulator:
                 works += [(start + a, start + b, n) for a, b, n in passed.works]
         for storage in unit.call.inputs:
             lifetimes.hold(storage, unit.held_until(storage) * self.span)
-        if (moves := unit.moves(policy)) is not None:
-            copies += self._streamed(unit, moves, lifetimes)
+        if unit.is_streamed:
+            copies += self._streamed(unit, policy, lifetimes)
         return Effect(
             held=np.array(list(lifetimes.held), dtype=np.int64),
             held_until=np.array(list(lifetimes.held.values()), dtype=np.int64),
@@ -345,9 +345,10 @@ class Simulator:
         )
 
     def _streamed(
-        self, unit: Unit, moves: Sequence[Move], lifetimes: Lifetimes
+        self, unit: Unit, policy: Policy, lifetimes: Lifetimes
     ) -> Iterator[Span]:
         """What a unit keeps that reruns nothing, and what it allocates again."""
+        moves = unit.moves(policy)
         moved = {move.storage for move in moves}
         for i in unit.saved:
             storage = self.tape.saved[i].storage

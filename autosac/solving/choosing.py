@@ -33,7 +33,6 @@ from autosac.solving.rules_of_thumb import Choice, FloatArray
 from autosac.solving.segmented import search_segments
 from autosac.solving.slack import spend_slack
 from autosac.solving.solve_options import SolveOptions
-from autosac.solving.streaming import Streaming
 from autosac.step.tape import IntArray
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
@@ -59,7 +58,6 @@ class Chooser:
         plain: Of the same step without offload: nothing that it chooses beats what is
             chosen here. None if this one offloads nothing.
         moved: Finds choices with offload that are not to be beaten either.
-        streaming: Finds choices that stream the model, which the MILP does not have.
     """
 
     def __init__(
@@ -69,12 +67,10 @@ class Chooser:
         incumbents: Incumbents,
         plain: Chooser | None = None,
         moved: MovedBlocks | None = None,
-        streaming: Streaming | None = None,
     ) -> None:
         self._simulator = simulator
         self._plain = plain
         self._moved = moved
-        self._streaming = streaming
         self._formulation = formulation
         self._incumbents = incumbents
         self._solver = sac.Solver(formulation.problem(0))
@@ -116,16 +112,12 @@ class Chooser:
         if self._moved is not None and search.choice and not search.is_settled():
             for cheaper in self._moved.alike:
                 search.offer(self.relink(search.choice, cheaper, budget_bytes))
-        streamed = self._streaming and self._streaming.cheapest(budget_bytes)
-        if search.choice is None and not streamed:
+        if search.choice is None:
             search.offer(self.lowest(options.backend))
-        if search.choice is None and not streamed:
+        if search.choice is None:
             return None, 0.0
-        if search.choice is not None:
-            self._incumbents.add(search.choice)
-        if not streamed or search.time_ms <= (streamed_ms := recompute_ms(streamed)):
-            return search.choice, search.bound_ms
-        return streamed, min(search.bound_ms, streamed_ms)
+        self._incumbents.add(search.choice)
+        return search.choice, search.bound_ms
 
     def lowest(self, backend: Backend = "highs") -> Choice:
         """The choice of least true peak, found once for all budgets."""
@@ -223,9 +215,6 @@ class Chooser:
                 best = search.choice
                 best_bytes = self.true_peak_bytes(best)
         self._incumbents.add(best)
-        streamed = None if self._streaming is None else self._streaming.lowest()
-        if streamed and self.true_peak_bytes(streamed) < best_bytes:
-            return streamed
         return best
 
     def no_bytes(self) -> IntArray:

@@ -70,6 +70,22 @@ class Streaming:
         best = min(found, key=self._unit.waits_ms, default=None)
         return None if best is None else {self._unit: best}
 
+    def least_ms(self, budget_bytes: int) -> float:
+        """No choice that streams the model under a budget waits for less.
+
+        What is missing at an instant has left before it and comes back after it.
+        """
+        unit, ticks = self._unit, np.arange(self._simulator.tape.num_ticks + 1)
+        missing_bytes = (self._live(None) - budget_bytes).clip(0)
+        passed_ms = np.array(unit.passed_ms)[np.searchsorted(unit.starts, ticks)]
+        first_ms = unit.passed(unit.streams[0].packed)
+        last_ms = unit.passed(max(stream.read for stream in unit.streams))
+        out_ms = 1e3 * missing_bytes / unit.link.out_bytes_per_s
+        back_ms = 1e3 * missing_bytes / unit.link.back_bytes_per_s
+        waits_ms = (out_ms - (passed_ms - first_ms).clip(0)).clip(0)
+        waits_ms += (back_ms - (last_ms - passed_ms).clip(0)).clip(0)
+        return float(waits_ms.max())
+
     def _find(self, budget_bytes: int) -> Policy | None:
         least = self._least
         peak_bytes = self._peak_bytes(least, is_true=True)
@@ -116,10 +132,11 @@ class Streaming:
                 fails = middle
         return fits
 
-    def _live(self, policy: Policy) -> IntArray:
-        """Most bytes alive from each tick until the next one."""
+    def _live(self, policy: Policy | None) -> IntArray:
+        """Most bytes alive from each tick until the next one; None: of no plan."""
         span = self._simulator.span
-        timeline = self._simulator.timeline({self._unit: policy})
+        choice: Choice = {} if policy is None else {self._unit: policy}
+        timeline = self._simulator.timeline(choice)
         return timeline.most_from(np.arange(self._simulator.tape.num_ticks + 1) * span)
 
     def _prefetched(self, policy: Policy, target_bytes: int) -> Policy:

@@ -77,6 +77,10 @@ class StreamedModel(Unit):
     passed_ms: tuple[float, ...]
     known_waits_ms: dict[Policy, float] = field(init=False, default_factory=dict)
 
+    @property
+    def is_streamed(self) -> bool:
+        return True
+
     def schedule(self, policy: Policy) -> tuple[()]:
         return ()
 
@@ -87,7 +91,6 @@ class StreamedModel(Unit):
         return sum(self.streams[k].nbytes for k in moved(policy))
 
     def moves(self, policy: Policy) -> tuple[Move, ...]:
-        """As `Unit.moves`; it reruns nothing."""
         fetched_with = self.fetched_with(policy)
         return tuple(
             Move(

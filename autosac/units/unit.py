@@ -180,9 +180,14 @@ class Unit:
         """Tick until which it holds one of its arguments."""
         return self.released
 
-    def moves(self, policy: Policy) -> tuple[Move, ...] | None:
-        """What of its saved tensors comes back one by one; None if it is rerun."""
-        return None
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it reruns nothing, and its saved tensors are offloaded one by one."""
+        return False
+
+    def moves(self, policy: Policy) -> tuple[Move, ...]:
+        """What is offloaded one by one."""
+        return ()
 
     def op_policies(
         self, tape: Tape, policy: Policy, *, training: bool
