@@ -35,7 +35,6 @@ from autosac.checkpointing.tensor_parts import (
 )
 from autosac.far_memory import FarMemory
 from autosac.units.policies import OpPolicy
-from autosac.units.streamed import SENT_AT_ONCE
 
 if TYPE_CHECKING:
     from autosac.checkpointing.installing import Step
@@ -218,7 +217,7 @@ class _Call:
         storage = _Storage(tensor, number, self._memory)
         self._by_key[key] = self._storages[number] = weakref.ref(storage)
         self._going.append(storage)
-        if len(self._going) > SENT_AT_ONCE:
+        if len(self._going) > self._policy.sent_at_once:
             self._going.popleft().let_go()
         return storage
 

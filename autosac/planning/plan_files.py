@@ -38,8 +38,9 @@ _UNIT_FIELDS = (
 # Of a unit that offloads anything.
 _FAR_FIELDS = ("far", "far_until", "prefetched", "far_ops")
 # Of a model that is streamed.
-_STREAM_FIELDS = ("streamed", "streamed_bytes", "fetched_with", "num_saved")
-_TUPLES = ("far", "far_ops", *_STREAM_FIELDS[:3])
+_STREAMS = ("streamed", "streamed_bytes", "fetched_with")
+_STREAM_FIELDS = (*_STREAMS, "num_saved", "sent_at_once")
+_TUPLES = ("far", "far_ops", *_STREAMS)
 _MORE = {"op_sequences": 0, "variants": 1}  # levels of lines inside, besides their own
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
 

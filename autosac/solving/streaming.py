@@ -1,17 +1,17 @@
 """Which saved tensors of a model are streamed under a budget, and how early each comes.
 
 A heuristic beside the MILP, which has no such unit. It begins with all of them in far
-memory and none prefetched: that peaks lowest, and is the rule that people set by hand.
-Then it uses the memory that the budget leaves: what is saved last stays on the device,
-nothing of it or up to all that fits, and copies back begin as early as the link has to
-have them, or as memory allows. The fastest of these is taken.
+memory, none prefetched, and few copies out at once, which peaks lowest; or more of
+them, as many as people set by hand, or more still. Then it uses the memory that the
+budget leaves: what is saved last stays on the device, nothing of it or up to all that
+fits, and copies back begin as early as the link has to have them, or as memory allows.
+The fastest of these is taken.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import cached_property
 
 import numpy as np
 
@@ -19,8 +19,9 @@ from autosac.simulation.simulator import Simulator
 from autosac.solving.rules_of_thumb import Choice
 from autosac.step.tape import IntArray
 from autosac.units.policies import SAVE, Policy
-from autosac.units.streamed import StreamedModel, ahead, moved
+from autosac.units.streamed import StreamedModel, letter, moved
 
+_SENT_AT_ONCE = (1, 3, 5, 8, 12)
 _SHARES = 4  # of what may stay on the device: so many are looked at
 _MOST_TRIES = 4  # of using less memory, where an allocator adds more than at first
 
@@ -42,22 +43,21 @@ class Streaming:
         self._host_bytes = host_bytes
         self._found: dict[int, Policy | None] = {}
 
-    @cached_property
-    def _least(self) -> Policy:
-        """As much in far memory as may be, and none of it prefetched."""
+    def _least(self, number: int) -> Policy:
+        """As much in far memory as may be, so many sent at once, none prefetched."""
         streams = self._unit.streams
-        choices = [ahead(0)] * len(streams)
+        choices = [letter(0)] * len(streams)
         left = sum(stream.nbytes for stream in streams)
         for k in reversed(range(len(streams))):
             if self._host_bytes is None or left <= self._host_bytes:
                 break
             choices[k] = SAVE
             left -= streams[k].nbytes
-        return Policy("".join(choices))
+        return Policy("".join([*choices, letter(number)]))
 
     def lowest(self) -> Choice:
         """The choice of least peak."""
-        return {self._unit: self._least}
+        return {self._unit: self._least(_SENT_AT_ONCE[0])}
 
     def cheapest(self, budget_bytes: int) -> Choice | None:
         """The fastest choice found whose true peak is within a budget; None if none is.
@@ -87,13 +87,20 @@ class Streaming:
         return float(waits_ms.max())
 
     def _find(self, budget_bytes: int) -> Policy | None:
-        least = self._least
+        found = (self._filled(self._least(n), budget_bytes) for n in _SENT_AT_ONCE)
+        fitting = [policy for policy in found if policy is not None]
+        return min(fitting, key=self._unit.waits_ms, default=None)
+
+    def _filled(self, least: Policy, budget_bytes: int) -> Policy | None:
+        """The policy with the memory used that it leaves; None if it does not fit."""
+        if self._peak_bytes(least) > budget_bytes:  # an allocator adds to it
+            return None
         peak_bytes = self._peak_bytes(least, is_true=True)
         if peak_bytes > budget_bytes:
             return None
         target_bytes = budget_bytes - (peak_bytes - self._peak_bytes(least))
         for _ in range(_MOST_TRIES):
-            found = sorted(self._filled(target_bytes), key=self._unit.waits_ms)
+            found = sorted(self._fillings(least, target_bytes), key=self._unit.waits_ms)
             fitting = (p for p in found if self._peak_bytes(p) <= target_bytes)
             best = next(fitting, least)
             excess_bytes = self._peak_bytes(best, is_true=True) - budget_bytes
@@ -108,25 +115,18 @@ class Streaming:
         peak_bytes = simulator.true_peak_bytes if is_true else simulator.peak_bytes
         return peak_bytes(choice)
 
-    def _filled(self, target_bytes: int) -> Iterator[Policy]:
+    def _fillings(self, least: Policy, target_bytes: int) -> Iterator[Policy]:
         """Policies that use the memory up to a target, by how much stays."""
-        most = self._most_kept(target_bytes)
+        most = self._most_kept(least, target_bytes)
         for number in sorted({most * share // _SHARES for share in range(_SHARES + 1)}):
-            yield self._prefetched(self._keeping(number), target_bytes)
+            yield self._prefetched(_keeping(least, number), target_bytes)
 
-    def _keeping(self, number: int) -> Policy:
-        """Nothing prefetched, and so many more stay that are saved last."""
-        choices = list(self._least.choices)
-        for k in moved(self._least)[len(moved(self._least)) - number :]:
-            choices[k] = SAVE
-        return Policy("".join(choices))
-
-    def _most_kept(self, target_bytes: int) -> int:
+    def _most_kept(self, least: Policy, target_bytes: int) -> int:
         """How many may stay: more of them never take less memory."""
-        fits, fails = 0, len(moved(self._least)) + 1
+        fits, fails = 0, len(moved(least)) + 1
         while fails - fits > 1:
             middle = (fits + fails) // 2
-            if self._peak_bytes(self._keeping(middle)) <= target_bytes:
+            if self._peak_bytes(_keeping(least, middle)) <= target_bytes:
                 fits = middle
             else:
                 fails = middle
@@ -164,7 +164,7 @@ class Streaming:
                 last = reads[first] + int(np.flatnonzero(above)[-1])
                 first = min(bisect_right(reads, last), number)
             live[reads[first] : stream.read] += stream.nbytes
-            choices[k] = ahead(number - first)
+            choices[k] = letter(number - first)
             now_ms = unit.passed(stream.read) + waited_ms
             begun_ms = now_ms if first == number else read_ms[first]
             free_ms = max(free_ms, begun_ms) + unit.link.back_ms(stream.nbytes, 1)
@@ -182,3 +182,11 @@ class Streaming:
             start_ms = min(start_ms, passed_ms[number]) - own_ms
             needed[number] = max(bisect_right(passed_ms, start_ms) - 1, 0)
         return needed
+
+
+def _keeping(policy: Policy, number: int) -> Policy:
+    """The policy with so many more on the device: those that are saved last."""
+    order, choices = moved(policy), list(policy.choices)
+    for k in order[len(order) - number :]:
+        choices[k] = SAVE
+    return Policy("".join(choices))

@@ -59,7 +59,9 @@ class OpPolicy:
             these storages,
         streamed_bytes: how large these are,
         fetched_with: of each, with the read of which of them its copy back begins,
-        num_saved: and how many tensors it saves.
+        num_saved: how many tensors it saves,
+        sent_at_once: and how many later ones are sent before the program waits for a
+            copy.
     """
 
     fqn: str
@@ -81,6 +83,7 @@ class OpPolicy:
     streamed_bytes: tuple[int, ...] = ()
     fetched_with: tuple[int, ...] = ()
     num_saved: int = 0
+    sent_at_once: int = 0
 
     @property
     def offloads(self) -> bool:

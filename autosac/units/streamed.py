@@ -1,7 +1,7 @@
 """The whole model as a unit that reruns nothing: its saved tensors are *streamed*.
 
 Each storage that autograd saves in the model's forward, and that nobody else needs, is
-sent to far memory as it is first saved. When five later ones are sent, or forward is
+sent to far memory as it is first saved. When some later ones are sent, or forward is
 over, the program waits for the copy and lets go of it. Its memory is allocated again
 where backward first reads it, or, *prefetched*, where backward first reads another one
 before it; the copy back begins there, and the read waits for it. It goes when autograd
@@ -9,11 +9,12 @@ has used it. So the storages come back one by one, at places that the traced ste
 and memory does not depend on how fast copies are.
 
 A policy says of every storage whether it stays on the device, and else how many reads
-earlier it is fetched. Its waits are those of the step, played: copies of one way follow
-one another. As the unit is the whole model, nothing else is copied meanwhile.
+earlier it is fetched; and how many later ones are sent first. Its waits are those of
+the step, played: copies of one way follow one another. As the unit is the whole model,
+nothing else is copied meanwhile.
 
-The rule of thumb behind it, with all of them moved and none prefetched, is that of
-torchtune (torchtune/training/_activation_offloading.py).
+The rule of thumb behind it, with all of them moved, none prefetched, and five on their
+way, is that of torchtune (torchtune/training/_activation_offloading.py).
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ from autosac.units.groups import Group, TapeIndex
 from autosac.units.policies import SAVE, OpPolicy, Policy
 from autosac.units.unit import Move, Unit
 
-SENT_AT_ONCE = 5  # copies out that the program waits for later
 _LEAST_SHARE = 2**-18  # of all that the step's storages add up to
 _LEAST_BYTES = 512  # what a GPU's allocator rounds to
-_LATE = ord("a")  # of a policy: fetched as it is read; prefetched ones come after it
+_LEAST = ord("a")  # the letter of 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class StreamedModel(Unit):
     def let_go(self, policy: Policy) -> dict[int, int]:
         """Tick at which the program lets go of each stream that is moved."""
         order = moved(policy)
-        later = [self.streams[k].packed for k in order[SENT_AT_ONCE:]]
+        later = [self.streams[k].packed for k in order[sent_at_once(policy) :]]
         ends = [*later, *[self.call.exit] * len(order)]
         return dict(zip(order, ends, strict=False))
 
@@ -116,7 +116,7 @@ class StreamedModel(Unit):
     def fetched_with(self, policy: Policy) -> dict[int, int]:
         """Of each stream that is moved, with which one's first read it is fetched."""
         order = self.reads(policy)
-        ahead = (ord(policy.choices[k]) - _LATE for k in order)
+        ahead = (ord(policy.choices[k]) - _LEAST for k in order)
         return {
             k: order[max(place - number, 0)]
             for place, (k, number) in enumerate(zip(order, ahead, strict=True))
@@ -177,6 +177,7 @@ class StreamedModel(Unit):
                 streamed_bytes=tuple(self.streams[k].nbytes for k in order),
                 fetched_with=tuple(order.index(fetched_with[k]) for k in order),
                 num_saved=len(self.saved),
+                sent_at_once=sent_at_once(policy),
             ),
         )
 
@@ -191,18 +192,26 @@ class StreamedModel(Unit):
         for number, place in enumerate(spelled.streamed):
             if place not in by_place:
                 raise ValueError("what is to be streamed is not saved here")
-            choices[by_place[place]] = ahead(number - spelled.fetched_with[number])
-        return Policy("".join(choices))
+            choices[by_place[place]] = letter(number - spelled.fetched_with[number])
+        return Policy("".join([*choices, letter(spelled.sent_at_once)]))
 
 
-def ahead(number: int) -> str:
-    """Letter of a policy: moved, and fetched so many reads early."""
-    return chr(_LATE + number)
+def letter(number: int) -> str:
+    """How many reads early a stream is fetched, or how many are sent at once.
+
+    A policy has one for each stream that is moved, and a last one for all of them.
+    """
+    return chr(_LEAST + number)
 
 
 def moved(policy: Policy) -> list[int]:
     """Streams that a policy moves, in the order of saving."""
-    return [k for k, choice in enumerate(policy.choices) if choice != SAVE]
+    return [k for k, choice in enumerate(policy.choices[:-1]) if choice != SAVE]
+
+
+def sent_at_once(policy: Policy) -> int:
+    """How many later streams are sent before the program waits for one."""
+    return ord(policy.choices[-1]) - _LEAST
 
 
 def find_streamed(
