@@ -353,9 +353,12 @@ def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
     if not fqns:
         raise SolverError(difference)
     more = f" and {len(fqns) - 1} more" if fqns[1:] else ""
+    cannot = f"`{fqns[0]}`{more} cannot be an AC unit: rerun, it takes"
+    if not fqns[0]:
+        cannot = "The saved tensors of the model cannot come back one by one: it takes"
     warnings.warn(
-        f"`{fqns[0]}`{more} cannot be an AC unit: rerun, it takes other memory than its"
-        " trace shows. It is left out, and the rest is planned.",
+        f"{cannot} other memory than its trace shows. It is left out, and the rest is"
+        " planned.",
         stacklevel=4,
     )
     profile.leave_out(fqns, "rerun, it takes other memory than its trace shows")

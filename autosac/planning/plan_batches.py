@@ -7,6 +7,7 @@ over all of them is the cheapest one for each.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -289,7 +290,11 @@ def _alike(one: TracedStep, other: TracedStep) -> bool:
 def _over_batches(steps: _Planned, budget_bytes: int, solving: dict[str, Any]) -> Plan:
     """The plan for several batches."""
     plans = []
+    numbers = Counter(s for bucket, _ in steps for s in bucket.signatures)
     for bucket, step in steps:
+        if any(numbers[signature] > 1 for signature in bucket.signatures):
+            # Which plan to follow shows when the model runs: too late for all of it.
+            step.leave_out([""], "its batches take several branches")
         try:
             cheapest = make_plan(step, budget_bytes, **solving)
         except InfeasibleBudgetError as error:

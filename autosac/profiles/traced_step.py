@@ -209,8 +209,9 @@ class TracedStep(Summarized):
     @cached_property
     def units(self) -> Units:
         """Module calls that can be AC units, and why other modules are none."""
+        parts = {fqn: why for fqn, why in self.left_out.items() if fqn}
         with no_collections():
-            units = find_units(self.tape, self.op_ms, exclude=self.left_out)
+            units = find_units(self.tape, self.op_ms, exclude=parts)
         return self.given.of(units, self.tape.modules)
 
     @cached_property
