@@ -69,10 +69,6 @@ class _Storage:
         self.holders: list[weakref.ref[_Holder]] = []
         self.is_away = False
 
-    def __del__(self) -> None:
-        if (place := getattr(self, "place", None)) and place.sent is not None:
-            place.sent.release()
-
     def take(self, holder: _Holder, tensor: torch.Tensor) -> None:
         """A tensor in it is saved; one that was changed since it was sent stays."""
         if holder.version == self.version:

@@ -105,8 +105,9 @@ def plan(
         offload: Whether arguments of AC units, and results that they save, may lie in
             far memory from the end of their forward to their rerun: of a GPU in pinned
             memory of its host, of the CPU in a file. The plan decides for each unit,
-            together with what is recomputed. "auto": only where no plan fits without.
-            Not tried on a GPU yet.
+            together with what is recomputed. Or nothing is, and the model's saved
+            tensors lie there, and come back one by one. "auto": only where no plan fits
+            without. Not tried on a GPU yet.
         host_budget: Cap on what lies there, in bytes or as text; None for none.
         offload_dir: Where the CPU's file lies; None for the system's temporary
             directory, which may be memory.
