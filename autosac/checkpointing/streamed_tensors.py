@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +166,8 @@ class _Call:
         self._num_saved = 0
         self._by_key: dict[int, weakref.ref[_Storage]] = {}
         self._storages: dict[int, weakref.ref[_Storage]] = {}
-        self._going: deque[_Storage] = deque()
+        self._num_sent = 0
+        self._going: list[_Storage] = []
         self.is_as_planned = True
 
     @contextlib.contextmanager
@@ -177,8 +177,7 @@ class _Call:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _Holder.read):
                 yield
         finally:
-            while self._going:
-                self._going.popleft().let_go()
+            self._let_go(len(self._policy.streamed))
             self._by_key.clear()
         self.is_as_planned &= self._num_saved == self._policy.num_saved
 
@@ -213,9 +212,17 @@ class _Call:
         storage = _Storage(tensor, number, self._memory)
         self._by_key[key] = self._storages[number] = weakref.ref(storage)
         self._going.append(storage)
-        if len(self._going) > self._policy.sent_at_once:
-            self._going.popleft().let_go()
+        self._let_go(self._num_sent)
+        self._num_sent += 1
         return storage
+
+    def _let_go(self, num_sent: int) -> None:
+        """Let go of what goes after so many were sent before the last one."""
+        ends, going = self._policy.let_go_with, self._going
+        self._going = [one for one in going if ends[one.number] > num_sent]
+        for storage in going:
+            if ends[storage.number] <= num_sent:
+                storage.let_go()
 
     def fetch(self, holder: _Holder) -> torch.Tensor:
         """A tensor of which the storage is away, or has come back."""

@@ -38,8 +38,8 @@ _UNIT_FIELDS = (
 # Of a unit that offloads anything.
 _FAR_FIELDS = ("far", "far_until", "prefetched", "far_ops")
 # Of a model that is streamed.
-_STREAMS = ("streamed", "streamed_bytes", "fetched_with")
-_STREAM_FIELDS = (*_STREAMS, "num_saved", "sent_at_once")
+_STREAMS = ("streamed", "streamed_bytes", "fetched_with", "let_go_with")
+_STREAM_FIELDS = (*_STREAMS, "num_saved")
 _TUPLES = ("far", "far_ops", *_STREAMS)
 _MORE = {"op_sequences": 0, "variants": 1}  # levels of lines inside, besides their own
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
@@ -172,8 +172,8 @@ def problem(record: Mapping[str, Any]) -> str | None:
     if any(one.actions[i : i + 1] != SAVE for one in units for i in one.far_ops):
         return "a unit of it offloads results that it does not save"
     for one in units:
-        if len({*map(len, (one.streamed, one.streamed_bytes, one.fetched_with))}) > 1:
-            return "it does not say of all that it streams when it is fetched"
+        if len({len(getattr(one, name)) for name in _STREAMS}) > 1:
+            return "it does not say of all that it streams when that goes and comes"
         if any(not 0 <= k < len(one.streamed) for k in one.fetched_with):
             return "it fetches something with what it does not stream"
     if {one.label for one in units if not one.streamed} != record["policy"].keys():

@@ -1,17 +1,18 @@
 """Which saved tensors of a model are streamed under a budget, and how early each comes.
 
 A heuristic beside the MILP, which has no such unit. It begins with all of them in far
-memory, none prefetched, and few copies out at once, which peaks lowest; or more of
-them, as many as people set by hand, or more still. Then it uses the memory that the
-budget leaves: what is saved last stays on the device, nothing of it or up to all that
-fits, and copies back begin as early as the link has to have them, or as memory allows.
-The fastest of these is taken.
+memory, let go of as the next one is sent, and none prefetched: that peaks lowest. Then
+it uses the memory that the budget leaves: what is saved last stays on the device,
+nothing of it or up to all that fits, the program lets go of others when their copies
+are done, and copies back begin as early as the link has to have them; or both as memory
+allows. The fastest of these is taken.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from autosac.step.tape import IntArray
 from autosac.units.policies import SAVE, Policy
 from autosac.units.streamed import StreamedModel, letter, moved
 
-_SENT_AT_ONCE = (1, 3, 5, 8, 12)
 _SHARES = 4  # of what may stay on the device: so many are looked at
 _MOST_TRIES = 4  # of using less memory, where an allocator adds more than at first
 
@@ -43,21 +43,20 @@ class Streaming:
         self._host_bytes = host_bytes
         self._found: dict[int, Policy | None] = {}
 
-    def _least(self, number: int) -> Policy:
-        """As much in far memory as may be, so many sent at once, none prefetched."""
+    @cached_property
+    def _least(self) -> Policy:
+        """As much in far memory as may be, for as long as can be."""
         streams = self._unit.streams
-        choices = [letter(0)] * len(streams)
-        left = sum(stream.nbytes for stream in streams)
-        for k in reversed(range(len(streams))):
-            if self._host_bytes is None or left <= self._host_bytes:
-                break
-            choices[k] = SAVE
-            left -= streams[k].nbytes
-        return Policy("".join([*choices, letter(number)]))
+        first, left = len(streams), sum(stream.nbytes for stream in streams)
+        while self._host_bytes is not None and left > self._host_bytes:
+            first -= 1
+            left -= streams[first].nbytes
+        stay = SAVE * (len(streams) - first)
+        return Policy(f"{letter(0) * first}{stay}{letter(1) * first}{stay}")
 
     def lowest(self) -> Choice:
         """The choice of least peak."""
-        return {self._unit: self._least(_SENT_AT_ONCE[0])}
+        return {self._unit: self._least}
 
     def cheapest(self, budget_bytes: int) -> Choice | None:
         """The fastest choice found whose true peak is within a budget; None if none is.
@@ -87,27 +86,22 @@ class Streaming:
         return float(waits_ms.max())
 
     def _find(self, budget_bytes: int) -> Policy | None:
-        found = (self._filled(self._least(n), budget_bytes) for n in _SENT_AT_ONCE)
-        fitting = [policy for policy in found if policy is not None]
-        return min(fitting, key=self._unit.waits_ms, default=None)
-
-    def _filled(self, least: Policy, budget_bytes: int) -> Policy | None:
-        """The policy with the memory used that it leaves; None if it does not fit."""
-        if self._peak_bytes(least) > budget_bytes:  # an allocator adds to it
+        least_bytes = self._peak_bytes(self._least)
+        if least_bytes > budget_bytes:  # an allocator adds to it
             return None
-        peak_bytes = self._peak_bytes(least, is_true=True)
+        peak_bytes = self._peak_bytes(self._least, is_true=True)
         if peak_bytes > budget_bytes:
             return None
-        target_bytes = budget_bytes - (peak_bytes - self._peak_bytes(least))
+        target_bytes = budget_bytes - (peak_bytes - least_bytes)
         for _ in range(_MOST_TRIES):
-            found = sorted(self._fillings(least, target_bytes), key=self._unit.waits_ms)
+            found = sorted(self._fillings(target_bytes), key=self._unit.waits_ms)
             fitting = (p for p in found if self._peak_bytes(p) <= target_bytes)
-            best = next(fitting, least)
+            best = next(fitting, self._least)
             excess_bytes = self._peak_bytes(best, is_true=True) - budget_bytes
             if excess_bytes <= 0:
                 return best
             target_bytes -= excess_bytes
-        return least
+        return self._least
 
     def _peak_bytes(self, policy: Policy, *, is_true: bool = False) -> int:
         choice: Choice = {self._unit: policy}
@@ -115,18 +109,27 @@ class Streaming:
         peak_bytes = simulator.true_peak_bytes if is_true else simulator.peak_bytes
         return peak_bytes(choice)
 
-    def _fillings(self, least: Policy, target_bytes: int) -> Iterator[Policy]:
+    def _fillings(self, target_bytes: int) -> Iterator[Policy]:
         """Policies that use the memory up to a target, by how much stays."""
-        most = self._most_kept(least, target_bytes)
+        most = self._most_kept(target_bytes)
         for number in sorted({most * share // _SHARES for share in range(_SHARES + 1)}):
-            yield self._prefetched(_keeping(least, number), target_bytes)
+            late = self._let_go_late(self._keeping(number), target_bytes)
+            yield self._prefetched(late, target_bytes)
 
-    def _most_kept(self, least: Policy, target_bytes: int) -> int:
+    def _keeping(self, number: int) -> Policy:
+        """What stays least long, but so many more stay that are saved last."""
+        choices, half = list(self._least.choices), len(self._unit.streams)
+        order = moved(self._least)
+        for k in order[len(order) - number :]:
+            choices[k] = choices[half + k] = SAVE
+        return Policy("".join(choices))
+
+    def _most_kept(self, target_bytes: int) -> int:
         """How many may stay: more of them never take less memory."""
-        fits, fails = 0, len(moved(least)) + 1
+        fits, fails = 0, len(moved(self._least)) + 1
         while fails - fits > 1:
             middle = (fits + fails) // 2
-            if self._peak_bytes(_keeping(least, middle)) <= target_bytes:
+            if self._peak_bytes(self._keeping(middle)) <= target_bytes:
                 fits = middle
             else:
                 fails = middle
@@ -139,6 +142,33 @@ class Streaming:
         timeline = self._simulator.timeline(choice)
         return timeline.most_from(np.arange(self._simulator.tape.num_ticks + 1) * span)
 
+    def _let_go_late(self, policy: Policy, target_bytes: int) -> Policy:
+        """The policy, waiting for copies out when they are done, or memory is scarce.
+
+        At each place where something is sent the oldest go until the others fit.
+        """
+        unit, order, live = self._unit, moved(policy), self._live(policy)
+        choices, half = list(policy.choices), len(unit.streams)
+        ticks = [*(unit.streams[k].packed for k in order), unit.call.exit]
+        done_ms, waited_ms, first = list[float](), 0.0, 0  # the first that is held
+        for number, k in enumerate(order):
+            now_ms = unit.passed(ticks[number]) + waited_ms
+            begun_ms = max(now_ms, done_ms[-1]) if done_ms else now_ms
+            done_ms.append(begun_ms + unit.link.out_ms(unit.streams[k].nbytes, 1))
+            most_bytes = int(live[ticks[number] : ticks[number + 1]].max(initial=0))
+            held_bytes = sum(unit.streams[one].nbytes for one in order[first:number])
+            while first < number and (
+                done_ms[first] <= now_ms or most_bytes + held_bytes > target_bytes
+            ):
+                waited_ms += max(0.0, done_ms[first] - now_ms)
+                now_ms = max(now_ms, done_ms[first])
+                choices[half + order[first]] = letter(number - first)
+                held_bytes -= unit.streams[order[first]].nbytes
+                first += 1
+        for number in range(first, len(order)):
+            choices[half + order[number]] = letter(len(order) - number)
+        return Policy("".join(choices))
+
     def _prefetched(self, policy: Policy, target_bytes: int) -> Policy:
         """The policy, which prefetches nothing, with copies back as early as is of use.
 
@@ -148,12 +178,8 @@ class Streaming:
         live, order = self._live(policy), unit.reads(policy)
         streams = [unit.streams[k] for k in order]
         needed = self._needed(order)
-        choices, read_ms, free_ms, waited_ms = (
-            list(policy.choices),
-            list[float](),
-            0.0,
-            0.0,
-        )
+        choices, read_ms = list(policy.choices), list[float]()
+        free_ms = waited_ms = 0.0
         first, reads = 0, [stream.read for stream in streams]
         for number, (k, stream) in enumerate(zip(order, streams, strict=True)):
             useful = bisect_right(read_ms, free_ms) - 1  # the link is busy before
@@ -182,11 +208,3 @@ class Streaming:
             start_ms = min(start_ms, passed_ms[number]) - own_ms
             needed[number] = max(bisect_right(passed_ms, start_ms) - 1, 0)
         return needed
-
-
-def _keeping(policy: Policy, number: int) -> Policy:
-    """The policy with so many more on the device: those that are saved last."""
-    order, choices = moved(policy), list(policy.choices)
-    for k in order[len(order) - number :]:
-        choices[k] = SAVE
-    return Policy("".join(choices))

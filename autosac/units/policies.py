@@ -59,9 +59,9 @@ class OpPolicy:
             these storages,
         streamed_bytes: how large these are,
         fetched_with: of each, with the read of which of them its copy back begins,
-        num_saved: how many tensors it saves,
-        sent_at_once: and how many later ones are sent before the program waits for a
-            copy.
+        let_go_with: after how many of them are sent the next one must be before the
+            program lets go of it,
+        num_saved: and how many tensors it saves.
     """
 
     fqn: str
@@ -82,8 +82,8 @@ class OpPolicy:
     streamed: tuple[int, ...] = ()
     streamed_bytes: tuple[int, ...] = ()
     fetched_with: tuple[int, ...] = ()
+    let_go_with: tuple[int, ...] = ()
     num_saved: int = 0
-    sent_at_once: int = 0
 
     @property
     def offloads(self) -> bool:

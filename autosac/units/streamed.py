@@ -8,10 +8,10 @@ before it; the copy back begins there, and the read waits for it. It goes when a
 has used it. So the storages come back one by one, at places that the traced step fixes,
 and memory does not depend on how fast copies are.
 
-A policy says of every storage whether it stays on the device, and else how many reads
-earlier it is fetched; and how many later ones are sent first. Its waits are those of
-the step, played: copies of one way follow one another. As the unit is the whole model,
-nothing else is copied meanwhile.
+A policy says of every storage whether it stays on the device; and else how many reads
+earlier it is fetched, and how many later ones are sent before the program waits for it.
+Its waits are those of the step, played: copies of one way follow one another. As the
+unit is the whole model, nothing else is copied meanwhile.
 
 The rule of thumb behind it, with all of them moved, none prefetched, and five on their
 way, is that of torchtune (torchtune/training/_activation_offloading.py).
@@ -105,9 +105,19 @@ class StreamedModel(Unit):
     def let_go(self, policy: Policy) -> dict[int, int]:
         """Tick at which the program lets go of each stream that is moved."""
         order = moved(policy)
-        later = [self.streams[k].packed for k in order[sent_at_once(policy) :]]
-        ends = [*later, *[self.call.exit] * len(order)]
-        return dict(zip(order, ends, strict=False))
+        ticks = [*(self.streams[k].packed for k in order), self.call.exit]
+        return {k: ticks[after] for k, after in self.let_go_with(policy).items()}
+
+    def let_go_with(self, policy: Policy) -> dict[int, int]:
+        """Of each stream that is moved, after how many sent before one it goes.
+
+        It goes at the end of forward if that is their number.
+        """
+        order, lags = moved(policy), policy.choices[len(self.streams) :]
+        return {
+            k: min(place + ord(lags[k]) - _LEAST, len(order))
+            for place, k in enumerate(order)
+        }
 
     def reads(self, policy: Policy) -> list[int]:
         """Streams that are moved, as backward first reads them."""
@@ -166,7 +176,7 @@ class StreamedModel(Unit):
         self, tape: Tape, policy: Policy, *, training: bool
     ) -> tuple[OpPolicy, ...]:
         order, fetched_with = self.reads(policy), self.fetched_with(policy)
-        names = self.op_names(tape)
+        names, let_go_with = self.op_names(tape), self.let_go_with(policy)
         return (
             OpPolicy(
                 fqn=self.fqn,
@@ -176,8 +186,8 @@ class StreamedModel(Unit):
                 streamed=tuple(self.streams[k].place for k in order),
                 streamed_bytes=tuple(self.streams[k].nbytes for k in order),
                 fetched_with=tuple(order.index(fetched_with[k]) for k in order),
+                let_go_with=tuple(let_go_with[k] for k in order),
                 num_saved=len(self.saved),
-                sent_at_once=sent_at_once(policy),
             ),
         )
 
@@ -188,30 +198,29 @@ class StreamedModel(Unit):
             ValueError: It streams what cannot be here.
         """
         by_place = {stream.place: k for k, stream in enumerate(self.streams)}
-        choices = [SAVE] * len(self.streams)
-        for number, place in enumerate(spelled.streamed):
-            if place not in by_place:
-                raise ValueError("what is to be streamed is not saved here")
-            choices[by_place[place]] = letter(number - spelled.fetched_with[number])
-        return Policy("".join([*choices, letter(spelled.sent_at_once)]))
+        if not by_place.keys() >= set(spelled.streamed):
+            raise ValueError("what is to be streamed is not saved here")
+        order = [by_place[place] for place in spelled.streamed]
+        ahead, lags = [SAVE] * len(self.streams), [SAVE] * len(self.streams)
+        for number, k in enumerate(order):
+            ahead[k] = letter(number - spelled.fetched_with[number])
+            lags[k] = letter(spelled.let_go_with[number] - sorted(order).index(k))
+        return Policy("".join(ahead + lags))
 
 
 def letter(number: int) -> str:
-    """How many reads early a stream is fetched, or how many are sent at once.
+    """How many reads early a stream is fetched, or how many are sent before it goes.
 
-    A policy has one for each stream that is moved, and a last one for all of them.
+    A policy has one for each stream, and then another one for each; `SAVE` twice for
+    those that stay.
     """
     return chr(_LEAST + number)
 
 
 def moved(policy: Policy) -> list[int]:
     """Streams that a policy moves, in the order of saving."""
-    return [k for k, choice in enumerate(policy.choices[:-1]) if choice != SAVE]
-
-
-def sent_at_once(policy: Policy) -> int:
-    """How many later streams are sent before the program waits for one."""
-    return ord(policy.choices[-1]) - _LEAST
+    ahead = policy.choices[: len(policy.choices) // 2]
+    return [k for k, choice in enumerate(ahead) if choice != SAVE]
 
 
 def find_streamed(
