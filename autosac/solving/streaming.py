@@ -22,6 +22,7 @@ from autosac.step.tape import IntArray
 from autosac.units.policies import SAVE, Policy
 from autosac.units.streamed import StreamedModel, letter, moved
 
+_BY_RULE = 5  # sent before the program waits for one: torchtune's `max_fwd_stash_size`
 _SHARES = 4  # of what may stay on the device: so many are looked at
 _MOST_TRIES = 4  # of using less memory, where an allocator adds more than at first
 
@@ -110,7 +111,13 @@ class Streaming:
         return peak_bytes(choice)
 
     def _fillings(self, target_bytes: int) -> Iterator[Policy]:
-        """Policies that use the memory up to a target, by how much stays."""
+        """Policies that use the memory up to a target, by how much stays.
+
+        The first one lets go as people's rule has it, and so is no slower.
+        """
+        half = self._least.choices[: len(self._unit.streams)]
+        as_ruled = half.replace(letter(0), letter(_BY_RULE))
+        yield self._prefetched(Policy(half + as_ruled), target_bytes)
         most = self._most_kept(target_bytes)
         for number in sorted({most * share // _SHARES for share in range(_SHARES + 1)}):
             late = self._let_go_late(self._keeping(number), target_bytes)
