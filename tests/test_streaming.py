@@ -143,7 +143,7 @@ def test_waits_are_those_of_a_step_that_is_played(step, bytes_per_s):
 # --- plans --------------------------------------------------------------------------
 
 
-@pytest.mark.slow_but_fifth
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", STEPS)
 def test_no_plan_is_dearer_than_the_rule_that_all_saved_tensors_are_moved(name):
     for bytes_per_s in SPEEDS:

@@ -28,7 +28,7 @@ from itertools import accumulate
 from autosac.devices.links import Link
 from autosac.quantities import rounded_up
 from autosac.step.tape import ModuleCall, Tape
-from autosac.units.groups import Group, TapeIndex
+from autosac.units.groups import TapeIndex
 from autosac.units.policies import SAVE, OpPolicy, Policy
 from autosac.units.unit import Move, Unit
 
@@ -259,7 +259,7 @@ def find_streamed(
         trigger=min(stream.read for stream in streams),
         released=max(tape.saved[i].released for i in saved),
         last_use=max(int(tape.saved_until[i]) for i in saved),
-        groups=tuple(map(_group, streams)),
+        groups=(),
         key="streamed",
         activation_bytes=0,
         sole_bytes=0,
@@ -267,19 +267,6 @@ def find_streamed(
         link=link,
         starts=tuple(index.starts),
         passed_ms=tuple(accumulate(op_ms, initial=0.0)),
-    )
-
-
-def _group(stream: Stream) -> Group:
-    return Group(
-        ops=(),
-        storages=(stream.storage,),
-        inputs=(),
-        saved_bytes=stream.nbytes,
-        runtime_ms=0.0,
-        needed=True,
-        pinned=True,
-        unsavable=False,
     )
 
 
