@@ -48,6 +48,22 @@ def test_dry_runs_are_as_simulated(name):
         assert not difference_in_dry_run(step, drawn(step, seed))
 
 
+class InVain(offloading.Stack):
+    """Drops results, and with them what autograd has saved for them."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            (torch.sigmoid(x) * 2).exp()
+        return x.square().mean()
+
+
+def test_what_is_dropped_with_its_graph_is_freed():
+    step = restricted(Case(InVain, offloading.rows).profile(), offload=True)
+
+    assert not difference_in_dry_run(step, drawn(step, 0))
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "blocks" else pytest.mark.slow)
              for n in STEPS]

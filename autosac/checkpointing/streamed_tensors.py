@@ -123,6 +123,8 @@ class _Holder:
     def __init__(self, call: _Call, tensor: torch.Tensor) -> None:
         self.call = call
         held, self.wrap = unwrapped(tensor)
+        if held.requires_grad:  # a result that its own function saves would never go
+            held = _compat_dispatch.detached(held)
         self.tensor: torch.Tensor | None = held
         self.version = version_of(held)
         self.storage: _Storage | None = None
