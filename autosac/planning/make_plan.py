@@ -210,8 +210,10 @@ def choose(
     if streaming is None or streamed is None:
         return _choose_units(profile, budget_bytes, options, start)
     least_ms = streaming.least_ms(budget_bytes)
-    if profile.chooser.predicted_floor(options.backend)[0] > budget_bytes:
-        return streamed, least_ms
+    if profile.moved_blocks.cheapest(budget_bytes) is None:  # a low budget
+        floor_bytes, _ = profile.chooser.predicted_floor(options.backend)
+        if floor_bytes > budget_bytes:
+            return streamed, least_ms
     chosen, bound_ms = profile.chooser.choose(budget_bytes, options, start)
     if chosen is None or recompute_ms(streamed) < recompute_ms(chosen):
         return streamed, min(bound_ms, least_ms)
