@@ -57,6 +57,9 @@ def test_choices_fit_are_never_dearer_with_more_memory_and_no_plan_is_dearer(
     step, budgets
 ):
     blocks = restricted(step, offload=True).moved_blocks
+    low = step.peak_bytes(blocks.lowest(step.chooser.lowest()))
+    budgets = [low, *(budget for budget in budgets if budget > low)]
+    assert len(budgets) > 2
     times = []
     for budget in budgets:
         choice = blocks.cheapest(budget)
