@@ -164,8 +164,8 @@ def rules(names: list[str], broken: list[str]) -> Iterator[str]:
     yield "recomputed whole; the same with every argument moved that can be; nothing"
     yield "recomputed, and every saved tensor moved that is larger than 1 MiB (of the"
     yield f"small models on the CPU, {SMALL_BYTES // 1024} KiB), one by one, as"
-    yield "`benchmarks.every_saved` says. Where no plan fits the peak: what plans take"
-    yield "at the floor, and with 1 % more. Times are recomputation and waiting."
+    yield "`benchmarks.every_saved` says. If no plan fits the peak: what plans take at"
+    yield "the floor, and with 1 % more. Times are recomputation and waiting."
     yield ""
     yield "| model | device | rule | peak | its time | plan under that peak |"
     yield "| --- | --- | --- | ---: | ---: | --- |"
@@ -266,7 +266,8 @@ def gpus() -> Iterator[str]:
     yield "Predicted, nothing of this was run: hidden states of one sample, weights"
     yield "frozen but for norms, in bfloat16, without the head. Budgets are the floor"
     yield "with offload, and the peak with every block recomputed whole; shares are of"
-    yield "what blocks keep in the plain step, and of their arguments that are moved."
+    yield "what blocks keep in the plain step, and of their arguments that are moved,"
+    yield "or of all that can be if a model is streamed."
     yield ""
     heads = "tokens | GPU | every block | and its input moved | budget | plan"
     yield f"| model | {heads} | shares |"
@@ -335,7 +336,19 @@ def _plan_row(profile: Any, budget: int, cells: list[str]) -> str:
         without = f"{plain.recompute_ms:.0f} ms without"
     except InfeasibleBudgetError:
         without = "none fits without"
+    told = f"{plan.recompute_ms:.0f} ms ({plan.exposed_ms:.0f} waiting), {without}"
+    shares = _shares(profile, plan)
+    return f"| {' | '.join([*cells, f'{budget / 1e9:.2f} GB', told, shares])} |"
+
+
+def _shares(profile: Any, plan: autosac.Plan) -> str:
+    """What is kept and moved."""
     offloading = restricted(profile, offload=True)
+    gigabytes = plan.offloaded_bytes / 1e9
+    if plan.is_streamed:
+        all_bytes = sum(stream.nbytes for stream in offloading.streamed.streams)
+        share = plan.offloaded_bytes / all_bytes
+        return f"streamed, moved {share:.0%} ({gigabytes:.1f} GB)"
     total = sum(unit.activation_bytes for unit in profile.rules.blocks)
     choice = chosen(plan, offloading)
     results = {
@@ -350,10 +363,7 @@ def _plan_row(profile: Any, budget: int, cells: list[str]) -> str:
     )
     arguments_bytes = plan.offloaded_bytes - sum(results.values())
     share = plan.offloaded_bytes / (total + arguments_bytes)
-    told = f"{plan.recompute_ms:.0f} ms ({plan.exposed_ms:.0f} waiting), {without}"
-    gigabytes = plan.offloaded_bytes / 1e9
-    shares = f"kept {held / total:.0%}, moved {share:.0%} ({gigabytes:.1f} GB)"
-    return f"| {' | '.join([*cells, f'{budget / 1e9:.2f} GB', told, shares])} |"
+    return f"kept {held / total:.0%}, moved {share:.0%} ({gigabytes:.1f} GB)"
 
 
 def llama() -> nn.Module:

@@ -466,7 +466,7 @@ def test_auto_offloads_only_where_nothing_fits_without(step):
 
 def test_plan_files_hold_what_is_offloaded(step, tmp_path):
     plan = autosac.plan(
-        step.plain, memory_budget=budgets(step)[0], offload=True, offload_dir=tmp_path
+        step.plain, memory_budget=budgets(step)[2], offload=True, offload_dir=tmp_path
     )
     plan.save(tmp_path / "plan.json")
     loaded = autosac.Plan.load(tmp_path / "plan.json")

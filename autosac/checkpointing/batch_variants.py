@@ -19,11 +19,11 @@ from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import thread
 from autosac.checkpointing.installing import (
     CountedForward,
-    StandIn,
     Step,
     install,
     remove,
 )
+from autosac.checkpointing.stand_ins import StandIn
 from autosac.step.batch_signatures import (
     BatchSignature,
     positional_names,

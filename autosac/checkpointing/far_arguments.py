@@ -13,79 +13,26 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import torch
-
-from autosac import _compat, _compat_dispatch
+from autosac import _compat_dispatch
 from autosac.checkpointing.call_arguments import (
     Handed,
     leaves,
     map_nested,
     take_apart,
 )
+from autosac.checkpointing.far_places import Place, is_storage
 from autosac.checkpointing.tensor_parts import (
     Layout,
     Result,
     alias_of,
-    elements,
     gone,
     key_of,
     layout_of,
     version_of,
 )
-from autosac.far_memory import FarMemory, Sent
+from autosac.far_memory import FarMemory
 from autosac.pytrees import tensors_in
 from autosac.units.policies import OpPolicy
-
-
-class _Place:
-    """A storage in far memory.
-
-    Attributes:
-        sent: The copy; None of a fake tensor.
-        num_elements: What the new storage is to hold.
-        like: A tensor of no elements of its type and device.
-        tensor: All of the new storage, until a rerun has got it.
-        is_filled: It holds what was sent.
-    """
-
-    __slots__ = ("is_filled", "like", "num_elements", "sent", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, memory: FarMemory) -> None:
-        self.like = tensor.new_empty(0)
-        self.num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        self.tensor: torch.Tensor | None = None
-        self.is_filled = False
-        self.sent: Sent | None = None
-        if not _compat.is_fake(tensor):
-            with _compat.no_modes():
-                whole = elements(_compat_dispatch.detached(tensor))
-                self.sent = memory.send(whole.view(torch.uint8))
-
-    def allocate(self) -> torch.Tensor:
-        """New memory, the same each time until it is dropped."""
-        if self.tensor is None:
-            # From a tensor: in a dry run what is made of nothing may be no fake.
-            self.tensor = self.like.new_empty(self.num_elements)
-        return self.tensor
-
-    def begin(self) -> None:
-        """Begin to copy into memory that is allocated and not filled."""
-        if self.tensor is not None and not self.is_filled and self.sent is not None:
-            with _compat.no_modes():
-                self.sent.begin(self.tensor.view(torch.uint8))
-
-    def fetch(self) -> torch.Tensor:
-        """All elements in new memory, the same ones each time until it is dropped."""
-        tensor = self.allocate()
-        if not self.is_filled and self.sent is not None:
-            with _compat.no_modes():
-                self.sent.fetch(tensor.view(torch.uint8))
-        self.is_filled = True
-        return tensor
-
-    def drop(self) -> None:
-        """Let go of the new memory, which others have now."""
-        self.tensor, self.is_filled = None, False
 
 
 class _FarResult:
@@ -93,7 +40,7 @@ class _FarResult:
 
     __slots__ = ("layout", "place", "result", "version")
 
-    def __init__(self, result: Result, place: _Place) -> None:
+    def __init__(self, result: Result, place: Place) -> None:
         assert result.tensor is not None
         self.result = result
         self.place = place
@@ -118,7 +65,7 @@ class _Far:
 
     __slots__ = ("is_result", "layout", "place", "version")
 
-    def __init__(self, handed: Handed, place: _Place) -> None:
+    def __init__(self, handed: Handed, place: Place) -> None:
         self.place = place
         self.layout: Layout = layout_of(handed.tensor)
         self.version = version_of(handed.tensor)
@@ -151,14 +98,14 @@ class FarArguments:
         self.is_prefetched = policy.prefetched
         self._memory = memory
         # Distinct storages as the tape has them: in the order of meeting them.
-        tensors = [t for t in tensors_in(arguments) if _is_storage(t)]
+        tensors = [t for t in tensors_in(arguments) if is_storage(t)]
         if any(tensor.is_cuda for tensor in tensors):
             tensors = [tensor for tensor in tensors if tensor.is_cuda]
         keys = list(dict.fromkeys(map(key_of, tensors)))
         self._keys = [keys[place] for place in policy.far if place < len(keys)]
         self._is_cuda = any(tensor.is_cuda for tensor in tensors)
         self._going: dict[int, tuple[Handed, _Far]] = {}  # by identity of the former
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
         self._results: list[_FarResult] = []
         self._is_away = False
         self._has_rerun = False
@@ -178,20 +125,20 @@ class FarArguments:
         Args:
             saved: Results that it saved and that are copied as well, nested.
         """
-        places: dict[int, _Place] = {}
+        places: dict[int, Place] = {}
         for handed in leaves(self.template, Handed):
-            key = key_of(handed.tensor) if _is_storage(handed.tensor) else None
+            key = key_of(handed.tensor) if is_storage(handed.tensor) else None
             if key is not None and key in self._keys:
                 if key not in places:
-                    places[key] = _Place(handed.tensor, self._memory)
+                    places[key] = Place(handed.tensor, self._memory)
                 far = _Far(handed, places[key])
                 self._going.setdefault(id(handed), (handed, far))
         for result in leaves(saved, Result):
             tensor = result.tensor
-            if _is_storage(tensor) and tensor.is_cuda == self._is_cuda:
+            if is_storage(tensor) and tensor.is_cuda == self._is_cuda:
                 key = key_of(tensor)
                 if key not in places:
-                    places[key] = _Place(tensor, self._memory)
+                    places[key] = Place(tensor, self._memory)
                 self._results.append(_FarResult(result, places[key]))
         self._places = list(places.values())
 
@@ -280,7 +227,7 @@ class FarArguments:
             self._release()
         return template
 
-    def _release(self, places: Sequence[_Place] | None = None) -> None:
+    def _release(self, places: Sequence[Place] | None = None) -> None:
         """Give buffers back: all, or those of some places."""
         if places is None:
             places, self._results = self._places, []
@@ -311,8 +258,3 @@ class Prefetch:
         for ref in self._sources:
             if (source := ref()) is not None:
                 source.prefetch(other)
-
-
-def _is_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all that there is to know of its memory."""
-    return _compat_dispatch.is_plain(type(tensor)) and tensor.layout == torch.strided

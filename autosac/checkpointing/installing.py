@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import types
 import warnings
 import weakref
 from collections import Counter
@@ -33,6 +31,8 @@ from autosac.checkpointing.op_programs import KnownMode, Program
 from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.recording_mode import RecordingMode
 from autosac.checkpointing.saved_tensors import Frame
+from autosac.checkpointing.stand_ins import StandIn, warn_of_transform
+from autosac.checkpointing.streamed_tensors import StreamedForward
 from autosac.far_memory import FarMemory
 from autosac.pytrees import first_function
 from autosac.units.policies import OpPolicy
@@ -127,40 +127,6 @@ class Step:
                 self.variants.rerun = None
 
 
-class StandIn:
-    """Stands in for a module's ``forward``.
-
-    Args:
-        module: The module.
-
-    Attributes:
-        is_unit: The module is an AC unit, or parts of it are.
-    """
-
-    is_unit = False
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.own_forward = module.__dict__.get("forward")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs)
-
-    @property
-    def __code__(self) -> types.CodeType:
-        """For torch.export, which looks at a signature before it calls anything."""
-        code: types.CodeType = inspect.unwrap(self).__code__
-        return code
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        own: Callable[..., Any] | None = self.own_forward
-        if own is not None:
-            return own
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return forward
-
-
 class CheckpointedForward(StandIn):
     """Stands in for a module's ``forward`` and runs it as an AC unit.
 
@@ -203,7 +169,7 @@ class CheckpointedForward(StandIn):
         if policy is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if _compat_dispatch.is_transformed():
-            _warn_of_transform(self.fqn)
+            warn_of_transform(self.fqn)
             return forward(*args, **kwargs)
 
         source = self._source(policy, (args, kwargs))
@@ -299,15 +265,6 @@ class CheckpointedForward(StandIn):
                 stacklevel=2,
             )
         return self.policies.get(index)
-
-
-def _warn_of_transform(fqn: str) -> None:
-    warnings.warn(
-        f"AC unit `{fqn}` runs under a transform of `torch.func`, `torch.vmap` or"
-        " forward-mode autograd, which no rerun can follow: all of it is saved, not"
-        " recomputed, and the planned peak does not hold for this call.",
-        stacklevel=3,
-    )
 
 
 class _NestForward(StandIn):
@@ -438,7 +395,9 @@ def install(
     by_fqn: dict[str, list[OpPolicy]] = {}
     sliced: dict[str, list[OpPolicy]] = {}
     for policy in policies:
-        if policy.until:
+        if policy.streamed:
+            model.forward = StreamedForward(model, policy, step)
+        elif policy.until:
             sliced.setdefault(policy.fqn.rpartition(".")[0], []).append(policy)
         else:
             by_fqn.setdefault(policy.fqn, []).append(policy)

@@ -65,6 +65,7 @@ def chosen(plan: Plan, profile: TracedStep) -> dict[Unit, Policy]:
             f" {profile.device.name}. Profile with `device`={plan.device!r}."
         )
     single = (*profile.units.candidates, *profile.slices)
+    single += () if profile.streamed is None else (profile.streamed,)
     calls = {(unit.label, unit.call_index): unit for unit in single}
     for one in plan.op_policies:
         difference = _difference(one, calls.get((one.label, one.call_index)), profile)
@@ -73,7 +74,7 @@ def chosen(plan: Plan, profile: TracedStep) -> dict[Unit, Policy]:
                 f"The plan is for another step: {difference}. Plan again."
             )
     try:
-        return chosen_by(profile.tape, profile.candidates, plan.op_policies)
+        return chosen_by(profile.tape, profile.choosable, plan.op_policies)
     except ValueError as error:
         raise PlanMismatchError(f"The plan is for another step: {error}") from error
 

@@ -118,7 +118,8 @@ def unit_rows(
 ) -> tuple[UnitRow, ...]:
     """What each unit of a plan frees and costs, in forward order."""
     rows = []
-    for number, (unit, policy) in enumerate(chosen.items()):
+    rerun = [(u, policy) for u, policy in chosen.items() if not u.is_streamed]
+    for number, (unit, policy) in enumerate(rerun):
         most = max(unit.activation_bytes, unit.sole_bytes)
         freed = max(most - curves.kept(unit, policy), 0)
         peak = None
@@ -191,8 +192,10 @@ def op_tables(
 ) -> tuple[OpTable, ...]:
     """Ops of every unit, those that are treated alike once, and of what is left."""
     calls: list[tuple[Unit, Policy]] = []
+    moved: set[int] = set()
     for unit, policy in chosen.items():
-        calls += unit.by_call(policy)
+        calls += () if unit.is_streamed else unit.by_call(policy)
+        moved.update(move.storage for move in unit.moves(policy))
     alike: dict[tuple[object, Policy], list[Unit]] = {}
     for unit, policy in calls:
         alike.setdefault((unit.key, policy), []).append(unit)
@@ -202,7 +205,7 @@ def op_tables(
         rows = tuple(_unit_ops(profile, units[0], policy))
         tables.append(OpTable(title=f"{units[0].fqn}{others}", rows=rows))
     inside = {i for unit, _ in calls for i in unit.ops}
-    rest = tuple(_other_ops(profile, inside))
+    rest = tuple(_other_ops(profile, inside, moved))
     return (*tables, OpTable(title="outside of AC units", rows=rest))
 
 
@@ -220,7 +223,9 @@ def _unit_ops(profile: TracedStep, unit: Unit, policy: Policy) -> Iterator[OpRow
             yield _op_row(profile, op, index, action)
 
 
-def _other_ops(profile: TracedStep, inside: set[int]) -> Iterator[OpRow]:
+def _other_ops(
+    profile: TracedStep, inside: set[int], moved: set[int]
+) -> Iterator[OpRow]:
     """Forward ops that always run once; those that are alike in one row."""
     kept = {saved.storage for saved in profile.tape.saved}
     rows: Counter[OpRow] = Counter()
@@ -228,6 +233,8 @@ def _other_ops(profile: TracedStep, inside: set[int]) -> Iterator[OpRow]:
         if op.phase in ("forward", "loss") and index not in inside and not op.is_view:
             is_kept = any(storage in kept for storage in op.creates)
             action = "kept for backward" if is_kept else "freed at once"
+            if not moved.isdisjoint(op.creates):
+                action = "offloaded"
             rows[_op_row(profile, op, index, action)] += 1
     for row, count in rows.items():
         yield replace(row, count=count)

@@ -196,6 +196,7 @@ def choose(
 ) -> tuple[Choice, float]:
     """The units of a plan with their policies, and the bound on recompute time.
 
+    Of units of the MILP and of the whole model, streamed, it takes what is faster.
     Where sizes vary they leave room for the steps that come. Where no choice leaves
     enough, or none that is as fast, it is that of least peak, which leaves most.
 
@@ -203,6 +204,29 @@ def choose(
         InfeasibleBudgetError: No plan fits.
     """
     options = SolveOptions(**solving)
+    streaming, streamed = profile.streaming, None
+    if streaming is not None and profile.baseline_peak_bytes > budget_bytes:
+        streamed = streaming.cheapest(budget_bytes)
+    if streaming is None or streamed is None:
+        return _choose_units(profile, budget_bytes, options, start)
+    least_ms = streaming.least_ms(budget_bytes)
+    if profile.moved_blocks.cheapest(budget_bytes) is None:  # a low budget
+        floor_bytes, _ = profile.chooser.predicted_floor(options.backend)
+        if floor_bytes > budget_bytes:
+            return streamed, least_ms
+    chosen, bound_ms = profile.chooser.choose(budget_bytes, options, start)
+    if chosen is None or recompute_ms(streamed) < recompute_ms(chosen):
+        return streamed, min(bound_ms, least_ms)
+    return chosen, bound_ms
+
+
+def _choose_units(
+    profile: TracedStep,
+    budget_bytes: int,
+    options: SolveOptions,
+    start: sac.Start | None,
+) -> tuple[Choice, float]:
+    """As `choose`, where the model is not streamed."""
     chosen, bound_ms = profile.roomy_chooser.choose(budget_bytes, options, start)
     if profile.redrawn and chosen != {}:
         low = lowest(profile)
@@ -229,7 +253,10 @@ def _confirmed_lowest(profile: TracedStep) -> Choice:
 
 def lowest(profile: TracedStep) -> Choice:
     """The choice of least peak."""
-    return profile.chooser.lowest()
+    of_units = profile.chooser.lowest()
+    if profile.streaming is None:
+        return of_units
+    return min(of_units, profile.streaming.lowest(), key=profile.peak_bytes)
 
 
 def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Exception:
@@ -323,14 +350,17 @@ def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
         if difference_in_dry_run(profile, {unit: chosen[unit]})
     }
     inexact = inexact or {_inexact_beside_others(profile, chosen, list(kinds))}
-    alike = (u for u in profile.candidates if _kind(u) in inexact)
+    alike = (u for u in profile.choosable if _kind(u) in inexact)
     fqns = [fqn for unit in alike for fqn in _modules_of(unit)]
     if not fqns:
         raise SolverError(difference)
     more = f" and {len(fqns) - 1} more" if fqns[1:] else ""
+    cannot = f"`{fqns[0]}`{more} cannot be an AC unit: rerun, it takes"
+    if not fqns[0]:
+        cannot = "The saved tensors of the model cannot come back one by one: it takes"
     warnings.warn(
-        f"`{fqns[0]}`{more} cannot be an AC unit: rerun, it takes other memory than its"
-        " trace shows. It is left out, and the rest is planned.",
+        f"{cannot} other memory than its trace shows. It is left out, and the rest is"
+        " planned.",
         stacklevel=4,
     )
     profile.leave_out(fqns, "rerun, it takes other memory than its trace shows")
@@ -427,7 +457,7 @@ def policy_ratios(profile: TracedStep, chosen: Choice) -> dict[str, float]:
     for unit in (*profile.units.candidates, *profile.slices):
         most[unit.label] += unit.activation_bytes
     for unit, policy in chosen.items():
-        for call, part in unit.by_call(policy):
+        for call, part in () if unit.is_streamed else unit.by_call(policy):
             left = call.activation_bytes - curves.kept(call, part)
             freed[call.label] += max(left, 0)
     return {fqn: nbytes / max(most[fqn], 1) for fqn, nbytes in freed.items()}

@@ -31,7 +31,7 @@ def lines(
     is_dear = step.device.type == "cuda" and plain_ms >= _DEAR * step_ms
     if offloading is None or not is_dear:
         return
-    choice = offloading.moved_blocks.cheapest(budget_bytes)
+    choice = _cheapest(offloading, budget_bytes)
     if choice is not None and recompute_ms(choice) <= _WORTH * plain_ms:
         yield (
             f"`offload`=True takes {_described(choice)} at most under this budget,"
@@ -49,8 +49,9 @@ def of_infeasible(step: TracedStep, lowest: Choice, budget_bytes: int) -> str:
     """
     if not (offloading := _offloading(step)):
         return ""
-    blocks = offloading.moved_blocks
-    choice = blocks.lowest(lowest)
+    choice = offloading.moved_blocks.lowest(lowest)
+    if offloading.streaming is not None:
+        choice = min(choice, offloading.streaming.lowest(), key=step.peak_bytes)
     peak_bytes = step.peak_bytes(choice)
     if peak_bytes >= step.peak_bytes(lowest):
         return ""
@@ -59,9 +60,16 @@ def of_infeasible(step: TracedStep, lowest: Choice, budget_bytes: int) -> str:
             f" `offload`=True lowers that to {peak_bytes} bytes"
             f" ({format_bytes(peak_bytes)}) or less."
         )
-    choices = [choice, *filter(None, [blocks.cheapest(budget_bytes)])]
+    choices = [choice, *filter(None, [_cheapest(offloading, budget_bytes)])]
     best = min(choices, key=recompute_ms)
     return f" `offload`=True fits: it takes {_described(best)} at most."
+
+
+def _cheapest(offloading: TracedStep, budget_bytes: int) -> Choice | None:
+    """A fast choice with offload within a budget; None if none is known."""
+    finders = offloading.moved_blocks, offloading.streaming
+    found = (finder.cheapest(budget_bytes) for finder in finders if finder is not None)
+    return min(filter(None, found), key=recompute_ms, default=None)
 
 
 def _offloading(step: TracedStep) -> TracedStep | None:

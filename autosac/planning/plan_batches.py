@@ -7,6 +7,7 @@ over all of them is the cheapest one for each.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -104,8 +105,9 @@ def plan(
         offload: Whether arguments of AC units, and results that they save, may lie in
             far memory from the end of their forward to their rerun: of a GPU in pinned
             memory of its host, of the CPU in a file. The plan decides for each unit,
-            together with what is recomputed. "auto": only where no plan fits without.
-            Not tried on a GPU yet.
+            together with what is recomputed. Or nothing is, and the model's saved
+            tensors lie there, and come back one by one. "auto": only where no plan fits
+            without. Not tried on a GPU yet.
         host_budget: Cap on what lies there, in bytes or as text; None for none.
         offload_dir: Where the CPU's file lies; None for the system's temporary
             directory, which may be memory.
@@ -289,7 +291,11 @@ def _alike(one: TracedStep, other: TracedStep) -> bool:
 def _over_batches(steps: _Planned, budget_bytes: int, solving: dict[str, Any]) -> Plan:
     """The plan for several batches."""
     plans = []
+    numbers = Counter(s for bucket, _ in steps for s in bucket.signatures)
     for bucket, step in steps:
+        if any(numbers[signature] > 1 for signature in bucket.signatures):
+            # Which plan to follow shows when the model runs: too late for all of it.
+            step.leave_out([""], "its batches take several branches")
         try:
             cheapest = make_plan(step, budget_bytes, **solving)
         except InfeasibleBudgetError as error:

@@ -37,6 +37,10 @@ _UNIT_FIELDS = (
 )
 # Of a unit that offloads anything.
 _FAR_FIELDS = ("far", "far_until", "prefetched", "far_ops")
+# Of a model that is streamed.
+_STREAMS = ("streamed", "streamed_bytes", "fetched_with", "let_go_with")
+_STREAM_FIELDS = (*_STREAMS, "num_saved")
+_TUPLES = ("far", "far_ops", *_STREAMS)
 _MORE = {"op_sequences": 0, "variants": 1}  # levels of lines inside, besides their own
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
 
@@ -69,6 +73,7 @@ def _written(
         lines = _lines(one)
         unit = {"fqn": one.fqn, "ops": sequences.setdefault(lines, len(sequences))}
         fields = (*_UNIT_FIELDS, *(_FAR_FIELDS if one.far else ()))
+        fields += _STREAM_FIELDS if one.streamed else ()
         unit |= {name: getattr(one, name) for name in fields}
         units.append(unit)
     longer = ("op_policies", "model", "variants")  # what people read last
@@ -121,7 +126,7 @@ def _part(
     units = []
     for unit in body.pop("units"):
         actions, onward, names = zip(*sequences[unit.pop("ops")], strict=True)
-        for name in ("far", "far_ops"):
+        for name in _TUPLES:
             unit[name] = tuple(unit.get(name, ()))
         units.append(
             OpPolicy(
@@ -166,7 +171,12 @@ def problem(record: Mapping[str, Any]) -> str | None:
         return "a unit of it never lets go of what it offloads"
     if any(one.actions[i : i + 1] != SAVE for one in units for i in one.far_ops):
         return "a unit of it offloads results that it does not save"
-    if {one.label for one in units} != record["policy"].keys():
+    for one in units:
+        if len({len(getattr(one, name)) for name in _STREAMS}) > 1:
+            return "it does not say of all that it streams when that goes and comes"
+        if any(not 0 <= k < len(one.streamed) for k in one.fetched_with):
+            return "it fetches something with what it does not stream"
+    if {one.label for one in units if not one.streamed} != record["policy"].keys():
         return "its policy and its op policies are for different units"
     ends = {fqn for one in units for fqn in (one.fqn, one.until, one.far_until) if fqn}
     if strange := ends - modules:

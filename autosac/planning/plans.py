@@ -54,7 +54,7 @@ class Plan(Summarized):
         bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
             their Pareto-optimal save sets, in the MILP's memory model: on the CPU that
             of the tape, on a GPU with blocks as large as the allocator's in the plain
-            step.
+            step. Of a streamed model no more than what is proven of all streaming.
         composition: Bytes alive at the peak per category.
         device: Name of the device that times are for.
         calibrated: Times and workspaces were measured, not modelled.
@@ -72,8 +72,9 @@ class Plan(Summarized):
         opening: Names of the first ops of forward, up to the one that tells these
             batches from others of their signature; empty if there are none.
         on_mismatch: What becomes of a batch of another signature: see `autosac.plan`.
-        offloaded_bytes: Bytes of arguments and saved results of units that lie in far
-            memory between forward and backward, added up over the step,
+        offloaded_bytes: Bytes of arguments and saved results of units, or of the
+            model's saved tensors, that lie in far memory between forward and backward,
+            added up over the step,
         exposed_ms: and the time of `recompute_ms` that it waits for their copies.
         far_state_bytes: Bytes of the optimizer's state that lie there between updates.
         offload_dir: Directory of the CPU's far memory; None for the system's temporary
@@ -127,9 +128,14 @@ class Plan(Summarized):
         return self.variants or (self,)
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether it reruns nothing: the model's saved tensors come back one by one."""
+        return any(one.streamed for one in self.op_policies)
+
+    @property
     def offloads(self) -> bool:
         """Whether it moves anything to far memory."""
-        return any(one.far for one in self.op_policies)
+        return any(one.offloads for one in self.op_policies)
 
     @property
     def host_ms(self) -> float | None:
@@ -364,6 +370,7 @@ class Plan(Summarized):
                 "offload",
                 f"{format_bytes(self.offloaded_bytes)} to"
                 f" {'a file' if self.device == 'cpu' else 'the host'},"
+                f"{' back one by one,' if self.is_streamed else ''}"
                 f" {format_ms(self.exposed_ms)} of the recomputation is waiting for it",
             )
         if self.far_state_bytes:
@@ -414,6 +421,12 @@ class Plan(Summarized):
                 "room",
                 f"{left} are left for steps of other draws or later in the training;"
                 f" up to {gap} of the recomputation is for that",
+            )
+        if self.is_streamed:
+            return (
+                "warning",
+                f"up to {gap} of the waiting may be avoidable, as far as its simple"
+                " bound can tell; plan with a little more memory",
             )
         return (
             "warning",

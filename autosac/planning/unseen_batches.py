@@ -112,7 +112,8 @@ class UnseenBatches:
         what = "It follows the plan of the largest"
         if not is_ample and can_add:
             branches = tuple(map(most_frugal, branches))
-            what = "All that saves memory is recomputed"
+            if not any(plan.is_streamed for plan in branches):
+                what = "All that saves memory is recomputed"
         power = _power(plans, branches[0].signatures[0])
         likely = [_likely_peak(plan, signature, power) for plan in branches]
         peak_bytes = max((peak for peak in likely if peak is not None), default=None)
@@ -168,6 +169,8 @@ def most_frugal(plan: Plan) -> Plan:
     if plan.traced is None:
         return plan
     choice = plan.traced.chooser.lowest()
+    if plan.traced.peak_bytes(choice) >= plan.peak_bytes:
+        return plan  # a streamed one, perhaps
     return replace(
         plan,
         op_policies=spell_out(plan.traced, choice),

@@ -8,6 +8,7 @@ import torch
 
 from autosac import _compat_distributed
 from autosac.checkpointing import installing
+from autosac.checkpointing.stand_ins import StandIn
 from autosac.errors import ArgumentError
 from autosac.step.arguments import warn
 from autosac.step.tape import Tape
@@ -20,7 +21,7 @@ def check_unplanned(model: torch.nn.Module) -> None:
         ArgumentError: Names an AC unit, if it has one.
     """
     units = installing.installed(model)
-    if units or isinstance(model.__dict__.get("forward"), installing.StandIn):
+    if units or isinstance(model.__dict__.get("forward"), StandIn):
         which = f" (`{units[0]}` is an AC unit)" if units else ""
         raise ArgumentError(
             f"`model` has a plan already{which}; call `plan.unapply(model)` first."

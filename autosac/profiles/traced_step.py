@@ -26,6 +26,7 @@ from autosac.solving.incumbents import Incumbents, most_rules
 from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.rules_of_thumb import Rules
 from autosac.solving.solve_options import read_segments
+from autosac.solving.streaming import Streaming
 from autosac.statistics.by_module import Statistics, module_statistics
 from autosac.step.batch_signatures import BatchSignature
 from autosac.step.op_signatures import Copies
@@ -41,13 +42,14 @@ from autosac.units.given_units import ALL_UNITS, GivenUnits
 from autosac.units.nests import find_nests
 from autosac.units.policies import Policy
 from autosac.units.slices import find_slices
+from autosac.units.streamed import StreamedModel, find_streamed
 from autosac.units.unit import Unit
 
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
     *("units_by_name", "chooser", "roomy_chooser", "_varied", "dry_runs", "statistics"),
     *("_curves", "with_given_units", "with_other_caps", "with_offload", "far_units"),
-    "moved_blocks",
+    *("moved_blocks", "streamed", "streaming"),
 )
 
 
@@ -207,8 +209,9 @@ class TracedStep(Summarized):
     @cached_property
     def units(self) -> Units:
         """Module calls that can be AC units, and why other modules are none."""
+        parts = {fqn: why for fqn, why in self.left_out.items() if fqn}
         with no_collections():
-            units = find_units(self.tape, self.op_ms, exclude=self.left_out)
+            units = find_units(self.tape, self.op_ms, exclude=parts)
         return self.given.of(units, self.tape.modules)
 
     @cached_property
@@ -246,6 +249,35 @@ class TracedStep(Summarized):
             return ()
         finder_args = (self.tape, self.units.candidates, self.op_ms, link)
         return find_far_units(*finder_args)
+
+    @cached_property
+    def streamed(self) -> StreamedModel | None:
+        """The whole model as a unit whose saved tensors come back one by one.
+
+        None if it moves nothing, or if sizes vary from step to step.
+        """
+        link = self.device.link
+        if (
+            self.plain is None
+            or link is None
+            or self.redrawn
+            or self.given != ALL_UNITS
+        ):
+            return None
+        return find_streamed(self.tape, self.op_ms, link, exclude=self.left_out)
+
+    @cached_property
+    def streaming(self) -> Streaming | None:
+        """Finder of choices that stream the model."""
+        if self.streamed is None:
+            return None
+        return Streaming(self.simulator, self.streamed, self.far_unit_bytes)
+
+    @property
+    def choosable(self) -> tuple[Unit, ...]:
+        """All units of choices: candidates, and the whole model if it can be one."""
+        streamed = () if self.streamed is None else (self.streamed,)
+        return (*self.candidates, *streamed)
 
     @cached_property
     def moved_blocks(self) -> MovedBlocks:

@@ -17,7 +17,7 @@ made once more at the chain's trigger, just before its last block is rerun.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -335,12 +335,29 @@ class Simulator:
                 works += [(start + a, start + b, n) for a, b, n in passed.works]
         for storage in unit.call.inputs:
             lifetimes.hold(storage, unit.held_until(storage) * self.span)
+        if unit.is_streamed:
+            copies += self._streamed(unit, policy, lifetimes)
         return Effect(
             held=np.array(list(lifetimes.held), dtype=np.int64),
             held_until=np.array(list(lifetimes.held.values()), dtype=np.int64),
             copies=np.concatenate([*lifetimes.copies, rows(copies, 3)]),
             works=np.concatenate([*lifetimes.works, rows(works, 3)]),
         )
+
+    def _streamed(
+        self, unit: Unit, policy: Policy, lifetimes: Lifetimes
+    ) -> Iterator[Span]:
+        """What a unit keeps that reruns nothing, and what it allocates again."""
+        moves = unit.moves(policy)
+        moved = {move.storage for move in moves}
+        for i in unit.saved:
+            storage = self.tape.saved[i].storage
+            if storage not in moved:
+                lifetimes.hold(storage, int(self._saved_until[i]))
+        for move in moves:
+            lifetimes.hold(move.storage, move.let_go * self.span)
+            nbytes = self.tape.storages[move.storage].nbytes
+            yield move.fetched * self.span, move.until * self.span, nbytes
 
     def _note_needs(self, piece: Piece, needed_until: dict[int, int]) -> None:
         """Until when a piece needs what earlier pieces make for it."""

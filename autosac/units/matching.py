@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from autosac.step.tape import Tape
 from autosac.units.policies import OpPolicy, Policy, is_listed
+from autosac.units.streamed import StreamedModel
 from autosac.units.unit import Unit
 
 # Module of a nest, what lies in far memory, and calls with their numbers.
@@ -38,11 +39,13 @@ def chosen_by(
         parts.sort(key=lambda one: one.position)
         names = tuple((one.fqn, one.call_index) for one in parts)
         wanted[parts[0].around, _NOTHING_FAR, names] = parts
-    chosen = {}
+    chosen: dict[Unit, Policy] = {}
     for unit in units:
         names = tuple((call.label, call.call_index) for call in unit.calls)
         parts = wanted.pop((unit.around, unit.far_kind, names), [])
-        if parts:
+        if isinstance(unit, StreamedModel) and parts:
+            chosen[unit] = unit.policy_of(parts[0])
+        elif parts:
             pairs = zip(unit.calls, parts, strict=True)
             choices = [_group_choices(tape, call, part) for call, part in pairs]
             chosen[unit] = Policy("".join(choices))

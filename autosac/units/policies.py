@@ -54,6 +54,14 @@ class OpPolicy:
         prefetched: and whether they begin to come back when backward comes to that
             call, not as the unit is rerun.
         far_ops: Places of the ops whose results lie in far memory as well.
+        streamed: Of a whole model that reruns nothing: which of the tensors that it
+            saves are the first of a storage that lies in far memory, as backward reads
+            these storages,
+        streamed_bytes: how large these are,
+        fetched_with: of each, with the read of which of them its copy back begins,
+        let_go_with: after how many of them are sent the next one must be before the
+            program lets go of it,
+        num_saved: and how many tensors it saves.
     """
 
     fqn: str
@@ -71,6 +79,16 @@ class OpPolicy:
     far_until: str = ""
     prefetched: bool = False
     far_ops: tuple[int, ...] = ()
+    streamed: tuple[int, ...] = ()
+    streamed_bytes: tuple[int, ...] = ()
+    fetched_with: tuple[int, ...] = ()
+    let_go_with: tuple[int, ...] = ()
+    num_saved: int = 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it moves anything to far memory."""
+        return bool(self.far or self.streamed)
 
     @property
     def far_kind(self) -> tuple[tuple[int, ...], bool, bool]:

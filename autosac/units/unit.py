@@ -61,6 +61,23 @@ class Piece:
         return (self.trigger - 1) * span + 1 - self.enter
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A storage of saved tensors that lies in far memory by itself.
+
+    Attributes:
+        storage: The storage,
+        let_go: which the program holds until this tick,
+        fetched: and has again from this one on,
+        until: until autograd has used it.
+    """
+
+    storage: int
+    let_go: int
+    fetched: int
+    until: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unit:
     """A module call that can run under activation checkpointing.
@@ -162,6 +179,15 @@ class Unit:
     def held_until(self, storage: int) -> int:
         """Tick until which it holds one of its arguments."""
         return self.released
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it reruns nothing, and its saved tensors are offloaded one by one."""
+        return False
+
+    def moves(self, policy: Policy) -> tuple[Move, ...]:
+        """What is offloaded one by one."""
+        return ()
 
     def op_policies(
         self, tape: Tape, policy: Policy, *, training: bool

@@ -1,0 +1,59 @@
+"""What stands in for a module's ``forward``."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class StandIn:
+    """Stands in for a module's ``forward``.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        is_unit: The module is an AC unit, or parts of it are.
+    """
+
+    is_unit = False
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.own_forward = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """For torch.export, which looks at a signature before it calls anything."""
+        code: types.CodeType = inspect.unwrap(self).__code__
+        return code
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        own: Callable[..., Any] | None = self.own_forward
+        if own is not None:
+            return own
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
+
+
+def warn_of_transform(fqn: str) -> None:
+    """Warn of a unit that runs where nothing can be made again.
+
+    Args:
+        fqn: Name of the unit.
+    """
+    warnings.warn(
+        f"AC unit `{fqn}` runs under a transform of `torch.func`, `torch.vmap` or"
+        " forward-mode autograd, which no rerun can follow: all of it is saved, not"
+        " recomputed, and the planned peak does not hold for this call.",
+        stacklevel=3,
+    )
