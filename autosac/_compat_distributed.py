@@ -192,7 +192,10 @@ def key_on_rank(tensor: torch.Tensor) -> int:
 def unwrapped(
     tensor: torch.Tensor,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """What a rank holds of a tensor, and what makes such a tensor of that."""
+    """What a rank holds of a tensor, and what makes such a tensor of that.
+
+    It makes one of another type as well.
+    """
     kind = _kind(type(tensor))
     held: Any = tensor
     if kind == "DTensor":
@@ -202,7 +205,13 @@ def unwrapped(
         assert wrap is None
 
         def wrapped(again: torch.Tensor) -> torch.Tensor:
-            distributed: torch.Tensor = of(again.detach(), spec, requires_grad=False)
+            meta, own_spec = spec.tensor_meta, spec
+            if meta is not None and meta.dtype != again.dtype:
+                meta = meta._replace(dtype=again.dtype)
+                own_spec = dataclasses.replace(spec, tensor_meta=meta)
+            distributed: torch.Tensor = of(
+                again.detach(), own_spec, requires_grad=False
+            )
             return distributed
 
         return own, wrapped

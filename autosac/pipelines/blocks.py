@@ -7,7 +7,8 @@ with nothing but the tensor that the one before has returned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedE
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.tracing.copying import copied
 from autosac.tracing.failures import explanation
+from autosac.tracing.recorder import Recorder
 from autosac.tracing.step import Step
 
 _ADVICE = "a pipeline cuts a model whose blocks follow one another"
@@ -138,7 +140,7 @@ def chain_of(
             lambda _, args, kwargs, out, fqn=fqn: note(fqn, args, kwargs, out),
             with_kwargs=True,
         )
-    with mode, torch.no_grad():
+    with _running(fake_model, mode):
         output = fake_model(passed)
     if not order or output is not latest[0]:
         raise UnsupportedError(
@@ -173,6 +175,17 @@ def _on_fakes(
     return fake_model, passed
 
 
+@contextlib.contextmanager
+def _running(model: nn.Module, mode: _compat.FakeTensorMode) -> Iterator[None]:
+    """Run a model on fakes of a mode; what equal blocks do is worked out once."""
+    recorder = Recorder(
+        model, mode=mode, device_type="cpu", granularity_bytes=1, only_storages=True
+    )
+    recorder.muted = True  # nothing is recorded, but calls are remembered
+    with mode, torch.no_grad(), recorder:
+        yield
+
+
 def handed_on(
     divided: nn.Module,
     fqns: Sequence[str],
@@ -194,7 +207,7 @@ def handed_on(
     mode = _compat.fake_mode(plain=False)
     fake_model, passed = _on_fakes(divided, inputs, mode, dtype)
     order: dict[str, Passed] = {}
-    with mode, torch.no_grad():
+    with _running(fake_model, mode):
         for fqn in fqns:
             try:
                 passed = fake_model.get_submodule(fqn)(passed)

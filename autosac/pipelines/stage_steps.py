@@ -18,10 +18,17 @@ from typing import Any
 import torch
 
 from autosac._compat_distributed import is_collective
-from autosac.errors import UnsupportedError
+from autosac.devices.allocator_settings import AllocatorSettings
+from autosac.errors import TraceError, UnsupportedError
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, ShardedStage
 from autosac.profiles.compute_dtype import in_compute_dtype
-from autosac.profiles.profile import Profile, calibrate, profile
+from autosac.profiles.profile import (
+    Profile,
+    calibrate,
+    profile,
+    profile_of_step,
+    read_step,
+)
 from autosac.profiles.restricting import restricted
 from autosac.solving.rules_of_thumb import Choice
 from autosac.units.unit import Unit
@@ -168,9 +175,27 @@ def profile_in(
     """The profile of a step whose model computes in a type; None for its own."""
     if dtype is None:
         return profile(module, received, **options)
-    traced = profile(module, _as_parameters(module, received), **options)
+    try:
+        return _profile_in(dtype, module, received, **options)
+    except TraceError:  # of a model that first must show what its values decide
+        own = _as_parameters(module, received)
+        traced = profile(module, own, **options)
     step = replace(traced.step, args=(received,))
     return in_compute_dtype(replace(traced, step=step), dtype)
+
+
+def _profile_in(
+    dtype: torch.dtype,
+    module: torch.nn.Module,
+    received: torch.Tensor,
+    *,
+    exclude: tuple[str, ...] = (),
+    allocator: AllocatorSettings | None = None,
+    **options: Any,
+) -> Profile:
+    step, device = read_step(module, received, exclude=exclude, **options)
+    step = replace(step, compute_dtype=dtype)
+    return profile_of_step(step, device, exclude=exclude, allocator=allocator)
 
 
 def _as_parameters(module: torch.nn.Module, received: torch.Tensor) -> torch.Tensor:
