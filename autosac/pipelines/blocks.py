@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autosac import _compat
-from autosac._compat_distributed import unwrapped
+from autosac._compat_distributed import hide_propagation, unwrapped
 from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.tracing.copying import copied
@@ -182,6 +182,7 @@ def _running(model: nn.Module, mode: _compat.FakeTensorMode) -> Iterator[None]:
         model, mode=mode, device_type="cpu", granularity_bytes=1, only_storages=True
     )
     recorder.muted = True  # nothing is recorded, but calls are remembered
+    hide_propagation()
     with mode, torch.no_grad(), recorder:
         yield
 
