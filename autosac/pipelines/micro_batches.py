@@ -28,7 +28,12 @@ from autosac.pipelines.blocks import (
     handed_on,
     possible_cuts,
 )
-from autosac.pipelines.like_blocks import kinds
+from autosac.pipelines.like_blocks import (
+    BlockKinds,
+    block_kinds,
+    kinds,
+    with_styles,
+)
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
 from autosac.pipelines.stage_steps import (
     PipelineLoss,
@@ -60,6 +65,7 @@ class MicroBatch:
         divided: and what the first rank has of the model then, in the fake group that
             is there; the model itself if they are not.
         parallel: Ranks of a stage that train on batches of their own.
+        undivided: The model undivided, of any size: says which blocks do the same.
         shares: Stages of like blocks are taken to be alike in the search for cuts.
     """
 
@@ -72,6 +78,7 @@ class MicroBatch:
     divided: torch.nn.Module
     tensor: TensorParallel = WHOLE
     parallel: DataParallel = ALONE
+    undivided: MicroBatch | None = None
     shares: bool = True
     _steps: dict[tuple[int, int], StageStep] = field(default_factory=dict, init=False)
     _alike: dict[Hashable, tuple[int, int]] = field(default_factory=dict, init=False)
@@ -80,11 +87,15 @@ class MicroBatch:
     def chain(self) -> dict[str, Passed]:
         """The model's blocks, and what they hand on."""
         dtype = self.parallel.compute_dtype
-        chain = chain_of(self.model, self.inputs, dtype)
-        if self.tensor.degree == 1:
-            return chain
-        check_styles(list(chain), self.tensor)
-        return handed_on(self.divided, list(chain), self.inputs, dtype)
+        if self.undivided is None:
+            return chain_of(self.model, self.inputs, dtype)
+        fqns = list(self.undivided.chain)
+        if self.tensor.degree > 1:
+            check_styles(fqns, self.tensor)
+        firsts = [fqns[i] for i in self.blocks.firsts]
+        handed = list(handed_on(self.divided, firsts, self.inputs, dtype).values())
+        stand_ins = zip(fqns, self.blocks.stands_for, strict=True)
+        return {fqn: handed[place] for fqn, place in stand_ins}
 
     @cached_property
     def cuts(self) -> list[int]:
@@ -92,10 +103,32 @@ class MicroBatch:
         return possible_cuts(self.model, self.chain)
 
     @cached_property
+    def blocks(self) -> BlockKinds:
+        """Which blocks do the same."""
+        if self.undivided is None:
+            fqns = list(self.chain)
+            return block_kinds(kinds(self.whole, self.model, fqns), self.chain)
+        base = self.undivided
+        styles = self.tensor.styles if self.tensor.degree > 1 else {}
+        own = with_styles(base.blocks.kinds, list(base.chain), styles)
+        return block_kinds(own, base.chain)
+
+    @cached_property
+    def _traced_blocks(self) -> list[int]:
+        """Blocks of `whole`."""
+        if self.undivided is None:
+            return list(range(len(self.chain)))
+        return list(self.blocks.firsts)
+
+    @cached_property
     def whole(self) -> Profile:
-        """The step of the whole model."""
+        """The step of the whole model; of one block of each kind, if these are known.
+
+        That has what the others do as well, but for its memory.
+        """
         loss_fn = partial(loss_with, self.loss_fn, self.target)
-        stage = Stage(self.divided, list(self.chain))
+        fqns = list(self.chain)
+        stage = Stage(self.divided, [fqns[i] for i in self._traced_blocks])
         dtype, options = self.parallel.compute_dtype, self.options
         whole = profile_in(dtype, stage, self.inputs, loss_fn=loss_fn, **options)
         check_step(whole)
@@ -113,21 +146,24 @@ class MicroBatch:
     @property
     def memory_bytes(self) -> int:
         """Of the device."""
-        return self.whole.device.memory_bytes
+        return (self.undivided or self).whole.device.memory_bytes
 
     @cached_property
     def block_ms(self) -> list[float]:
         """Forward and backward of each block."""
         tree, fqns = self.whole.tape.modules, list(self.chain)
-        place = {tree.index[fqn]: i for i, fqn in enumerate(fqns)}
-        times = [0.0] * len(fqns)
+        traced = [fqns[i] for i in self._traced_blocks]
+        place = {tree.index[fqn]: i for i, fqn in enumerate(traced)}
+        times = [0.0] * len(traced)
         for op, op_ms in zip(self.whole.tape.ops, self.whole.op_ms, strict=True):
             if op.phase in _MODEL_PHASES:
                 around = [op.module, *tree.ancestors(op.module)]
                 owner = next((place[m] for m in around if m in place), None)
                 if owner is not None:
                     times[owner] += op_ms
-        return times
+        if len(traced) == len(fqns):
+            return times
+        return [times[place] for place in self.blocks.stands_for]
 
     def received(self, first: int) -> Passed:
         """What a stage gets that begins with a block."""
@@ -136,10 +172,6 @@ class MicroBatch:
             return Passed(tuple(self.inputs.shape), dtype)
         return list(self.chain.values())[first - 1]
 
-    @cached_property
-    def _kinds(self) -> list[Hashable]:
-        return kinds(self.whole, self.divided, list(self.chain))
-
     def like(self, first: int, end: int) -> tuple[int, int]:
         """Blocks that do the same as a stage as these: the first that were met."""
         if not self.shares:
@@ -147,7 +179,7 @@ class MicroBatch:
         size = len(self.chain)
         passed = self.received(first), self.received(end)
         places = first == 0, end == size
-        key = (places, passed, tuple(self._kinds[first:end]))
+        key = (places, passed, self.blocks.kinds[first:end])
         return self._alike.setdefault(key, (first, end))
 
     def step(self, first: int, end: int) -> StageStep:

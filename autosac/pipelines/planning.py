@@ -112,20 +112,28 @@ def plan_pipeline(
         num_micro_batches, global_batch and num_rows, num_ranks, schedules
     )
     _check_cut(num_rows, candidates)
+    numbers = sorted({one.num_micro_batches for one in candidates}, reverse=True)
+    smallest = MicroBatch(
+        model=model,
+        inputs=_rows(inputs, num_rows // numbers[0]),
+        target=_rows(target, num_rows // numbers[0]),
+        loss_fn=loss_fn,
+        options=options,
+        cluster=spec,
+        divided=model,
+        parallel=parallel,
+    )
+    larger = {
+        number: replace(
+            smallest,
+            inputs=_rows(inputs, num_rows // number),
+            target=_rows(target, num_rows // number),
+            undivided=smallest,
+        )
+        for number in numbers[1:]
+    }
     asked = _Asked(
-        micro_batches={
-            number: MicroBatch(
-                model=model,
-                inputs=_rows(inputs, num_rows // number),
-                target=_rows(target, num_rows // number),
-                loss_fn=loss_fn,
-                options=options,
-                cluster=spec,
-                divided=model,
-                parallel=parallel,
-            )
-            for number in sorted({one.num_micro_batches for one in candidates})
-        },
+        micro_batches={numbers[0]: smallest, **larger},
         schedules=candidates,
         memory_budget=memory_budget,
         relative_gap=relative_gap,
@@ -170,10 +178,12 @@ class _Asked:
         """The micro-batches on the first rank of the group that is there."""
         if tensor.degree == 1:
             return self.micro_batches
-        model = next(iter(self.micro_batches.values())).model
-        divided = divided_copy(model, tensor)
+        smallest = next(iter(self.micro_batches.values()))
+        divided = divided_copy(smallest.model, tensor)
         return {
-            number: replace(micro_batch, divided=divided, tensor=tensor)
+            number: replace(
+                micro_batch, divided=divided, tensor=tensor, undivided=smallest
+            )
             for number, micro_batch in self.micro_batches.items()
         }
 
