@@ -214,7 +214,7 @@ def _of_stages(setting: Published, micro_batch: MicroBatch) -> Predicted:
         peaks.append(
             RankReplay(schedule, stage, {stage: step}).peak_bytes({stage: chosen})
         )
-        gather_ms, reduce_ms = micro_batch.sharding_ms(*own)
+        gather_ms, reduce_ms = micro_batch.sharding_ms(tuple(range(*own)))
         rerun_ms = sum(curves.recompute_ms(*pair) for pair in chosen.items())
         times.append(
             StageTimes(

@@ -9,7 +9,7 @@ sends it to the rank that has its own place in the next stage.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -80,8 +80,14 @@ class MicroBatch:
     parallel: DataParallel = ALONE
     undivided: MicroBatch | None = None
     shares: bool = True
-    _steps: dict[tuple[int, int], StageStep] = field(default_factory=dict, init=False)
+    _steps: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
+    _like: dict[tuple[int, int], tuple[int, int]] = field(
+        default_factory=dict, init=False
+    )
     _alike: dict[Hashable, tuple[int, int]] = field(default_factory=dict, init=False)
+    _alike_blocks: dict[Hashable, tuple[int, ...]] = field(
+        default_factory=dict, init=False
+    )
 
     @cached_property
     def chain(self) -> dict[str, Passed]:
@@ -172,25 +178,35 @@ class MicroBatch:
             return Passed(tuple(self.inputs.shape), dtype)
         return list(self.chain.values())[first - 1]
 
+    def key(self, blocks: Sequence[int]) -> Hashable:
+        """Equal for blocks that do the same as a stage."""
+        ends = blocks[0] == 0, blocks[-1] == len(self.chain) - 1
+        passed = self.received(blocks[0]), self.received(blocks[-1] + 1)
+        return ends, passed, tuple(self.blocks.kinds[i] for i in blocks)
+
     def like(self, first: int, end: int) -> tuple[int, int]:
         """Blocks that do the same as a stage as these: the first that were met."""
         if not self.shares:
             return first, end
-        size = len(self.chain)
-        passed = self.received(first), self.received(end)
-        places = first == 0, end == size
-        key = (places, passed, self.blocks.kinds[first:end])
-        return self._alike.setdefault(key, (first, end))
+        if (first, end) not in self._like:
+            key = self.key(range(first, end))
+            self._like[first, end] = self._alike.setdefault(key, (first, end))
+        return self._like[first, end]
 
     def step(self, first: int, end: int) -> StageStep:
         """The step of some blocks as a stage."""
-        if (first, end) not in self._steps:
+        return self.step_of(tuple(range(first, end)))
+
+    def step_of(self, blocks: tuple[int, ...]) -> StageStep:
+        """The step of blocks that can follow one another, as a stage."""
+        if blocks not in self._steps:
             device = next(self.model.parameters()).device
-            is_last = end == len(self.chain)
+            fqns, first = list(self.chain), blocks[0]
+            is_last = blocks[-1] == len(fqns) - 1
             received = self.inputs
             if first:
                 received = self.received(first).example(device)
-            stage = Stage(self.divided, list(self.chain)[first:end])
+            stage = Stage(self.divided, [fqns[i] for i in blocks])
             step = stage_step(
                 stage,
                 received,
@@ -201,8 +217,18 @@ class MicroBatch:
             ).each(self._measured)
             if self.parallel.degree > 1:
                 step = step.sharded_by(self.parallel, stage_units(stage))
-            self._steps[first, end] = step
-        return self._steps[first, end]
+            self._steps[blocks] = step
+        return self._steps[blocks]
+
+    def first_like(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """Blocks that do the same as a stage as these, which need not be a stretch."""
+        return self._alike_blocks.setdefault(self.key(blocks), blocks)
+
+    @property
+    def handed_bytes(self) -> list[int]:
+        """What comes before each block, and behind the last one."""
+        places = range(len(self.chain) + 1)
+        return [self.received(place).example("meta").nbytes for place in places]
 
     @property
     def ranks_per_stage(self) -> int:
@@ -237,9 +263,9 @@ class MicroBatch:
         reduced_bytes = step.sharded.late_bytes if step.sharded else 0
         return late_bytes(step.later, self.tensor.degree) + reduced_bytes
 
-    def sharding_ms(self, first: int, end: int) -> tuple[float, float]:
+    def sharding_ms(self, blocks: tuple[int, ...]) -> tuple[float, float]:
         """Times in which FSDP2 gathers parameters and reduces gradients of a stage."""
-        sharded = self.step(first, end).sharded
+        sharded = self.step_of(blocks).sharded
         if sharded is None:
             return 0.0, 0.0
         assert self.cluster is not None

@@ -134,6 +134,22 @@ class StageChooser:
             return self.lowest()
         return min(fitting, key=lambda s: s.recompute_ms, default=None)
 
+    def taken_over(self, twin: StageStep, other: StageChoice) -> StageChoice | None:
+        """The choice of a stage of like blocks in this one; None if it has none such.
+
+        Args:
+            twin: The step of that stage, at the same place of the schedule,
+            other: and its choice.
+        """
+        own, theirs = self._step.later.candidates, twin.later.candidates
+        if len(own) != len(theirs):
+            return None
+        twins = dict(zip(theirs, own, strict=True))
+        choice = {twins[unit]: policy for unit, policy in other.choice.items()}
+        if any(len(twins[unit].groups) != len(unit.groups) for unit in other.choice):
+            return None
+        return self._replayed(choice)
+
     def lowest(self) -> StageChoice:
         """The choice of the least peak."""
         for view in self._views:
