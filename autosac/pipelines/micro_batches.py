@@ -10,7 +10,7 @@ sends it to the rank that has its own place in the next stage.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -47,6 +47,8 @@ from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile
 
 _MODEL_PHASES = ("forward", "loss", "backward")
+# What is worked out however many ranks share parameters.
+_OF_ANY = ("chain", "cuts", "blocks", "whole", "block_ms", "shares")
 _RANK_BYTES = 4  # of `DeviceMesh.mesh`
 
 
@@ -80,6 +82,7 @@ class MicroBatch:
     parallel: DataParallel = ALONE
     undivided: MicroBatch | None = None
     shares: bool = True
+    _traced: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
     _steps: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
     _like: dict[tuple[int, int], tuple[int, int]] = field(
         default_factory=dict, init=False
@@ -200,6 +203,17 @@ class MicroBatch:
     def step_of(self, blocks: tuple[int, ...]) -> StageStep:
         """The step of blocks that can follow one another, as a stage."""
         if blocks not in self._steps:
+            step = self._traced_of(blocks)
+            if self.parallel.degree > 1:
+                fqns = list(self.chain)
+                units = stage_units(Stage(self.divided, [fqns[i] for i in blocks]))
+                step = step.sharded_by(self.parallel, units)
+            self._steps[blocks] = step
+        return self._steps[blocks]
+
+    def _traced_of(self, blocks: tuple[int, ...]) -> StageStep:
+        """The same before it is sharded, over however many ranks."""
+        if blocks not in self._traced:
             device = next(self.model.parameters()).device
             fqns, first = list(self.chain), blocks[0]
             is_last = blocks[-1] == len(fqns) - 1
@@ -207,7 +221,7 @@ class MicroBatch:
             if first:
                 received = self.received(first).example(device)
             stage = Stage(self.divided, [fqns[i] for i in blocks])
-            step = stage_step(
+            self._traced[blocks] = stage_step(
                 stage,
                 received,
                 loss_fn=self.loss_fn if is_last else None,
@@ -215,10 +229,21 @@ class MicroBatch:
                 parallel=self.parallel,
                 **self.options,
             ).each(self._measured)
-            if self.parallel.degree > 1:
-                step = step.sharded_by(self.parallel, stage_units(stage))
-            self._steps[blocks] = step
-        return self._steps[blocks]
+        return self._traced[blocks]
+
+    def among(self, parallel: DataParallel) -> MicroBatch:
+        """The micro-batch with other replicas and shards; what is traced is shared."""
+        new = replace(self, parallel=parallel)
+        own, other = self.parallel, parallel
+        if (own.degree > 1, own.param_dtype, own.reduce_dtype) == (
+            other.degree > 1,
+            other.param_dtype,
+            other.reduce_dtype,
+        ):
+            new._traced = self._traced
+            known = vars(self)
+            vars(new).update({name: known[name] for name in _OF_ANY if name in known})
+        return new
 
     def first_like(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         """Blocks that do the same as a stage as these, which need not be a stretch."""

@@ -79,6 +79,15 @@ class _View:
         return self._step.in_later(choice)
 
 
+def _view(step: StageStep, profile: Profile, count: int) -> _View:
+    """The view beside so many others; the step keeps it."""
+    key = profile is step.first, count
+    if key not in step.views:
+        step.views[key] = _View(step, profile, count)
+    view: _View = step.views[key]
+    return view
+
+
 class StageChooser:
     """Finds choices for one stage at one place of a schedule, under any cap.
 
@@ -107,9 +116,9 @@ class StageChooser:
         self._seen: dict[frozenset[object], StageChoice] = {}
         in_first = schedule.most_in_flight(stage)
         in_later = schedule.most_in_flight(stage, adding=True)
-        self._views = [_View(step, step.later, max(1, in_later) - 1)]
+        self._views = [_view(step, step.later, max(1, in_later) - 1)]
         if in_first > in_later:
-            self._views.append(_View(step, step.first, in_first - 1))
+            self._views.append(_view(step, step.first, in_first - 1))
 
     @property
     def plain(self) -> StageChoice:

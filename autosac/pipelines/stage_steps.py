@@ -10,8 +10,8 @@ torch/distributed/pipelining/stage.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -76,12 +76,14 @@ class StageStep:
             then add up in another type.
         is_last: The loss is in this stage, and it sends nothing on.
         sharded: What FSDP2 does to it, None without.
+        views: Cache of what `stage_choosing` makes of it.
     """
 
     first: Profile
     later: Profile
     is_last: bool
     sharded: ShardedStage | None = None
+    views: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     def each(self, change: Callable[[Profile], Profile]) -> StageStep:
         """The step with both of its profiles changed."""
