@@ -53,7 +53,7 @@ class Lost(NamedTuple, Generic[_Plan]):
 
 
 def read_dimensions(
-    mesh: Mapping[str, int | None] | None, known: Mapping[str, int]
+    mesh: Mapping[str, int | None] | None, known: Mapping[str, int | None]
 ) -> dict[str, int | None]:
     """Degree of each dimension of a mesh.
 
@@ -141,7 +141,7 @@ class MeshRace(Generic[_Plan]):
             )
         for degree in degrees:
             try:
-                tensors = _divisions(model, degree, tp_plan)
+                tensors = divisions(model, degree, tp_plan)
             except AutosacError as error:
                 self.refused.append((TensorParallel(degree=degree), error))
                 continue
@@ -194,7 +194,7 @@ def _dearer(plan: MeshPlan, best_ms: float) -> str:
     return f"a batch takes {more:.1%} more: {format_ms(plan.step_ms)} a step"
 
 
-def _divisions(model: nn.Module, degree: int, tp_plan: TpPlan) -> list[TensorParallel]:
+def divisions(model: nn.Module, degree: int, tp_plan: TpPlan) -> list[TensorParallel]:
     """The ways to divide a model among so many ranks.
 
     Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,6 +46,7 @@ from autosac.pipelines.stage_steps import (
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile
 
+_T = TypeVar("_T")
 _MODEL_PHASES = ("forward", "loss", "backward")
 # What is worked out however many ranks share parameters.
 _OF_ANY = ("chain", "cuts", "blocks", "whole", "block_ms", "shares")
@@ -102,7 +103,8 @@ class MicroBatch:
         if self.tensor.degree > 1:
             check_styles(fqns, self.tensor)
         firsts = [fqns[i] for i in self.blocks.firsts]
-        handed = list(handed_on(self.divided, firsts, self.inputs, dtype).values())
+        stage = Stage(self.divided, firsts)  # so that no other block is copied
+        handed = list(handed_on(stage, firsts, self.inputs, dtype).values())
         stand_ins = zip(fqns, self.blocks.stands_for, strict=True)
         return {fqn: handed[place] for fqn, place in stand_ins}
 
@@ -160,19 +162,56 @@ class MicroBatch:
     @cached_property
     def block_ms(self) -> list[float]:
         """Forward and backward of each block."""
+        return self._by_block(self.whole.op_ms)
+
+    @cached_property
+    def flops_ms(self) -> float:
+        """Forward and backward take no less: their FLOPs, of however many rows."""
+        whole = self.whole
+        if whole.calibrated:
+            return 0.0  # unknown: times are measured
+        return sum(
+            self._by_block(
+                [
+                    1e3 * op.flops / whole.device.achieved_flops_per_s(op.dtype)
+                    for op in whole.tape.ops
+                ]
+            )
+        )
+
+    def _by_block(self, op_ms: Sequence[float]) -> list[float]:
+        """Times of ops added up for each block."""
         tree, fqns = self.whole.tape.modules, list(self.chain)
         traced = [fqns[i] for i in self._traced_blocks]
         place = {tree.index[fqn]: i for i, fqn in enumerate(traced)}
         times = [0.0] * len(traced)
-        for op, op_ms in zip(self.whole.tape.ops, self.whole.op_ms, strict=True):
+        for op, own_ms in zip(self.whole.tape.ops, op_ms, strict=True):
             if op.phase in _MODEL_PHASES:
                 around = [op.module, *tree.ancestors(op.module)]
                 owner = next((place[m] for m in around if m in place), None)
                 if owner is not None:
-                    times[owner] += op_ms
-        if len(traced) == len(fqns):
-            return times
-        return [times[place] for place in self.blocks.stands_for]
+                    times[owner] += own_ms
+        return self._expanded(times)
+
+    def _expanded(self, values: list[_T]) -> list[_T]:
+        """A value for each block, of those that were traced."""
+        if len(values) == len(self.chain):
+            return values
+        return [values[place] for place in self.blocks.stands_for]
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """What all stages together keep from the first backward of a step on, at least.
+
+        Parameters, their gradients, and the optimizer's state.
+        """
+        fqns = list(self.chain)
+        traced = [fqns[i] for i in self._traced_blocks]
+        kept = [0] * len(traced)
+        for own in self.whole.tape.parameters:
+            around = (i for i, fqn in enumerate(traced) if own.fqns[0].startswith(fqn))
+            kept[max(around)] += self.parallel.least_bytes(own)
+        return sum(self._expanded(kept))
 
     def received(self, first: int) -> Passed:
         """What a stage gets that begins with a block."""
@@ -268,14 +307,12 @@ class MicroBatch:
         """
         if self.cluster is None or self.parallel.degree == 1:
             return
-        node = self.cluster.gpus_per_node // self.tensor.degree
-        for size in (self.parallel.shard_degree, self.parallel.degree):
-            if size % node and node % size:
-                raise ArgumentError(
-                    f"`mesh` has {self.parallel}, and neither do {size} such groups of"
-                    f" {self.tensor.degree} divide the {self.cluster.gpus_per_node}"
-                    " GPUs of a node nor are they whole nodes; use another degree."
-                )
+        if not self.parallel.fits(self.cluster, self.tensor.degree):
+            raise ArgumentError(
+                f"`mesh` has {self.parallel}, and such groups of {self.tensor.degree}"
+                f" neither divide the {self.cluster.gpus_per_node} GPUs of a node nor"
+                " are they whole nodes; use another degree."
+            )
 
     def mesh_bytes(self, num_stages: int) -> int:
         """What a mesh of so many stages holds: a number for each rank, on the CPU."""
@@ -316,3 +353,9 @@ class MicroBatch:
             latency_ms = links.inter_latency_ms
             bandwidth = links.inter_bandwidth_bytes_per_s
         return links.base_latency_ms + latency_ms + 1e3 * nbytes / bandwidth
+
+
+def rows_of(sample: torch.Tensor, number: int) -> torch.Tensor:
+    """So many rows of a sample, over and over; a copy, as views are charged whole."""
+    times = -(-number // len(sample))
+    return sample.repeat(times, *(1 for _ in sample.shape[1:]))[:number].clone()

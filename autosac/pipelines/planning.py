@@ -27,15 +27,17 @@ from autosac.parallel.preparing import cluster_of
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.parallel.tp_tracing import divided_copy
 from autosac.pipelines.blocks import check_cuts
-from autosac.pipelines.micro_batches import MicroBatch
+from autosac.pipelines.mesh_choosing import MeshSearch
+from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedule_racing import Race, fastest
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
-from autosac.pipelines.sharded_stages import DataParallel
+from autosac.pipelines.sharded_stages import ALONE, DataParallel
 from autosac.pipelines.stage_steps import PipelineLoss
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
 
+_CHOSEN = ("pp", "replicate", "fsdp")  # dimensions that make up all GPUs
 _NOT_IN_PIPELINES = (
     *("accumulate", "autocast", "clip_grad_norm"),
     *("gradients_in_forward", "keeps_gradients"),
@@ -49,12 +51,13 @@ def plan_pipeline(
     *,
     target: Any,
     loss_fn: PipelineLoss,
-    num_ranks: int,
+    num_ranks: int | None = None,
     num_micro_batches: int | Sequence[int] | None = None,
     global_batch: int | None = None,
     memory_budget: int | str,
     schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE),
     cluster: str | ClusterSpec | None = None,
+    num_gpus: int | None = None,
     mesh: Mapping[str, int | None] | None = None,
     tp_plan: TpPlan = None,
     param_dtype: str | None = None,
@@ -71,7 +74,8 @@ def plan_pipeline(
             it is what one of these gets: each trains on a batch of its own.
         target: Likewise, of the batch.
         loss_fn: Output and target of a micro-batch -> their mean loss.
-        num_ranks: Ranks of the pipeline, one for each stage; with `mesh` groups.
+        num_ranks: Ranks of the pipeline, one for each stage; with `mesh` groups. None
+            for ``"pp"`` of `mesh`.
         num_micro_batches: Of a step; several numbers to choose the best. None for all
             that divide `global_batch`.
         global_batch: Rows of a step, those of all micro-batches of all replicas and
@@ -81,10 +85,14 @@ def plan_pipeline(
         cluster: A `ClusterSpec`, or the name of a known one, whose GPUs the ranks are:
             stages fill one node after the other. None for `device`, with sending taken
             to cost nothing.
+        num_gpus: GPUs of the cluster, if not as many as it says.
         mesh: ``{"tp": n}``: each stage lies on n ranks of a node, which share slices
             of tensors and see one batch together; ``{"tp": None}`` tries all that
             divide a node. ``"fsdp"``: over how many ranks FSDP2 shards each stage;
-            ``"replicate"``: how many such groups a stage has. None for none.
+            ``"replicate"``: how many such groups a stage has. None for none. With None
+            for one of these, or for ``"pp"``, all degrees with which all GPUs of the
+            cluster share `global_batch` come into question; then ``"tp"``, too, is
+            chosen with them.
         tp_plan: Which slices, as in `plan_parallel`.
         param_dtype: Type that FSDP2 gathers parameters in, such as ``"bfloat16"``,
         reduce_dtype: and in which gradients add up and are reduced; both or none.
@@ -99,11 +107,31 @@ def plan_pipeline(
             tensors cannot be divided so.
         SolverError: A stage's dry run does not confirm its plan.
     """
-    spec = None if cluster is None else cluster_of(cluster, None)
+    spec = None if cluster is None else cluster_of(cluster, num_gpus)
     if spec is not None:
         options = {**options, "device": spec.device}
     _check_options(options)
     _check_tensors(inputs, target)
+    if num_ranks is None:
+        num_ranks = _stages_of(mesh)
+    given = MicroBatch(
+        model=model,
+        inputs=inputs,
+        target=target,
+        loss_fn=loss_fn,
+        options=options,
+        cluster=spec,
+        divided=model,
+    )
+    dtypes = param_dtype, reduce_dtype
+    if num_ranks is None or _is_open(mesh):
+        search = _search(
+            given, mesh, num_ranks, tp_plan, dtypes, num_micro_batches, global_batch
+        )
+        total_bytes = search.base.memory_bytes
+        search.budget_bytes = parse_bytes(memory_budget, total_bytes=total_bytes)
+        search.relative_gap, search.schedules = relative_gap, schedules
+        return search.run()
     degrees, parallel = _read_mesh(mesh, tp_plan, num_ranks, spec)
     if param_dtype is not None or reduce_dtype is not None:
         parallel = _in_types(parallel, param_dtype, reduce_dtype)
@@ -113,21 +141,17 @@ def plan_pipeline(
     )
     _check_cut(num_rows, candidates)
     numbers = sorted({one.num_micro_batches for one in candidates}, reverse=True)
-    smallest = MicroBatch(
-        model=model,
-        inputs=_rows(inputs, num_rows // numbers[0]),
-        target=_rows(target, num_rows // numbers[0]),
-        loss_fn=loss_fn,
-        options=options,
-        cluster=spec,
-        divided=model,
+    smallest = replace(
+        given,
+        inputs=rows_of(inputs, num_rows // numbers[0]),
+        target=rows_of(target, num_rows // numbers[0]),
         parallel=parallel,
     )
     larger = {
         number: replace(
             smallest,
-            inputs=_rows(inputs, num_rows // number),
-            target=_rows(target, num_rows // number),
+            inputs=rows_of(inputs, num_rows // number),
+            target=rows_of(target, num_rows // number),
             undivided=smallest,
         )
         for number in numbers[1:]
@@ -146,6 +170,73 @@ def plan_pipeline(
         raise race.least[0] if race.least else race.refused[0][1]
     lost = map(_lost, race.lost())
     return replace(race.best, alternatives=(*race.best.alternatives, *lost))
+
+
+def _is_open(mesh: Mapping[str, int | None] | None) -> bool:
+    """Whether degrees are to be chosen that make up all GPUs."""
+    asked = mesh or {}
+    return any(name in asked and asked[name] is None for name in _CHOSEN)
+
+
+def _stages_of(mesh: Mapping[str, int | None] | None) -> int | None:
+    """Stages that a mesh asks for; None if they are to be chosen."""
+    if mesh is None or "pp" not in mesh:
+        raise ArgumentError(
+            "`num_ranks` is missing: pass the number of stages, or mesh={'pp': None,"
+            " 'fsdp': None, 'tp': None} to choose it and the rest for all GPUs."
+        )
+    return mesh["pp"]
+
+
+def _search(
+    given: MicroBatch,
+    mesh: Mapping[str, int | None] | None,
+    num_ranks: int | None,
+    tp_plan: TpPlan,
+    dtypes: tuple[str | None, str | None],
+    num_micro_batches: int | Sequence[int] | None,
+    global_batch: int | None,
+) -> MeshSearch:
+    """The search for degrees that are left open."""
+    if given.cluster is None or global_batch is None:
+        raise ArgumentError(
+            "`mesh` leaves degrees open, which are chosen for all GPUs of a cluster"
+            " that share a batch: pass `cluster` (with `num_gpus`) and `global_batch`."
+        )
+    asked = read_dimensions(mesh, {"pp": None, "replicate": 1, "fsdp": 1, "tp": 1})
+    if num_ranks is not None:
+        if asked["pp"] not in (None, num_ranks):
+            raise _other_stages(asked["pp"], num_ranks)
+        asked["pp"] = num_ranks
+    for name, number in asked.items():
+        if number is not None:
+            _number(asked, name)
+    # Of any stage that is sharded: over how many ranks, the search says.
+    sharded = DataParallel(shard_degree=2)
+    if dtypes != (None, None):
+        sharded = _in_types(sharded, *dtypes)
+    numbers = None
+    if num_micro_batches is not None:
+        numbers = _numbers(num_micro_batches, None)
+    _num_rows(given.inputs, global_batch, ALONE)
+    inputs, target = rows_of(given.inputs, 1), rows_of(given.target, 1)
+    return MeshSearch(
+        base=replace(given, inputs=inputs, target=target, parallel=sharded),
+        inputs=given.inputs,
+        target=given.target,
+        cluster=given.cluster,
+        mesh=asked,
+        tp_plan=tp_plan,
+        num_micro_batches=numbers,
+        global_batch=global_batch,
+    )
+
+
+def _other_stages(stages: int | None, num_ranks: int) -> ArgumentError:
+    return ArgumentError(
+        f"`mesh` has pp={stages}, and `num_ranks` is {num_ranks}: make them"
+        " equal, or leave 'pp' out."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +303,7 @@ def _read_mesh(
     known = {"pp": num_ranks, "replicate": 1, "fsdp": 1, "tp": 1}
     asked = read_dimensions(mesh, known)
     if asked["pp"] not in (num_ranks, None):
-        raise ArgumentError(
-            f"`mesh` has pp={asked['pp']}, and `num_ranks` is {num_ranks}: make them"
-            " equal, or leave 'pp' out."
-        )
+        raise _other_stages(asked["pp"], num_ranks)
     shards, replicas = (_number(asked, name) for name in ("fsdp", "replicate"))
     parallel = DataParallel(shard_degree=shards, replicate_degree=replicas)
     if asked["tp"] == parallel.degree == 1 and tp_plan is None:
@@ -352,9 +440,3 @@ def _check_cut(num_rows: int, schedules: Sequence[Schedule]) -> None:
                 f"A batch of {num_rows} rows is not shared evenly by"
                 f" {schedule.num_micro_batches} micro-batches; use another number."
             )
-
-
-def _rows(sample: torch.Tensor, number: int) -> torch.Tensor:
-    """So many rows of a sample, over and over; a copy, as views are charged whole."""
-    times = -(-number // len(sample))
-    return sample.repeat(times, *(1 for _ in sample.shape[1:]))[:number].clone()

@@ -26,6 +26,7 @@ from autosac.profiles.fingerprints import fingerprint
 from autosac.quantities import format_bytes, format_ms
 from autosac.solving.solve_options import SolveOptions
 
+_MARGIN = 1.02  # by which an estimate may be wrong and still win
 # Stages that take by this more or less time than on average have not the least peak,
 _UNEVEN = 1.75
 _SHORT_CHAIN = 32  # unless there are less blocks than these.
@@ -39,6 +40,7 @@ class Race:
         schedule: The schedule.
         budget_bytes: Cap on the peak of a rank.
         relative_gap: As in `plan_pipeline`.
+        mesh: Its name for people, if there are several.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Race:
         schedule: Schedule,
         budget_bytes: int,
         relative_gap: float,
+        mesh: str = "",
     ) -> None:
-        self.micro_batch, self.schedule = micro_batch, schedule
+        self.micro_batch, self.schedule, self.mesh = micro_batch, schedule, mesh
         self.budget_bytes, self.relative_gap = budget_bytes, relative_gap
         self._choosers: dict[tuple[int, tuple[int, ...]], StageChooser] = {}
         self._choices: dict[tuple[int, int, int], StageChoice | None] = {}
@@ -64,20 +67,22 @@ class Race:
     @property
     def name(self) -> str:
         """The schedule in words."""
-        return f"{self.schedule.name}, {self.schedule.num_micro_batches} micro-batches"
+        number = self.schedule.num_micro_batches
+        mesh = f"{self.mesh}, " if self.mesh else ""
+        return f"{mesh}{self.schedule.name}, {number} micro-batches"
 
     def run(self, best_ms: float) -> Cutting:
         """Find the best cuts, if they are faster than the best known step.
 
         Long stages are estimated until cuts with them win, and planned then.
         """
-        cutting = self._cutting(best_ms)
+        cutting = self.guess(best_ms)
         while unplanned := [
             s for s in self._stages(cutting) if not self._is_planned(s)
         ]:
             for stage in unplanned:
                 self._plan_like(*stage)
-            cutting = self._cutting(best_ms)
+            cutting = self.guess(best_ms)
         if not cutting.starts and best_ms == inf and self._lowest_fits():
             return self.run(best_ms)
         stages = self._stages(cutting)
@@ -86,9 +91,8 @@ class Race:
             return self.run(best_ms)
         return cutting
 
-    def _cutting(self, best_ms: float) -> Cutting:
-        """The best cuts by what is known and estimated."""
-        cutting = Cutting(
+    def _new_cutting(self, best_ms: float) -> Cutting:
+        return Cutting(
             schedule=self.schedule,
             block_ms=self.micro_batch.block_ms,
             cuts=self.micro_batch.cuts,
@@ -97,6 +101,15 @@ class Race:
             handed_bytes=self.micro_batch.handed_bytes,
             best_ms=best_ms,
         )
+
+    @cached_property
+    def bound_ms(self) -> float:
+        """No cuts give a faster step, by the times of blocks alone."""
+        return self._new_cutting(inf).bound_ms
+
+    def guess(self, best_ms: float) -> Cutting:
+        """The best cuts by what is known and estimated."""
+        cutting = self._new_cutting(best_ms)
         if self._fitting:
             stages = self._stages_at(self._fitting)
             times = [t for t in (self._guessed_times(*s) for s in stages) if t]
@@ -206,6 +219,12 @@ class Race:
             send_ms=self.micro_batch.send_ms(stage, end),
         )
 
+    @property
+    def guessed_lowest_bytes(self) -> float:
+        """The least peak of a rank by estimates."""
+        stages = self._stages_at(self.lowest_cut)
+        return max(self._guessed_lowest(*stage) for stage in stages)
+
     @cached_property
     def lowest_cut(self) -> tuple[int, ...]:
         """First blocks of the stages whose highest peak is least."""
@@ -256,7 +275,9 @@ class Race:
             )
         return self._lowest_bytes[key]
 
-    def plan(self, cutting: Cutting, alternatives: tuple[str, ...]) -> PipelinePlan:
+    def plan(
+        self, cutting: Cutting, alternatives: tuple[str, ...], bound_ms: float
+    ) -> PipelinePlan:
         """The plan of the best cuts."""
         whole, stages = self.micro_batch.whole, self._stages(cutting)
         times = [t for t in (self.times_of(*s) for s in stages) if t is not None]
@@ -268,6 +289,7 @@ class Race:
             stage_plans=tuple(self._stage(*stage) for stage in stages),
             budget_bytes=self.budget_bytes,
             step_ms=step_ms(self.schedule, times),
+            bound_ms=bound_ms,
             alternatives=alternatives,
             device=whole.device.name,
             calibrated=whole.calibrated,
@@ -303,28 +325,83 @@ class Race:
         )
 
 
+class Runners:
+    """Schedules one after the other, on estimates first.
+
+    Attributes:
+        bound_ms: No step of those that entered is faster.
+    """
+
+    def __init__(self) -> None:
+        self.bound_ms = inf
+        self._races: list[Race] = []
+        self._guessed: list[tuple[float, int]] = []
+        self._lost: dict[str, str] = {}
+
+    @property
+    def best_ms(self) -> float:
+        """The best step by estimates, or a little more than that."""
+        return _MARGIN * min((ms for ms, _ in self._guessed), default=inf)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any entered."""
+        return bool(self._races)
+
+    def enter(self, race: Race) -> None:
+        """Guess what one more takes."""
+        self.bound_ms = min(self.bound_ms, race.bound_ms)
+        self._races.append(race)
+        best_ms = self.best_ms
+        cutting = race.guess(best_ms)
+        if cutting.starts or best_ms == inf:
+            self._guessed.append((cutting.best_ms, len(self._races) - 1))
+        else:
+            self._lost[race.name] = "nothing faster fits"
+
+    def plan(self, others: Sequence[str] = ()) -> PipelinePlan:
+        """Plan the fastest.
+
+        Args:
+            others: What lost before it entered, and why.
+
+        Raises:
+            InfeasibleBudgetError: Nothing fits.
+            SolverError: As `plan_pipeline`.
+        """
+        best: tuple[Race, Cutting] | None = None
+        for guessed_ms, place in sorted(self._guessed):
+            race = self._races[place]
+            best_ms = best[1].best_ms if best else inf
+            if guessed_ms >= (1 - race.relative_gap) * best_ms:
+                fits = f"about {format_ms(guessed_ms)} a step"
+                self._lost[race.name] = fits if guessed_ms < inf else "nothing fits"
+                continue
+            cutting = race.run(best_ms)
+            if not cutting.starts:
+                faster = " faster" * bool(best)
+                self._lost[race.name] = f"nothing{faster} fits"
+                continue
+            if best is not None:
+                self._lost[best[0].name] = f"{format_ms(best[1].best_ms)} a step"
+            best = race, cutting
+        if best is None:
+            raise _infeasible(self._races)
+        lost = tuple(f"{name}: {why}" for name, why in self._lost.items())
+        return best[0].plan(best[1], (*lost, *others), self.bound_ms)
+
+
 def fastest(races: Sequence[Race]) -> PipelinePlan:
     """The plan of the fastest step that fits."""
-    best: tuple[Race, Cutting] | None = None
-    alternatives = []
+    runners = Runners()
     for race in races:
-        cutting = race.run(best[1].best_ms if best else inf)
-        if not cutting.starts:
-            alternatives.append(f"{race.name}: nothing{' faster' * bool(best)} fits")
-            continue
-        if best is not None:
-            slower_ms = best[1].best_ms
-            alternatives.append(f"{best[0].name}: {format_ms(slower_ms)} a step")
-        best = race, cutting
-    if best is None:
-        raise _infeasible(races)
-    return best[0].plan(best[1], tuple(alternatives))
+        runners.enter(race)
+    return runners.plan()
 
 
 def _infeasible(races: Sequence[Race]) -> InfeasibleBudgetError:
-    (lowest_bytes, stage, first, end), race = min(
-        ((race.lowest(), race) for race in races), key=lambda pair: pair[0][0]
-    )
+    race = min(races, key=lambda race: race.guessed_lowest_bytes)
+    lowest_bytes, stage, first, end = race.lowest()
     choice = race.chooser(stage, first, end).lowest()
     late = race.micro_batch.late_bytes(first, end)
     lowest_bytes = max(lowest_bytes, choice.peak_bytes + late)
