@@ -29,7 +29,7 @@ from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.tp_finding import find_styles
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import divided_copy, rank_profile
+from autosac.parallel.tp_tracing import rank_profile
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.rank_memory import RankReplay
@@ -159,7 +159,6 @@ def predicted(setting: Published) -> Predicted:
                 loss_fn=_pipeline_loss,
                 options=options,
                 cluster=spec,
-                divided=divided_copy(model, tensor),
                 tensor=tensor,
                 parallel=DataParallel(
                     shard_degree=setting.fsdp,

@@ -13,7 +13,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +34,7 @@ from autosac.step.training_step import OptimizerInBackward
 from autosac.tracing.copying import AnyCopies
 from autosac.tracing.step import Step
 
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 _KINDS: dict[str, Collective] = {
     "_c10d_functional.all_reduce.default": "all_reduce",
     "_c10d_functional.all_reduce_.default": "all_reduce",
@@ -67,7 +68,7 @@ def rank_profile(
     return profile
 
 
-def divided_copy(model: torch.nn.Module, tensor: TensorParallel) -> torch.nn.Module:
+def divided_copy(model: _Model, tensor: TensorParallel) -> _Model:
     """What the first rank has of a model, in a fake group that is there."""
     with AnyCopies():
         model = copy.deepcopy(model)

@@ -38,15 +38,15 @@ class Stage(nn.Module):
     def __init__(self, model: nn.Module, fqns: Sequence[str]) -> None:
         super().__init__()
         self.block_fqns = tuple(fqns)
+        self.training = model.training
         for fqn in fqns:
             parent: nn.Module = self
             *path, name = fqn.split(".")
             for part in path:
                 if part not in dict(parent.named_children()):
-                    parent.add_module(part, nn.Module())
+                    parent.add_module(part, nn.Module().train(model.training))
                 parent = parent.get_submodule(part)
             parent.add_module(name, model.get_submodule(fqn))
-        self.train(model.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the blocks."""

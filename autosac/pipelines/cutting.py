@@ -25,7 +25,7 @@ from autosac.pipelines.schedules import Schedule
 # they do not fit.
 TimesOf = Callable[[int, int, int], StageTimes | None]
 _Array = npt.NDArray[np.float64]
-_MOST_PLAYED = 2000  # steps that are played to the end: work, not time
+_MOST_PLAYED = 100  # steps to the end, the most promising first: work, not time
 
 
 @dataclass(kw_only=True)
@@ -95,18 +95,22 @@ class Cutting:
         is_last = index == self.schedule.num_stages - 1
         bounds = self._bounds(times, index, first)
         for end in np.argsort(bounds, kind="stable").tolist():
-            if self._is_lost(self._bounds(times, index, first)[end]):
+            if self._suffix is None:  # more is known
+                bounds = self._bounds(times, index, first)
+            if self._is_lost(bounds[end]) or self._played >= _MOST_PLAYED:
                 continue
             own = self._ask(index, first, end)
-            if own is None or self._is_lost(self._bounds(times, index, first)[end]):
+            if self._suffix is None:
+                bounds = self._bounds(times, index, first)
+            if own is None or self._is_lost(bounds[end]):
                 continue
             if not is_last:
                 self._extend([*starts, end], [*times, own])
-            elif self._played < _MOST_PLAYED:
-                self._played += 1
-                time_ms = step_ms(self.schedule, [*times, own])
-                if not self._is_lost(time_ms):
-                    self.best_ms, self.starts = time_ms, tuple(starts)
+                continue
+            self._played += 1
+            time_ms = step_ms(self.schedule, [*times, own])
+            if not self._is_lost(time_ms):
+                self.best_ms, self.starts = time_ms, tuple(starts)
 
     def _is_lost(self, least_ms: float) -> bool:
         return bool(least_ms >= (1 - self.relative_gap) * self.best_ms)

@@ -20,7 +20,6 @@ from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.mesh_racing import TpPlan, divisions, read_degrees
 from autosac.parallel.tp_styles import TensorParallel
-from autosac.parallel.tp_tracing import divided_copy
 from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedule_racing import Race, Runners
@@ -78,7 +77,6 @@ class MeshSearch:
     budget_bytes: int = 0
     relative_gap: float = RELATIVE_GAP
     _lost: dict[str, str] = field(default_factory=dict)
-    _divided: dict[int, torch.nn.Module] = field(default_factory=dict)
     _known: dict[tuple[int, int], MicroBatch] = field(default_factory=dict)
     _tensors: list[TensorParallel] = field(default_factory=list)
 
@@ -202,15 +200,12 @@ class MeshSearch:
         place = self._tensors.index(tensor)
         key = place, rows
         if key not in self._known:
-            if tensor.degree > 1 and place not in self._divided:
-                self._divided[place] = divided_copy(self.base.model, tensor)
             if key == (place, 1) and tensor.degree == 1:
                 return self.base
             self._known[key] = replace(
                 self.base,
                 inputs=rows_of(self.inputs, rows),
                 target=rows_of(self.target, rows),
-                divided=self._divided.get(place, self.base.model),
                 tensor=tensor,
                 undivided=self.base,
             )

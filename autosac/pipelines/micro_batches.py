@@ -19,7 +19,7 @@ import torch
 from autosac.errors import ArgumentError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import exchange_ms, late_bytes, priced
+from autosac.parallel.tp_tracing import divided_copy, exchange_ms, late_bytes, priced
 from autosac.pipelines.blocks import (
     Passed,
     Stage,
@@ -64,9 +64,8 @@ class MicroBatch:
         loss_fn: Output and target -> their mean loss.
         options: As in `profile`.
         cluster: Whose links time what is sent; None for no time.
-        tensor: How tensors are divided,
-        divided: and what the first rank has of the model then, in the fake group that
-            is there; the model itself if they are not.
+        tensor: How tensors are divided: what is traced is what the first rank has, in
+            the fake group that is there.
         parallel: Ranks of a stage that train on batches of their own.
         undivided: The model undivided, of any size: says which blocks do the same.
         shares: Stages of like blocks are taken to be alike in the search for cuts.
@@ -78,7 +77,6 @@ class MicroBatch:
     loss_fn: PipelineLoss
     options: dict[str, Any]
     cluster: ClusterSpec | None
-    divided: torch.nn.Module
     tensor: TensorParallel = WHOLE
     parallel: DataParallel = ALONE
     undivided: MicroBatch | None = None
@@ -93,6 +91,19 @@ class MicroBatch:
         default_factory=dict, init=False
     )
 
+    def __post_init__(self) -> None:
+        if self.tensor.degree > 1 and self.undivided is None:
+            self.undivided = replace(self, tensor=WHOLE)
+
+    def _stage(self, blocks: Sequence[int]) -> Stage:
+        """What the first rank has of some blocks."""
+        fqns = list((self.undivided or self).chain)
+        own = [fqns[i] for i in blocks]
+        stage = Stage(self.model, own)
+        if self.tensor.degree > 1:
+            return divided_copy(stage, self.tensor.within(own))
+        return stage
+
     @cached_property
     def chain(self) -> dict[str, Passed]:
         """The model's blocks, and what they hand on."""
@@ -103,7 +114,7 @@ class MicroBatch:
         if self.tensor.degree > 1:
             check_styles(fqns, self.tensor)
         firsts = [fqns[i] for i in self.blocks.firsts]
-        stage = Stage(self.divided, firsts)  # so that no other block is copied
+        stage = self._stage(self.blocks.firsts)
         handed = list(handed_on(stage, firsts, self.inputs, dtype).values())
         stand_ins = zip(fqns, self.blocks.stands_for, strict=True)
         return {fqn: handed[place] for fqn, place in stand_ins}
@@ -138,8 +149,7 @@ class MicroBatch:
         That has what the others do as well, but for its memory.
         """
         loss_fn = partial(loss_with, self.loss_fn, self.target)
-        fqns = list(self.chain)
-        stage = Stage(self.divided, [fqns[i] for i in self._traced_blocks])
+        stage = self._stage(self._traced_blocks)
         dtype, options = self.parallel.compute_dtype, self.options
         whole = profile_in(dtype, stage, self.inputs, loss_fn=loss_fn, **options)
         check_step(whole)
@@ -244,9 +254,7 @@ class MicroBatch:
         if blocks not in self._steps:
             step = self._traced_of(blocks)
             if self.parallel.degree > 1:
-                fqns = list(self.chain)
-                units = stage_units(Stage(self.divided, [fqns[i] for i in blocks]))
-                step = step.sharded_by(self.parallel, units)
+                step = step.sharded_by(self.parallel, stage_units(self._stage(blocks)))
             self._steps[blocks] = step
         return self._steps[blocks]
 
@@ -254,12 +262,11 @@ class MicroBatch:
         """The same before it is sharded, over however many ranks."""
         if blocks not in self._traced:
             device = next(self.model.parameters()).device
-            fqns, first = list(self.chain), blocks[0]
-            is_last = blocks[-1] == len(fqns) - 1
+            first, is_last = blocks[0], blocks[-1] == len(self.chain) - 1
             received = self.inputs
             if first:
                 received = self.received(first).example(device)
-            stage = Stage(self.divided, [fqns[i] for i in blocks])
+            stage = self._stage(blocks)
             self._traced[blocks] = stage_step(
                 stage,
                 received,

@@ -25,7 +25,6 @@ from autosac.parallel.mesh_racing import (
 )
 from autosac.parallel.preparing import cluster_of
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import divided_copy
 from autosac.pipelines.blocks import check_cuts
 from autosac.pipelines.mesh_choosing import MeshSearch
 from autosac.pipelines.micro_batches import MicroBatch, rows_of
@@ -121,7 +120,6 @@ def plan_pipeline(
         loss_fn=loss_fn,
         options=options,
         cluster=spec,
-        divided=model,
     )
     dtypes = param_dtype, reduce_dtype
     if num_ranks is None or _is_open(mesh):
@@ -270,11 +268,8 @@ class _Asked:
         if tensor.degree == 1:
             return self.micro_batches
         smallest = next(iter(self.micro_batches.values()))
-        divided = divided_copy(smallest.model, tensor)
         return {
-            number: replace(
-                micro_batch, divided=divided, tensor=tensor, undivided=smallest
-            )
+            number: replace(micro_batch, tensor=tensor, undivided=smallest)
             for number, micro_batch in self.micro_batches.items()
         }
 

@@ -61,7 +61,7 @@ class Race:
             micro_batch=micro_batch,
             chooser_of=self._chooser_of,
             cap_bytes=budget_bytes,
-            options=SolveOptions(relative_gap=relative_gap),
+            options=SolveOptions(relative_gap=max(relative_gap, _MARGIN - 1)),
         )
 
     @property
