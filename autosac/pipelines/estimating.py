@@ -21,7 +21,7 @@ from autosac.pipelines.stage_choosing import StageChooser
 from autosac.solving.solve_options import SolveOptions
 
 _FEW, _MORE = 2, 5  # like blocks of stages that stand for longer ones,
-_LONG = 8  # of so many like blocks and more
+_LONG = 6  # of so many like blocks and more
 
 
 class Shortened(NamedTuple):

@@ -14,7 +14,7 @@ from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.parallel.racing import LATE
 from autosac.parallel.tp_tracing import draws
 from autosac.pipelines.cutting import Cutting
-from autosac.pipelines.estimating import Estimates, extended, shortened
+from autosac.pipelines.estimating import Estimates, Shortened, extended, shortened
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.plans import PipelinePlan, StagePlan
 from autosac.pipelines.playing import StageTimes, step_ms
@@ -187,16 +187,42 @@ class Race:
         """What blocks like these take, or are taken to; None if they do not fit."""
         like = self.micro_batch.like(first, end)
         short = shortened(self.micro_batch, *like)
-        if short is None or self._is_planned((stage, *like)):
+        if self._is_planned((stage, *like)):
             return self.times_of(stage, *like)
-        recompute_ms = self._estimates.recompute_ms(stage, short)
+        recompute_ms = self._guessed_recompute_ms(stage, like, short)
         if recompute_ms == inf:
             return None
+        if short is None:
+            return self._times_of_step(stage, tuple(range(*like)), recompute_ms, end)
         few, more = (
             self._times_of_step(stage, self.micro_batch.first_like(blocks), 0.0, end)
             for blocks in (short.few, short.more)
         )
         return extended(few, more, short, recompute_ms)
+
+    def _guessed_recompute_ms(
+        self, stage: int, like: tuple[int, int], short: Shortened | None
+    ) -> float:
+        """What blocks recompute as a stage of an index; inf if they do not fit.
+
+        Between stages that are looked at it changes as evenly as what is in flight.
+        """
+        last = self.schedule.num_stages - 1
+        marks = sorted({1, (1 + last) // 2, last - 1})
+        if 1 < stage < last - 1 and stage not in marks:
+            before = max(mark for mark in marks if mark < stage)
+            behind = min(mark for mark in marks if mark > stage)
+            high_ms, low_ms = (
+                self._guessed_recompute_ms(mark, like, short)
+                for mark in (before, behind)
+            )
+            if high_ms < inf and low_ms < inf:
+                share = (stage - before) / (behind - before)
+                return high_ms + share * (low_ms - high_ms)
+        if short is not None and not self._is_planned((stage, *like)):
+            return self._estimates.recompute_ms(stage, short)
+        choice = self.choice(stage, *like)
+        return inf if choice is None else choice.recompute_ms
 
     def times_of(self, stage: int, first: int, end: int) -> StageTimes | None:
         """What they take; None if they do not fit."""
