@@ -399,7 +399,7 @@ class Runners:
         for guessed_ms, place in sorted(self._guessed):
             race = self._races[place]
             best_ms = best[1].best_ms if best else inf
-            if guessed_ms >= (1 - race.relative_gap) * best_ms:
+            if best and guessed_ms >= (1 - race.relative_gap) * best_ms:
                 fits = f"about {format_ms(guessed_ms)} a step"
                 self._lost[race.name] = fits if guessed_ms < inf else "nothing fits"
                 continue
