@@ -102,6 +102,20 @@ def read_degrees(degree: Any, tp_plan: Any, spec: ClusterSpec) -> tuple[int, ...
     return (degree,)
 
 
+def check_no_group(degrees: Sequence[int]) -> None:
+    """Refuse to plan such degrees of tensor parallelism on a rank.
+
+    Raises:
+        ArgumentError: The process is a rank already.
+    """
+    if is_initialized() and max(degrees) > 1:
+        raise ArgumentError(
+            "Tensor parallelism is planned in a group that stands for the ranks,"
+            " and this process has a real one: plan before `init_process_group`,"
+            " save the plan, and load it on every rank."
+        )
+
+
 @dataclass
 class MeshRace(Generic[_Plan]):
     """Divisions one after the other.
@@ -133,12 +147,7 @@ class MeshRace(Generic[_Plan]):
         Raises:
             ArgumentError: The process is a rank already.
         """
-        if is_initialized() and max(degrees) > 1:
-            raise ArgumentError(
-                "Tensor parallelism is planned in a group that stands for the ranks,"
-                " and this process has a real one: plan before `init_process_group`,"
-                " save the plan, and load it on every rank."
-            )
+        check_no_group(degrees)
         for degree in degrees:
             try:
                 tensors = divisions(model, degree, tp_plan)

@@ -18,7 +18,12 @@ import torch
 from autosac._compat_distributed import fake_group
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.mesh_racing import TpPlan, divisions, read_degrees
+from autosac.parallel.mesh_racing import (
+    TpPlan,
+    check_no_group,
+    divisions,
+    read_degrees,
+)
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.plans import PipelinePlan
@@ -95,6 +100,7 @@ class MeshSearch:
             AutosacError: As `plan_pipeline`.
         """
         degrees = self.degrees()
+        check_no_group(degrees)
         most = max(degrees)
         with fake_group(most) if most > 1 else nullcontext():
             return self._chosen(degrees)

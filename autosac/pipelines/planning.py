@@ -36,7 +36,7 @@ from autosac.pipelines.stage_steps import PipelineLoss
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
 
-_CHOSEN = ("pp", "replicate", "fsdp")  # dimensions that make up all GPUs
+_CHOSEN = ("replicate", "fsdp")  # dimensions that, left open, make up all GPUs
 _NOT_IN_PIPELINES = (
     *("accumulate", "autocast", "clip_grad_norm"),
     *("gradients_in_forward", "keeps_gradients"),
@@ -138,24 +138,8 @@ def plan_pipeline(
         num_micro_batches, global_batch and num_rows, num_ranks, schedules
     )
     _check_cut(num_rows, candidates)
-    numbers = sorted({one.num_micro_batches for one in candidates}, reverse=True)
-    smallest = replace(
-        given,
-        inputs=rows_of(inputs, num_rows // numbers[0]),
-        target=rows_of(target, num_rows // numbers[0]),
-        parallel=parallel,
-    )
-    larger = {
-        number: replace(
-            smallest,
-            inputs=rows_of(inputs, num_rows // number),
-            target=rows_of(target, num_rows // number),
-            undivided=smallest,
-        )
-        for number in numbers[1:]
-    }
     asked = _Asked(
-        micro_batches={numbers[0]: smallest, **larger},
+        micro_batches=_cut(replace(given, parallel=parallel), num_rows, candidates),
         schedules=candidates,
         memory_budget=memory_budget,
         relative_gap=relative_gap,
@@ -168,6 +152,23 @@ def plan_pipeline(
         raise race.least[0] if race.least else race.refused[0][1]
     lost = map(_lost, race.lost())
     return replace(race.best, alternatives=(*race.best.alternatives, *lost))
+
+
+def _cut(
+    given: MicroBatch, num_rows: int, schedules: Sequence[Schedule]
+) -> dict[int, MicroBatch]:
+    """The micro-batches of so many rows by their numbers, the smallest ones first."""
+    numbers = sorted({one.num_micro_batches for one in schedules}, reverse=True)
+    sizes = {number: num_rows // number for number in numbers}
+    micro_batches: dict[int, MicroBatch] = {}
+    for number, size in sizes.items():
+        micro_batches[number] = replace(
+            given,
+            inputs=rows_of(given.inputs, size),
+            target=rows_of(given.target, size),
+            undivided=micro_batches.get(numbers[0]),
+        )
+    return micro_batches
 
 
 def _is_open(mesh: Mapping[str, int | None] | None) -> bool:
