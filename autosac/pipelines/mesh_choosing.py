@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from autosac._compat_distributed import fake_group
-from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
+from autosac.errors import ArgumentError, AutosacError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.mesh_racing import (
     TpPlan,
@@ -32,6 +32,8 @@ from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
 from autosac.pipelines.sharded_stages import DataParallel
 from autosac.quantities import format_bytes, format_ms
 from autosac.solving.solve_options import RELATIVE_GAP
+
+_FEW = 2  # meshes whose least peak is asked for if none can fit
 
 
 class _Cell(NamedTuple):
@@ -118,7 +120,7 @@ class MeshSearch:
                 " open with None."
             )
         runners = Runners()
-        least: list[tuple[int, _Cell]] = []
+        least: dict[str, tuple[int, _Cell]] = {}
         for bound_ms, cell in sorted(
             ((self._least_ms(cell), cell) for cell in cells), key=lambda pair: pair[0]
         ):
@@ -127,7 +129,7 @@ class MeshSearch:
                 continue
             kept_bytes = self._kept_bytes(cell)
             if kept_bytes > self.budget_bytes:
-                least.append((kept_bytes, cell))
+                least.setdefault(cell.mesh, (kept_bytes, cell))
                 self._note(cell, f"keeps {format_bytes(kept_bytes)} all the time")
                 continue
             race = self._race(cell)
@@ -135,8 +137,9 @@ class MeshSearch:
                 self._note(cell, f"takes {format_ms(race.bound_ms)} a step at least")
             else:
                 runners.enter(race)
-        if not runners.has_any:
-            raise self._infeasible(*min(least, key=lambda pair: pair[0]))
+        if not runners.has_any:  # say what the least ones would need
+            for _, cell in sorted(least.values(), key=lambda pair: pair[0])[:_FEW]:
+                runners.enter(self._race(cell))
         lost = [f"{mesh}: {why}" for mesh, why in self._lost.items()]
         return runners.plan(lost)
 
@@ -227,18 +230,6 @@ class MeshSearch:
         """Note why a mesh lost: of its schedules the first, which is the fastest."""
         number = cell.schedule.num_micro_batches
         self._lost.setdefault(cell.mesh, f"with {number} micro-batches {why}")
-
-    def _infeasible(self, kept_bytes: int, cell: _Cell) -> InfeasibleBudgetError:
-        budget = self.budget_bytes
-        return InfeasibleBudgetError(
-            f"No plan fits `memory_budget`={budget} ({format_bytes(budget)}) on"
-            f" {self.cluster.num_gpus} GPUs: of all meshes {cell.mesh} keeps least all"
-            f" the time, {kept_bytes} bytes ({format_bytes(kept_bytes)}) on a rank."
-            " Raise the budget above that, or use more GPUs.",
-            budget_bytes=budget,
-            lowest_peak_bytes=kept_bytes,
-            composition={},
-        )
 
 
 def _divisors(number: int) -> list[int]:

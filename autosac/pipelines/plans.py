@@ -89,8 +89,8 @@ class PipelinePlan(Summarized):
         torch_version: PyTorch that the model was traced with.
         tensor: How tensors of a stage are divided among ranks that see one batch.
         parallel: Replicas and shards of each stage, which see batches of their own.
-        bound_ms: No step is faster, by the times of blocks that recompute nothing, of
-            all meshes, schedules and numbers of micro-batches that were asked for.
+        bound_ms: No step is faster, by the times of blocks that recompute nothing: of
+            all schedules, numbers of micro-batches and, if degrees were open, meshes.
         step_kwargs: Arguments that `step` of the schedule needs: without them the last
             rank keeps the outputs of all micro-batches, which the plan does not count.
     """

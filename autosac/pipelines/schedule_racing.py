@@ -18,7 +18,7 @@ from autosac.pipelines.estimating import Estimates, Shortened, extended, shorten
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.plans import PipelinePlan, StagePlan
 from autosac.pipelines.playing import StageTimes, step_ms
-from autosac.pipelines.schedules import Schedule
+from autosac.pipelines.schedules import GPIPE, Schedule
 from autosac.pipelines.stage_choosing import StageChoice, StageChooser
 from autosac.planning.make_plan import difference_in_dry_run, policy_ratios
 from autosac.planning.spelling import spell_out
@@ -26,6 +26,7 @@ from autosac.profiles.fingerprints import fingerprint
 from autosac.quantities import format_bytes, format_ms
 from autosac.solving.solve_options import SolveOptions
 
+_FEW_LOWEST = 4  # schedules whose least peak is asked for if nothing fits
 _MARGIN = 1.02  # by which an estimate may be wrong and still win
 # Stages that take by this more or less time than on average have not the least peak,
 _UNEVEN = 1.75
@@ -246,6 +247,14 @@ class Race:
         )
 
     @property
+    def least_bytes(self) -> int:
+        """What the fullest rank keeps at least; also what schedules differ in."""
+        number, stages = self.schedule.num_micro_batches, self.schedule.num_ranks
+        in_flight = number if self.schedule.name == GPIPE else stages
+        handed_bytes = max(self.micro_batch.handed_bytes)
+        return self.micro_batch.least_bytes // stages + in_flight * handed_bytes
+
+    @property
     def guessed_lowest_bytes(self) -> float:
         """The least peak of a rank by estimates."""
         stages = self._stages_at(self.lowest_cut)
@@ -396,12 +405,12 @@ class Runners:
             SolverError: As `plan_pipeline`.
         """
         best: tuple[Race, Cutting] | None = None
-        for guessed_ms, place in sorted(self._guessed):
-            race = self._races[place]
+        fitting = sorted(pair for pair in self._guessed if pair[0] < inf)
+        tried = [(guessed_ms, self._races[place]) for guessed_ms, place in fitting]
+        for guessed_ms, race in tried or [(inf, race) for race in self._lowest()]:
             best_ms = best[1].best_ms if best else inf
             if best and guessed_ms >= (1 - race.relative_gap) * best_ms:
-                fits = f"about {format_ms(guessed_ms)} a step"
-                self._lost[race.name] = fits if guessed_ms < inf else "nothing fits"
+                self._lost[race.name] = f"about {format_ms(guessed_ms)} a step"
                 continue
             cutting = race.run(best_ms)
             if not cutting.starts:
@@ -412,9 +421,14 @@ class Runners:
                 self._lost[best[0].name] = f"{format_ms(best[1].best_ms)} a step"
             best = race, cutting
         if best is None:
-            raise _infeasible(self._races)
+            raise _infeasible(self._lowest())
         lost = tuple(f"{name}: {why}" for name, why in self._lost.items())
         return best[0].plan(best[1], (*lost, *others), self.bound_ms)
+
+    def _lowest(self) -> list[Race]:
+        """Some of those that come with least memory, by what is known and guessed."""
+        kept = sorted(self._races, key=lambda race: race.least_bytes)[:_FEW_LOWEST]
+        return sorted(kept, key=lambda race: race.guessed_lowest_bytes)[:2]
 
 
 def fastest(races: Sequence[Race]) -> PipelinePlan:
