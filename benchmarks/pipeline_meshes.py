@@ -4,7 +4,7 @@
 
 A cell is a model, a number of GPUs, and millions of tokens of a step. Each is planned
 in a process of its own, whose CPU seconds and memory count from the model on. What
-does not fit says what the fullest rank needs.
+does not fit says a budget that is enough.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _line(cell: str, row: dict[str, Any]) -> str:
     name, num_gpus, millions = cell.split(":")
     cost = [f"{row['cpu_s']:.0f}", f"{row['rss_kib'] / 2**10:,.0f}"]
     if "lowest_bytes" in row:
-        needs = f"does not fit: a rank needs {format_bytes(row['lowest_bytes'])}"
+        needs = f"does not fit; {format_bytes(row['lowest_bytes'])} are enough"
         cells = [name, num_gpus, f"{millions} M", needs, *[""] * 6]
         return f"| {' | '.join([*cells, *cost])} |"
     rate = int(millions) * 2**20 / row["step_ms"] * 1e3 / int(num_gpus)
