@@ -10,6 +10,7 @@ the collective when an op reads it. A dispatch mode that leaves ops on both to t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -117,6 +118,59 @@ def hide_propagation() -> None:
     propagator._propagate_tensor_meta_non_cached = unseen
 
 
+@contextlib.contextmanager
+def short_lists() -> Iterator[None]:
+    """Let `DTensor` find out how ops on lists are divided from their distinct items.
+
+    PyTorch goes through the whole list for each of its items.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        yield
+        return
+    propagator: Any = module.DTensor._op_dispatcher.sharding_propagator
+    names = ("propagate_op_sharding", "propagate_op_sharding_non_cached")
+    before = {name: vars(propagator).get(name) for name in names}
+    for name in names:
+        of_torch = getattr(propagator, name)
+        setattr(propagator, name, functools.partial(_of_distinct, of_torch))
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            delattr(propagator, name) if own is None else setattr(propagator, name, own)
+
+
+def _of_distinct(of_torch: Callable[[Any], Any], schema: Any) -> Any:
+    """How the result of an op is divided, equal items of its lists worked out once."""
+    given = list(schema.args_schema)
+    lists = [i for i in _compat.item_lists(schema.op) if i < len(given)]
+    if not lists or len({len(given[i]) for i in lists}) > 1:
+        return of_torch(schema)
+    firsts: dict[Any, int] = {}
+    items = list(zip(*(given[i] for i in lists), strict=True))
+    places = [firsts.setdefault(item, len(firsts)) for item in items]
+    if len(firsts) == len(places):
+        return of_torch(schema)
+
+    def with_lists(own: Any, change: Callable[[int, Any], Any]) -> Any:
+        changed = [change(i, v) if i in lists else v for i, v in enumerate(own)]
+        return dataclasses.replace(schema, args_schema=tuple(changed))
+
+    def repeated(own: Any) -> Any:
+        return type(own)(own[place] for place in places)
+
+    columns = dict(zip(lists, zip(*firsts, strict=True), strict=True))
+    short = with_lists(given, lambda i, own: type(own)(columns[i]))
+    sharding = of_torch(short)
+    output, moved = sharding.output_spec, sharding.redistribute_schema
+    if isinstance(output, (list, tuple)):
+        output = repeated(output)
+    if moved is not None:
+        moved = with_lists(moved.args_schema, lambda _, own: repeated(own))
+    return dataclasses.replace(sharding, output_spec=output, redistribute_schema=moved)
+
+
 def is_collective(name: str) -> bool:
     """Whether an op of this name exchanges data between ranks."""
     return name.startswith("_c10d_functional.")
@@ -146,7 +200,10 @@ def key_on_rank(tensor: torch.Tensor) -> int:
 def unwrapped(
     tensor: torch.Tensor,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """What a rank holds of a tensor, and what makes such a tensor of that."""
+    """What a rank holds of a tensor, and what makes such a tensor of that.
+
+    It makes one of another type as well.
+    """
     kind = _kind(type(tensor))
     held: Any = tensor
     if kind == "DTensor":
@@ -156,7 +213,13 @@ def unwrapped(
         assert wrap is None
 
         def wrapped(again: torch.Tensor) -> torch.Tensor:
-            distributed: torch.Tensor = of(again.detach(), spec, requires_grad=False)
+            meta, own_spec = spec.tensor_meta, spec
+            if meta is not None and meta.dtype != again.dtype:
+                meta = meta._replace(dtype=again.dtype)
+                own_spec = dataclasses.replace(spec, tensor_meta=meta)
+            distributed: torch.Tensor = of(
+                again.detach(), own_spec, requires_grad=False
+            )
             return distributed
 
         return own, wrapped

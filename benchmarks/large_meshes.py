@@ -34,7 +34,7 @@ from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.tp_finding import find_styles, with_divided_loss
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import divided_copy, fake_ranks, rank_profile
+from autosac.parallel.tp_tracing import fake_ranks, rank_profile
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.rank_memory import RankReplay
@@ -170,16 +170,14 @@ def predicted(setting: Published) -> Predicted:
             loss_fn=_pipeline_loss,
             options=options,
             cluster=spec,
-            divided=model,
             parallel=DataParallel(
                 shard_degree=setting.fsdp,
                 param_dtype=_TYPES.param_dtype,
                 reduce_dtype=_TYPES.reduce_dtype,
             ),
         )
-        with fake_ranks(tensor):
-            divided = divided_copy(model, tensor)
-            return _of_stages(setting, micro_batch.on_rank(divided, tensor))
+        with fake_ranks(tensor.degree, divides_loss=tensor.divides_loss):
+            return _of_stages(setting, micro_batch.on_rank(tensor, micro_batch))
     profile = autosac.profile(model, tokens, loss_fn=partial(_loss, tokens), **options)
     profile = _of_rank(setting, profile, tensor, spec)
     node = spec.gpus_per_node // setting.tp
@@ -234,7 +232,7 @@ def _of_stages(setting: Published, micro_batch: MicroBatch) -> Predicted:
         chosen = {u: policy(later.tape, u, setting.rule) for u in layers}
         replay = RankReplay(schedule, stage, {stage: step})
         ledgers.append(replay.ledger({stage: chosen}))
-        gather_ms, reduce_ms = micro_batch.sharding_ms(*own)
+        gather_ms, reduce_ms = micro_batch.sharding_ms(tuple(range(*own)))
         rerun_ms = sum(curves.recompute_ms(*pair) for pair in chosen.items())
         times.append(
             StageTimes(

@@ -53,7 +53,7 @@ class Lost(NamedTuple, Generic[_Plan]):
 
 
 def read_dimensions(
-    mesh: Mapping[str, int | None] | None, known: Mapping[str, int]
+    mesh: Mapping[str, int | None] | None, known: Mapping[str, int | None]
 ) -> dict[str, int | None]:
     """Degree of each dimension of a mesh.
 
@@ -106,6 +106,20 @@ def read_degrees(
     return (degree,)
 
 
+def check_no_group(degrees: Sequence[int]) -> None:
+    """Refuse to plan such degrees of tensor parallelism on a rank.
+
+    Raises:
+        ArgumentError: The process is a rank already.
+    """
+    if is_initialized() and max(degrees) > 1:
+        raise ArgumentError(
+            "Tensor parallelism is planned in a group that stands for the ranks,"
+            " and this process has a real one: plan before `init_process_group`,"
+            " save the plan, and load it on every rank."
+        )
+
+
 @dataclass
 class MeshRace(Generic[_Plan]):
     """Divisions one after the other.
@@ -144,15 +158,10 @@ class MeshRace(Generic[_Plan]):
         Raises:
             ArgumentError: The process is a rank already.
         """
-        if is_initialized() and max(degrees) > 1:
-            raise ArgumentError(
-                "Tensor parallelism is planned in a group that stands for the ranks,"
-                " and this process has a real one: plan before `init_process_group`,"
-                " save the plan, and load it on every rank."
-            )
+        check_no_group(degrees)
         for degree in degrees:
             try:
-                tensors = _divisions(model, degree, tp_plan, loss_parallel)
+                tensors = divisions(model, degree, tp_plan, loss_parallel)
             except AutosacError as error:
                 self.refused.append((TensorParallel(degree=degree), error))
                 continue
@@ -205,7 +214,7 @@ def _dearer(plan: MeshPlan, best_ms: float) -> str:
     return f"a batch takes {more:.1%} more: {format_ms(plan.step_ms)} a step"
 
 
-def _divisions(
+def divisions(
     model: nn.Module, degree: int, tp_plan: TpPlan, loss_parallel: bool
 ) -> list[TensorParallel]:
     """The ways to divide a model among so many ranks.

@@ -276,6 +276,7 @@ def expanded(styles: Styles, model: nn.Module) -> dict[str, str]:
         ArgumentError: A style is unknown, or a pattern matches nothing.
     """
     names = [fqn for fqn, _ in model.named_modules()]
+    known = set(names)
     found: dict[str, str] = {}
     for pattern, style in styles.items():
         if style not in _MAKE:
@@ -283,7 +284,9 @@ def expanded(styles: Styles, model: nn.Module) -> dict[str, str]:
                 f"`tp_plan` gives {pattern!r} the style {style!r}, which is not known;"
                 f" use one of {', '.join(STYLES)}."
             )
-        matching = [fqn for fqn in names if fnmatch.fnmatchcase(fqn, pattern)]
+        matching = [pattern]
+        if pattern not in known:
+            matching = [fqn for fqn in names if fnmatch.fnmatchcase(fqn, pattern)]
         if not matching:
             raise ArgumentError(
                 f"`tp_plan` has {pattern!r}, which matches no module: use names from"

@@ -13,7 +13,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +36,7 @@ from autosac.step.training_step import OptimizerInBackward, default_loss
 from autosac.tracing.copying import AnyCopies
 from autosac.tracing.step import Step
 
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 _KINDS: dict[str, Collective] = {
     "_c10d_functional.all_reduce.default": "all_reduce",
     "_c10d_functional.all_reduce_.default": "all_reduce",
@@ -62,7 +63,7 @@ def rank_profile(
     styles = tuple(tensor.styles.items())
     key = ("rank", tensor.degree, styles, cluster.fabric, setting.param_dtype)
     if key not in traced.parallel:
-        with fake_ranks(tensor):
+        with fake_ranks(tensor.degree, divides_loss=tensor.divides_loss):
             rank = in_gathered_type(_divided(traced, tensor), setting)
         traced.parallel[key] = priced(rank, cluster, tensor.degree, sharded=True)
     profile: Profile = traced.parallel[key]
@@ -70,11 +71,11 @@ def rank_profile(
 
 
 @contextlib.contextmanager
-def fake_ranks(tensor: TensorParallel) -> Iterator[None]:
+def fake_ranks(degree: int, *, divides_loss: bool) -> Iterator[None]:
     """This process is the first of ranks that share slices; losses are as on these."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_group(tensor.degree))
-        if tensor.divides_loss:
+        stack.enter_context(fake_group(degree))
+        if divides_loss:
             context = loss_parallel()
             context.__enter__()
             # Its own exit forgets to leave where a step fails.
@@ -82,7 +83,7 @@ def fake_ranks(tensor: TensorParallel) -> Iterator[None]:
         yield
 
 
-def divided_copy(model: torch.nn.Module, tensor: TensorParallel) -> torch.nn.Module:
+def divided_copy(model: _Model, tensor: TensorParallel) -> _Model:
     """What the first rank has of a model, in a fake group that is there."""
     with AnyCopies():
         model = copy.deepcopy(model)

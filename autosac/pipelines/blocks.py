@@ -7,7 +7,8 @@ with nothing but the tensor that the one before has returned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 
 from autosac import _compat
-from autosac._compat_distributed import unwrapped
+from autosac._compat_distributed import hide_propagation, unwrapped
 from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.tracing.copying import copied
 from autosac.tracing.failures import explanation
+from autosac.tracing.recorder import Recorder
 from autosac.tracing.step import Step
 
 _ADVICE = "a pipeline cuts a model whose blocks follow one another"
@@ -36,15 +38,15 @@ class Stage(nn.Module):
     def __init__(self, model: nn.Module, fqns: Sequence[str]) -> None:
         super().__init__()
         self.block_fqns = tuple(fqns)
+        self.training = model.training
         for fqn in fqns:
             parent: nn.Module = self
             *path, name = fqn.split(".")
             for part in path:
                 if part not in dict(parent.named_children()):
-                    parent.add_module(part, nn.Module())
+                    parent.add_module(part, nn.Module().train(model.training))
                 parent = parent.get_submodule(part)
             parent.add_module(name, model.get_submodule(fqn))
-        self.train(model.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the blocks."""
@@ -138,7 +140,7 @@ def chain_of(
             lambda _, args, kwargs, out, fqn=fqn: note(fqn, args, kwargs, out),
             with_kwargs=True,
         )
-    with mode, torch.no_grad():
+    with _running(fake_model, mode):
         output = fake_model(passed)
     if not order or output is not latest[0]:
         raise UnsupportedError(
@@ -173,6 +175,18 @@ def _on_fakes(
     return fake_model, passed
 
 
+@contextlib.contextmanager
+def _running(model: nn.Module, mode: _compat.FakeTensorMode) -> Iterator[None]:
+    """Run a model on fakes of a mode; what equal blocks do is worked out once."""
+    recorder = Recorder(
+        model, mode=mode, device_type="cpu", granularity_bytes=1, only_storages=True
+    )
+    recorder.muted = True  # nothing is recorded, but calls are remembered
+    hide_propagation()
+    with mode, torch.no_grad(), recorder:
+        yield
+
+
 def handed_on(
     divided: nn.Module,
     fqns: Sequence[str],
@@ -197,7 +211,7 @@ def handed_on(
     mode = _compat.fake_mode(plain=False)
     fake_model, passed = _on_fakes(divided, inputs, mode, dtype)
     order: dict[str, Passed] = {}
-    with mode, torch.no_grad():
+    with _running(fake_model, mode):
         for fqn in fqns:
             try:
                 passed = fake_model.get_submodule(fqn)(passed)

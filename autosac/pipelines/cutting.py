@@ -1,10 +1,11 @@
 """Where to cut a chain of blocks into stages: branch and bound over the cuts.
 
 Stages are fixed from the first one on. A branch is given up as soon as no step with
-its stages can be faster than the best one known: `playing.least_step_ms` of the times
-of its stages, with the blocks that are left taken to be recomputed nowhere and spread
-as evenly as can be. What a stage really takes, under its cap and at its place in the
-schedule, is asked for only when a branch comes to it.
+its stages can be faster than the best one known. The bound on the stages that are left
+is the best of all ways to cut them, by dynamic programming over what each of them takes
+at least: its blocks recomputed nowhere, or what is known of a stage of some of its
+blocks. What a stage really takes, under its cap and at its place in the schedule, is
+asked for only when a branch comes to it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from autosac.pipelines.playing import StageTimes, least_step_ms, step_ms
+import numpy as np
+import numpy.typing as npt
+
+from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.schedules import Schedule
 
 # Times of blocks from the first to before the last as a stage of that index; None if
 # they do not fit.
 TimesOf = Callable[[int, int, int], StageTimes | None]
+_Array = npt.NDArray[np.float64]
+_MOST_PLAYED = 100  # steps to the end, the most promising first: work, not time
 
 
 @dataclass(kw_only=True)
@@ -33,6 +39,9 @@ class Cutting:
         cuts: Blocks that a stage may begin with, besides the first.
         times_of: Says what a stage takes.
         relative_gap: Another cutting must be faster by more.
+        handed_bytes: What comes before each block and behind the last one. A stage that
+            is handed and hands on no less than another, and has all its blocks, is
+            taken to need no less memory and time.
         best_ms: Time of the best step so far; of other schedules to begin with.
         starts: First block of each of its stages; empty if none is better.
     """
@@ -42,56 +51,117 @@ class Cutting:
     cuts: Sequence[int]
     times_of: TimesOf
     relative_gap: float
+    handed_bytes: Sequence[int] | None = None
     best_ms: float = inf
     starts: tuple[int, ...] = ()
-    _until_ms: list[float] = field(init=False)
+    _least: list[_Array] = field(init=False)
+    _suffix: list[_Array] | None = field(init=False, default=None)
+    _known: dict[tuple[int, int, int], StageTimes | None] = field(
+        init=False, default_factory=dict
+    )
+    _played: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self._until_ms = [0.0, *accumulate(self.block_ms)]
+        size, last = len(self.block_ms), self.schedule.num_stages - 1
+        until = np.array([0.0, *accumulate(self.block_ms)])
+        self._plain = until[None, :] - until[:, None]  # of blocks between two places
+        self._handed = np.array(self.handed_bytes or [0] * (size + 1))
+        may_begin = np.isin(np.arange(size + 1), [0, *self.cuts])
+        may_end = np.isin(np.arange(size + 1), [*self.cuts, size])
+        after = np.arange(size + 1)[None, :] > np.arange(size + 1)[:, None]
+        allowed = may_begin[:, None] & may_end[None, :] & after
+        self._least = []
+        for stage in range(last + 1):
+            own = allowed.copy()
+            own[1 if stage == 0 else size :, :] = False
+            if stage:
+                own[0, :] = False
+            own[:, :size] &= stage < last
+            own[:, size] &= stage == last
+            self._least.append(np.where(own, self._plain, inf))
+
+    @property
+    def bound_ms(self) -> float:
+        """No cuts give a faster step, whatever fits: by the times of blocks alone."""
+        return float(self._bounds([], 0, 0).min())
 
     def run(self) -> None:
         """Find the best cutting."""
         self._extend([0], [])
 
     def _extend(self, starts: list[int], times: list[StageTimes]) -> None:
-        """Try all ends of the last stage, the most even ones first."""
+        """Try all ends of the last stage, the most promising ones first."""
         index, first = len(times), starts[-1]
-        num_left = self.schedule.num_stages - index
-        size = len(self.block_ms)
-        if num_left == 1:
-            ends = [size]
-        else:
-            later = [cut for cut in self.cuts if cut > first]
-            ends = later[: len(later) - (num_left - 2)]
-        share_ms = self._between(first, size) / num_left
-        for end in sorted(ends, key=lambda b: abs(self._between(first, b) - share_ms)):
-            if self._is_lost(times, self._between(first, end), end):
+        is_last = index == self.schedule.num_stages - 1
+        bounds = self._bounds(times, index, first)
+        for end in np.argsort(bounds, kind="stable").tolist():
+            if self._suffix is None:  # more is known
+                bounds = self._bounds(times, index, first)
+            if self._is_lost(bounds[end]) or self._played >= _MOST_PLAYED:
                 continue
-            own = self.times_of(index, first, end)
-            if own is None:
+            own = self._ask(index, first, end)
+            if self._suffix is None:
+                bounds = self._bounds(times, index, first)
+            if own is None or self._is_lost(bounds[end]):
                 continue
-            if self._is_lost(times, own.forward_ms + own.backward_ms, end):
-                continue
-            if num_left > 1:
+            if not is_last:
                 self._extend([*starts, end], [*times, own])
                 continue
+            self._played += 1
             time_ms = step_ms(self.schedule, [*times, own])
-            if time_ms < (1 - self.relative_gap) * self.best_ms:
+            if not self._is_lost(time_ms):
                 self.best_ms, self.starts = time_ms, tuple(starts)
 
-    def _between(self, first: int, end: int) -> float:
-        return self._until_ms[end] - self._until_ms[first]
+    def _is_lost(self, least_ms: float) -> bool:
+        return bool(least_ms >= (1 - self.relative_gap) * self.best_ms)
 
-    def _is_lost(self, times: list[StageTimes], own_ms: float, end: int) -> bool:
-        """Whether no step is better that has these stages and this one."""
-        known = [t.forward_ms + t.backward_ms for t in times] + [own_ms]
-        num_left = self.schedule.num_stages - len(known)
-        rest_ms = self._between(end, len(self.block_ms))
-        even = [rest_ms / num_left] * num_left if num_left else []
-        least_ms = max(
-            least_step_ms(known, self.schedule.num_micro_batches),
-            # One of the others takes its share at least, and comes after all these.
-            sum(known) + (self.schedule.num_micro_batches * even[0] if even else 0.0),
-            sum(known) + rest_ms,
+    def _bounds(self, times: Sequence[StageTimes], index: int, first: int) -> _Array:
+        """No step takes less with these stages and one from a block to each end.
+
+        A stage waits for the first micro-batch, works on all, and the last one goes
+        back through the stages before.
+        """
+        number = self.schedule.num_micro_batches
+        before_ms = known_ms = 0.0
+        for own in times:
+            own_ms = own.forward_ms + own.backward_ms
+            known_ms = max(known_ms, before_ms + own.gather_ms + number * own_ms)
+            before_ms += own.gather_ms + own_ms + 2 * own.send_ms
+        least, behind = self._least[index][first], self._behind()[index + 1]
+        rest: _Array = before_ms + np.maximum(number * least, least + behind)
+        optimizer_ms = times[0].optimizer_ms if times else 0.0
+        bounds: _Array = optimizer_ms + np.maximum(known_ms, rest)
+        return bounds
+
+    def _behind(self) -> list[_Array]:
+        """For each index and block the least that stages from there on take."""
+        if self._suffix is None:
+            behind = np.full(len(self.block_ms) + 1, inf)
+            behind[-1] = 0.0
+            self._suffix = [behind]
+            number = self.schedule.num_micro_batches
+            for least in reversed(self._least):
+                behind = np.maximum(number * least, least + behind[None, :]).min(axis=1)
+                self._suffix.insert(0, behind)
+        return self._suffix
+
+    def _ask(self, stage: int, first: int, end: int) -> StageTimes | None:
+        """What a stage takes; bounds on others learn from it."""
+        key = stage, first, end
+        if key not in self._known:
+            own = self._known[key] = self.times_of(*key)
+            own_ms = inf if own is None else own.forward_ms + own.backward_ms
+            self._learn(stage, first, end, own_ms)
+        return self._known[key]
+
+    def _learn(self, stage: int, first: int, end: int, own_ms: float) -> None:
+        """A stage that has these blocks takes no less, nor one with more in flight."""
+        larger = own_ms + self._plain - self._plain[first, end]
+        no_less = (self._handed[: first + 1] >= self._handed[first])[:, None] & (
+            self._handed[end:] >= self._handed[end]
         )
-        return least_ms >= (1 - self.relative_gap) * self.best_ms
+        is_inner = 0 < stage < self.schedule.num_stages - 1
+        for other in range(1 if is_inner else stage, stage + 1):
+            part = self._least[other][: first + 1, end:]
+            np.maximum(part, larger[: first + 1, end:], out=part, where=no_less)
+        self._suffix = None

@@ -9,10 +9,10 @@ sends it to the rank that has its own place in the next stage.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from autosac.errors import ArgumentError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import exchange_ms, late_bytes, priced
+from autosac.parallel.tp_tracing import divided_copy, exchange_ms, late_bytes, priced
 from autosac.pipelines.blocks import (
     Passed,
     Stage,
@@ -29,7 +29,12 @@ from autosac.pipelines.blocks import (
     handed_on,
     possible_cuts,
 )
-from autosac.pipelines.like_blocks import kinds
+from autosac.pipelines.like_blocks import (
+    BlockKinds,
+    block_kinds,
+    kinds,
+    with_styles,
+)
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
 from autosac.pipelines.stage_steps import (
     PipelineLoss,
@@ -42,7 +47,10 @@ from autosac.pipelines.stage_steps import (
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile
 
+_T = TypeVar("_T")
 _MODEL_PHASES = ("forward", "loss", "backward")
+# What is worked out however many ranks share parameters.
+_OF_ANY = ("chain", "cuts", "blocks", "whole", "block_ms", "shares")
 _RANK_BYTES = 4  # of `DeviceMesh.mesh`
 
 
@@ -57,10 +65,10 @@ class MicroBatch:
         loss_fn: Output and target -> their mean loss.
         options: As in `profile`.
         cluster: Whose links time what is sent; None for no time.
-        tensor: How tensors are divided,
-        divided: and what the first rank has of the model then, in the fake group that
-            is there; the model itself if they are not.
+        tensor: How tensors are divided: what is traced is what the first rank has, in
+            the fake group that is there.
         parallel: Ranks of a stage that train on batches of their own.
+        undivided: The model undivided, of any size: says which blocks do the same.
         shares: Stages of like blocks are taken to be alike in the search for cuts.
     """
 
@@ -70,38 +78,54 @@ class MicroBatch:
     loss_fn: PipelineLoss
     options: dict[str, Any]
     cluster: ClusterSpec | None
-    divided: torch.nn.Module
     tensor: TensorParallel = WHOLE
     parallel: DataParallel = ALONE
+    undivided: MicroBatch | None = None
     shares: bool = True
-    _steps: dict[tuple[int, int], StageStep] = field(default_factory=dict, init=False)
+    _traced: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
+    _steps: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
+    _like: dict[tuple[int, int], tuple[int, int]] = field(
+        default_factory=dict, init=False
+    )
     _alike: dict[Hashable, tuple[int, int]] = field(default_factory=dict, init=False)
+    _alike_blocks: dict[Hashable, tuple[int, ...]] = field(
+        default_factory=dict, init=False
+    )
 
-    def on_rank(self, divided: torch.nn.Module, tensor: TensorParallel) -> MicroBatch:
-        """The same on the first of the ranks that share slices.
+    def __post_init__(self) -> None:
+        if self.tensor.degree > 1 and self.undivided is None:
+            self.undivided = replace(self, tensor=WHOLE)
 
-        Args:
-            divided: What it has of the model,
-            tensor: and how that is divided.
-        """
+    def _stage(self, blocks: Sequence[int]) -> Stage:
+        """What the first rank has of some blocks."""
+        fqns = list((self.undivided or self).chain)
+        own = [fqns[i] for i in blocks]
+        stage = Stage(self.model, own)
+        if self.tensor.degree > 1:
+            return divided_copy(stage, self.tensor.within(own))
+        return stage
+
+    def on_rank(self, tensor: TensorParallel, undivided: MicroBatch) -> MicroBatch:
+        """The same on the first of the ranks that share slices."""
         loss_fn = loss_for(tensor, self.loss_fn)
-        return replace(self, divided=divided, tensor=tensor, loss_fn=loss_fn)
+        return replace(self, tensor=tensor, undivided=undivided, loss_fn=loss_fn)
 
     @cached_property
     def chain(self) -> dict[str, Passed]:
         """The model's blocks, and what they hand on."""
         dtype = self.parallel.compute_dtype
-        chain = chain_of(self.model, self.inputs, dtype)
-        if self.tensor.degree == 1:
-            return chain
-        check_styles(list(chain), self.tensor)
-        return handed_on(
-            self.divided,
-            list(chain),
-            self.inputs,
-            dtype,
-            divides_loss=self.tensor.divides_loss,
-        )
+        if self.undivided is None:
+            return chain_of(self.model, self.inputs, dtype)
+        fqns = list(self.undivided.chain)
+        if self.tensor.degree > 1:
+            check_styles(fqns, self.tensor)
+        firsts = [fqns[i] for i in self.blocks.firsts]
+        stage = self._stage(self.blocks.firsts)
+        divides_loss = self.tensor.divides_loss
+        passed = handed_on(stage, firsts, self.inputs, dtype, divides_loss=divides_loss)
+        handed = list(passed.values())
+        stand_ins = zip(fqns, self.blocks.stands_for, strict=True)
+        return {fqn: handed[place] for fqn, place in stand_ins}
 
     @cached_property
     def cuts(self) -> list[int]:
@@ -109,10 +133,31 @@ class MicroBatch:
         return possible_cuts(self.model, self.chain)
 
     @cached_property
+    def blocks(self) -> BlockKinds:
+        """Which blocks do the same."""
+        if self.undivided is None:
+            fqns = list(self.chain)
+            return block_kinds(kinds(self.whole, self.model, fqns), self.chain)
+        base = self.undivided
+        styles = self.tensor.styles if self.tensor.degree > 1 else {}
+        own = with_styles(base.blocks.kinds, list(base.chain), styles)
+        return block_kinds(own, base.chain)
+
+    @cached_property
+    def _traced_blocks(self) -> list[int]:
+        """Blocks of `whole`."""
+        if self.undivided is None:
+            return list(range(len(self.chain)))
+        return list(self.blocks.firsts)
+
+    @cached_property
     def whole(self) -> Profile:
-        """The step of the whole model."""
+        """The step of the whole model; of one block of each kind, if these are known.
+
+        That has what the others do as well, but for its memory.
+        """
         loss_fn = partial(loss_with, self.loss_fn, self.target)
-        stage = Stage(self.divided, list(self.chain))
+        stage = self._stage(self._traced_blocks)
         dtype, options = self.parallel.compute_dtype, self.options
         whole = profile_in(dtype, stage, self.inputs, loss_fn=loss_fn, **options)
         check_step(whole)
@@ -130,21 +175,61 @@ class MicroBatch:
     @property
     def memory_bytes(self) -> int:
         """Of the device."""
-        return self.whole.device.memory_bytes
+        return (self.undivided or self).whole.device.memory_bytes
 
     @cached_property
     def block_ms(self) -> list[float]:
         """Forward and backward of each block."""
+        return self._by_block(self.whole.op_ms)
+
+    @cached_property
+    def flops_ms(self) -> float:
+        """Forward and backward take no less: their FLOPs, of however many rows."""
+        whole = self.whole
+        if whole.calibrated:
+            return 0.0  # unknown: times are measured
+        return sum(
+            self._by_block(
+                [
+                    1e3 * op.flops / whole.device.achieved_flops_per_s(op.dtype)
+                    for op in whole.tape.ops
+                ]
+            )
+        )
+
+    def _by_block(self, op_ms: Sequence[float]) -> list[float]:
+        """Times of ops added up for each block."""
         tree, fqns = self.whole.tape.modules, list(self.chain)
-        place = {tree.index[fqn]: i for i, fqn in enumerate(fqns)}
-        times = [0.0] * len(fqns)
-        for op, op_ms in zip(self.whole.tape.ops, self.whole.op_ms, strict=True):
+        traced = [fqns[i] for i in self._traced_blocks]
+        place = {tree.index[fqn]: i for i, fqn in enumerate(traced)}
+        times = [0.0] * len(traced)
+        for op, own_ms in zip(self.whole.tape.ops, op_ms, strict=True):
             if op.phase in _MODEL_PHASES:
                 around = [op.module, *tree.ancestors(op.module)]
                 owner = next((place[m] for m in around if m in place), None)
                 if owner is not None:
-                    times[owner] += op_ms
-        return times
+                    times[owner] += own_ms
+        return self._expanded(times)
+
+    def _expanded(self, values: list[_T]) -> list[_T]:
+        """A value for each block, of those that were traced."""
+        if len(values) == len(self.chain):
+            return values
+        return [values[place] for place in self.blocks.stands_for]
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """What all stages together keep from the first backward of a step on, at least.
+
+        Parameters, their gradients, and the optimizer's state.
+        """
+        fqns = list(self.chain)
+        traced = [fqns[i] for i in self._traced_blocks]
+        kept = [0] * len(traced)
+        for own in self.whole.tape.parameters:
+            around = (i for i, fqn in enumerate(traced) if own.fqns[0].startswith(fqn))
+            kept[max(around)] += self.parallel.least_bytes(own)
+        return sum(self._expanded(kept))
 
     def received(self, first: int) -> Passed:
         """What a stage gets that begins with a block."""
@@ -153,30 +238,44 @@ class MicroBatch:
             return Passed(tuple(self.inputs.shape), dtype)
         return list(self.chain.values())[first - 1]
 
-    @cached_property
-    def _kinds(self) -> list[Hashable]:
-        return kinds(self.whole, self.divided, list(self.chain))
+    def key(self, blocks: Sequence[int]) -> Hashable:
+        """Equal for blocks that do the same as a stage."""
+        ends = blocks[0] == 0, blocks[-1] == len(self.chain) - 1
+        passed = self.received(blocks[0]), self.received(blocks[-1] + 1)
+        return ends, passed, tuple(self.blocks.kinds[i] for i in blocks)
 
     def like(self, first: int, end: int) -> tuple[int, int]:
         """Blocks that do the same as a stage as these: the first that were met."""
         if not self.shares:
             return first, end
-        size = len(self.chain)
-        passed = self.received(first), self.received(end)
-        places = first == 0, end == size
-        key = (places, passed, tuple(self._kinds[first:end]))
-        return self._alike.setdefault(key, (first, end))
+        if (first, end) not in self._like:
+            key = self.key(range(first, end))
+            self._like[first, end] = self._alike.setdefault(key, (first, end))
+        return self._like[first, end]
 
     def step(self, first: int, end: int) -> StageStep:
         """The step of some blocks as a stage."""
-        if (first, end) not in self._steps:
+        return self.step_of(tuple(range(first, end)))
+
+    def step_of(self, blocks: tuple[int, ...]) -> StageStep:
+        """The step of blocks that can follow one another, as a stage."""
+        if blocks not in self._steps:
+            step = self._traced_of(blocks)
+            if self.parallel.degree > 1:
+                step = step.sharded_by(self.parallel, stage_units(self._stage(blocks)))
+            self._steps[blocks] = step
+        return self._steps[blocks]
+
+    def _traced_of(self, blocks: tuple[int, ...]) -> StageStep:
+        """The same before it is sharded, over however many ranks."""
+        if blocks not in self._traced:
             device = next(self.model.parameters()).device
-            is_last = end == len(self.chain)
+            first, is_last = blocks[0], blocks[-1] == len(self.chain) - 1
             received = self.inputs
             if first:
                 received = self.received(first).example(device)
-            stage = Stage(self.divided, list(self.chain)[first:end])
-            step = stage_step(
+            stage = self._stage(blocks)
+            self._traced[blocks] = stage_step(
                 stage,
                 received,
                 loss_fn=self.loss_fn if is_last else None,
@@ -184,10 +283,31 @@ class MicroBatch:
                 parallel=self.parallel,
                 **self.options,
             ).each(self._measured)
-            if self.parallel.degree > 1:
-                step = step.sharded_by(self.parallel, stage_units(stage))
-            self._steps[first, end] = step
-        return self._steps[first, end]
+        return self._traced[blocks]
+
+    def among(self, parallel: DataParallel) -> MicroBatch:
+        """The micro-batch with other replicas and shards; what is traced is shared."""
+        new = replace(self, parallel=parallel)
+        own, other = self.parallel, parallel
+        if (own.degree > 1, own.param_dtype, own.reduce_dtype) == (
+            other.degree > 1,
+            other.param_dtype,
+            other.reduce_dtype,
+        ):
+            new._traced = self._traced
+            known = vars(self)
+            vars(new).update({name: known[name] for name in _OF_ANY if name in known})
+        return new
+
+    def first_like(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """Blocks that do the same as a stage as these, which need not be a stretch."""
+        return self._alike_blocks.setdefault(self.key(blocks), blocks)
+
+    @property
+    def handed_bytes(self) -> list[int]:
+        """What comes before each block, and behind the last one."""
+        places = range(len(self.chain) + 1)
+        return [self.received(place).example("meta").nbytes for place in places]
 
     @property
     def ranks_per_stage(self) -> int:
@@ -202,14 +322,12 @@ class MicroBatch:
         """
         if self.cluster is None or self.parallel.degree == 1:
             return
-        node = self.cluster.gpus_per_node // self.tensor.degree
-        for size in (self.parallel.shard_degree, self.parallel.degree):
-            if size % node and node % size:
-                raise ArgumentError(
-                    f"`mesh` has {self.parallel}, and neither do {size} such groups of"
-                    f" {self.tensor.degree} divide the {self.cluster.gpus_per_node}"
-                    " GPUs of a node nor are they whole nodes; use another degree."
-                )
+        if not self.parallel.fits(self.cluster, self.tensor.degree):
+            raise ArgumentError(
+                f"`mesh` has {self.parallel}, and such groups of {self.tensor.degree}"
+                f" neither divide the {self.cluster.gpus_per_node} GPUs of a node nor"
+                " are they whole nodes; use another degree."
+            )
 
     def mesh_bytes(self, num_stages: int) -> int:
         """What a mesh of so many stages holds: a number for each rank, on the CPU."""
@@ -222,9 +340,9 @@ class MicroBatch:
         reduced_bytes = step.sharded.late_bytes if step.sharded else 0
         return late_bytes(step.later, self.tensor.degree) + reduced_bytes
 
-    def sharding_ms(self, first: int, end: int) -> tuple[float, float]:
+    def sharding_ms(self, blocks: tuple[int, ...]) -> tuple[float, float]:
         """Times in which FSDP2 gathers parameters and reduces gradients of a stage."""
-        sharded = self.step(first, end).sharded
+        sharded = self.step_of(blocks).sharded
         if sharded is None:
             return 0.0, 0.0
         assert self.cluster is not None
@@ -250,3 +368,9 @@ class MicroBatch:
             latency_ms = links.inter_latency_ms
             bandwidth = links.inter_bandwidth_bytes_per_s
         return links.base_latency_ms + latency_ms + 1e3 * nbytes / bandwidth
+
+
+def rows_of(sample: torch.Tensor, number: int) -> torch.Tensor:
+    """So many rows of a sample, over and over; a copy, as views are charged whole."""
+    times = -(-number // len(sample))
+    return sample.repeat(times, *(1 for _ in sample.shape[1:]))[:number].clone()

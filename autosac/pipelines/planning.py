@@ -7,7 +7,7 @@ of each, and a MILP for each stage that comes into question what it recomputes t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,17 +24,19 @@ from autosac.parallel.mesh_racing import (
 )
 from autosac.parallel.preparing import cluster_of
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import divided_copy, fake_ranks
+from autosac.parallel.tp_tracing import fake_ranks
 from autosac.pipelines.blocks import check_cuts
-from autosac.pipelines.micro_batches import MicroBatch
+from autosac.pipelines.mesh_choosing import MeshSearch
+from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedule_racing import Race, fastest
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
-from autosac.pipelines.sharded_stages import DataParallel
+from autosac.pipelines.sharded_stages import ALONE, DataParallel
 from autosac.pipelines.stage_steps import PipelineLoss
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
 
+_CHOSEN = ("replicate", "fsdp")  # dimensions that, left open, make up all GPUs
 _NOT_IN_PIPELINES = (
     *("accumulate", "autocast", "clip_grad_norm"),
     *("gradients_in_forward", "keeps_gradients"),
@@ -48,12 +50,13 @@ def plan_pipeline(
     *,
     target: Any,
     loss_fn: PipelineLoss,
-    num_ranks: int,
+    num_ranks: int | None = None,
     num_micro_batches: int | Sequence[int] | None = None,
     global_batch: int | None = None,
     memory_budget: int | str,
     schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE),
     cluster: str | ClusterSpec | None = None,
+    num_gpus: int | None = None,
     mesh: Mapping[str, int | None] | None = None,
     tp_plan: TpPlan = None,
     loss_parallel: bool = False,
@@ -71,7 +74,8 @@ def plan_pipeline(
             it is what one of these gets: each trains on a batch of its own.
         target: Likewise, of the batch.
         loss_fn: Output and target of a micro-batch -> their mean loss.
-        num_ranks: Ranks of the pipeline, one for each stage; with `mesh` groups.
+        num_ranks: Ranks of the pipeline, one for each stage; with `mesh` groups. None
+            for ``"pp"`` of `mesh`.
         num_micro_batches: Of a step; several numbers to choose the best. None for all
             that divide `global_batch`.
         global_batch: Rows of a step, those of all micro-batches of all replicas and
@@ -81,10 +85,14 @@ def plan_pipeline(
         cluster: A `ClusterSpec`, or the name of a known one, whose GPUs the ranks are:
             stages fill one node after the other. None for `device`, with sending taken
             to cost nothing.
+        num_gpus: GPUs of the cluster, if not as many as it says.
         mesh: ``{"tp": n}``: each stage lies on n ranks of a node, which share slices
             of tensors and see one batch together; ``{"tp": None}`` tries all that
             divide a node. ``"fsdp"``: over how many ranks FSDP2 shards each stage;
-            ``"replicate"``: how many such groups a stage has. None for none.
+            ``"replicate"``: how many such groups a stage has. None for none. With None
+            for one of these, or for ``"pp"``, all degrees with which all GPUs of the
+            cluster share `global_batch` come into question; then ``"tp"``, too, is
+            chosen with them.
         tp_plan: Which slices, as in `plan_parallel`.
         loss_parallel: Logits stay divided, likewise.
         param_dtype: Type that FSDP2 gathers parameters in, such as ``"bfloat16"``,
@@ -100,11 +108,31 @@ def plan_pipeline(
             tensors cannot be divided so.
         SolverError: A stage's dry run does not confirm its plan.
     """
-    spec = None if cluster is None else cluster_of(cluster, None)
+    spec = None if cluster is None else cluster_of(cluster, num_gpus)
     if spec is not None:
         options = {**options, "device": spec.device}
     _check_options(options)
     _check_tensors(inputs, target)
+    if num_ranks is None:
+        num_ranks = _stages_of(mesh)
+    given = MicroBatch(
+        model=model,
+        inputs=inputs,
+        target=target,
+        loss_fn=loss_fn,
+        options=options,
+        cluster=spec,
+    )
+    dtypes = param_dtype, reduce_dtype
+    if num_ranks is None or _is_open(mesh):
+        search = _search(
+            given, mesh, num_ranks, tp_plan, dtypes, num_micro_batches, global_batch
+        )
+        total_bytes = search.base.memory_bytes
+        search.budget_bytes = parse_bytes(memory_budget, total_bytes=total_bytes)
+        search.relative_gap, search.schedules = relative_gap, schedules
+        search.loss_parallel = loss_parallel
+        return search.run()
     degrees, parallel = _read_mesh(mesh, tp_plan, loss_parallel, num_ranks, spec)
     if param_dtype is not None or reduce_dtype is not None:
         parallel = _in_types(parallel, param_dtype, reduce_dtype)
@@ -114,19 +142,7 @@ def plan_pipeline(
     )
     _check_cut(num_rows, candidates)
     asked = _Asked(
-        micro_batches={
-            number: MicroBatch(
-                model=model,
-                inputs=_rows(inputs, num_rows // number),
-                target=_rows(target, num_rows // number),
-                loss_fn=loss_fn,
-                options=options,
-                cluster=spec,
-                divided=model,
-                parallel=parallel,
-            )
-            for number in sorted({one.num_micro_batches for one in candidates})
-        },
+        micro_batches=_cut(replace(given, parallel=parallel), num_rows, candidates),
         schedules=candidates,
         memory_budget=memory_budget,
         relative_gap=relative_gap,
@@ -139,6 +155,90 @@ def plan_pipeline(
         raise race.least[0] if race.least else race.refused[0][1]
     lost = map(_lost, race.lost())
     return replace(race.best, alternatives=(*race.best.alternatives, *lost))
+
+
+def _cut(
+    given: MicroBatch, num_rows: int, schedules: Sequence[Schedule]
+) -> dict[int, MicroBatch]:
+    """The micro-batches of so many rows by their numbers, the smallest ones first."""
+    numbers = sorted({one.num_micro_batches for one in schedules}, reverse=True)
+    sizes = {number: num_rows // number for number in numbers}
+    micro_batches: dict[int, MicroBatch] = {}
+    for number, size in sizes.items():
+        micro_batches[number] = replace(
+            given,
+            inputs=rows_of(given.inputs, size),
+            target=rows_of(given.target, size),
+            undivided=micro_batches.get(numbers[0]),
+        )
+    return micro_batches
+
+
+def _is_open(mesh: Mapping[str, int | None] | None) -> bool:
+    """Whether degrees are to be chosen that make up all GPUs."""
+    asked = mesh or {}
+    return any(name in asked and asked[name] is None for name in _CHOSEN)
+
+
+def _stages_of(mesh: Mapping[str, int | None] | None) -> int | None:
+    """Stages that a mesh asks for; None if they are to be chosen."""
+    if mesh is None or "pp" not in mesh:
+        raise ArgumentError(
+            "`num_ranks` is missing: pass the number of stages, or mesh={'pp': None,"
+            " 'fsdp': None, 'tp': None} to choose it and the rest for all GPUs."
+        )
+    return mesh["pp"]
+
+
+def _search(
+    given: MicroBatch,
+    mesh: Mapping[str, int | None] | None,
+    num_ranks: int | None,
+    tp_plan: TpPlan,
+    dtypes: tuple[str | None, str | None],
+    num_micro_batches: int | Sequence[int] | None,
+    global_batch: int | None,
+) -> MeshSearch:
+    """The search for degrees that are left open."""
+    if given.cluster is None or global_batch is None:
+        raise ArgumentError(
+            "`mesh` leaves degrees open, which are chosen for all GPUs of a cluster"
+            " that share a batch: pass `cluster` (with `num_gpus`) and `global_batch`."
+        )
+    asked = read_dimensions(mesh, {"pp": None, "replicate": 1, "fsdp": 1, "tp": 1})
+    if num_ranks is not None:
+        if asked["pp"] not in (None, num_ranks):
+            raise _other_stages(asked["pp"], num_ranks)
+        asked["pp"] = num_ranks
+    for name, number in asked.items():
+        if number is not None:
+            _number(asked, name)
+    # Of any stage that is sharded: over how many ranks, the search says.
+    sharded = DataParallel(shard_degree=2)
+    if dtypes != (None, None):
+        sharded = _in_types(sharded, *dtypes)
+    numbers = None
+    if num_micro_batches is not None:
+        numbers = _numbers(num_micro_batches, None)
+    _num_rows(given.inputs, global_batch, ALONE)
+    inputs, target = rows_of(given.inputs, 1), rows_of(given.target, 1)
+    return MeshSearch(
+        base=replace(given, inputs=inputs, target=target, parallel=sharded),
+        inputs=given.inputs,
+        target=given.target,
+        cluster=given.cluster,
+        mesh=asked,
+        tp_plan=tp_plan,
+        num_micro_batches=numbers,
+        global_batch=global_batch,
+    )
+
+
+def _other_stages(stages: int | None, num_ranks: int) -> ArgumentError:
+    return ArgumentError(
+        f"`mesh` has pp={stages}, and `num_ranks` is {num_ranks}: make them"
+        " equal, or leave 'pp' out."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +259,7 @@ class _Asked:
 
     def planned(self, tensor: TensorParallel) -> PipelinePlan:
         """The plan of one division of tensors."""
-        with fake_ranks(tensor) if tensor.degree > 1 else nullcontext():
+        with _ranks(tensor):
             own = self._divided(tensor)
             for micro_batch in own.values():
                 micro_batch.check_mesh()
@@ -171,10 +271,9 @@ class _Asked:
         """The micro-batches on the first rank of the group that is there."""
         if tensor.degree == 1:
             return self.micro_batches
-        model = next(iter(self.micro_batches.values())).model
-        divided = divided_copy(model, tensor)
+        smallest = next(iter(self.micro_batches.values()))
         return {
-            number: micro_batch.on_rank(divided, tensor)
+            number: micro_batch.on_rank(tensor, smallest)
             for number, micro_batch in self.micro_batches.items()
         }
 
@@ -183,6 +282,12 @@ class _Asked:
         total_bytes = micro_batch.memory_bytes
         budget_bytes = parse_bytes(self.memory_budget, total_bytes=total_bytes)
         return Race(micro_batch, schedule, budget_bytes, self.relative_gap)
+
+
+def _ranks(tensor: TensorParallel) -> AbstractContextManager[None]:
+    if tensor.degree == 1:
+        return nullcontext()
+    return fake_ranks(tensor.degree, divides_loss=tensor.divides_loss)
 
 
 def _lost(lost: Lost[PipelinePlan]) -> str:
@@ -204,10 +309,7 @@ def _read_mesh(
     known = {"pp": num_ranks, "replicate": 1, "fsdp": 1, "tp": 1}
     asked = read_dimensions(mesh, known)
     if asked["pp"] not in (num_ranks, None):
-        raise ArgumentError(
-            f"`mesh` has pp={asked['pp']}, and `num_ranks` is {num_ranks}: make them"
-            " equal, or leave 'pp' out."
-        )
+        raise _other_stages(asked["pp"], num_ranks)
     shards, replicas = (_number(asked, name) for name in ("fsdp", "replicate"))
     parallel = DataParallel(shard_degree=shards, replicate_degree=replicas)
     is_whole = asked["tp"] == 1 and tp_plan is None and not loss_parallel
@@ -345,9 +447,3 @@ def _check_cut(num_rows: int, schedules: Sequence[Schedule]) -> None:
                 f"A batch of {num_rows} rows is not shared evenly by"
                 f" {schedule.num_micro_batches} micro-batches; use another number."
             )
-
-
-def _rows(sample: torch.Tensor, number: int) -> torch.Tensor:
-    """So many rows of a sample, over and over; a copy, as views are charged whole."""
-    times = -(-number // len(sample))
-    return sample.repeat(times, *(1 for _ in sample.shape[1:]))[:number].clone()

@@ -90,6 +90,8 @@ class PipelinePlan(Summarized):
         torch_version: PyTorch that the model was traced with.
         tensor: How tensors of a stage are divided among ranks that see one batch.
         parallel: Replicas and shards of each stage, which see batches of their own.
+        bound_ms: No step is faster, by the times of blocks that recompute nothing: of
+            all schedules, numbers of micro-batches and, if degrees were open, meshes.
         step_kwargs: Arguments that `step` of the schedule needs: without them the last
             rank keeps the outputs of all micro-batches, which the plan does not count.
     """
@@ -105,6 +107,7 @@ class PipelinePlan(Summarized):
     torch_version: str
     tensor: TensorParallel = WHOLE
     parallel: DataParallel = ALONE
+    bound_ms: float = 0.0
     step_kwargs: ClassVar[dict[str, bool]] = {"return_outputs": False}
 
     @property
@@ -306,6 +309,7 @@ class PipelinePlan(Summarized):
             ("budget", f"{format_bytes(self.budget_bytes)} a rank"),
             ("peak", f"{format_bytes(self.peak_bytes)} predicted{late}"),
             ("time", f"{format_ms(self.step_ms)} a step, {waiting} of it waiting"),
+            ("bound", f"{format_ms(self.bound_ms)}: no step asked for takes less"),
         ]
         if tp > 1:
             facts.append(("tensors", self._tensors()))

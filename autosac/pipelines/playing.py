@@ -105,18 +105,3 @@ def _arrival(
     else:
         sender, send_ms = action._replace(stage=stage + 1), times[stage].send_ms
     return None if sender not in ends else ends[sender] + send_ms
-
-
-def least_step_ms(stage_ms: Sequence[float], num_micro_batches: int) -> float:
-    """No schedule takes less: each stage waits for the first micro-batch, then works.
-
-    Args:
-        stage_ms: Forward and backward of each stage.
-        num_micro_batches: Of a step.
-    """
-    before_ms = 0.0
-    least_ms = sum(stage_ms)
-    for own_ms in stage_ms:
-        least_ms = max(least_ms, before_ms + num_micro_batches * own_ms)
-        before_ms += own_ms
-    return least_ms

@@ -29,13 +29,15 @@ import numpy as np
 import numpy.typing as npt
 
 from autosac.parallel.fsdp_hooks import PLACES, Replay
-from autosac.pipelines.schedules import GPIPE, Action, Schedule
+from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Action, Schedule
 from autosac.pipelines.sharded_stages import ShardedStage
 from autosac.pipelines.stage_steps import StageStep
 from autosac.profiles.profile import Profile
 from autosac.solving.rules_of_thumb import Choice
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import IntArray, Tape
+
+_ROUNDS, _BESIDES = 4, 16  # of micro-batches that are replayed at most under 1F1B
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -60,6 +62,7 @@ class Part:
         always_bytes: What is there all the time.
         input_bytes: Of what was received or given, and of the target.
         output_bytes: Of the output.
+        loss_bytes: Of the loss, if the stage has it, which stays until the step ends.
     """
 
     ledger: Ledger
@@ -74,6 +77,7 @@ class Part:
     always_bytes: int
     input_bytes: int
     output_bytes: int
+    loss_bytes: int
 
 
 def part_of(
@@ -122,6 +126,7 @@ def part_of(
         always_bytes=_sum(ledger, is_kept & ~is_gradient & ~is_input),
         input_bytes=_sum(ledger, is_kept & is_input),
         output_bytes=_sum(ledger, sent),
+        loss_bytes=_sum(ledger, gradients & ~is_gradient),
     )
 
 
@@ -169,10 +174,11 @@ class RankReplay:
         besides_bytes: int = 0,
     ) -> None:
         assert set(stages) == set(schedule.stages_of(rank))
-        self.schedule = schedule
+        self.schedule = _few_alike(schedule)
+        self._left_out = schedule.num_micro_batches - self.schedule.num_micro_batches
         self.stages = stages
         self.besides_bytes = besides_bytes
-        self.actions = schedule.actions(rank)
+        self.actions = self.schedule.actions(rank)
 
     def peak_bytes(self, chosen: Mapping[int, Choice] | None = None) -> int:
         """Peak of the rank, with AC units of each stage's later step."""
@@ -196,7 +202,26 @@ class RankReplay:
             )
         ledger = _Replay(self.schedule, self.actions, pairs, self.stages).ledger()
         constant_bytes = ledger.constant_bytes + self.besides_bytes
+        for stage, (_, later) in pairs.items():
+            constant_bytes += self._left_out * self._of_each(stage, later)
         return replace(ledger, constant_bytes=constant_bytes)
+
+    def _of_each(self, stage: int, later: Part) -> int:
+        """What a stage has all the time of each micro-batch, at most."""
+        is_last = stage == self.schedule.num_stages - 1
+        received_back = 0 if is_last else later.output_bytes
+        return later.input_bytes + received_back + later.loss_bytes
+
+
+def _few_alike(schedule: Schedule) -> Schedule:
+    """The schedule with fewer micro-batches, if all that is left out is alike.
+
+    In between 1F1B does the same with each, but for what stays of it.
+    """
+    few = _ROUNDS * schedule.num_ranks + _BESIDES
+    if schedule.name != ONE_F_ONE_B or schedule.num_micro_batches <= few:
+        return schedule
+    return replace(schedule, num_micro_batches=few)
 
 
 class _Replay:

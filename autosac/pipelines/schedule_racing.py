@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
 from math import inf
 
 import torch
@@ -12,16 +14,23 @@ from autosac.errors import InfeasibleBudgetError, SolverError
 from autosac.parallel.racing import LATE
 from autosac.parallel.tp_tracing import draws
 from autosac.pipelines.cutting import Cutting
+from autosac.pipelines.estimating import Estimates, Shortened, extended, shortened
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.plans import PipelinePlan, StagePlan
 from autosac.pipelines.playing import StageTimes, step_ms
-from autosac.pipelines.schedules import Schedule
+from autosac.pipelines.schedules import GPIPE, Schedule
 from autosac.pipelines.stage_choosing import StageChoice, StageChooser
 from autosac.planning.make_plan import difference_in_dry_run, policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.profiles.fingerprints import fingerprint
 from autosac.quantities import format_bytes, format_ms
 from autosac.solving.solve_options import SolveOptions
+
+_FEW_LOWEST = 4  # schedules whose least peak is asked for if nothing fits
+_MARGIN = 1.02  # by which an estimate may be wrong and still win
+# Stages that take by this more or less time than on average have not the least peak,
+_UNEVEN = 1.75
+_SHORT_CHAIN = 32  # unless there are less blocks than these.
 
 
 class Race:
@@ -32,6 +41,7 @@ class Race:
         schedule: The schedule.
         budget_bytes: Cap on the peak of a rank.
         relative_gap: As in `plan_pipeline`.
+        mesh: Its name for people, if there are several.
     """
 
     def __init__(
@@ -40,51 +50,119 @@ class Race:
         schedule: Schedule,
         budget_bytes: int,
         relative_gap: float,
+        mesh: str = "",
     ) -> None:
-        self.micro_batch, self.schedule = micro_batch, schedule
+        self.micro_batch, self.schedule, self.mesh = micro_batch, schedule, mesh
         self.budget_bytes, self.relative_gap = budget_bytes, relative_gap
-        self._choosers: dict[tuple[int, int, int], StageChooser] = {}
+        self._choosers: dict[tuple[int, tuple[int, ...]], StageChooser] = {}
         self._choices: dict[tuple[int, int, int], StageChoice | None] = {}
+        self._fitting: tuple[int, ...] = ()  # first blocks of stages that fit
+        self._lowest_bytes: dict[tuple[int, int, int], float] = {}
+        self._estimates = Estimates(
+            micro_batch=micro_batch,
+            chooser_of=self._chooser_of,
+            cap_bytes=budget_bytes,
+            options=SolveOptions(relative_gap=max(relative_gap, _MARGIN - 1)),
+        )
 
     @property
     def name(self) -> str:
         """The schedule in words."""
-        return f"{self.schedule.name}, {self.schedule.num_micro_batches} micro-batches"
+        number = self.schedule.num_micro_batches
+        mesh = f"{self.mesh}, " if self.mesh else ""
+        return f"{mesh}{self.schedule.name}, {number} micro-batches"
 
     def run(self, best_ms: float) -> Cutting:
-        """Find the best cuts, if they are faster than the best known step."""
-        cutting = Cutting(
-            schedule=self.schedule,
-            block_ms=self.micro_batch.block_ms,
-            cuts=self.micro_batch.cuts,
-            times_of=lambda i, first, end: self.times_of(
-                i, *self.micro_batch.like(first, end)
-            ),
-            relative_gap=self.relative_gap,
-            best_ms=best_ms,
-        )
-        cutting.run()
+        """Find the best cuts, if they are faster than the best known step.
+
+        Long stages are estimated until cuts with them win, and planned then.
+        """
+        cutting = self.guess(best_ms)
+        while unplanned := [
+            s for s in self._stages(cutting) if not self._is_planned(s)
+        ]:
+            for stage in unplanned:
+                self._plan_like(*stage)
+            cutting = self.guess(best_ms)
+        if not cutting.starts and best_ms == inf and self._lowest_fits():
+            return self.run(best_ms)
         stages = self._stages(cutting)
         if self.micro_batch.shares and None in (self.choice(*s) for s in stages):
             self.micro_batch.shares = False  # they were not so alike
             return self.run(best_ms)
         return cutting
 
+    def _new_cutting(self, best_ms: float) -> Cutting:
+        return Cutting(
+            schedule=self.schedule,
+            block_ms=self.micro_batch.block_ms,
+            cuts=self.micro_batch.cuts,
+            times_of=self._guessed_times,
+            relative_gap=self.relative_gap,
+            handed_bytes=self.micro_batch.handed_bytes,
+            best_ms=best_ms,
+        )
+
+    @cached_property
+    def bound_ms(self) -> float:
+        """No cuts give a faster step, by the times of blocks alone."""
+        return self._new_cutting(inf).bound_ms
+
+    def guess(self, best_ms: float) -> Cutting:
+        """The best cuts by what is known and estimated."""
+        cutting = self._new_cutting(best_ms)
+        if self._fitting:
+            stages = self._stages_at(self._fitting)
+            times = [t for t in (self._guessed_times(*s) for s in stages) if t]
+            if len(times) == len(stages):
+                own_ms = step_ms(self.schedule, times)
+                if own_ms < (1 - self.relative_gap) * best_ms:
+                    cutting.best_ms, cutting.starts = own_ms, self._fitting
+        cutting.run()
+        return cutting
+
     def _stages(self, cutting: Cutting) -> list[tuple[int, int, int]]:
         """Index, first block and end of each stage; none if nothing fits."""
-        ends = (*cutting.starts[1:], len(self.micro_batch.chain))
-        pairs = zip(cutting.starts, ends, strict=False)
+        return self._stages_at(cutting.starts)
+
+    def _stages_at(self, starts: Sequence[int]) -> list[tuple[int, int, int]]:
+        ends = (*starts[1:], len(self.micro_batch.chain))
+        pairs = zip(starts, ends, strict=False)
         return [(i, first, end) for i, (first, end) in enumerate(pairs)]
+
+    def _is_planned(self, stage: tuple[int, int, int]) -> bool:
+        index, first, end = stage
+        return (index, *self.micro_batch.like(first, end)) in self._choices
+
+    def _plan_like(self, stage: int, first: int, end: int) -> StageChoice | None:
+        """Plan the first stage that is like some blocks, and learn from it."""
+        like = self.micro_batch.like(first, end)
+        choice = self.choice(stage, *like)
+        short = shortened(self.micro_batch, *like)
+        if short is not None:
+            own_ms = inf if choice is None else choice.recompute_ms
+            self._estimates.learn(stage, short, own_ms)
+        return choice
+
+    def _lowest_fits(self) -> bool:
+        """Plan the cuts of the least peak; whether they fit, and nobody knew."""
+        stages = self._stages_at(self.lowest_cut)
+        if self._fitting or None in [self._plan_like(*stage) for stage in stages]:
+            return False
+        self._fitting = self.lowest_cut
+        return True
 
     def chooser(self, stage: int, first: int, end: int) -> StageChooser:
         """Of some blocks as a stage of that index."""
-        key = stage, first, end
+        return self._chooser_of(stage, tuple(range(first, end)))
+
+    def _chooser_of(self, stage: int, blocks: tuple[int, ...]) -> StageChooser:
+        key = stage, blocks
         if key not in self._choosers:
-            step = self.micro_batch.step(first, end)
             self._choosers[key] = StageChooser(
                 self.schedule,
                 stage,
-                step,
+                self.micro_batch.step_of(blocks),
                 besides_bytes=self.micro_batch.mesh_bytes(self.schedule.num_ranks),
             )
         return self._choosers[key]
@@ -95,48 +173,146 @@ class Race:
         if key not in self._choices:
             options = SolveOptions(relative_gap=self.relative_gap)
             left_bytes = self.budget_bytes - self.micro_batch.late_bytes(first, end)
-            self._choices[key] = self.chooser(*key).choose(left_bytes, options)
+            like = self.micro_batch.like(first, end)
+            known = None if like == (first, end) else self._choices.get((stage, *like))
+            own = self.chooser(*key)
+            choice = None
+            if known is not None:
+                choice = own.taken_over(self.micro_batch.step(*like), known)
+            if choice is None or choice.peak_bytes > left_bytes:
+                choice = own.choose(left_bytes, options)
+            self._choices[key] = choice
         return self._choices[key]
+
+    def _guessed_times(self, stage: int, first: int, end: int) -> StageTimes | None:
+        """What blocks like these take, or are taken to; None if they do not fit."""
+        like = self.micro_batch.like(first, end)
+        short = shortened(self.micro_batch, *like)
+        if self._is_planned((stage, *like)):
+            return self.times_of(stage, *like)
+        recompute_ms = self._guessed_recompute_ms(stage, like, short)
+        if recompute_ms == inf:
+            return None
+        if short is None:
+            return self._times_of_step(stage, tuple(range(*like)), recompute_ms, end)
+        few, more = (
+            self._times_of_step(stage, self.micro_batch.first_like(blocks), 0.0, end)
+            for blocks in (short.few, short.more)
+        )
+        return extended(few, more, short, recompute_ms)
+
+    def _guessed_recompute_ms(
+        self, stage: int, like: tuple[int, int], short: Shortened | None
+    ) -> float:
+        """What blocks recompute as a stage of an index; inf if they do not fit.
+
+        Between stages that are looked at it changes as evenly as what is in flight.
+        """
+        last = self.schedule.num_stages - 1
+        marks = sorted({1, (1 + last) // 2, last - 1})
+        if 1 < stage < last - 1 and stage not in marks:
+            before = max(mark for mark in marks if mark < stage)
+            behind = min(mark for mark in marks if mark > stage)
+            high_ms, low_ms = (
+                self._guessed_recompute_ms(mark, like, short)
+                for mark in (before, behind)
+            )
+            if high_ms < inf and low_ms < inf:
+                share = (stage - before) / (behind - before)
+                return high_ms + share * (low_ms - high_ms)
+        if short is not None and not self._is_planned((stage, *like)):
+            return self._estimates.recompute_ms(stage, short)
+        choice = self.choice(stage, *like)
+        return inf if choice is None else choice.recompute_ms
 
     def times_of(self, stage: int, first: int, end: int) -> StageTimes | None:
         """What they take; None if they do not fit."""
         choice = self.choice(stage, first, end)
         if choice is None:
             return None
-        phase_ms = self.micro_batch.step(first, end).phase_ms
-        gather_ms, reduce_ms = self.micro_batch.sharding_ms(first, end)
+        blocks = tuple(range(first, end))
+        return self._times_of_step(stage, blocks, choice.recompute_ms, end)
+
+    def _times_of_step(
+        self, stage: int, blocks: tuple[int, ...], recompute_ms: float, end: int
+    ) -> StageTimes:
+        phase_ms = self.micro_batch.step_of(blocks).phase_ms
+        gather_ms, reduce_ms = self.micro_batch.sharding_ms(blocks)
         return StageTimes(
             forward_ms=phase_ms["forward"],
-            backward_ms=phase_ms["backward"] + choice.recompute_ms,
+            backward_ms=phase_ms["backward"] + recompute_ms,
             optimizer_ms=phase_ms["optimizer"] + reduce_ms,
             gather_ms=gather_ms,
             send_ms=self.micro_batch.send_ms(stage, end),
         )
 
-    def lowest(self) -> tuple[int, int, int, int]:
-        """Least peak of a rank that any cuts reach, with the stage that has it."""
-        ends = [*self.micro_batch.cuts, len(self.micro_batch.chain)]
-        best = {0: (0, 0, 0, 0)}  # end of the stages so far -> highest peak and stage
+    @property
+    def least_bytes(self) -> int:
+        """What the fullest rank keeps at least; also what schedules differ in."""
+        number, stages = self.schedule.num_micro_batches, self.schedule.num_ranks
+        in_flight = number if self.schedule.name == GPIPE else stages
+        handed_bytes = max(self.micro_batch.handed_bytes)
+        return self.micro_batch.least_bytes // stages + in_flight * handed_bytes
+
+    @property
+    def guessed_lowest_bytes(self) -> float:
+        """The least peak of a rank by estimates."""
+        stages = self._stages_at(self.lowest_cut)
+        return max(self._guessed_lowest(*stage) for stage in stages)
+
+    @cached_property
+    def lowest_cut(self) -> tuple[int, ...]:
+        """First blocks of the stages whose highest peak is least."""
+        return self._lowest_cut(_UNEVEN) or self._lowest_cut(inf)
+
+    def _lowest_cut(self, uneven: float) -> tuple[int, ...]:
+        """Likewise, of stages that take no such multiple of each other's time."""
+        block_ms = self.micro_batch.block_ms
+        until = [0.0, *accumulate(block_ms)]
+        if len(block_ms) < _SHORT_CHAIN:
+            uneven = inf
+        share_ms = until[-1] / self.schedule.num_stages
+        ends = [*self.micro_batch.cuts, len(block_ms)]
+        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
         for stage in range(self.schedule.num_stages):
             left = self.schedule.num_stages - stage - 1
-            reached: dict[int, tuple[int, int, int, int]] = {}
+            reached: dict[int, tuple[float, tuple[int, ...]]] = {}
             for end in ends[stage : len(ends) - left] if left else ends[-1:]:
-                for first, before in best.items():
-                    if first < end:
-                        like = self.micro_batch.like(first, end)
-                        own = (self._lowest(stage, *like), stage, first, end)
-                        reached[end] = min(
-                            reached.get(end, (2**63, 0, 0, 0)), max(before, own)
-                        )
+                for first, (before, starts) in best.items():
+                    own_ms = until[end] - until[first]
+                    if first < end and share_ms / uneven <= own_ms <= share_ms * uneven:
+                        own = max(before, self._guessed_lowest(stage, first, end))
+                        cut = own, (*starts, first)
+                        reached[end] = min(reached.get(end, (inf, ())), cut)
             best = reached
-        return best[ends[-1]]
+        return best.get(ends[-1], (inf, ()))[1]
+
+    def lowest(self) -> tuple[int, int, int, int]:
+        """Least peak of a rank that any cuts reach, with the stage that has it."""
+        stages = self._stages_at(self.lowest_cut)
+        return max((self._lowest(*stage), *stage) for stage in stages)
 
     def _lowest(self, stage: int, first: int, end: int) -> int:
         """Least peak of a stage, with what slow threads may hold."""
-        lowest = self.chooser(stage, first, end).lowest()
-        return lowest.peak_bytes + self.micro_batch.late_bytes(first, end)
+        like = self.micro_batch.like(first, end)
+        lowest = self.chooser(stage, *like).lowest()
+        return lowest.peak_bytes + self.micro_batch.late_bytes(*like)
 
-    def plan(self, cutting: Cutting, alternatives: tuple[str, ...]) -> PipelinePlan:
+    def _guessed_lowest(self, stage: int, first: int, end: int) -> float:
+        like = self.micro_batch.like(first, end)
+        key = stage, *like
+        if key not in self._lowest_bytes:
+            short = shortened(self.micro_batch, *like)
+            self._lowest_bytes[key] = (
+                self._lowest(stage, *like)
+                if short is None
+                else self._estimates.lowest_bytes(stage, short)
+            )
+        return self._lowest_bytes[key]
+
+    def plan(
+        self, cutting: Cutting, alternatives: tuple[str, ...], bound_ms: float
+    ) -> PipelinePlan:
         """The plan of the best cuts."""
         whole, stages = self.micro_batch.whole, self._stages(cutting)
         times = [t for t in (self.times_of(*s) for s in stages) if t is not None]
@@ -148,6 +324,7 @@ class Race:
             stage_plans=tuple(self._stage(*stage) for stage in stages),
             budget_bytes=self.budget_bytes,
             step_ms=step_ms(self.schedule, times),
+            bound_ms=bound_ms,
             alternatives=alternatives,
             device=whole.device.name,
             calibrated=whole.calibrated,
@@ -177,34 +354,94 @@ class Race:
             late_bytes=self.micro_batch.late_bytes(first, end),
             exchange_ms=self.micro_batch.exchange_ms(first, end),
             gather_ms=times.gather_ms,
-            reduce_ms=self.micro_batch.sharding_ms(first, end)[1],
+            reduce_ms=self.micro_batch.sharding_ms(tuple(range(first, end)))[1],
             received=self.micro_batch.received(first),
             sent=self.micro_batch.received(end),
         )
 
 
+class Runners:
+    """Schedules one after the other, on estimates first.
+
+    Attributes:
+        bound_ms: No step of those that entered is faster.
+    """
+
+    def __init__(self) -> None:
+        self.bound_ms = inf
+        self._races: list[Race] = []
+        self._guessed: list[tuple[float, int]] = []
+        self._lost: dict[str, str] = {}
+
+    @property
+    def best_ms(self) -> float:
+        """The best step by estimates, or a little more than that."""
+        return _MARGIN * min((ms for ms, _ in self._guessed), default=inf)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any entered."""
+        return bool(self._races)
+
+    def enter(self, race: Race) -> None:
+        """Guess what one more takes."""
+        self.bound_ms = min(self.bound_ms, race.bound_ms)
+        self._races.append(race)
+        best_ms = self.best_ms
+        cutting = race.guess(best_ms)
+        if cutting.starts or best_ms == inf:
+            self._guessed.append((cutting.best_ms, len(self._races) - 1))
+        else:
+            self._lost[race.name] = "nothing faster fits"
+
+    def plan(self, others: Sequence[str] = ()) -> PipelinePlan:
+        """Plan the fastest.
+
+        Args:
+            others: What lost before it entered, and why.
+
+        Raises:
+            InfeasibleBudgetError: Nothing fits.
+            SolverError: As `plan_pipeline`.
+        """
+        best: tuple[Race, Cutting] | None = None
+        fitting = sorted(pair for pair in self._guessed if pair[0] < inf)
+        tried = [(guessed_ms, self._races[place]) for guessed_ms, place in fitting]
+        for guessed_ms, race in tried or [(inf, race) for race in self._lowest()]:
+            best_ms = best[1].best_ms if best else inf
+            if best and guessed_ms >= (1 - race.relative_gap) * best_ms:
+                self._lost[race.name] = f"about {format_ms(guessed_ms)} a step"
+                continue
+            cutting = race.run(best_ms)
+            if not cutting.starts:
+                faster = " faster" * bool(best)
+                self._lost[race.name] = f"nothing{faster} fits"
+                continue
+            if best is not None:
+                self._lost[best[0].name] = f"{format_ms(best[1].best_ms)} a step"
+            best = race, cutting
+        if best is None:
+            raise _infeasible(self._lowest())
+        lost = tuple(f"{name}: {why}" for name, why in self._lost.items())
+        return best[0].plan(best[1], (*lost, *others), self.bound_ms)
+
+    def _lowest(self) -> list[Race]:
+        """Some of those that come with least memory, by what is known and guessed."""
+        kept = sorted(self._races, key=lambda race: race.least_bytes)[:_FEW_LOWEST]
+        return sorted(kept, key=lambda race: race.guessed_lowest_bytes)[:2]
+
+
 def fastest(races: Sequence[Race]) -> PipelinePlan:
     """The plan of the fastest step that fits."""
-    best: tuple[Race, Cutting] | None = None
-    alternatives = []
+    runners = Runners()
     for race in races:
-        cutting = race.run(best[1].best_ms if best else inf)
-        if not cutting.starts:
-            alternatives.append(f"{race.name}: nothing{' faster' * bool(best)} fits")
-            continue
-        if best is not None:
-            slower_ms = best[1].best_ms
-            alternatives.append(f"{best[0].name}: {format_ms(slower_ms)} a step")
-        best = race, cutting
-    if best is None:
-        raise _infeasible(races)
-    return best[0].plan(best[1], tuple(alternatives))
+        runners.enter(race)
+    return runners.plan()
 
 
 def _infeasible(races: Sequence[Race]) -> InfeasibleBudgetError:
-    (lowest_bytes, stage, first, end), race = min(
-        ((race.lowest(), race) for race in races), key=lambda pair: pair[0][0]
-    )
+    race = min(races, key=lambda race: race.guessed_lowest_bytes)
+    lowest_bytes, stage, first, end = race.lowest()
     choice = race.chooser(stage, first, end).lowest()
     late = race.micro_batch.late_bytes(first, end)
     lowest_bytes = max(lowest_bytes, choice.peak_bytes + late)

@@ -13,6 +13,7 @@ torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from autosac.profiles.profile import Profile
 from autosac.solvers.fsdp.collectives import Collective, Group
 from autosac.solving.rules_of_thumb import Choice
 from autosac.step.ledger import Ledger
+from autosac.step.tape import Parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,30 @@ class DataParallel:
         Each backward then makes new ones, which go as their block is done.
         """
         return self.param_dtype != self.reduce_dtype
+
+    def fits(self, cluster: ClusterSpec, inside: int) -> bool:
+        """Whether shards, and all, divide a node or are whole nodes.
+
+        Args:
+            cluster: Whose nodes the ranks fill,
+            inside: neighbouring ones of which are not told apart here.
+        """
+        node = cluster.gpus_per_node // inside
+        sizes = (self.shard_degree, self.degree)
+        return not any(size % node and node % size for size in sizes)
+
+    def least_bytes(self, own: Parameter) -> int:
+        """What a rank keeps of a parameter from its first backward on, at least."""
+        number = math.prod(own.shape)
+        shard_bytes = number * (own.itemsize + sum(own.state_itemsizes))
+        if self.degree == 1:
+            return shard_bytes + number * own.itemsize * own.trained
+        itemsizes = [
+            own.itemsize if name is None else getattr(torch, name).itemsize
+            for name in (self.param_dtype, self.reduce_dtype)
+        ]
+        whole_bytes = number * (itemsizes[0] + itemsizes[1] * own.trained)
+        return shard_bytes // self.shard_degree + whole_bytes
 
     def groups(self, cluster: ClusterSpec, inside: int) -> tuple[Group, Group]:
         """Ranks that share parameters, and those that hold the same ones.

@@ -79,6 +79,15 @@ class _View:
         return self._step.in_later(choice)
 
 
+def _view(step: StageStep, profile: Profile, count: int) -> _View:
+    """The view beside so many others; the step keeps it."""
+    key = profile is step.first, count
+    if key not in step.views:
+        step.views[key] = _View(step, profile, count)
+    view: _View = step.views[key]
+    return view
+
+
 class StageChooser:
     """Finds choices for one stage at one place of a schedule, under any cap.
 
@@ -107,9 +116,9 @@ class StageChooser:
         self._seen: dict[frozenset[object], StageChoice] = {}
         in_first = schedule.most_in_flight(stage)
         in_later = schedule.most_in_flight(stage, adding=True)
-        self._views = [_View(step, step.later, max(1, in_later) - 1)]
+        self._views = [_view(step, step.later, max(1, in_later) - 1)]
         if in_first > in_later:
-            self._views.append(_View(step, step.first, in_first - 1))
+            self._views.append(_view(step, step.first, in_first - 1))
 
     @property
     def plain(self) -> StageChoice:
@@ -133,6 +142,22 @@ class StageChooser:
         if not fitting and self.lowest().peak_bytes <= cap_bytes:
             return self.lowest()
         return min(fitting, key=lambda s: s.recompute_ms, default=None)
+
+    def taken_over(self, twin: StageStep, other: StageChoice) -> StageChoice | None:
+        """The choice of a stage of like blocks in this one; None if it has none such.
+
+        Args:
+            twin: The step of that stage, at the same place of the schedule,
+            other: and its choice.
+        """
+        own, theirs = self._step.later.candidates, twin.later.candidates
+        if len(own) != len(theirs):
+            return None
+        twins = dict(zip(theirs, own, strict=True))
+        choice = {twins[unit]: policy for unit, policy in other.choice.items()}
+        if any(len(twins[unit].groups) != len(unit.groups) for unit in other.choice):
+            return None
+        return self._replayed(choice)
 
     def lowest(self) -> StageChoice:
         """The choice of the least peak."""

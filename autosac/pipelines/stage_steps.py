@@ -10,18 +10,25 @@ torch/distributed/pipelining/stage.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from autosac._compat_distributed import is_collective
-from autosac.errors import UnsupportedError
+from autosac.devices.allocator_settings import AllocatorSettings
+from autosac.errors import TraceError, UnsupportedError
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, ShardedStage
 from autosac.profiles.compute_dtype import in_compute_dtype
-from autosac.profiles.profile import Profile, calibrate, profile
+from autosac.profiles.profile import (
+    Profile,
+    calibrate,
+    profile,
+    profile_of_step,
+    read_step,
+)
 from autosac.profiles.restricting import restricted
 from autosac.solving.rules_of_thumb import Choice
 from autosac.units.unit import Unit
@@ -69,12 +76,14 @@ class StageStep:
             then add up in another type.
         is_last: The loss is in this stage, and it sends nothing on.
         sharded: What FSDP2 does to it, None without.
+        views: Cache of what `stage_choosing` makes of it.
     """
 
     first: Profile
     later: Profile
     is_last: bool
     sharded: ShardedStage | None = None
+    views: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     def each(self, change: Callable[[Profile], Profile]) -> StageStep:
         """The step with both of its profiles changed."""
@@ -168,9 +177,27 @@ def profile_in(
     """The profile of a step whose model computes in a type; None for its own."""
     if dtype is None:
         return profile(module, received, **options)
-    traced = profile(module, _as_parameters(module, received), **options)
+    try:
+        return _profile_in(dtype, module, received, **options)
+    except TraceError:  # of a model that first must show what its values decide
+        own = _as_parameters(module, received)
+        traced = profile(module, own, **options)
     step = replace(traced.step, args=(received,))
     return in_compute_dtype(replace(traced, step=step), dtype)
+
+
+def _profile_in(
+    dtype: torch.dtype,
+    module: torch.nn.Module,
+    received: torch.Tensor,
+    *,
+    exclude: tuple[str, ...] = (),
+    allocator: AllocatorSettings | None = None,
+    **options: Any,
+) -> Profile:
+    step, device = read_step(module, received, exclude=exclude, **options)
+    step = replace(step, compute_dtype=dtype)
+    return profile_of_step(step, device, exclude=exclude, allocator=allocator)
 
 
 def _as_parameters(module: torch.nn.Module, received: torch.Tensor) -> torch.Tensor:

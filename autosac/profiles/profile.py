@@ -108,6 +108,39 @@ def profile(
         UnsupportedError: The model is on a GPU and the device is the CPU; or the
             device is a GPU that is not present, and its kernels cannot be known.
     """
+    step, spec = read_step(
+        model,
+        inputs,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        device=device,
+        autocast=autocast,
+        accumulate=accumulate,
+        clip_grad_norm=clip_grad_norm,
+        gradients_in_forward=gradients_in_forward,
+        keeps_gradients=keeps_gradients,
+        exclude=exclude,
+        opaque=opaque,
+    )
+    return profile_of_step(step, spec, exclude=exclude, allocator=allocator)
+
+
+def read_step(
+    model: torch.nn.Module,
+    inputs: Any,
+    *,
+    optimizer: Any = None,
+    loss_fn: LossFn | None = None,
+    device: str | DeviceSpec | None = None,
+    autocast: torch.dtype | str | None = None,
+    accumulate: int = 1,
+    clip_grad_norm: float | None = None,
+    gradients_in_forward: bool = False,
+    keeps_gradients: bool = False,
+    exclude: tuple[str, ...] = (),
+    opaque: Iterable[str | type] = (),
+) -> tuple[Step, DeviceSpec]:
+    """Check and read what the user passes to `profile`; also the device."""
     arguments.check_kind(model)
     check_unplanned(model)
     check_unsharded(model)
@@ -133,19 +166,30 @@ def profile(
         lens=lens,
         opaque=marked_modules(opaque, model, name="opaque"),
     )
+    return step, spec
+
+
+def profile_of_step(
+    step: Step,
+    device: DeviceSpec,
+    *,
+    exclude: Iterable[str] = (),
+    allocator: AllocatorSettings | None = None,
+) -> Profile:
+    """Trace a step that `profile` has read; arguments are those of `profile`."""
     tape = trace(step)
-    if loss_fn is None:
-        warn_of_summed_outputs(model, tape)
+    if step.loss_fn is None:
+        warn_of_summed_outputs(step.model, tape)
     new_profile = Profile(
         step=step,
         tape=tape,
-        costs=modelled_costs(tape, spec),
-        device=spec,
+        costs=modelled_costs(tape, device),
+        device=device,
         exclude=tuple(exclude),
-        training=model.training,
-        model=fingerprint(model),
-        sequences=plain_sequences(model),
-        signature=signature_of(args, kwargs, positional_names(model)),
+        training=step.model.training,
+        model=fingerprint(step.model),
+        sequences=plain_sequences(step.model),
+        signature=signature_of(step.args, step.kwargs, positional_names(step.model)),
         allocator=allocator or AllocatorSettings(),
         optimizer=arguments.optimizer_name(step.optimizer),
     )

@@ -127,7 +127,7 @@ def _fake_parameters(
         with _compat_plain.fakes_of(mode):
             for parameter in parameters:
                 fake = memo[id(parameter)]
-                memo[id(parameter)] = _in_dtype(step.compute_dtype, fake)
+                memo[id(parameter)] = _in_dtype(mode, step.compute_dtype, fake)
     return memo
 
 
@@ -149,10 +149,16 @@ def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:
     return optimizer
 
 
-def _in_dtype(dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
+def _in_dtype(mode: Any, dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
     if not parameter.is_floating_point():
         return parameter
-    data = parameter.detach().to(dtype)
+    held, wrap = unwrapped(parameter)
+    if _compat.is_fake(held) and held.is_contiguous():  # as `to`, which takes long
+        layout = (tuple(held.shape), held.stride(), dtype, held.device)
+        held = _compat.new_fake(mode, *layout)
+    else:
+        held = held.detach().to(dtype)
+    data = held if wrap is None else wrap(held)
     return torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 

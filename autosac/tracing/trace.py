@@ -382,6 +382,7 @@ def _recorded(
         idle_conversions(),
         _compat_compiler.without_compiled_code(on_fakes=mode is not None),
         _compat_plain.fakes_of(mode),
+        _compat_distributed.short_lists(),
         torch.enable_grad(),
         one_thread,
         recorder.recording(),

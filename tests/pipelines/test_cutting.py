@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.pipelines.cutting import Cutting
-from autosac.pipelines.playing import StageTimes, least_step_ms, play, step_ms
+from autosac.pipelines.playing import StageTimes, play, step_ms
 from autosac.pipelines.schedules import Schedule
 
 TIMES = st.integers(1, 20).map(float)
@@ -77,7 +77,7 @@ def test_interleaving_divides_the_bubble():
     name=st.sampled_from(["1F1B", "GPipe"]),
     more=st.integers(0, 5),
 )
-def test_a_played_step_keeps_every_order_and_its_bound(times, name, more):
+def test_a_played_step_keeps_every_order(times, name, more):
     number = len(times) + more
     schedule = Schedule(name=name, num_ranks=len(times), num_micro_batches=number)
     stages = [
@@ -92,5 +92,3 @@ def test_a_played_step_keeps_every_order_and_its_bound(times, name, more):
             if action.is_forward and action.stage:
                 sent_ms = ends[action._replace(stage=action.stage - 1)]
                 assert start_ms >= sent_ms + stages[action.stage - 1].send_ms
-    least_ms = least_step_ms([f + b for f, b, _ in times], number)
-    assert step_ms(schedule, stages) >= least_ms

@@ -21,7 +21,6 @@ from autosac.errors import (
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.tp_finding import find_styles
 from autosac.parallel.tp_styles import TensorParallel
-from autosac.parallel.tp_tracing import divided_copy
 from autosac.pipelines.micro_batches import MicroBatch
 from benchmarks import stage_mesh_ranks
 from benchmarks.kept_promises import LOSS
@@ -237,7 +236,6 @@ def test_micro_batches_add_to_gradients_as_backward_left_them():
             loss_fn=language_loss,
             options={"optimizer": torch.optim.AdamW},
             cluster=CLUSTER,
-            divided=divided_copy(model, tensor),
             tensor=tensor,
         )
         step = micro_batch.step(0, 1)

@@ -112,7 +112,6 @@ def test_no_cuts_micro_batches_or_schedules_give_a_faster_step():
             loss_fn=language_loss,
             options={"optimizer": torch.optim.AdamW, "device": CLUSTER.device},
             cluster=CLUSTER,
-            divided=model,
         )
         for name in ("1F1B", "GPipe"):
             schedule = Schedule(name=name, num_ranks=2, num_micro_batches=number)

@@ -106,7 +106,7 @@ def test_ranks_fill_one_node_after_the_other(parallel, inside, shards, replicas)
 @pytest.mark.parametrize(
     ("mesh", "options", "message"),
     [
-        ({"fsdp": None}, {}, "fsdp=None, and it must be a whole number"),
+        ({"fsdp": 0}, {}, "fsdp=0, and it must be a whole number"),
         ({"fsdp": 3}, {}, "divide the 8 GPUs"),
         ({"fsdp": 2}, {"cluster": None}, "`cluster` is missing"),
         ({"fsdp": 4}, {"global_batch": 6}, "`global_batch`=6 is not shared evenly"),

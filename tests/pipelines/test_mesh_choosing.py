@@ -1,0 +1,109 @@
+"""Meshes that a plan chooses against all there are; long stages against their likes."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autosac
+from autosac.devices.specs import device_spec
+from autosac.errors import ArgumentError, InfeasibleBudgetError
+from autosac.parallel.clusters import cluster_spec
+from autosac.pipelines import estimating, rank_memory
+from autosac.pipelines.rank_memory import RankReplay
+from autosac.pipelines.schedules import Schedule
+from tests.pipelines.stages import LANGUAGE, language_loss, tokens, traced
+from tests.pipelines.test_planning import Model
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
+]
+
+# CPUs with links that take time.
+CLUSTER = replace(cluster_spec("pcie-l40s", num_gpus=4), device=device_spec("cpu"))
+OPEN = {"pp": None, "replicate": None, "fsdp": None}
+
+
+def plan(memory_budget, *, num_layers=4, **options):
+    inputs, target = tokens(1)
+    with torch.device("meta"):
+        model = Model(num_layers)
+    return autosac.plan_pipeline(
+        model,
+        inputs,
+        target=target,
+        loss_fn=language_loss,
+        optimizer=torch.optim.AdamW,
+        memory_budget=memory_budget,
+        **{"cluster": CLUSTER, "global_batch": 8, **options},
+    )
+
+
+@pytest.mark.slow
+def test_open_degrees_make_up_all_gpus_and_the_bound_holds():
+    own = plan("1GiB", mesh={"pp": None, "fsdp": None}, global_batch=4)
+    assert own.num_ranks == CLUSTER.num_gpus
+    assert own.global_batch == 4
+    assert 0 < own.bound_ms <= own.step_ms
+    assert any("pp=" in alternative for alternative in own.alternatives)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": OPEN, "global_batch": None}, "pass `cluster` .* and `global_batch`"),
+        ({"mesh": {"fsdp": 2}}, "`num_ranks` is missing"),
+        ({"mesh": {**OPEN, "pp": 3}}, "No mesh of 4 GPUs"),
+        ({"mesh": OPEN, "num_ranks": 2, "global_batch": 0}, "`global_batch` must be"),
+    ],
+)
+def test_what_no_mesh_can_be_is_refused_in_a_sentence(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        plan("1GiB", **options)
+
+
+@pytest.mark.slow
+def test_no_mesh_that_is_given_is_faster_than_the_one_that_is_chosen():
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(1000, mesh=OPEN)
+    budget_bytes = caught.value.lowest_peak_bytes
+    times = []
+    for stages, shards, replicas in itertools.product((2, 4), (1, 2), (1, 2)):
+        if stages * shards * replicas == CLUSTER.num_gpus:
+            mesh = {"fsdp": shards, "replicate": replicas}
+            try:
+                given = plan(budget_bytes, num_ranks=stages, mesh=mesh)
+            except InfeasibleBudgetError:
+                continue
+            times.append(given.step_ms)
+    own = plan(budget_bytes, mesh=OPEN)
+    assert own.peak_bytes <= budget_bytes
+    assert own.bound_ms <= own.step_ms <= 1.005 * min(times)
+
+
+def test_micro_batches_that_repeat_need_not_be_replayed(monkeypatch):
+    steps = traced(LANGUAGE, (0, 4))
+    schedule = Schedule(name="1F1B", num_ranks=2, num_micro_batches=30)
+
+    def peaks():
+        return [RankReplay(schedule, i, {i: steps[i]}).peak_bytes() for i in (0, 1)]
+
+    short = peaks()
+    monkeypatch.setattr(rank_memory, "_ROUNDS", 100)
+    assert short == peaks()
+
+
+@pytest.mark.slow
+def test_estimates_of_long_stages_lead_to_plans_as_good_as_without(monkeypatch):
+    options = {"num_layers": 20, "num_ranks": 2, "num_micro_batches": 4}
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(1000, **options)
+    lowest_bytes = caught.value.lowest_peak_bytes
+    budgets = [int(share * lowest_bytes) for share in (1.0, 1.1, 1.3)]
+    guessed = [plan(budget, **options) for budget in budgets]
+    monkeypatch.setattr(estimating, "_LONG", 1000)
+    for budget, own in zip(budgets, guessed, strict=True):
+        assert own.peak_bytes <= budget
+        assert own.step_ms <= 1.005 * plan(budget, **options).step_ms
