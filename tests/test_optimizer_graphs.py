@@ -149,6 +149,7 @@ def test_a_later_step_equals_that_of_pytorch(kind, name):
     assert_updated_alike(graph, real_step(model, inputs, loss_fn, optimizer))
 
 
+@pytest.mark.slow
 def test_every_group_has_its_options_and_frozen_parameters_stay():
     def grouped(model):
         groups = [

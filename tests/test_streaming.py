@@ -211,6 +211,7 @@ def test_far_memory_keeps_its_cap(step):
         assert unit.far_bytes(choice[unit]) <= host_bytes
 
 
+@pytest.mark.slow
 def test_batches_that_values_tell_apart_are_not_streamed():
     model, batches = make_model(), BATCHES[:2]
     steps = [

@@ -325,6 +325,7 @@ def test_a_loss_that_the_trainer_makes_is_refused(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_checkpoints_of_optimizers_with_far_state_resume_either_way(tmp_path):
     def trained(wrap, folder, resume=None):
         torch.manual_seed(0)

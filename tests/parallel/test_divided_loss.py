@@ -50,6 +50,7 @@ def test_a_rank_holds_its_part_of_logits(tmp_path):
     assert autosac.ParallelPlan.load(tmp_path / "plan.json") == divided
 
 
+@pytest.mark.slow
 def test_a_loss_of_rows_takes_less_too():
     assert plan(by_rows).peak_bytes < plan(by_rows, loss_parallel=False).peak_bytes
 

@@ -166,7 +166,7 @@ def test_a_giant_embedding_leaves_room_to_recompute_its_blocks():
     assert least.highest_peak_bytes <= peak_by_hand + late_by_hand
 
 
-@pytest.mark.parametrize("num_gpus", [2, 4])
+@pytest.mark.parametrize("num_gpus", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_slow_threads_of_gloo_have_room_in_the_cap(num_gpus):
     step_profile = RECIPES["giant embedding"].profile()
     chooser, spec = chooser_for(step_profile), on_cpu(num_gpus)

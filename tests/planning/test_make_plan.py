@@ -122,7 +122,9 @@ _BOTH = {"autocast": torch.bfloat16, "accumulate": 2}
     ("name", "settings"),
     [
         pytest.param("gpt", {"autocast": torch.bfloat16}, id="gpt-autocast"),
-        pytest.param("gpt", {"accumulate": 3}, id="gpt-accumulate"),
+        pytest.param(
+            "gpt", {"accumulate": 3}, id="gpt-accumulate", marks=pytest.mark.slow
+        ),
         pytest.param(
             "convolutions", _BOTH, id="convolutions-both", marks=pytest.mark.slow
         ),
