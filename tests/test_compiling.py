@@ -231,6 +231,7 @@ def test_a_second_forward_before_backward_is_refused():
     compiled(inputs).backward()
 
 
+@pytest.mark.slow
 def test_calls_without_gradients_run_at_any_time():
     model, inputs = made("dropout")
     compiled = autosac.compile(model, memory_budget="1GiB")

@@ -83,6 +83,7 @@ def test_no_mesh_that_is_given_is_faster_than_the_one_that_is_chosen():
     assert own.bound_ms <= own.step_ms <= 1.005 * min(times)
 
 
+@pytest.mark.slow
 def test_micro_batches_that_repeat_need_not_be_replayed(monkeypatch):
     steps = traced(LANGUAGE, (0, 4))
     schedule = Schedule(name="1F1B", num_ranks=2, num_micro_batches=30)
