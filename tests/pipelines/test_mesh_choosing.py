@@ -98,11 +98,11 @@ def test_micro_batches_that_repeat_need_not_be_replayed(monkeypatch):
 
 @pytest.mark.slow
 def test_estimates_of_long_stages_lead_to_plans_as_good_as_without(monkeypatch):
-    options = {"num_layers": 20, "num_ranks": 2, "num_micro_batches": 4}
+    options = {"num_layers": 12, "num_ranks": 2, "num_micro_batches": 4}
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan(1000, **options)
     lowest_bytes = caught.value.lowest_peak_bytes
-    budgets = [int(share * lowest_bytes) for share in (1.0, 1.1, 1.3)]
+    budgets = [int(share * lowest_bytes) for share in (1.0, 1.3)]
     guessed = [plan(budget, **options) for budget in budgets]
     monkeypatch.setattr(estimating, "_LONG", 1000)
     for budget, own in zip(budgets, guessed, strict=True):
