@@ -452,14 +452,11 @@ def test_ranks_that_must_draw_alike_have_one_seed():
 @pytest.mark.slow
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
-@pytest.mark.parametrize(
-    ("name", "num_ranks", "degree"), [("LLAMA", 2, 1), ("GPT", 4, 2)]
-)
-def test_real_ranks_keep_cap_prediction_and_gradients(name, num_ranks, degree):
+def test_real_ranks_keep_cap_prediction_and_gradients():
     # A tight cap without parts of the sequence, a loose one with, and one with divided
     # logits besides.
-    cells = list(mesh_ranks.planned(name, num_ranks, degree))
+    cells = list(mesh_ranks.planned("GPT", 4, 2))
     cells = [*cells[:4:3], *cells[5:]]
     assert all(cell.plan.policy for cell in cells)
-    for row in mesh_ranks.run_ranks(cells, num_ranks):
+    for row in mesh_ranks.run_ranks(cells, 4):
         assert row.is_kept, row

@@ -1,6 +1,5 @@
 """Meshes that a plan chooses against all there are; long stages against their likes."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -41,15 +40,6 @@ def plan(memory_budget, *, num_layers=4, **options):
     )
 
 
-@pytest.mark.slow
-def test_open_degrees_make_up_all_gpus_and_the_bound_holds():
-    own = plan("1GiB", mesh={"pp": None, "fsdp": None}, global_batch=4)
-    assert own.num_ranks == CLUSTER.num_gpus
-    assert own.global_batch == 4
-    assert 0 < own.bound_ms <= own.step_ms
-    assert any("pp=" in alternative for alternative in own.alternatives)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -70,15 +60,15 @@ def test_no_mesh_that_is_given_is_faster_than_the_one_that_is_chosen():
         plan(1000, mesh=OPEN)
     budget_bytes = caught.value.lowest_peak_bytes
     times = []
-    for stages, shards, replicas in itertools.product((2, 4), (1, 2), (1, 2)):
-        if stages * shards * replicas == CLUSTER.num_gpus:
-            mesh = {"fsdp": shards, "replicate": replicas}
-            try:
-                given = plan(budget_bytes, num_ranks=stages, mesh=mesh)
-            except InfeasibleBudgetError:
-                continue
-            times.append(given.step_ms)
+    for stages, mesh in ((4, {}), (2, {"fsdp": 2}), (2, {"replicate": 2})):
+        try:
+            given = plan(budget_bytes, num_ranks=stages, mesh=mesh)
+        except InfeasibleBudgetError:
+            continue
+        times.append(given.step_ms)
     own = plan(budget_bytes, mesh=OPEN)
+    assert own.global_batch == 8
+    assert any("pp=" in alternative for alternative in own.alternatives)
     assert own.peak_bytes <= budget_bytes
     assert own.bound_ms <= own.step_ms <= 1.005 * min(times)
 
@@ -102,7 +92,7 @@ def test_estimates_of_long_stages_lead_to_plans_as_good_as_without(monkeypatch):
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan(1000, **options)
     lowest_bytes = caught.value.lowest_peak_bytes
-    budgets = [int(share * lowest_bytes) for share in (1.0, 1.3)]
+    budgets = [int(share * lowest_bytes) for share in (1.1,)]
     guessed = [plan(budget, **options) for budget in budgets]
     monkeypatch.setattr(estimating, "_LONG", 1000)
     for budget, own in zip(budgets, guessed, strict=True):
