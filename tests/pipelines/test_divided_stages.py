@@ -160,12 +160,11 @@ def test_division_saves_memory():
 
 @pytest.mark.slow
 def test_the_cheapest_batch_wins_and_the_plan_says_what_lost():
-    own = plan(mesh={"tp": None})
+    own = plan(mesh={"tp": None}, tp_plan="tensor")
     assert own.tensor.degree == 1  # everything fits: nothing is to be exchanged
     lost = [text for text in own.alternatives if text.startswith("tp=")]
-    assert [text.partition(":")[0] for text in lost] == [
-        *("tp=2, tensor", "tp=2, sequence", "tp=4, tensor", "tp=4, sequence"),
-    ]
+    names = [text.partition(":")[0] for text in lost]
+    assert names == ["tp=2, tensor", "tp=4, tensor"]
     assert all("a batch takes" in text for text in lost)
 
 
