@@ -12,6 +12,7 @@ from autosac.errors import InfeasibleBudgetError
 from autosac.planning.make_plan import difference_in_dry_run, lowest
 from autosac.profiles.restricting import restricted
 from autosac.solving.incumbents import recompute_ms
+from autosac.solving.streaming import Streaming
 from autosac.units.policies import SAVE, Policy
 from autosac.units.streamed import letter, moved
 from autosac.verification.verifying import Recipe, verify_each
@@ -174,13 +175,19 @@ def test_no_plan_is_dearer_than_the_rule_that_all_saved_tensors_are_moved(name):
 
 def test_more_memory_never_costs_more(step):
     low, peak = autosac.floor(step), step.baseline_peak_bytes
-    times = []
-    for share in range(8):
-        choice = step.streaming.cheapest(low + (peak - low) * share // 8)
-        assert step.peak_bytes(choice) <= low + (peak - low) * share // 8
-        times.append(recompute_ms(choice))
-    assert times == sorted(times, reverse=True)
-    assert len(set(times)) > 4
+    budgets = [low + (peak - low) * share // 24 for share in range(24)]
+
+    def times(in_order):
+        streaming = Streaming(step.simulator, step.streamed, None)
+        choices = {budget: streaming.cheapest(budget) for budget in in_order}
+        for budget, choice in choices.items():
+            assert step.peak_bytes(choice) <= budget
+        return [recompute_ms(choices[budget]) for budget in budgets]
+
+    upwards = times(budgets)
+    assert upwards == sorted(upwards, reverse=True)
+    assert len(set(upwards)) > 8
+    assert times(budgets[::-1]) == upwards  # whichever is asked for first
 
 
 def test_a_plan_that_streams_is_applied_saved_and_told_of(step, tmp_path):

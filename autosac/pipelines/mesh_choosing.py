@@ -30,7 +30,6 @@ from autosac.pipelines.schedule_racing import Race, Runners
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
 from autosac.pipelines.sharded_stages import DataParallel
 from autosac.quantities import format_bytes, format_ms
-from autosac.solving.solve_options import RELATIVE_GAP
 
 _FEW = 2  # meshes whose least peak is asked for if none can fit
 
@@ -68,8 +67,8 @@ class MeshSearch:
         num_micro_batches: Those to choose from, None for all.
         global_batch: Rows of a step.
         schedules: Names to choose from; GPipe where 1F1B has too few micro-batches.
-        budget_bytes: Cap on the peak of a rank.
         relative_gap: As in `plan_pipeline`.
+        budget_bytes: Cap on the peak of a rank.
     """
 
     base: MicroBatch
@@ -80,10 +79,10 @@ class MeshSearch:
     tp_plan: TpPlan
     num_micro_batches: Sequence[int] | None
     global_batch: int
-    schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE)
+    schedules: Sequence[str]
+    relative_gap: float
+    loss_parallel: bool
     budget_bytes: int = 0
-    relative_gap: float = RELATIVE_GAP
-    loss_parallel: bool = False
     _lost: dict[str, str] = field(default_factory=dict)
     _known: dict[tuple[int, int], MicroBatch] = field(default_factory=dict)
     _tensors: list[TensorParallel] = field(default_factory=list)
@@ -193,11 +192,13 @@ class MeshSearch:
         for number in _divisors(rows):
             if self.num_micro_batches and number not in self.num_micro_batches:
                 continue
-            name = ONE_F_ONE_B if number >= stages else GPIPE
-            if name not in self.schedules:
-                continue
-            schedule = Schedule(name=name, num_ranks=stages, num_micro_batches=number)
-            yield _Cell(tensor, parallel, schedule, rows // number)
+            able = (ONE_F_ONE_B, GPIPE) if number >= stages else (GPIPE,)
+            name = next((name for name in able if name in self.schedules), None)
+            if name is not None:
+                schedule = Schedule(
+                    name=name, num_ranks=stages, num_micro_batches=number
+                )
+                yield _Cell(tensor, parallel, schedule, rows // number)
 
     def _least_ms(self, cell: _Cell) -> float:
         """No step of a cell is faster: by the FLOPs of its rows, spread evenly."""

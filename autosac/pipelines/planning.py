@@ -108,6 +108,8 @@ def plan_pipeline(
             tensors cannot be divided so.
         SolverError: A stage's dry run does not confirm its plan.
     """
+    if cluster is None and num_gpus is not None:
+        raise ArgumentError("`num_gpus` is given without the `cluster` that has them.")
     spec = None if cluster is None else cluster_of(cluster, num_gpus)
     if spec is not None:
         options = {**options, "device": spec.device}
@@ -126,12 +128,19 @@ def plan_pipeline(
     dtypes = param_dtype, reduce_dtype
     if num_ranks is None or _is_open(mesh):
         search = _search(
-            given, mesh, num_ranks, tp_plan, dtypes, num_micro_batches, global_batch
+            given,
+            mesh,
+            num_ranks,
+            dtypes,
+            num_micro_batches,
+            global_batch,
+            tp_plan=tp_plan,
+            loss_parallel=loss_parallel,
+            schedules=schedules,
+            relative_gap=relative_gap,
         )
         total_bytes = search.base.memory_bytes
         search.budget_bytes = parse_bytes(memory_budget, total_bytes=total_bytes)
-        search.relative_gap, search.schedules = relative_gap, schedules
-        search.loss_parallel = loss_parallel
         return search.run()
     degrees, parallel = _read_mesh(mesh, tp_plan, loss_parallel, num_ranks, spec)
     if param_dtype is not None or reduce_dtype is not None:
@@ -194,12 +203,16 @@ def _search(
     given: MicroBatch,
     mesh: Mapping[str, int | None] | None,
     num_ranks: int | None,
-    tp_plan: TpPlan,
     dtypes: tuple[str | None, str | None],
     num_micro_batches: int | Sequence[int] | None,
     global_batch: int | None,
+    *,
+    schedules: Sequence[str],
+    **asked_for: Any,
 ) -> MeshSearch:
     """The search for degrees that are left open."""
+    for name in schedules:
+        Schedule(name=name, num_ranks=1, num_micro_batches=1)  # checks it
     if given.cluster is None or global_batch is None:
         raise ArgumentError(
             "`mesh` leaves degrees open, which are chosen for all GPUs of a cluster"
@@ -228,9 +241,10 @@ def _search(
         target=given.target,
         cluster=given.cluster,
         mesh=asked,
-        tp_plan=tp_plan,
         num_micro_batches=numbers,
         global_batch=global_batch,
+        schedules=schedules,
+        **asked_for,
     )
 
 

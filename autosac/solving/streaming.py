@@ -6,6 +6,9 @@ it uses the memory that the budget leaves: what is saved last stays on the devic
 nothing of it or up to all that fits, the program lets go of others when their copies
 are done, and copies back begin as early as the link has to have them; or both as memory
 allows. The fastest of these is taken.
+
+That is done for a few levels of memory, the same for all budgets, and a budget gets
+what is fastest of those up to it: with more memory no choice is slower.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -24,6 +28,10 @@ from autosac.units.streamed import StreamedModel, letter, moved
 
 _BY_RULE = 5  # sent before the program waits for one: torchtune's `max_fwd_stash_size`
 _SHARES = 4  # of what may stay on the device: so many are looked at
+_LEVELS = 64  # of memory between the least peak and that of the plain step,
+_MOST_STREAMS = 20_000  # of all of them together, in a simulation each:
+_FEWEST_LEVELS = 8  # so there are fewer of a long step, but never less,
+_LOW_LEVELS = (2**-9, 2**-8, 2**-7)  # and these shares of what lies between
 _MOST_TRIES = 4  # of using less memory, where an allocator adds more than at first
 
 
@@ -42,7 +50,7 @@ class Streaming:
         self._simulator = simulator
         self._unit = unit
         self._host_bytes = host_bytes
-        self._found: dict[int, Policy | None] = {}
+        self._of_level: dict[int, Policy | None] = {}
 
     @cached_property
     def _least(self) -> Policy:
@@ -55,20 +63,44 @@ class Streaming:
         stay = SAVE * (len(streams) - first)
         return Policy(f"{letter(0) * first}{stay}{letter(1) * first}{stay}")
 
+    @cached_property
+    def _ruled(self) -> Policy:
+        """As people's rule has it, but for what the cap on far memory keeps here."""
+        half = self._least.choices[: len(self._unit.streams)]
+        return Policy(half + half.replace(letter(0), letter(_BY_RULE)))
+
     def lowest(self) -> Choice:
         """The choice of least peak."""
         return {self._unit: self._least}
 
     def cheapest(self, budget_bytes: int) -> Choice | None:
-        """The fastest choice found whose true peak is within a budget; None if none is.
+        """The fastest choice of the levels of memory within a budget; None if none is.
 
-        What was found for smaller budgets is among them.
+        It has at most the time of any smaller budget's, whichever is asked for first.
         """
-        if budget_bytes not in self._found:
-            self._found[budget_bytes] = self._find(budget_bytes)
-        found = (p for b, p in self._found.items() if p and b <= budget_bytes)
-        best = min(found, key=self._unit.waits_ms, default=None)
+        best, best_ms = None, inf
+        for level_bytes in reversed(self._levels):
+            if level_bytes > budget_bytes:
+                continue
+            if self.least_ms(level_bytes) >= best_ms:
+                break  # and so it is with less memory
+            if level_bytes not in self._of_level:
+                self._of_level[level_bytes] = self._find(level_bytes)
+            policy = self._of_level[level_bytes]
+            if policy is not None and self._unit.waits_ms(policy) < best_ms:
+                best, best_ms = policy, self._unit.waits_ms(policy)
         return None if best is None else {self._unit: best}
+
+    @cached_property
+    def _levels(self) -> list[int]:
+        """Levels of memory, and the peak of people's rule."""
+        least_bytes = self._peak_bytes(self._least, is_true=True)
+        span = self._simulator.true_peak_bytes({}) - least_bytes
+        number = min(_LEVELS, _MOST_STREAMS // len(self._unit.streams))
+        number = max(_FEWEST_LEVELS, number)
+        shares = [*_LOW_LEVELS, *(k / number for k in range(number))]
+        levels = {least_bytes + int(share * span) for share in shares}
+        return sorted({*levels, self._peak_bytes(self._ruled, is_true=True)})
 
     def least_ms(self, budget_bytes: int) -> float:
         """No choice that streams the model under a budget waits for less.
@@ -95,8 +127,8 @@ class Streaming:
             return None
         target_bytes = budget_bytes - (peak_bytes - least_bytes)
         for _ in range(_MOST_TRIES):
-            found = sorted(self._fillings(target_bytes), key=self._unit.waits_ms)
-            fitting = (p for p in found if self._peak_bytes(p) <= target_bytes)
+            policies = sorted(self._fillings(target_bytes), key=self._unit.waits_ms)
+            fitting = (p for p in policies if self._peak_bytes(p) <= target_bytes)
             best = next(fitting, self._least)
             excess_bytes = self._peak_bytes(best, is_true=True) - budget_bytes
             if excess_bytes <= 0:
@@ -115,9 +147,7 @@ class Streaming:
 
         The first one lets go as people's rule has it, and so is no slower.
         """
-        half = self._least.choices[: len(self._unit.streams)]
-        as_ruled = half.replace(letter(0), letter(_BY_RULE))
-        yield self._prefetched(Policy(half + as_ruled), target_bytes)
+        yield self._prefetched(self._ruled, target_bytes)
         most = self._most_kept(target_bytes)
         for number in sorted({most * share // _SHARES for share in range(_SHARES + 1)}):
             late = self._let_go_late(self._keeping(number), target_bytes)
@@ -157,13 +187,13 @@ class Streaming:
         unit, order, live = self._unit, moved(policy), self._live(policy)
         choices, half = list(policy.choices), len(unit.streams)
         ticks = [*(unit.streams[k].packed for k in order), unit.call.exit]
-        done_ms, waited_ms, first = list[float](), 0.0, 0  # the first that is held
+        done_ms, waited_ms, held_bytes = list[float](), 0.0, 0
+        first = 0  # that is held
         for number, k in enumerate(order):
             now_ms = unit.passed(ticks[number]) + waited_ms
             begun_ms = max(now_ms, done_ms[-1]) if done_ms else now_ms
             done_ms.append(begun_ms + unit.link.out_ms(unit.streams[k].nbytes, 1))
             most_bytes = int(live[ticks[number] : ticks[number + 1]].max(initial=0))
-            held_bytes = sum(unit.streams[one].nbytes for one in order[first:number])
             while first < number and (
                 done_ms[first] <= now_ms or most_bytes + held_bytes > target_bytes
             ):
@@ -172,6 +202,7 @@ class Streaming:
                 choices[half + order[first]] = letter(number - first)
                 held_bytes -= unit.streams[order[first]].nbytes
                 first += 1
+            held_bytes += unit.streams[k].nbytes
         for number in range(first, len(order)):
             choices[half + order[number]] = letter(len(order) - number)
         return Policy("".join(choices))

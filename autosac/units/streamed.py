@@ -176,6 +176,7 @@ class StreamedModel(Unit):
         self, tape: Tape, policy: Policy, *, training: bool
     ) -> tuple[OpPolicy, ...]:
         order, fetched_with = self.reads(policy), self.fetched_with(policy)
+        places = {k: place for place, k in enumerate(order)}
         names, let_go_with = self.op_names(tape), self.let_go_with(policy)
         return (
             OpPolicy(
@@ -185,7 +186,7 @@ class StreamedModel(Unit):
                 training=training,
                 streamed=tuple(self.streams[k].place for k in order),
                 streamed_bytes=tuple(self.streams[k].nbytes for k in order),
-                fetched_with=tuple(order.index(fetched_with[k]) for k in order),
+                fetched_with=tuple(places[fetched_with[k]] for k in order),
                 let_go_with=tuple(let_go_with[k] for k in order),
                 num_saved=len(self.saved),
             ),
@@ -201,10 +202,11 @@ class StreamedModel(Unit):
         if not by_place.keys() >= set(spelled.streamed):
             raise ValueError("what is to be streamed is not saved here")
         order = [by_place[place] for place in spelled.streamed]
+        sent = {k: number for number, k in enumerate(sorted(order))}
         ahead, lags = [SAVE] * len(self.streams), [SAVE] * len(self.streams)
         for number, k in enumerate(order):
             ahead[k] = letter(number - spelled.fetched_with[number])
-            lags[k] = letter(spelled.let_go_with[number] - sorted(order).index(k))
+            lags[k] = letter(spelled.let_go_with[number] - sent[k])
         return Policy("".join(ahead + lags))
 
 

@@ -29,9 +29,9 @@ NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 _NEW_ROWS = 3  # at a time: every row splits classes
 _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _MOST_WORK = 7_000_000  # of all MILPs together, see `pulp_runner.run`: a second or two
-_MORE_IF_WIDE = 2.5  # times that work, where a MILP ends far from its bound
-_WIDE_GAP = 0.05  # where segments of points are coarser,
-_COARSER = 4.0  # so many times, if a MILP has
+# Where the gap is wide (`pulp_runner.WIDE_GAP`) a MILP may do so many times that work,
+_MORE_IF_WIDE = 2.5
+_COARSER = 4.0  # and segments of points are so many times coarser if it has
 _MANY_INTEGERS = 1200
 _MOST_INTEGERS = 400  # of a MILP: larger ones take seconds and find little
 _SMALL_GAP = 0.02  # where that little is not worth the time
@@ -249,7 +249,7 @@ class RowSearch:
         """Whether a wide gap closes sooner in a MILP of coarser segments."""
         if self._ends is not None or not self._has_best:
             return False
-        if self._best - self.bound <= _WIDE_GAP * self._best:
+        if self._best - self.bound <= pulp_runner.WIDE_GAP * self._best:
             return False
         return model.num_integers() > _MANY_INTEGERS
 

@@ -47,6 +47,8 @@ def plan(memory_budget, *, num_layers=4, **options):
         ({"mesh": {"fsdp": 2}}, "`num_ranks` is missing"),
         ({"mesh": {**OPEN, "pp": 3}}, "No mesh of 4 GPUs"),
         ({"mesh": OPEN, "num_ranks": 2, "global_batch": 0}, "`global_batch` must be"),
+        ({"mesh": OPEN, "schedules": ["1F1B", "1f1b"]}, "no schedule '1f1b'"),
+        ({"cluster": None, "num_gpus": 4, "num_ranks": 2}, "without the `cluster`"),
     ],
 )
 def test_what_no_mesh_can_be_is_refused_in_a_sentence(options, message):
