@@ -254,14 +254,15 @@ def assert_empties(memory):
     assert memory.in_use_bytes == 0
 
 
-@pytest.mark.slow_but_fifth
-@pytest.mark.parametrize(
+each_run = pytest.mark.parametrize(
     "run",
     [no_backward, evaluates, fails_in_forward, fails_in_backward, stops_early,
      keeps_graph],
 )  # fmt: skip
-def test_nothing_stays_in_far_memory_and_the_next_step_is_as_ever(planned, run):
-    model, memory = planned
+
+
+def assert_as_ever(model, memory, run):
+    """A run leaves nothing in far memory, and the next step is the plain one."""
     run(model, STEPS["blocks"].inputs())
     gc.collect()
     assert_empties(memory)
@@ -271,6 +272,12 @@ def test_nothing_stays_in_far_memory_and_the_next_step_is_as_ever(planned, run):
         train(STEPS["blocks"], STEPS["blocks"].model()), train(STEPS["blocks"], model)
     )
     assert_empties(memory)
+
+
+@pytest.mark.slow_but_fifth
+@each_run
+def test_nothing_stays_in_far_memory_and_the_next_step_is_as_ever(planned, run):
+    assert_as_ever(*planned, run)
 
 
 def test_two_backward_passes_get_the_arguments_twice(planned):

@@ -1,6 +1,5 @@
 """Models whose saved tensors lie in far memory: bits, peaks, times, what is left."""
 
-import gc
 import random
 
 import pytest
@@ -20,8 +19,8 @@ from benchmarks.every_saved import every_saved
 from tests import test_offloading as offloading
 from tests.models import Case
 from tests.planning.readers import BATCHES, make_model
-from tests.test_offloading import STEPS, applied, assert_empties, far_step
-from tests.training import assert_equal, train
+from tests.test_offloading import STEPS, applied, far_step
+from tests.training import train
 from tests.units.test_far_times import SPEEDS, Engine, with_link
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -257,22 +256,9 @@ def test_a_step_moves_every_storage_once(planned, step):
 
 
 @pytest.mark.slow_but_fifth
-@pytest.mark.parametrize(
-    "run",
-    [offloading.no_backward, offloading.evaluates, offloading.fails_in_forward,
-     offloading.fails_in_backward, offloading.stops_early, offloading.keeps_graph],
-)  # fmt: skip
+@offloading.each_run
 def test_nothing_stays_in_far_memory_and_the_next_step_is_as_ever(planned, run):
-    model, memory = planned
-    run(model, STEPS["blocks"].inputs())
-    gc.collect()
-    assert_empties(memory)
-
-    model.zero_grad()
-    assert_equal(
-        train(STEPS["blocks"], STEPS["blocks"].model()), train(STEPS["blocks"], model)
-    )
-    assert_empties(memory)
+    offloading.assert_as_ever(*planned, run)
 
 
 def test_gradients_of_two_backward_passes_and_of_gradients_are_plain(planned):
