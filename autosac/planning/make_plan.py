@@ -7,6 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import replace
+from math import inf
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -203,21 +204,27 @@ def choose(
     Raises:
         InfeasibleBudgetError: No plan fits.
     """
-    options = SolveOptions(**solving)
-    streaming, streamed = profile.streaming, None
-    if streaming is not None and profile.baseline_peak_bytes > budget_bytes:
-        streamed = streaming.cheapest(budget_bytes)
-    if streaming is None or streamed is None:
+    options, streaming = SolveOptions(**solving), profile.streaming
+    if streaming is None or profile.baseline_peak_bytes <= budget_bytes:
         return _choose_units(profile, budget_bytes, options, start)
-    least_ms = streaming.least_ms(budget_bytes)
-    if profile.moved_blocks.cheapest(budget_bytes) is None:  # a low budget
-        floor_bytes, _ = profile.chooser.predicted_floor(options.backend)
-        if floor_bytes > budget_bytes:
-            return streamed, least_ms
-    chosen, bound_ms = profile.chooser.choose(budget_bytes, options, start)
-    if chosen is None or recompute_ms(streamed) < recompute_ms(chosen):
-        return streamed, min(bound_ms, least_ms)
-    return chosen, bound_ms
+    chosen, bound_ms = None, inf
+    if not _is_low(profile, budget_bytes, options):
+        chosen, bound_ms = profile.chooser.choose(budget_bytes, options, start)
+    most_ms = inf if chosen is None else recompute_ms(chosen)
+    streamed = streaming.cheapest(budget_bytes, most_ms)
+    if streamed is not None:
+        return streamed, min(bound_ms, streaming.least_ms(budget_bytes))
+    if chosen is not None:
+        return chosen, bound_ms
+    return _choose_units(profile, budget_bytes, options, start)
+
+
+def _is_low(profile: TracedStep, budget_bytes: int, options: SolveOptions) -> bool:
+    """Whether no choice of units is within a budget."""
+    if profile.moved_blocks.cheapest(budget_bytes) is not None:
+        return False
+    floor_bytes, _ = profile.chooser.predicted_floor(options.backend)
+    return floor_bytes > budget_bytes
 
 
 def _choose_units(

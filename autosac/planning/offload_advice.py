@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
@@ -67,9 +68,11 @@ def of_infeasible(step: TracedStep, lowest: Choice, budget_bytes: int) -> str:
 
 def _cheapest(offloading: TracedStep, budget_bytes: int) -> Choice | None:
     """A fast choice with offload within a budget; None if none is known."""
-    finders = offloading.moved_blocks, offloading.streaming
-    found = (finder.cheapest(budget_bytes) for finder in finders if finder is not None)
-    return min(filter(None, found), key=recompute_ms, default=None)
+    chosen = offloading.moved_blocks.cheapest(budget_bytes)
+    if offloading.streaming is None:
+        return chosen
+    most_ms = inf if chosen is None else recompute_ms(chosen)
+    return offloading.streaming.cheapest(budget_bytes, most_ms) or chosen
 
 
 def _offloading(step: TracedStep) -> TracedStep | None:

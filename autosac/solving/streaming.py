@@ -28,10 +28,9 @@ from autosac.units.streamed import StreamedModel, letter, moved
 
 _BY_RULE = 5  # sent before the program waits for one: torchtune's `max_fwd_stash_size`
 _SHARES = 4  # of what may stay on the device: so many are looked at
-_LEVELS = 64  # of memory between the least peak and that of the plain step,
-_MOST_STREAMS = 20_000  # of all of them together, in a simulation each:
-_FEWEST_LEVELS = 8  # so there are fewer of a long step, but never less,
-_LOW_LEVELS = (2**-9, 2**-8, 2**-7)  # and these shares of what lies between
+_OCTAVES = 10  # of memory above the least peak, up to that of the plain step:
+_IN_OCTAVE = 6  # levels of memory in each,
+_MOST_STREAMS = 40_000  # fewer of a long step: of all levels, in a simulation each
 _MOST_TRIES = 4  # of using less memory, where an allocator adds more than at first
 
 
@@ -73,12 +72,16 @@ class Streaming:
         """The choice of least peak."""
         return {self._unit: self._least}
 
-    def cheapest(self, budget_bytes: int) -> Choice | None:
+    def cheapest(self, budget_bytes: int, most_ms: float = inf) -> Choice | None:
         """The fastest choice of the levels of memory within a budget; None if none is.
 
         It has at most the time of any smaller budget's, whichever is asked for first.
+
+        Args:
+            budget_bytes: Cap on the peak.
+            most_ms: None if no choice waits for less.
         """
-        best, best_ms = None, inf
+        best, best_ms = None, most_ms
         for level_bytes in reversed(self._levels):
             if level_bytes > budget_bytes:
                 continue
@@ -93,14 +96,18 @@ class Streaming:
 
     @cached_property
     def _levels(self) -> list[int]:
-        """Levels of memory, and the peak of people's rule."""
+        """Levels of memory, dense where it is scarce, and the peak of people's rule."""
         least_bytes = self._peak_bytes(self._least, is_true=True)
         span = self._simulator.true_peak_bytes({}) - least_bytes
-        number = min(_LEVELS, _MOST_STREAMS // len(self._unit.streams))
-        number = max(_FEWEST_LEVELS, number)
-        shares = [*_LOW_LEVELS, *(k / number for k in range(number))]
-        levels = {least_bytes + int(share * span) for share in shares}
-        return sorted({*levels, self._peak_bytes(self._ruled, is_true=True)})
+        number = _MOST_STREAMS // (_OCTAVES * len(self._unit.streams))
+        number = max(2, min(_IN_OCTAVE, number))
+        levels = {least_bytes, self._peak_bytes(self._ruled, is_true=True)}
+        for octave in range(1, _OCTAVES + 1):
+            divisor = number << octave
+            levels |= {
+                least_bytes + span * (number + k) // divisor for k in range(number)
+            }
+        return sorted(levels)
 
     def least_ms(self, budget_bytes: int) -> float:
         """No choice that streams the model under a budget waits for less.
