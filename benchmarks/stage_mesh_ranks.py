@@ -6,11 +6,11 @@
 each stage, copies of it train on batches of their own, ranks share slices of tensors
 with or without parts of the sequence between blocks and with losses of divided logits,
 FSDP2 with slices, and with mixed precision, whose truth is one process that computes in
-that type; under 1F1B and GPipe, each under two caps: near the least peak and in the
-middle between that and the fastest plan's. Ranks are processes that gloo connects
-(`stage_ranks`). What they hold is counted by `allocator_shim.c` on all threads, to the
-byte; it takes a C compiler. oneDNN is switched off: it keeps memory between steps that
-no plan knows of.
+that type; some have activations in far memory, a file; under 1F1B and GPipe, each under
+two caps: near the least peak and in the middle between that and the fastest plan's.
+Ranks are processes that gloo connects (`stage_ranks`). What they hold is counted by
+`allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
+switched off: it keeps memory between steps that no plan knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
 or if losses or gradients differ from those of one process.
 """
@@ -38,6 +38,7 @@ from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B
+from autosac.quantities import format_bytes
 from benchmarks.kept_promises import (
     KINDS,
     LARGEST_ERROR,
@@ -178,6 +179,11 @@ RECIPES = {
     "TIED": Recipe(make_model=TiedGPT, make_batch=_batch, loss_fn=_loss),
 }
 MIXED = "bfloat16"  # the kind of plans that gather in that type, and reduce in 32 bits
+OFFLOAD = "offload"  # the kind of plans that may have activations in a file
+_OPTIONS: dict[str, dict[str, Any]] = {
+    MIXED: {"param_dtype": MIXED, "reduce_dtype": "float32"},
+    OFFLOAD: {"offload": True},
+}
 # Models, ranks of a stage, and kinds of tensor parallelism.
 CASES: tuple[tuple[str, dict[str, int], str], ...] = (
     *((name, {"tp": 2}, kind) for name in ("LLAMA", "GPT") for kind in KINDS),
@@ -185,6 +191,8 @@ CASES: tuple[tuple[str, dict[str, int], str], ...] = (
     *((name, {"fsdp": 2}, "") for name in ("LLAMA", "GPT", "ODD")),
     ("GPT", {"fsdp": 2}, MIXED),
     ("GPT", {"replicate": 2}, ""),
+    *((name, {}, OFFLOAD) for name in ("LLAMA", "ODD")),
+    *((name, {"fsdp": 2}, OFFLOAD) for name in ("LLAMA", "GPT")),
     ("LLAMA", {"fsdp": 2, "tp": 2}, "sequence"),
     ("LLAMA", {"fsdp": 2, "tp": 2}, LOSS),
     ("GPT", {"fsdp": 2, "tp": 2}, "tensor"),
@@ -198,7 +206,7 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor", "sequence", `LOSS`, `MIXED` or nothing.
+        kind: "tensor", "sequence", `LOSS`, `MIXED`, `OFFLOAD` or nothing.
         plan: What was planned.
     """
 
@@ -216,7 +224,7 @@ def planned(
         name: Of the recipe.
         schedule: Its name.
         mesh: Ranks of a stage, by dimension.
-        kind: "tensor", "sequence", `LOSS`, `MIXED` or nothing.
+        kind: "tensor", "sequence", `LOSS`, `MIXED`, `OFFLOAD` or nothing.
     """
     for plan in under_caps(partial(_plan, name, schedule, mesh, kind)):
         yield Planned(model=name, kind=kind, plan=plan)
@@ -241,9 +249,7 @@ def _plan(
         schedules=[schedule],
         cluster=replace(links, device=device_spec("cpu")),
         mesh=mesh,
-        **divided_by("" if kind == MIXED else kind),
-        param_dtype=MIXED if kind == MIXED else None,
-        reduce_dtype="float32" if kind == MIXED else None,
+        **_OPTIONS.get(kind) or divided_by(kind),
         optimizer=recipe.make_optimizer,
     )
 
@@ -276,6 +282,7 @@ def run(cell: Planned) -> Outcome:
             "schedule": plan.pipeline.name,
             "blocks": " + ".join(str(len(stage.fqns)) for stage in stages),
             "AC units": " + ".join(str(len(stage.policy)) for stage in stages),
+            "in files": " + ".join(format_bytes(stage.far_bytes) for stage in stages),
         },
         cap=plan.budget_bytes,
         predicted=plan.rank_peaks,

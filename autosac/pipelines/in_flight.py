@@ -92,6 +92,7 @@ def with_others(simulator: InFlightSimulator) -> Formulation:
     phases, edges = simulator.tape.phases, formulation.edges
     live = simulator.ledger({}).after_ticks(simulator.tape.num_ticks, simulator.span)
     base_bytes = tuple(np.maximum.reduceat(live, edges).tolist())
+    base_bytes += formulation.base_bytes[len(edges) :]  # of far memory
     if not count:
         return replace(formulation, base_bytes=base_bytes)
     moment = int(np.searchsorted(edges, phases["backward"], side="right")) - 1

@@ -36,6 +36,7 @@ from autosac.pipelines.like_blocks import (
     with_styles,
 )
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
+from autosac.pipelines.stage_choosing import FarBytes
 from autosac.pipelines.stage_steps import (
     PipelineLoss,
     StageStep,
@@ -70,6 +71,7 @@ class MicroBatch:
         parallel: Ranks of a stage that train on batches of their own.
         undivided: The model undivided, of any size: says which blocks do the same.
         shares: Stages of like blocks are taken to be alike in the search for cuts.
+        far: What a rank may have in far memory; None for nothing.
     """
 
     model: torch.nn.Module
@@ -82,6 +84,7 @@ class MicroBatch:
     parallel: DataParallel = ALONE
     undivided: MicroBatch | None = None
     shares: bool = True
+    far: FarBytes | None = None
     _traced: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
     _steps: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
     _like: dict[tuple[int, int], tuple[int, int]] = field(

@@ -6,6 +6,7 @@ of each, and a MILP for each stage that comes into question what it recomputes t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autosac.errors import ArgumentError, UnsupportedError
+from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.mesh_racing import (
     Lost,
@@ -32,7 +33,9 @@ from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedule_racing import Race, fastest
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
 from autosac.pipelines.sharded_stages import ALONE, DataParallel
+from autosac.pipelines.stage_choosing import FarBytes
 from autosac.pipelines.stage_steps import PipelineLoss
+from autosac.planning.make_plan import Offload, check_offload
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
 
@@ -40,7 +43,6 @@ _CHOSEN = ("replicate", "fsdp")  # dimensions that, left open, make up all GPUs
 _NOT_IN_PIPELINES = (
     *("accumulate", "autocast", "clip_grad_norm"),
     *("gradients_in_forward", "keeps_gradients"),
-    *("offload", "host_budget", "offload_dir"),
 )
 
 
@@ -63,6 +65,9 @@ def plan_pipeline(
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
     relative_gap: float = RELATIVE_GAP,
+    offload: Offload = False,
+    host_budget: int | str | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> PipelinePlan:
     """Find stages, schedule and recomputation for the least step time under a budget.
@@ -98,25 +103,35 @@ def plan_pipeline(
         param_dtype: Type that FSDP2 gathers parameters in, such as ``"bfloat16"``,
         reduce_dtype: and in which gradients add up and are reduced; both or none.
         relative_gap: A plan is given up for another that is faster by more.
+        offload: Whether AC units of stages may have in far memory what they keep
+            between forward and backward of a micro-batch, as in `plan`. Each rank has
+            of its device's link what `cluster` says that it shares. Not with slices
+            of tensors: ``{"tp": None}`` is 1 then.
+        host_budget: Cap on what one rank has there of all micro-batches in flight, in
+            bytes or as text; None for none.
+        offload_dir: Where files of the CPU's far memory lie, as in `plan`.
         options: As in `profile`, such as `optimizer`.
 
     Raises:
         InfeasibleBudgetError: No plan fits; says the least peak.
         UnsupportedError: The model is no chain, or its blocks share parameters that no
-            stages can hold together.
-        ArgumentError: An argument cannot be read, the batch cannot be cut so, or
-            tensors cannot be divided so.
+            stages can hold together; or `offload` with slices of tensors.
+        ArgumentError: An argument cannot be read, the batch cannot be cut so, tensors
+            cannot be divided so, or the device has no known link to far memory.
         SolverError: A stage's dry run does not confirm its plan.
     """
     if cluster is None and num_gpus is not None:
         raise ArgumentError("`num_gpus` is given without the `cluster` that has them.")
     spec = None if cluster is None else cluster_of(cluster, num_gpus)
     if spec is not None:
-        options = {**options, "device": spec.device}
+        options = {**options, "device": replace(spec.device, link=spec.link)}
     _check_options(options)
     _check_tensors(inputs, target)
-    if num_ranks is None:
-        num_ranks = _stages_of(mesh)
+    directory = None if offload_dir is None else os.fspath(offload_dir)
+    check_offload(offload, directory)
+    far = FarBytes()
+    if host_budget is not None:
+        far = FarBytes(parse_bytes(host_budget, name="host_budget"))
     given = MicroBatch(
         model=model,
         inputs=inputs,
@@ -125,45 +140,125 @@ def plan_pipeline(
         options=options,
         cluster=spec,
     )
-    dtypes = param_dtype, reduce_dtype
-    if num_ranks is None or _is_open(mesh):
-        search = _search(
-            given,
-            mesh,
-            num_ranks,
-            dtypes,
-            num_micro_batches,
-            global_batch,
-            tp_plan=tp_plan,
-            loss_parallel=loss_parallel,
-            schedules=schedules,
-            relative_gap=relative_gap,
-        )
-        total_bytes = search.base.memory_bytes
-        search.budget_bytes = parse_bytes(memory_budget, total_bytes=total_bytes)
-        return search.run()
-    degrees, parallel = _read_mesh(mesh, tp_plan, loss_parallel, num_ranks, spec)
-    if param_dtype is not None or reduce_dtype is not None:
-        parallel = _in_types(parallel, param_dtype, reduce_dtype)
-    num_rows = _num_rows(inputs, global_batch, parallel)
-    candidates = _schedules(
-        num_micro_batches, global_batch and num_rows, num_ranks, schedules
-    )
-    _check_cut(num_rows, candidates)
-    asked = _Asked(
-        micro_batches=_cut(replace(given, parallel=parallel), num_rows, candidates),
-        schedules=candidates,
+    asked = _AskedMesh(
+        mesh=mesh,
+        num_ranks=_stages_of(mesh) if num_ranks is None else num_ranks,
+        num_micro_batches=num_micro_batches,
+        global_batch=global_batch,
         memory_budget=memory_budget,
+        schedules=schedules,
+        tp_plan=tp_plan,
+        loss_parallel=loss_parallel,
+        dtypes=(param_dtype, reduce_dtype),
         relative_gap=relative_gap,
     )
-    if degrees == (1,):
-        return asked.planned(WHOLE)
-    race = MeshRace(asked.planned)
-    race.run(model, degrees, tp_plan, loss_parallel)
-    if race.best is None:
-        raise race.least[0] if race.least else race.refused[0][1]
-    lost = map(_lost, race.lost())
-    return replace(race.best, alternatives=(*race.best.alternatives, *lost))
+    if offload is True:
+        return replace(asked.without_slices().plan(given, far), offload_dir=directory)
+    try:
+        return asked.plan(given)
+    except InfeasibleBudgetError:
+        if offload is False or asked.has_slices:
+            raise
+    return replace(asked.without_slices().plan(given, far), offload_dir=directory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AskedMesh:
+    """What is asked for of meshes and schedules: see `plan_pipeline`.
+
+    Attributes:
+        dtypes: In which FSDP2 gathers and reduces.
+    """
+
+    mesh: Mapping[str, int | None] | None
+    num_ranks: int | None
+    num_micro_batches: int | Sequence[int] | None
+    global_batch: int | None
+    memory_budget: int | str
+    schedules: Sequence[str]
+    tp_plan: TpPlan
+    loss_parallel: bool
+    dtypes: tuple[str | None, str | None]
+    relative_gap: float
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether tensors must be divided."""
+        degree = (self.mesh or {}).get("tp", 1)
+        return degree not in (1, None) or self.tp_plan is not None or self.loss_parallel
+
+    def without_slices(self) -> _AskedMesh:
+        """The same with tensors that are whole, as collectives may hold what is moved.
+
+        Raises:
+            UnsupportedError: They must be divided.
+        """
+        if self.has_slices:
+            raise UnsupportedError(
+                "`offload` is not planned in pipelines with tensor parallelism, whose"
+                " collectives may hold what is moved: leave it, or 'tp' of `mesh`,"
+                " `tp_plan` and `loss_parallel`, out."
+            )
+        if self.mesh is None:
+            return self
+        return replace(self, mesh={**self.mesh, "tp": 1})
+
+    def plan(self, given: MicroBatch, far: FarBytes | None = None) -> PipelinePlan:
+        """The plan.
+
+        Args:
+            given: The model and all rows.
+            far: What a rank may have in far memory; None for nothing.
+        """
+        given = replace(given, far=far)
+        if self.num_ranks is None or _is_open(self.mesh):
+            return self._search(given)
+        spec, num_ranks = given.cluster, self.num_ranks
+        degrees, parallel = _read_mesh(
+            self.mesh, self.tp_plan, self.loss_parallel, num_ranks, spec
+        )
+        if self.dtypes != (None, None):
+            parallel = _in_types(parallel, *self.dtypes)
+        num_rows = _num_rows(given.inputs, self.global_batch, parallel)
+        candidates = _schedules(
+            self.num_micro_batches,
+            self.global_batch and num_rows,
+            num_ranks,
+            self.schedules,
+        )
+        _check_cut(num_rows, candidates)
+        asked = _Asked(
+            micro_batches=_cut(replace(given, parallel=parallel), num_rows, candidates),
+            schedules=candidates,
+            memory_budget=self.memory_budget,
+            relative_gap=self.relative_gap,
+        )
+        if degrees == (1,):
+            return asked.planned(WHOLE)
+        race = MeshRace(asked.planned)
+        race.run(given.model, degrees, self.tp_plan, self.loss_parallel)
+        if race.best is None:
+            raise race.least[0] if race.least else race.refused[0][1]
+        lost = map(_lost, race.lost())
+        return replace(race.best, alternatives=(*race.best.alternatives, *lost))
+
+    def _search(self, given: MicroBatch) -> PipelinePlan:
+        """The plan of the best mesh of those that are left open."""
+        search = _search(
+            given,
+            self.mesh,
+            self.num_ranks,
+            self.dtypes,
+            self.num_micro_batches,
+            self.global_batch,
+            tp_plan=self.tp_plan,
+            loss_parallel=self.loss_parallel,
+            schedules=self.schedules,
+            relative_gap=self.relative_gap,
+        )
+        total_bytes = search.base.memory_bytes
+        search.budget_bytes = parse_bytes(self.memory_budget, total_bytes=total_bytes)
+        return search.run()
 
 
 def _cut(

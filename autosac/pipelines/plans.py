@@ -56,6 +56,8 @@ class StagePlan:
             what these ranks have exchanged and reduced; 0 on a GPU.
         received: What it gets,
         sent: and what it hands on.
+        waits_ms: What of its recomputation is waiting for far memory.
+        far_bytes: Most bytes that its rank has there, of all micro-batches in flight.
     """
 
     fqns: tuple[str, ...]
@@ -71,6 +73,8 @@ class StagePlan:
     late_bytes: int
     received: Passed
     sent: Passed
+    waits_ms: float = 0.0
+    far_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -92,6 +96,8 @@ class PipelinePlan(Summarized):
         parallel: Replicas and shards of each stage, which see batches of their own.
         bound_ms: No step is faster, by the times of blocks that recompute nothing: of
             all schedules, numbers of micro-batches and, if degrees were open, meshes.
+        offload_dir: Where files of the CPU's far memory lie; None for the system's
+            directory of temporary files.
         step_kwargs: Arguments that `step` of the schedule needs: without them the last
             rank keeps the outputs of all micro-batches, which the plan does not count.
     """
@@ -108,6 +114,7 @@ class PipelinePlan(Summarized):
     tensor: TensorParallel = WHOLE
     parallel: DataParallel = ALONE
     bound_ms: float = 0.0
+    offload_dir: str | None = None
     step_kwargs: ClassVar[dict[str, bool]] = {"return_outputs": False}
 
     @property
@@ -151,6 +158,11 @@ class PipelinePlan(Summarized):
     def highest_peak_bytes(self) -> int:
         """Predicted peak with all that slow threads of gloo may hold."""
         return max(stage.peak_bytes + stage.late_bytes for stage in self.stage_plans)
+
+    @property
+    def far_bytes(self) -> int:
+        """Most bytes that a rank has in far memory."""
+        return max(stage.far_bytes for stage in self.stage_plans)
 
     @property
     def bubble_fraction(self) -> float:
@@ -219,7 +231,8 @@ class PipelinePlan(Summarized):
             module = Stage(model, plan.fqns)
             if self.tensor.degree > 1:
                 self.tensor.within(plan.fqns).apply(module, mesh["tp"])
-            installing.install(module, plan.op_policies)
+            step = installing.Step(offload_dir=self.offload_dir)
+            installing.install(module, plan.op_policies, step)
             if self.parallel.degree > 1:
                 self._shard(module, mesh)
             stage = _compat_pipelining.Stage(
@@ -315,6 +328,8 @@ class PipelinePlan(Summarized):
             facts.append(("tensors", self._tensors()))
         if self.parallel.degree > 1:
             facts.append(("data", self._data()))
+        if self.far_bytes:
+            facts.append(("offload", self._offload()))
         facts += [("not", alternative) for alternative in self.alternatives]
         rows = [
             (
@@ -351,6 +366,15 @@ class PipelinePlan(Summarized):
         return (
             f"{self.tensor}; their collectives take up to {format_ms(exchange_ms)} of a"
             " micro-batch in a stage"
+        )
+
+    def _offload(self) -> str:
+        """What lies in far memory, and what that takes."""
+        waits_ms = max(stage.waits_ms for stage in self.stage_plans)
+        return (
+            f"up to {format_bytes(self.far_bytes)} of a rank in"
+            f" {'a file' if self.device == 'cpu' else 'its host'}; a stage waits for it"
+            f" up to {format_ms(waits_ms)} of a micro-batch"
         )
 
     def _data(self) -> str:

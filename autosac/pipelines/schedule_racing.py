@@ -24,6 +24,7 @@ from autosac.planning.make_plan import difference_in_dry_run, policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.profiles.fingerprints import fingerprint
 from autosac.quantities import format_bytes, format_ms
+from autosac.solving.incumbents import far_bytes
 from autosac.solving.solve_options import SolveOptions
 
 _FEW_LOWEST = 4  # schedules whose least peak is asked for if nothing fits
@@ -164,6 +165,7 @@ class Race:
                 stage,
                 self.micro_batch.step_of(blocks),
                 besides_bytes=self.micro_batch.mesh_bytes(self.schedule.num_ranks),
+                far=self.micro_batch.far,
             )
         return self._choosers[key]
 
@@ -178,7 +180,7 @@ class Race:
             own = self.chooser(*key)
             choice = None
             if known is not None:
-                choice = own.taken_over(self.micro_batch.step(*like), known)
+                choice = own.taken_over(self.chooser(stage, *like), known)
             if choice is None or choice.peak_bytes > left_bytes:
                 choice = own.choose(left_bytes, options)
             self._choices[key] = choice
@@ -335,8 +337,8 @@ class Race:
         )
 
     def _stage(self, stage: int, first: int, end: int) -> StagePlan:
-        choice, step = self.choice(stage, first, end), self.micro_batch.step(first, end)
-        times = self.times_of(stage, first, end)
+        choice, times = self.choice(stage, first, end), self.times_of(stage, first, end)
+        step = self.chooser(stage, first, end).step
         assert choice is not None
         assert times is not None
         if choice.choice:
@@ -355,6 +357,8 @@ class Race:
             exchange_ms=self.micro_batch.exchange_ms(first, end),
             gather_ms=times.gather_ms,
             reduce_ms=self.micro_batch.sharding_ms(tuple(range(first, end)))[1],
+            waits_ms=sum(unit.waits_ms(own) for unit, own in choice.choice.items()),
+            far_bytes=self.schedule.most_in_flight(stage) * far_bytes(choice.choice),
             received=self.micro_batch.received(first),
             sent=self.micro_batch.received(end),
         )

@@ -19,12 +19,29 @@ from autosac.pipelines.stage_steps import StageStep
 from autosac.profiles.profile import Profile
 from autosac.solving.choosing import Chooser
 from autosac.solving.incumbents import Incumbents, most_rules, recompute_ms
+from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.solve_options import SolveOptions
 from autosac.tracing.collecting import no_collections
+from autosac.units.far_units import within
 
 _ROUNDS = 6  # of moving the budget
 _NEAR = 2**-10  # of the cap: budgets this close to each other give the same choice
+
+
+@dataclass(frozen=True, slots=True)
+class FarBytes:
+    """What a rank may have in far memory.
+
+    Attributes:
+        most: Bytes of all its micro-batches in flight; None for as many as one likes.
+    """
+
+    most: int | None = None
+
+    def of_each(self, in_flight: int) -> int | None:
+        """Bytes of each of so many micro-batches."""
+        return None if self.most is None else self.most // max(1, in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +69,7 @@ class _View:
     """
 
     def __init__(self, step: StageStep, profile: Profile, count: int) -> None:
-        self._step, self._profile = step, profile
+        self._step, self._profile, self._count = step, profile, count
         self._simulator = InFlightSimulator(
             profile, count, is_last=step.is_last, sharded=step.sharded
         )
@@ -60,13 +77,25 @@ class _View:
     @cached_property
     def chooser(self) -> Chooser:
         """Finds choices of units of the profile."""
+        simulator, profile = self._simulator, self._profile
         with no_collections():
-            rules = self._profile.rules.some(most_rules(self._simulator))
+            rules = profile.rules.some(most_rules(simulator))
+            incumbents = Incumbents(simulator, rules)
+            if self._step.plain is None:
+                return Chooser(simulator, with_others(simulator), incumbents)
+            twins = within(profile.far_units, profile.far_unit_bytes)
             return Chooser(
-                self._simulator,
-                with_others(self._simulator),
-                Incumbents(self._simulator, rules),
+                simulator,
+                with_others(simulator),
+                incumbents,
+                self._of_plain(self._step.plain).chooser,
+                MovedBlocks(simulator, profile.rules, twins),
             )
+
+    def _of_plain(self, plain: StageStep) -> _View:
+        """The same view of the step without offload."""
+        is_first = self._profile is self._step.first
+        return _view(plain, plain.first if is_first else plain.later, self._count)
 
     def more_bytes(self, choice: Choice, replayed: StageChoice) -> int:
         """What a replay has more than the MILP's step."""
@@ -96,26 +125,40 @@ class StageChooser:
         stage: Its index.
         step: Its step.
         besides_bytes: What else is on the rank all the time.
+        far: What its units may have in far memory; None for nothing.
+
+    Attributes:
+        step: The step whose units it chooses.
 
     Raises:
-        UnsupportedError: Ranks have several stages.
+        UnsupportedError: Ranks have several stages, or collectives may hold what is
+            moved.
+        ArgumentError: The device has no known link to far memory.
     """
 
     def __init__(
-        self, schedule: Schedule, stage: int, step: StageStep, *, besides_bytes: int = 0
+        self,
+        schedule: Schedule,
+        stage: int,
+        step: StageStep,
+        *,
+        besides_bytes: int = 0,
+        far: FarBytes | None = None,
     ) -> None:
         if schedule.is_looped:
             raise UnsupportedError(
                 f"Under {schedule.name} a rank's stages share its memory, which is not"
                 " planned; use 1F1B or GPipe."
             )
-        self._stage, self._step = stage, step
+        in_first = schedule.most_in_flight(stage)
+        in_later = schedule.most_in_flight(stage, adding=True)
+        if far is not None:
+            step = step.offloading(far.of_each(in_first))
+        self._stage, self.step = stage, step
         self._replay = RankReplay(
             schedule, stage, {stage: step}, besides_bytes=besides_bytes
         )
         self._seen: dict[frozenset[object], StageChoice] = {}
-        in_first = schedule.most_in_flight(stage)
-        in_later = schedule.most_in_flight(stage, adding=True)
         self._views = [_view(step, step.later, max(1, in_later) - 1)]
         if in_first > in_later:
             self._views.append(_view(step, step.first, in_first - 1))
@@ -143,14 +186,14 @@ class StageChooser:
             return self.lowest()
         return min(fitting, key=lambda s: s.recompute_ms, default=None)
 
-    def taken_over(self, twin: StageStep, other: StageChoice) -> StageChoice | None:
+    def taken_over(self, twin: StageChooser, other: StageChoice) -> StageChoice | None:
         """The choice of a stage of like blocks in this one; None if it has none such.
 
         Args:
-            twin: The step of that stage, at the same place of the schedule,
+            twin: The chooser of that stage, at the same place of the schedule,
             other: and its choice.
         """
-        own, theirs = self._step.later.candidates, twin.later.candidates
+        own, theirs = self.step.later.candidates, twin.step.later.candidates
         if len(own) != len(theirs):
             return None
         twins = dict(zip(theirs, own, strict=True))

@@ -30,8 +30,8 @@ from autosac.profiles.profile import (
     read_step,
 )
 from autosac.profiles.restricting import restricted
+from autosac.simulation.varied_simulator import name_of
 from autosac.solving.rules_of_thumb import Choice
-from autosac.units.unit import Unit
 
 PipelineLoss = Callable[[Any, Any], torch.Tensor]  # of output and target
 
@@ -76,6 +76,7 @@ class StageStep:
             then add up in another type.
         is_last: The loss is in this stage, and it sends nothing on.
         sharded: What FSDP2 does to it, None without.
+        plain: The same step without offload; None if this one offloads nothing.
         views: Cache of what `stage_choosing` makes of it.
     """
 
@@ -83,6 +84,7 @@ class StageStep:
     later: Profile
     is_last: bool
     sharded: ShardedStage | None = None
+    plain: StageStep | None = None
     views: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     def each(self, change: Callable[[Profile], Profile]) -> StageStep:
@@ -97,6 +99,32 @@ class StageStep:
         """The step with these blocks as FSDP units, and AC units inside of them."""
         step = self.each(partial(restricted, fsdp_units=units))
         return replace(step, sharded=ShardedStage(step.first, units, parallel))
+
+    def offloading(self, host_bytes: int | None) -> StageStep:
+        """The step whose units may use far memory, the same one each time.
+
+        Args:
+            host_bytes: Most bytes there of one micro-batch; None for as many as one
+                likes.
+
+        Raises:
+            ArgumentError, UnsupportedError: As `restricted`.
+        """
+        key = "offload", host_bytes
+        if key not in self.views:
+            may = partial(restricted, offload=True, host_bytes=host_bytes)
+            self.views[key] = replace(self.each(may), plain=self)._with_equal_units()
+        step: StageStep = self.views[key]
+        return step
+
+    def _with_equal_units(self) -> StageStep:
+        """The step, both of whose profiles have no other twins in far memory."""
+        profiles = self.first, self.later
+        names = set.intersection(*({*map(name_of, p.far_units)} for p in profiles))
+        for own in profiles:
+            both = tuple(unit for unit in own.far_units if name_of(unit) in names)
+            vars(own)["far_units"] = both
+        return self
 
     def calibrated(self, **how: Any) -> StageStep:
         """The step with measured times and workspaces, as `calibrate` has them."""
@@ -118,17 +146,19 @@ class StageStep:
 
     def in_first(self, choice: Choice) -> Choice:
         """A choice of units of the later step, as units of the first."""
-        twins = zip(self.later.candidates, self.first.candidates, strict=True)
-        return _moved(choice, dict(twins)) if choice else {}
+        return _moved(choice, self.first)
 
     def in_later(self, choice: Choice) -> Choice:
         """A choice of units of the first step, as units of the later one."""
-        twins = zip(self.first.candidates, self.later.candidates, strict=True)
-        return _moved(choice, dict(twins)) if choice else {}
+        return _moved(choice, self.later)
 
 
-def _moved(choice: Choice, twins: dict[Unit, Unit]) -> Choice:
-    return {twins[unit]: policy for unit, policy in choice.items()}
+def _moved(choice: Choice, profile: Profile) -> Choice:
+    """The choice as units of another profile of the stage."""
+    if not choice:
+        return {}
+    twins = profile.units_by_name
+    return {twins[name_of(unit)]: policy for unit, policy in choice.items()}
 
 
 def stage_step(

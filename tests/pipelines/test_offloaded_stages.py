@@ -1,0 +1,171 @@
+"""Stages whose units have activations in far memory."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autosac
+from autosac.devices.specs import device_spec
+from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.pipelines.in_flight import InFlightSimulator, with_others
+from autosac.pipelines.schedules import Schedule
+from autosac.pipelines.stage_choosing import FarBytes, StageChooser
+from autosac.solvers import sac
+from autosac.solving.incumbents import far_bytes
+from benchmarks import stage_mesh_ranks
+from benchmarks.stage_ranks import can_count
+from tests.pipelines.stages import LANGUAGE, language_loss, tokens, traced
+from tests.pipelines.test_planning import CLUSTER, Model
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
+]
+
+
+@pytest.fixture(scope="module")
+def step():
+    """The first of two stages: its blocks get what others in it have made."""
+    return traced(LANGUAGE, (0, 4))[0]
+
+
+@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize("host_bytes", [None, 50_000])
+@given(data=st.data())
+def test_the_milp_counts_others_in_flight_as_they_are(step, count, host_bytes, data):
+    own = step.offloading(host_bytes)
+    simulator = InFlightSimulator(own.later, count, is_last=False)
+    formulation = with_others(simulator)
+    far = [u for u, unit in enumerate(formulation.units) if unit in own.later.far_units]
+    u = data.draw(st.sampled_from(far))
+    k = data.draw(st.sampled_from(range(len(formulation.curves[u].policies))))
+    weights = [[0] * len(unit.points) for unit in formulation.solver_units]
+    weights[u][k] = 1
+
+    predicted = np.array(sac.live_bytes(formulation.problem(0), weights))
+
+    choice = {formulation.units[u]: formulation.curves[u].policies[k]}
+    timeline = simulator.true_timeline(choice)
+    simulated = timeline.most_from(formulation.edges * simulator.span)
+    assert (predicted == formulation.at_positions(simulated, choice)).all()
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe"])
+def test_far_memory_lowers_floors_and_is_never_dearer(step, name):
+    schedule = Schedule(name=name, num_ranks=2, num_micro_batches=4)
+    plain = StageChooser(schedule, 0, step)
+    far = StageChooser(schedule, 0, step, far=FarBytes())
+    lowest = plain.lowest().peak_bytes
+    assert far.lowest().peak_bytes < lowest
+    caps = np.linspace(far.lowest().peak_bytes, plain.plain.peak_bytes, 7).astype(int)
+    times = [far.choose(int(cap)).recompute_ms for cap in caps]
+    assert times == sorted(times, reverse=True)
+    for cap, own_ms in zip(caps, times, strict=True):
+        without = plain.choose(int(cap))
+        assert (without is None) == (cap < lowest)
+        assert without is None or own_ms <= without.recompute_ms
+
+
+def test_micro_batches_in_flight_share_the_hosts_cap(step):
+    schedule = Schedule(name="GPipe", num_ranks=2, num_micro_batches=4)
+    far = StageChooser(schedule, 0, step, far=FarBytes())
+    cap_bytes = far.lowest().peak_bytes
+    most = 4 * far_bytes(far.choose(cap_bytes).choice) - 1
+    capped = StageChooser(schedule, 0, step, far=FarBytes(most))
+    assert capped.choose(cap_bytes) is None
+    lowest = capped.lowest()
+    assert 0 < 4 * far_bytes(lowest.choice) <= most
+    assert cap_bytes < lowest.peak_bytes < capped.plain.peak_bytes
+
+
+def plan(memory_budget, model=None, **options):
+    inputs, target = tokens(4)
+    options = {
+        "num_ranks": 2,
+        "num_micro_batches": 4,
+        "schedules": ["GPipe"],
+        **options,
+    }
+    return autosac.plan_pipeline(
+        model or Model(2),
+        inputs,
+        target=target,
+        loss_fn=language_loss,
+        memory_budget=memory_budget,
+        optimizer=torch.optim.AdamW,
+        **{"num_ranks": 2, "num_micro_batches": 4, "schedules": ["GPipe"], **options},
+    )
+
+
+def least_peak(**options):
+    with pytest.raises(InfeasibleBudgetError, match="the lowest peak is") as caught:
+        plan(1000, **options)
+    return caught.value.lowest_peak_bytes
+
+
+@pytest.mark.slow
+def test_a_plan_offloads_where_none_fits_without(tmp_path):
+    lowest = least_peak(offload="auto")
+    with pytest.raises(InfeasibleBudgetError):
+        plan(lowest)
+    low = plan(lowest, offload="auto")
+    assert low.far_bytes > 0
+    assert low.peak_bytes <= lowest
+    assert not plan("1GiB", offload="auto").far_bytes
+
+    low.save(tmp_path / "plan.json")
+    assert autosac.PipelinePlan.load(tmp_path / "plan.json") == low
+    assert "in a file" in low.report()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mesh": {"tp": 2}}, UnsupportedError, "not planned in pipelines with tensor"),
+        ({"tp_plan": "tensor"}, UnsupportedError, "not planned in pipelines with ten"),
+        (
+            {"offload": "maybe"},
+            ArgumentError,
+            "`offload` must be True, False or 'auto'",
+        ),
+        ({"offload_dir": "/no/such"}, ArgumentError, "is no directory"),
+        ({"host_budget": "much"}, ArgumentError, "host_budget"),
+        (
+            {"device": replace(device_spec("h100"), link=None)},
+            ArgumentError,
+            "takes the rates between",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_sentence(options, error, message):
+    options = {"offload": True, "model": Model().to("meta"), **options}
+    with pytest.raises(error, match=message):
+        plan(1000, **options)
+
+
+@pytest.mark.slow
+def test_ranks_have_of_a_link_what_they_share():
+    options = {"offload": True, "model": Model(2).to("meta"), "cluster": CLUSTER}
+    lowest = least_peak(**options)
+    sharing = replace(CLUSTER, gpus_per_link=CLUSTER.gpus_per_node)
+    alone, shared = (
+        plan(lowest, **options),
+        plan(lowest, **{**options, "cluster": sharing}),
+    )
+    assert alone.far_bytes == shared.far_bytes > 0
+    waits = [sum(s.waits_ms for s in own.stage_plans) for own in (alone, shared)]
+    assert waits[0] < waits[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
+def test_real_ranks_that_offload_keep_cap_prediction_and_gradients():
+    offload = stage_mesh_ranks.OFFLOAD
+    cell = next(stage_mesh_ranks.planned("ODD", "1F1B", {"fsdp": 2}, offload))
+    assert cell.plan.far_bytes > 0
+    row = stage_mesh_ranks.run(cell)
+    assert row.is_kept, row
