@@ -148,7 +148,8 @@ def _loss(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
-def _pipeline_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the next tokens, as a pipeline has it."""
     return _loss(target, logits)
 
 
@@ -167,7 +168,7 @@ def predicted(setting: Published) -> Predicted:
             model=model,
             inputs=tokens,
             target=tokens,
-            loss_fn=_pipeline_loss,
+            loss_fn=token_loss,
             options=options,
             cluster=spec,
             parallel=DataParallel(

@@ -1,13 +1,14 @@
 """Keep, recompute or offload: real steps with far memory in a file, and GPUs predicted.
 
-    python -m benchmarks.offload [--parts real,rules,gpus,layers] [--models llama,unet]
+    python -m benchmarks.offload [--parts real,rules,gpus,layers,pipelines]
+        [--models llama,unet]
 
 *real*: models of the zoo under six budgets, three of them below the floor without
 offload: real peaks by the allocator's events, bits, and at the lowest budget the same
 peak with copies held to 0.1 GB/s. *rules*: plans under the peaks of rules that people
 set by hand, which must not be faster. *gpus*: two language models of 8B parameters,
 planned for GPUs that need not be present. *layers*: what planning a GPT of 126 layers
-takes.
+takes. *pipelines*: Llama 3 in stages on H100, predicted.
 Exits with 1 if a promise is broken.
 """
 
@@ -38,12 +39,16 @@ from autosac.profiles.restricting import restricted
 from autosac.solving.incumbents import recompute_ms
 from autosac.units.curves import kept
 from autosac.units.far_units import FarUnit
+from benchmarks import large_meshes
 from benchmarks.comparing.scale import FULL_LAYERS, gpt_of
 from benchmarks.environment import MIB, environment
 from benchmarks.every_saved import LEAST_BYTES, every_saved
+from benchmarks.large_meshes import token_loss
 from benchmarks.models import zoo
+from benchmarks.parallel_plans import LENGTH
 from benchmarks.planning_time import profiled
 
+PARTS = ("real", "rules", "gpus", "layers", "pipelines")
 RESULTS = Path(__file__).parent / "results"
 MODELS = (
     *("llama", "llama-tied", "qwen3", "mistral", "mixtral", "albert", "t5", "swin"),
@@ -59,7 +64,7 @@ _NS = 1e-12
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", default="real,rules,gpus,layers")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -71,10 +76,8 @@ def main() -> None:
         if part in ("real", "rules"):
             rows = real if part == "real" else rules
             lines += list(rows(options.models.split(","), broken))
-        elif part == "gpus":
-            lines += list(gpus())
         else:
-            lines += list(layers())
+            lines += list(PREDICTED[part]())
         lines += ["", *(f"- {name}: {value}" for name, value in environment().items())]
         lines += [f"- command: `python -m benchmarks.offload --parts {part}`", ""]
         path = options.output / f"offload_{part}.md"
@@ -341,6 +344,70 @@ def _plan_row(profile: Any, budget: int, cells: list[str]) -> str:
     return f"| {' | '.join([*cells, f'{budget / 1e9:.2f} GB', told, shares])} |"
 
 
+# --- pipelines --------------------------------------------------------------------
+
+
+def pipelines() -> Iterator[str]:
+    """Predicted floors and times of stages that may offload."""
+    yield "Predicted, nothing of this was run: Llama 3 with its loss, sequences of"
+    yield f"{LENGTH} tokens one by one, gathered in bfloat16, 1F1B on 8 H100 a node."
+    yield "Budgets are the floors with and without offload, and above. *host*: the most"
+    yield "that a rank has there."
+    yield ""
+    heads = "mesh | micro-batches | budget | step without | with | host | CPU s"
+    yield f"| model | {heads} |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for name, stages, shards, number in (("8B", 4, 2, 16), ("70B", 8, 8, 32)):
+        planned = partial(_pipeline, name, stages, shards, number)
+        low, floor = (_floor(planned, offload) for offload in (True, False))
+        for budget in (low, floor, floor * 5 // 4, floor * 3 // 2):
+            cells = [name, f"{stages} pp x {shards} fsdp", str(number)]
+            cells.append(f"{budget / 2**30:.1f} GiB")
+            if budget < floor:
+                cells.append("none fits")
+            else:
+                cells.append(f"{planned(budget, False).step_ms:.0f} ms")
+            started = time.process_time()
+            plan = planned(budget, True)
+            taken = time.process_time() - started
+            cells.append(f"{plan.step_ms:.0f} ms")
+            cells.append(f"{plan.far_bytes / 2**30:.1f} GiB")
+            row = " | ".join([*cells, f"{taken:.0f}"])
+            print(row, flush=True)
+            yield f"| {row} |"
+
+
+def _floor(planned: Any, offload: bool) -> int:
+    try:
+        planned(1, offload)
+    except InfeasibleBudgetError as error:
+        return error.lowest_peak_bytes
+    raise AssertionError("A plan fits into a byte.")
+
+
+def _pipeline(
+    name: str, stages: int, shards: int, number: int, budget: int, offload: bool
+) -> autosac.PipelinePlan:
+    tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+    return autosac.plan_pipeline(
+        large_meshes.llama(name),
+        tokens,
+        target=tokens,
+        loss_fn=token_loss,
+        optimizer=torch.optim.AdamW,
+        cluster="hgx-h100",
+        num_gpus=stages * shards,
+        mesh={"pp": stages, "fsdp": shards},
+        num_micro_batches=number,
+        global_batch=number * shards,
+        schedules=["1F1B"],
+        memory_budget=budget,
+        param_dtype="bfloat16",
+        reduce_dtype="float32",
+        offload=offload,
+    )
+
+
 def _shares(profile: Any, plan: autosac.Plan) -> str:
     """What is kept and moved."""
     offloading = restricted(profile, offload=True)
@@ -398,6 +465,7 @@ def _qwen() -> nn.Module:
 
 
 GPU_MODELS = (("Llama-3-8B", llama), ("Qwen3-8B", _qwen))
+PREDICTED = {"gpus": gpus, "layers": layers, "pipelines": pipelines}
 
 
 if __name__ == "__main__":

@@ -21,14 +21,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.nn import functional
 from transformers.models.mixtral import modeling_mixtral
 
 import autosac
 from autosac.errors import InfeasibleBudgetError
 from autosac.quantities import format_bytes
 from benchmarks.environment import environment
-from benchmarks.large_meshes import llama
+from benchmarks.large_meshes import llama, token_loss
 from benchmarks.parallel_plans import GIB, LENGTH
 
 BUDGET = "75GiB"
@@ -70,10 +69,6 @@ def mixtral() -> nn.Module:
         ).train()
 
 
-def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
-
-
 def planned(name: str, num_gpus: int, millions: int) -> dict[str, Any]:
     """Plan one cell in this process."""
     torch.set_num_threads(1)
@@ -91,7 +86,7 @@ def planned(name: str, num_gpus: int, millions: int) -> dict[str, Any]:
             model,
             tokens,
             target=tokens,
-            loss_fn=_loss,
+            loss_fn=token_loss,
             optimizer=torch.optim.AdamW,
             cluster="hgx-h100",
             num_gpus=num_gpus,
