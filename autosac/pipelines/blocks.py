@@ -168,7 +168,8 @@ def _on_fakes(
         granularity_bytes=1,
         compute_dtype=dtype,
     )
-    fake_model, _, (passed,), _ = copied(step, mode)
+    with copied(step, mode) as (fake_model, _, (passed,), *_):
+        pass  # nothing of it runs yet
     if dtype is not None and passed.is_floating_point():
         with mode:
             passed = passed.to(dtype)

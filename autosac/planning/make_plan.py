@@ -28,6 +28,7 @@ from autosac.solvers import sac
 from autosac.solving.incumbents import far_bytes, recompute_ms
 from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.solve_options import SolveOptions
+from autosac.step.tape import Tape
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.trace import dry_run, is_watched
 from autosac.units import curves
@@ -308,7 +309,9 @@ def difference_in_dry_run(profile: Profile, chosen: Choice) -> str:
     happens in it that the tape does not tell of.
     """
     policies = spell_out(profile, chosen)
-    expected = _before_optimizer(profile.simulator, chosen)
+    late_bytes = _late_bytes(profile.tape)
+    peak_bytes, left_bytes = _before_optimizer(profile.simulator, chosen)
+    expected = (peak_bytes - late_bytes, left_bytes - late_bytes)
     for _ in range(_DISTURBED if is_watched() else 1):
         dry = dry_run(
             profile.step,
@@ -323,6 +326,20 @@ def difference_in_dry_run(profile: Profile, chosen: Choice) -> str:
         f" to the optimizer, its simulation at {expected[0]} and {expected[1]}."
         " This is a mistake in autosac; please report the model."
     )
+
+
+def _late_bytes(tape: Tape) -> int:
+    """Tensors from elsewhere that only the optimizer reads, such as a learning rate.
+
+    A run that ends before it does not meet them.
+    """
+    begin = tape.phases["optimizer"]
+    earlier = {
+        i for op in tape.ops if op.start < begin for i in (*op.reads, *op.writes)
+    }
+    late = {i for op in tape.ops if op.start > begin for i in (*op.reads, *op.writes)}
+    storages = [tape.storages[i] for i in late - earlier]
+    return sum(s.nbytes for s in storages if s.born == 0 and s.category == "input")
 
 
 def _confirm(profile: Profile, chosen: Choice) -> str:

@@ -227,15 +227,16 @@ def measured(step: Step) -> dict[str, Stretch]:
         no_collections(),
         torch.enable_grad(),
         cpu_events() as recording,  # of the copies, too: some are freed in the step
+        copied(replace(step, optimizer=None), None) as copies,
     ):
-        model, _, args, kwargs = copied(replace(step, optimizer=None), None)
+        model, _, args, kwargs, loss_fn = copies
 
         def run(mark: Any) -> None:
             micro_step(
                 model,
                 args,
                 kwargs,
-                loss_fn=step.loss_fn,
+                loss_fn=loss_fn,
                 autocast=step.autocast,
                 accumulate=step.accumulate,
                 mark=mark,

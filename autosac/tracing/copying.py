@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ from autosac._compat_distributed import unwrapped
 from autosac.errors import ArgumentError, TraceError
 from autosac.fake_tensors.values import keeps_values
 from autosac.step.training_step import OptimizerInBackward
+from autosac.tracing.closures import own_functions
 from autosac.tracing.step import Step
 
+_COPIED = frozenset({"defaults", "state", "param_groups"})  # by optimizers themselves
 _OPTIMIZERS = (torch.optim.Optimizer, OptimizerInBackward)
 
 
@@ -56,8 +59,14 @@ class AnyCopies(TorchFunctionMode):
         return memo[id(tensor)]
 
 
-def copied(step: Step, mode: _compat.FakeTensorMode | None) -> tuple[Any, ...]:
-    """Copies of model, optimizer, args and kwargs.
+@contextmanager
+def copied(
+    step: Step, mode: _compat.FakeTensorMode | None
+) -> Iterator[tuple[Any, ...]]:
+    """Inside, there are copies of model, optimizer, args and kwargs; and a loss.
+
+    Functions of the model and the loss reach the copies where the user's reach what
+    was copied, and what else they may write to is put back at the end.
 
     Args:
         step: The step.
@@ -76,6 +85,8 @@ def copied(step: Step, mode: _compat.FakeTensorMode | None) -> tuple[Any, ...]:
     try:
         with copies:
             model, optimizer, args, kwargs = copy.deepcopy(originals, memo)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                _copy_attributes(step.optimizer, optimizer, memo)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, RuntimeError, AttributeError) as error:
@@ -90,7 +101,15 @@ def copied(step: Step, mode: _compat.FakeTensorMode | None) -> tuple[Any, ...]:
         model.register_forward_pre_hook(
             partial(_cast_inputs, step.compute_dtype), prepend=True, with_kwargs=True
         )
-    return model, optimizer, args, kwargs
+    with copies:
+        loss_fn, puts_back = own_functions(
+            *(model, step.model, step.loss_fn, memo),
+            optimizer=optimizer,
+            is_real=mode is None,
+        )
+    with puts_back:
+        del memo  # it holds all that was copied
+        yield model, optimizer, args, kwargs, loss_fn
 
 
 def _conversion(
@@ -129,6 +148,26 @@ def _fake_parameters(
                 fake = memo[id(parameter)]
                 memo[id(parameter)] = _in_dtype(mode, step.compute_dtype, fake)
     return memo
+
+
+def _copy_attributes(
+    original: torch.optim.Optimizer, copied: torch.optim.Optimizer, memo: dict[int, Any]
+) -> None:
+    """Give a copied optimizer what `torch.optim.Optimizer` leaves out of its copies.
+
+    These are attributes of its subclass, and hooks. Methods that a scheduler has
+    wrapped are those of the class again.
+    """
+    for name, value in vars(original).items():
+        if name in _COPIED or (callable(value) and hasattr(type(original), name)):
+            continue
+        try:
+            own = copy.deepcopy(value, memo)
+        except (TypeError, RuntimeError, AttributeError):  # such as a process group
+            own = value
+        setattr(copied, name, own)
+        if isinstance(own, torch.optim.Optimizer) and own is not value:
+            _copy_attributes(value, own, memo)
 
 
 def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:

@@ -26,6 +26,7 @@ from autosac.step.arguments import warn
 from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Tape
 from autosac.step.training_step import output_and_loss
+from autosac.tracing.closures import own_functions
 from autosac.tracing.copying import AnyCopies
 from autosac.tracing.failures import explanation, place_of
 from autosac.tracing.learned import Learned
@@ -141,6 +142,9 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
     originals = (step.model, step.args, step.kwargs)
     with AnyCopies():
         model, args, kwargs = copy.deepcopy(originals, memo)
+        loss_fn, puts_back = own_functions(
+            *(model, step.model, step.loss_fn, memo), is_real=True
+        )
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if frugal:
         follower.shared = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -150,14 +154,14 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
         model,
         args,
         kwargs,
-        loss_fn=step.loss_fn,
+        loss_fn=loss_fn,
         autocast=step.autocast,
         accumulate=step.accumulate,
         mark=follower.mark,
     )
     try:
         streams = seeded_streams(step.learned.seed)
-        with streams, torch.enable_grad(), hooks:
+        with streams, torch.enable_grad(), hooks, puts_back:
             if step.learned.earlier:
                 run()
             follower.probe(model)

@@ -273,8 +273,14 @@ def _run_on(
         The tape; addresses of the storages that forward leaves alive.
     """
     seed = step.learned.seed
-    with seeded_streams(seed), no_collections(), lens(mode, step.lens):
-        model, optimizer, args, kwargs = copied(step, mode)
+    with (
+        seeded_streams(seed),
+        no_collections(),
+        lens(mode, step.lens),
+        copied(step, mode) as copies,
+    ):
+        model, optimizer, args, kwargs, loss_fn = copies
+        step = replace(step, loss_fn=loss_fn)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
         _train(step, model, optimizer, args, kwargs)
         new_recorder = partial(

@@ -1,0 +1,326 @@
+"""What the functions of a step reach besides their arguments.
+
+`copy.deepcopy` hands functions on as they are. A hook or an activation that closes over
+its module, or a loss over the model, would go on with the user's own objects while the
+copies run. Here such functions get others that reach the copies. What else they may
+write to, such as a dict of features or a number that is ``nonlocal``, is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from autosac.step.source_lines import is_users
+
+_MOST_ITEMS = 1000  # of a container that is looked at
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
+_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+_EMPTY = object()
+
+
+def own_functions(
+    model: torch.nn.Module,
+    original: torch.nn.Module,
+    loss_fn: Any,
+    memo: dict[int, Any],
+    *,
+    optimizer: Any = None,
+    is_real: bool,
+) -> tuple[Any, ExitStack]:
+    """Let functions of a copied model reach copies.
+
+    Args:
+        model: The copy, whose functions are exchanged.
+        original: What it is a copy of.
+        loss_fn: The user's.
+        memo: Copies by the addresses of the user's objects, as of `copy.deepcopy`.
+        optimizer: A copy, too, whose functions are hooks.
+        is_real: Ops change the data of tensors, so that those that functions reach
+            are copied as well.
+
+    Returns:
+        A loss that reaches them, too; and what puts back, as it closes, what functions
+        may write to.
+    """
+    own = _Own(memo, is_real)
+    users = {id(module) for module in original.modules()}
+    for module in model.modules():
+        if id(module) not in users:
+            own.exchange_in(vars(module))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own.exchange_in(vars(optimizer))
+    return own.of(loss_fn), own.puts_back()
+
+
+class _Own:
+    """Functions that reach the copies of a memo where the user's reach originals.
+
+    Args:
+        memo: Copies by the addresses of the originals.
+        is_real: Tensors are copied as well.
+    """
+
+    def __init__(self, memo: dict[int, Any], is_real: bool) -> None:
+        self.memo = memo
+        self.is_real = is_real
+        self.cells: dict[int, types.CellType] = {}
+        self.namespaces: dict[int, dict[str, Any]] = {}
+        self.met: dict[int, Any] = {}  # kept, so that no address is used twice
+        self.unchanged: set[int] = set()
+
+    def exchange_in(self, attributes: dict[str, Any]) -> None:
+        """Exchange functions among attributes of a copied module, and in containers."""
+        for name, value in list(attributes.items()):
+            if isinstance(value, _FUNCTIONS):
+                attributes[name] = self.of(value)
+            elif isinstance(value, dict):
+                for key, item in list(value.items()):
+                    if isinstance(item, _FUNCTIONS):
+                        value[key] = self.of(item)
+            elif isinstance(value, list):
+                for index, item in enumerate(value):
+                    if isinstance(item, _FUNCTIONS):
+                        value[index] = self.of(item)
+
+    def of(self, value: Any, *, opens: bool = True) -> Any:
+        """What stands for a value where the copies run; often the value itself.
+
+        Args:
+            value: Something that a function reaches, or a function.
+            opens: Attributes of a plain object are looked at.
+        """
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if id(value) in self.unchanged:
+            return value
+        if not self._reaches(value, set(), opens):
+            if id(value) in self.met:
+                self.unchanged.add(id(value))
+            return value
+        of = partial(self.of, opens=opens)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, of(value.__self__))
+        if isinstance(value, partial):
+            named = {name: of(item) for name, item in value.keywords.items()}
+            return partial(of(value.func), *map(of, value.args), **named)
+        if isinstance(value, (torch.Tensor, torch.nn.Module)):
+            return self._deepcopy(value)
+        if isinstance(value, _CONTAINERS):
+            return self._container(value, of)
+        return self._object(value)
+
+    def puts_back(self) -> ExitStack:
+        """What puts back, as it closes, what was met as it is now."""
+        stack = ExitStack()
+        for value in self.met.values():
+            if isinstance(value, types.CellType):
+                stack.callback(_put_back_cell, value, _contents(value))
+            elif isinstance(value, (dict, list, set, deque)):
+                stack.callback(_put_back_items, value, copy.copy(value))
+            elif _is_plain_object(value):
+                stack.callback(_put_back_items, vars(value), dict(vars(value)))
+            elif isinstance(value, types.FunctionType):
+                names = value.__globals__
+                for name in _written_globals(value.__code__):
+                    old = names.get(name, _EMPTY)
+                    stack.callback(_put_back_name, names, name, old)
+        return stack
+
+    def _reaches(self, value: Any, seen: set[int], opens: bool = True) -> bool:
+        """Whether something that a value reaches is copied."""
+        if id(value) in self.memo or isinstance(value, torch.nn.Module):
+            return True
+        if isinstance(value, torch.Tensor):
+            return self.is_real
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            parts = self._met_in(value)
+        elif isinstance(value, types.MethodType):
+            parts = [value.__self__]
+        elif isinstance(value, partial):
+            parts = [value.func, value.args, value.keywords]
+        elif type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS:
+            self.met[id(value)] = value
+            parts = list(value.values() if isinstance(value, dict) else value)
+        elif opens and _is_plain_object(value):
+            self.met[id(value)] = value
+            parts, opens = list(vars(value).values()), False
+        else:
+            parts = []
+        # Of all of them: what is met is put back.
+        return any([self._reaches(part, seen, opens) for part in parts])
+
+    def _met_in(self, function: types.FunctionType) -> list[Any]:
+        """What a function reaches directly."""
+        cells = function.__closure__ or ()
+        self.met[id(function)] = function
+        self.met.update({id(cell): cell for cell in cells})
+        parts = [*map(_contents, cells), *_named_globals(function).values()]
+        return [*parts, function.__defaults__, function.__kwdefaults__]
+
+    def _deepcopy(self, value: Any) -> Any:
+        """A copy of a module or tensor that the model does not hold.
+
+        Parameters of such a module are not trained, nor changed in forward: the copy
+        has the same ones.
+        """
+        if isinstance(value, torch.nn.Module):
+            for parameter in value.parameters():
+                self.memo.setdefault(id(parameter), parameter)
+        return copy.deepcopy(value, self.memo)
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        cells = function.__closure__ or ()
+        own_cells = tuple(self.cells.get(id(cell), types.CellType()) for cell in cells)
+        replaced = self.namespaces.get(id(function.__globals__), function.__globals__)
+        names = {
+            name: value
+            for name, value in _named_globals(function).items()
+            if self._reaches(value, set())
+        }
+        if names and replaced is function.__globals__:
+            replaced = self.namespaces[id(replaced)] = dict(replaced)
+        return self._filled(function, own_cells, replaced, names)
+
+    def _filled(
+        self,
+        function: types.FunctionType,
+        own_cells: tuple[types.CellType, ...],
+        namespace: dict[str, Any],
+        names: dict[str, Any],
+    ) -> types.FunctionType:
+        """A function of cells and a namespace, which then get what they hold."""
+        kept = []
+        for cell, own_cell in zip(function.__closure__ or (), own_cells, strict=True):
+            is_own = id(cell) in self.cells or self._reaches(_contents(cell), set())
+            kept.append(own_cell if is_own else cell)
+        made = types.FunctionType(
+            function.__code__, namespace, function.__name__, None, tuple(kept) or None
+        )
+        self.memo[id(function)] = made  # before what it reaches: it may reach itself
+        for cell, own_cell in zip(function.__closure__ or (), kept, strict=True):
+            if own_cell is not cell and id(cell) not in self.cells:
+                self.cells[id(cell)] = own_cell
+                own_cell.cell_contents = self.of(_contents(cell))
+        for name, value in names.items():
+            namespace[name] = self.of(value)
+        made.__defaults__ = self.of(function.__defaults__)
+        made.__kwdefaults__ = self.of(function.__kwdefaults__)
+        made.__dict__.update(function.__dict__)
+        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+        return made
+
+    def _container(self, value: Any, of: Callable[[Any], Any]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(of, value))
+        made = self.memo[id(value)] = copy.copy(value)
+        if isinstance(value, dict):
+            made.update({key: of(item) for key, item in value.items()})
+        elif isinstance(value, set):
+            made.clear()
+            made.update(map(of, value))
+        else:
+            made.clear()
+            made.extend(map(of, value))
+        return made
+
+    def _object(self, value: Any) -> Any:
+        made = self.memo[id(value)] = object.__new__(type(value))
+        attributes = vars(value).items()
+        vars(made).update({n: self.of(item, opens=False) for n, item in attributes})
+        return made
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether an object is nothing but its attributes."""
+    kind: Any = type(value)
+    others = (type, types.ModuleType, torch.nn.Module, torch.optim.Optimizer)
+    return (
+        not isinstance(value, (*others, *_FUNCTIONS))
+        and kind.__new__ is object.__new__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and hasattr(value, "__dict__")
+    )
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _EMPTY
+
+
+def _named_globals(function: types.FunctionType) -> dict[str, Any]:
+    """Global objects that a function of the user's names, and that it may reach."""
+    if not is_users(function.__code__.co_filename):
+        return {}
+    namespace = function.__globals__
+    kinds = (torch.nn.Module, torch.Tensor, *_FUNCTIONS, *_CONTAINERS)
+    values = {n: namespace[n] for n in _names(function.__code__) if n in namespace}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, kinds)
+        and getattr(value, "__globals__", namespace) is namespace
+    }
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names of globals and attributes in a function and those that it defines."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _written_globals(code: types.CodeType) -> set[str]:
+    if not is_users(code.co_filename):
+        return set()
+    instructions = dis.get_instructions(code)
+    return {i.argval for i in instructions if i.opname == "STORE_GLOBAL"}
+
+
+def _put_back_cell(cell: types.CellType, contents: Any) -> None:
+    if contents is not _EMPTY:
+        cell.cell_contents = contents
+    elif _contents(cell) is not _EMPTY:
+        del cell.cell_contents
+
+
+def _put_back_name(names: dict[str, Any], name: str, old: Any) -> None:
+    if old is _EMPTY:
+        names.pop(name, None)
+    else:
+        names[name] = old
+
+
+def _put_back_items(value: Any, old: Any) -> None:
+    if isinstance(value, set):
+        is_same = len(value) == len(old) and value <= old
+    else:
+        pairs = zip(_flat(value), _flat(old), strict=False)
+        is_same = len(value) == len(old) and all(one is other for one, other in pairs)
+    if is_same:
+        return
+    value.clear()
+    if isinstance(value, (dict, set)):
+        value.update(old)
+    else:
+        value.extend(old)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [part for item in value.items() for part in item]
+    return list(value)
