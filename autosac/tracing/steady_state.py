@@ -6,7 +6,7 @@ made by the step that is traced.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ def make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
         kind = equal_states.kind(updating(its_own), group, parameter)
         its_own.register_step_pre_hook(begin)
         its_own.register_step_post_hook(end)
-        if parameter in its_own.state:
+        if its_own.state.get(parameter):
             continue
         state = equal_states.like(kind)
         if state is not None:
@@ -144,6 +144,16 @@ def _register_state(recorder: Recorder, optimizer: AnyOptimizer) -> None:
     if recorder.target is not None:
         recorder.exempt(host_state(optimizer))
     recorder.register(tensors_in(optimizer.state), "optimizer")
+    recorder.register(_kept_beside_state(optimizer), "optimizer")
+
+
+def _kept_beside_state(optimizer: AnyOptimizer) -> Iterator[torch.Tensor]:
+    """Tensors that an optimizer keeps among options and in attributes."""
+    kept = [{**group, "params": None} for group in optimizer.param_groups]
+    attributes = {**vars(optimizer), "param_groups": kept, "state": None}
+    if isinstance(optimizer, OptimizerInBackward):
+        attributes["optimizers"] = None
+    return tensors_in(attributes)
 
 
 def enter_steady_state(
@@ -182,7 +192,7 @@ def _make_state(equal_states: EqualStates, optimizer: torch.optim.Optimizer) -> 
     of_groups = [group["params"] for group in groups]
     for group in groups:
         for parameter in group["params"]:
-            if parameter.grad is not None and parameter not in optimizer.state:
+            if parameter.grad is not None and not optimizer.state.get(parameter):
                 kinds[parameter] = equal_states.kind(own, group, parameter)
                 firsts.setdefault(kinds[parameter], parameter)
     if not kinds:

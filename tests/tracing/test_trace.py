@@ -371,11 +371,12 @@ def test_inputs_that_share_memory_count_once():
     assert views.baseline_peak_bytes == copies.baseline_peak_bytes
 
 
-def test_a_loss_that_closes_over_the_model_is_refused():
+def test_a_loss_that_reaches_parameters_in_a_way_of_its_own_is_refused():
     model = nn.Linear(8, 8)
+    weight = weakref.ref(model.weight)
 
     def loss_fn(output):
-        return output.sum() + model.weight.square().sum()
+        return output.sum() + weight().square().sum()
 
     with pytest.raises(TraceError, match="reads a parameter of shape"):
         profile(model, torch.ones(2, 8), loss_fn=loss_fn)
