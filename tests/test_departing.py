@@ -394,3 +394,53 @@ def test_a_model_that_changes_in_its_first_step_stays_near_its_budget_in_the_nex
     assert verification.identical
     # Whole units are recomputed; saved, these would take 17 % more than the budget.
     assert verification.measured_peak_bytes < 1.02 * plan.budget_bytes
+
+
+class Dropped(nn.Module):
+    """A layer that steps may leave out, as layer drop does."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.is_dropped = False
+
+    def forward(self, x):
+        if self.is_dropped:
+            return x
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_a_layer_that_was_dropped_for_some_steps_is_recomputed_as_planned_again():
+    def make_model():
+        return nn.Sequential(*(Dropped() for _ in range(3)))
+
+    def mean_square(output):
+        return output.square().mean()
+
+    case = Case(make_model, lambda: torch.randn(256, WIDTH), mean_square)
+    profile = autosac.calibrate(case.profile(), progress=False)
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    model, x = plan.apply(case.model()), case.inputs()
+
+    def step():
+        model.zero_grad()
+        mean_square(model(x)).backward()
+
+    def held():
+        return [*model.parameters(), x]
+
+    def drops(is_dropped):
+        for layer in model:
+            layer.is_dropped = is_dropped
+
+    drops(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such a step is not as planned
+        for _ in range(3):
+            model(x)
+    drops(False)
+    _, peak_bytes = measure_peak(step, device="cpu", held=held)
+
+    assert plan.peak_bytes < plan.baseline_peak_bytes
+    assert peak_bytes <= plan.peak_bytes

@@ -206,13 +206,13 @@ class CheckpointedForward(StandIn):
     def _learn(self, mode: RecordingMode | KnownMode) -> None:
         """Remember the ops of a call, or count that it ran others than remembered.
 
-        It must have gone as planned twice in a row: a model may change itself in its
-        first step.
+        It must have gone as planned to the end twice in a row: a model may change
+        itself in its first step, and a layer that is dropped ends early.
         """
         index = mode.record.policy.call_index
         if isinstance(mode, KnownMode):
             self.step.losses += mode.lost
-        elif mode.record.code is not None:
+        elif mode.record.code is not None or not mode.has_ended:
             self.as_planned.discard(index)
         elif index in self.as_planned:
             self.programs[index] = (Program(mode), self.step.losses)

@@ -127,6 +127,11 @@ class RecordingMode(_compat.PlainDispatchMode):
         record.add_results(call, traits, action, out)
         return out
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all ops of the unit's plan have run."""
+        return len(self.history.funcs) >= len(self.record.policy.names)
+
     def begin(self) -> None:
         """Called as the unit begins."""
         self.__enter__()  # type: ignore[no-untyped-call]
