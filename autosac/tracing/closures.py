@@ -245,14 +245,14 @@ class _Own:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether an object is nothing but its attributes."""
+    """Whether an object is nothing but its attributes; asks nothing of the object."""
     kind: Any = type(value)
     others = (type, types.ModuleType, torch.nn.Module, torch.optim.Optimizer)
     return (
-        not isinstance(value, (*others, *_FUNCTIONS))
+        not issubclass(kind, (*others, *_FUNCTIONS))
         and kind.__new__ is object.__new__
         and kind.__reduce_ex__ is object.__reduce_ex__
-        and hasattr(value, "__dict__")
+        and kind.__dictoffset__ != 0
     )
 
 
@@ -268,14 +268,16 @@ def _named_globals(function: types.FunctionType) -> dict[str, Any]:
     if not is_users(function.__code__.co_filename):
         return {}
     namespace = function.__globals__
-    kinds = (torch.nn.Module, torch.Tensor, *_FUNCTIONS, *_CONTAINERS)
     values = {n: namespace[n] for n in _names(function.__code__) if n in namespace}
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, kinds)
-        and getattr(value, "__globals__", namespace) is namespace
-    }
+    return {n: value for n, value in values.items() if _is_looked_at(value, namespace)}
+
+
+def _is_looked_at(value: Any, namespace: dict[str, Any]) -> bool:
+    """Whether a global object is: of functions those of the same file."""
+    if isinstance(value, types.FunctionType):
+        return value.__globals__ is namespace
+    kinds = (torch.nn.Module, torch.Tensor, *_FUNCTIONS, *_CONTAINERS)
+    return issubclass(type(value), kinds) or _is_plain_object(value)
 
 
 def _names(code: types.CodeType) -> set[str]:
