@@ -64,6 +64,22 @@ def compiled_in_part():
     return model
 
 
+class Multiplies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = torch.eye(len(X)).to_sparse()
+
+    def forward(self, x):
+        return torch.sparse.mm(self.matrix, x)
+
+
+class Multiplied(nn.Sequential):
+    def __init__(self):
+        super().__init__()
+        self.model = mlp()
+        self.product = Multiplies()
+
+
 def scripted(make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
@@ -208,6 +224,14 @@ MISTAKES = {
     "scripted": (
         lambda: plan(scripted(lambda: torch.jit.script(mlp()))),
         "`model` is a TorchScript module.* pass the module that it was made from",
+    ),
+    "a nested tensor": (
+        lambda: plan(mlp(), torch.nested.nested_tensor([X, X], layout=torch.jagged)),
+        "pad them to one tensor",
+    ),
+    "a sparse tensor in a module": (
+        lambda: plan(Multiplied(), X),
+        "`product` at .* computes with a sparse tensor.* Use dense tensors",
     ),
     "a part traced": (
         lambda: plan(nn.Sequential(scripted(lambda: torch.jit.trace(mlp(), X)))),

@@ -94,6 +94,11 @@ def check_tensors(model: torch.nn.Module, inputs: Any) -> None:
                 " never have a gradient: build the model outside of it."
             )
     given = list(tensors_in(inputs))
+    if any(tensor.is_nested for tensor in (*named.values(), *given)):
+        raise ArgumentError(
+            "A nested tensor is among the inputs or in the model, and no plan knows"
+            " what its parts take: pad them to one tensor, with a mask."
+        )
     if any(tensor.is_inference() for tensor in given):
         raise ArgumentError(
             "`inputs` were made under `torch.inference_mode()`, and no step can save"

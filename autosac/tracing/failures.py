@@ -31,6 +31,7 @@ _COMPILED = (
 )
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
+_SPARSE = "not defined for sparse tensors"  # what PyTorch says of their size
 _MIXED = "got mixed torch.Tensor and DTensor"
 _ONE_BY_ONE = (
     " Optimizers that step on many tensors at once, as they do on GPUs, take no plain"
@@ -63,6 +64,11 @@ def explanation(error: BaseException, place: str) -> str:
     is_elsewhere = any(words in str(error) for words in _ELSEWHERE)
     if is_elsewhere and "meta" in str(error):
         advice = _META
+    if _SPARSE in str(error):
+        return (
+            f"The step cannot be traced: {place}{where} computes with a sparse tensor,"
+            " whose memory is not known while tracing. Use dense tensors."
+        )
     if _MIXED in str(error) and is_loss_parallel():
         advice = _DIVIDED
     if _MIXED in str(error) and ("_foreach_" in str(error) or "_fused_" in str(error)):
