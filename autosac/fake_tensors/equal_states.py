@@ -82,4 +82,5 @@ class EqualStates:
 def _layout(tensor: torch.Tensor | None) -> Hashable:
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return (*layout, type(tensor))  # what is divided may be as large as what is not

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autosac import OptimizerInBackward, profile
+from autosac._compat_distributed import fake_group
 from autosac.fake_tensors.equal_states import EqualStates
 
 optim = torch.optim
@@ -71,6 +74,19 @@ def test_a_gradient_of_another_layout_is_another_kind():
     kinds = [EqualStates(None).kind(optimizer, group, p) for p in group["params"]]
 
     assert kinds[0] == kinds[2] != kinds[1]
+
+
+def test_a_parameter_of_several_ranks_is_another_kind():
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        whole = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+        parameters = [nn.Parameter(whole), nn.Parameter(torch.ones(4))]
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        optimizer = optim.AdamW(parameters)
+        (group,) = optimizer.param_groups
+        kinds = [EqualStates(None).kind(optimizer, group, p) for p in parameters]
+    assert kinds[0] != kinds[1]
 
 
 def test_groups_with_other_options_have_states_of_their_own(monkeypatch):
