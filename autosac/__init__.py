@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from autosac.integrations.data_parallel import plan_replicas
     from autosac.parallel.cluster_timing import calibrate_cluster
     from autosac.parallel.clusters import ClusterSpec
-    from autosac.parallel.planning import min_gpus, plan_parallel
+    from autosac.parallel.planning import plan_parallel
     from autosac.parallel.plans import ParallelPlan
     from autosac.parallel.sweeping import sweep_parallel
+    from autosac.pipelines.fewest import min_gpus
     from autosac.pipelines.planning import plan_pipeline
     from autosac.pipelines.plans import PipelinePlan
     from autosac.planning.batch_sizes import (
@@ -163,12 +164,10 @@ _NAMES_OF = {
     "autosac.integrations.data_parallel": ("plan_replicas",),
     "autosac.parallel.cluster_timing": ("calibrate_cluster",),
     "autosac.parallel.clusters": ("ClusterSpec",),
-    "autosac.parallel.planning": (
-        "min_gpus",
-        "plan_parallel",
-    ),
+    "autosac.parallel.planning": ("plan_parallel",),
     "autosac.parallel.plans": ("ParallelPlan",),
     "autosac.parallel.sweeping": ("sweep_parallel",),
+    "autosac.pipelines.fewest": ("min_gpus",),
     "autosac.pipelines.planning": ("plan_pipeline",),
     "autosac.pipelines.plans": ("PipelinePlan",),
     "autosac.planning.batch_sizes": (

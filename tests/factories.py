@@ -47,3 +47,28 @@ def alone():
 
 
 NUMBER = 3
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+def chain(layers=2, rows=4):
+    """Blocks that stages of a pipeline can have, with the target apart."""
+    blocks = (Block() for _ in range(layers))
+    tokens = torch.zeros(rows, 64, dtype=torch.int64)
+    return {
+        "model": nn.Sequential(nn.Embedding(32, 8), *blocks, nn.Linear(8, 32)),
+        "inputs": tokens,
+        "target": tokens,
+        "loss_fn": mean_cross_entropy,
+    }
+
+
+def mean_cross_entropy(logits, target):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())

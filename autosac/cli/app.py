@@ -28,7 +28,8 @@ EPILOG = (
 )
 MODEL = (
     "package.module:factory, a function that returns (model, inputs[, loss_fn[,"
-    " optimizer]]) or a dict of these; or hf:path/to/config.json."
+    " optimizer]]) or a dict of these, in which target may be the second argument of"
+    " loss_fn; or hf:path/to/config.json."
 )
 
 app = typer.Typer(

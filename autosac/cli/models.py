@@ -27,6 +27,7 @@ from autosac.step import source_lines
 from autosac.step.arguments import optimizer_class, read_dtype
 
 _KEYS = ("model", "inputs", "loss_fn", "optimizer")
+_TARGET = "target"  # of a loss of output and target, in dicts only
 _HF = "hf:"
 
 
@@ -46,9 +47,36 @@ class Target:
 
     def parts(self) -> dict[str, Any]:
         """Model, inputs, loss and optimizer, built anew from the same seed."""
+        parts = self._made()
+        if _TARGET in parts:
+            target, loss_fn = parts.pop(_TARGET), parts["loss_fn"]
+            parts["loss_fn"] = lambda output: loss_fn(output, target)
+        return parts
+
+    def pipeline(self) -> dict[str, Any]:
+        """The same with the target apart, as pipelines have it; and the options.
+
+        Raises:
+            UsageError: There is no target.
+        """
+        parts, options = self._made(), dict(self.options)
+        if _TARGET not in parts:
+            raise UsageError(
+                "Stages of a pipeline need a factory that returns a dict with model,"
+                " inputs, target and loss_fn, a function of output and target."
+            )
+        if options["accumulate"] == 1:
+            del options["accumulate"]
+        return {**parts, **options}
+
+    def _made(self) -> dict[str, Any]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             parts = self.make()
+        target = parts.get(_TARGET)
+        if isinstance(target, torch.Tensor) and target.is_meta:
+            # Losses hold targets, which are never on the meta device.
+            parts = {**parts, _TARGET: torch.zeros_like(target, device="cpu")}
         if self.optimizer:
             parts = {**parts, "optimizer": optimizer_class(self.optimizer)}
         return parts
@@ -273,11 +301,14 @@ def _parts_of(name: str, parts: Any) -> dict[str, Any]:
     if isinstance(parts, tuple) and 2 <= len(parts) <= len(_KEYS):
         parts = dict(zip(_KEYS, parts, strict=False))
     is_right = isinstance(parts, Mapping) and {"model", "inputs"} <= parts.keys()
-    if not is_right or not parts.keys() <= set(_KEYS):
+    if is_right and _TARGET in parts:
+        is_right = "loss_fn" in parts
+    if not is_right or not parts.keys() <= {*_KEYS, _TARGET}:
         raise UsageError(
             f"{name!r} must return (model, inputs), (model, inputs, loss_fn) or"
-            " (model, inputs, loss_fn, optimizer), or a dict with these keys; it"
-            f" returned {_described(parts)}."
+            " (model, inputs, loss_fn, optimizer), or a dict with these keys, and with"
+            " target if loss_fn is a function of output and target; it returned"
+            f" {_described(parts)}."
         )
     return dict(parts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,18 +23,26 @@ from autosac.cli.app import (
 )
 from autosac.cli.step_options import (
     Cluster,
+    GlobalBatch,
     HostBudget,
     LossParallel,
     Mesh,
+    MicroBatches,
     Offload,
     ParamDtype,
     ReduceDtype,
+    Schedules,
     TpPlan,
+    asks_for_stages,
     read_mesh,
     takes_step,
     takes_units,
 )
-from autosac.cli.usage import check_folders, usage
+from autosac.cli.usage import UsageError, check_folders, usage
+
+if TYPE_CHECKING:
+    from autosac.parallel.plans import ParallelPlan
+    from autosac.pipelines.plans import PipelinePlan
 
 _PANEL = "How much fits"
 
@@ -91,6 +99,9 @@ def parallel(
     mesh: Mesh = "",
     tp_plan: TpPlan = "",
     loss_parallel: LossParallel = False,
+    global_batch: GlobalBatch = None,
+    micro_batches: MicroBatches = None,
+    schedule: Schedules = None,
     param_dtype: ParamDtype = "",
     reduce_dtype: ReduceDtype = "",
     out: Annotated[
@@ -100,27 +111,62 @@ def parallel(
     host_budget: HostBudget = None,
     as_json: Json = False,
 ) -> None:
-    """Plan FSDP2, tensor parallelism and recomputation of many GPUs together."""
+    """Plan FSDP2, tensor parallelism, stages and recomputation of many GPUs."""
     with exit_codes(as_json):
         check_folders(out)
         step = cli.models.asked(model, **options)
+        typed: dict[str, Any] = {
+            "cluster": cluster, "num_gpus": gpus, "memory_budget": budget,
+            "mesh": read_mesh(mesh), "tp_plan": tp_plan or None,
+            "loss_parallel": loss_parallel, "param_dtype": param_dtype or None,
+            "reduce_dtype": reduce_dtype or None,
+        }  # fmt: skip
+        plan: ParallelPlan | PipelinePlan
         with usage():
-            cluster_plan = autosac.plan_parallel(
-                **step.parts(), **step.options, cluster=cluster, num_gpus=gpus,
-                memory_budget=budget, param_dtype=param_dtype or None,
-                reduce_dtype=reduce_dtype or None, **given, mesh=read_mesh(mesh),
-                tp_plan=tp_plan or None,  # type: ignore[arg-type]
-                loss_parallel=loss_parallel,
-                offload=offload, host_budget=host_budget,
-            )  # fmt: skip
+            stages = _stages(
+                typed["mesh"], given, global_batch, micro_batches, schedule
+            )
+            if stages is None:
+                plan = autosac.plan_parallel(
+                    **step.parts(), **step.options, **given, **typed,
+                    offload=offload, host_budget=host_budget,
+                )  # fmt: skip
+            elif offload:
+                raise UsageError("--offload is not for stages: leave out one of them.")
+            else:
+                plan = autosac.plan_pipeline(**step.pipeline(), **typed, **stages)
         if out is not None:
-            cluster_plan.save(out)
+            plan.save(out)
         wrote(out)
-        show(
-            as_json,
-            lambda: cli.tables.parallel_record(cluster_plan),
-            str(cluster_plan),
+        show(as_json, lambda: cli.tables.cluster_record(plan), str(plan))
+
+
+def _stages(
+    mesh: dict[str, int | None] | None,
+    given: dict[str, Any],
+    global_batch: int | None,
+    micro_batches: list[int] | None,
+    schedules: list[str] | None,
+) -> dict[str, Any] | None:
+    """Arguments of a pipeline, or None if none is asked for.
+
+    Raises:
+        UsageError: Some are given that do not go together.
+    """
+    typed = {"micro_batches": micro_batches, "schedule": schedules}
+    if not asks_for_stages(mesh, global_batch=global_batch, **typed):
+        return None
+    if any(given.values()):
+        raise UsageError(
+            "--ac-units and --fsdp-units are not for stages, whose units are chosen:"
+            " leave them out."
         )
+    stages: dict[str, Any] = {"global_batch": global_batch}
+    if micro_batches:
+        stages["num_micro_batches"] = micro_batches
+    if schedules:
+        stages["schedules"] = schedules
+    return stages
 
 
 @app.command("min-gpus", epilog=EPILOG, rich_help_panel=_PANEL)
@@ -132,19 +178,40 @@ def min_gpus(
     options: Options,
     given: Options,
     cluster: Cluster = "hgx-h100",
+    mesh: Mesh = "",
+    tp_plan: TpPlan = "",
+    loss_parallel: LossParallel = False,
+    global_batch: GlobalBatch = None,
+    micro_batches: MicroBatches = None,
+    schedule: Schedules = None,
     param_dtype: ParamDtype = "",
     reduce_dtype: ReduceDtype = "",
     as_json: Json = False,
 ) -> None:
-    """Say how many GPUs it takes at least, all of them sharing the parameters."""
+    """Say how many GPUs it takes at least: sharing parameters, or with stages."""
     with exit_codes(as_json):
         step = cli.models.asked(model, **options)
+        typed: dict[str, Any] = {
+            "cluster": cluster, "memory_budget": budget,
+            "param_dtype": param_dtype or None, "reduce_dtype": reduce_dtype or None,
+        }  # fmt: skip
+        degrees = read_mesh(mesh)
         with usage():
-            fewest = autosac.min_gpus(
-                **step.parts(), **step.options, **given, cluster=cluster,
-                memory_budget=budget, param_dtype=param_dtype or None,
-                reduce_dtype=reduce_dtype or None,
-            )  # fmt: skip
+            stages = _stages(degrees, given, global_batch, micro_batches, schedule)
+            if stages is None and (mesh or tp_plan or loss_parallel):
+                raise UsageError(
+                    "--mesh of min-gpus has pp, such as --mesh pp=any,fsdp=any,tp=any;"
+                    " without it all GPUs share the parameters."
+                )
+            if stages is None:
+                fewest = autosac.min_gpus(
+                    **step.parts(), **step.options, **given, **typed
+                )
+            else:
+                fewest = autosac.min_gpus(
+                    **step.pipeline(), **typed, **stages, mesh=degrees,
+                    tp_plan=tp_plan or None, loss_parallel=loss_parallel,
+                )  # fmt: skip
         said = "no number of GPUs is enough" if fewest is None else f"{fewest} GPUs"
         show(as_json, lambda: {"min_gpus": fewest}, said)
         if fewest is None:

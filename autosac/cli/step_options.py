@@ -60,8 +60,28 @@ AcUnits = Annotated[
 Mesh = Annotated[
     str,
     typer.Option(
-        metavar="tp=N",
-        help="N ranks of a node share slices of tensors besides; tp=any tries all N.",
+        metavar="DIM=N,...",
+        help="tp=N: ranks of a node share slices of tensors. pp=N: stages of a"
+        " pipeline, with fsdp=N and replicate=N for ranks of each. Without N, or with"
+        " N any, all are tried.",
+    ),
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Rows of a step of all ranks together; with pp in --mesh."
+    ),
+]
+MicroBatches = Annotated[
+    list[int] | None,
+    typer.Option(
+        min=1, metavar="N", help="Micro-batches of a step of stages; repeat to choose."
+    ),
+]
+Schedules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--schedule", metavar="NAME", help="1F1B or GPipe, of stages. [default: both]"
     ),
 ]
 TpPlan = Annotated[
@@ -169,8 +189,34 @@ def read_mesh(typed: str) -> dict[str, int | None] | None:
     """
     degrees: dict[str, int | None] = {}
     for part in filter(None, typed.split(",")):
-        dimension, _, size = part.partition("=")
-        if not size.isdecimal() and size != "any":
+        dimension, equals, size = part.partition("=")
+        is_open = size in ("", "any")
+        if not equals or not (is_open or size.isdecimal()):
             raise UsageError(f"--mesh {typed}: write tp=8, or tp=any.")
-        degrees[dimension.strip()] = None if size == "any" else int(size)
+        degrees[dimension.strip()] = None if is_open else int(size)
     return degrees or None
+
+
+_OF_STAGES = ("pp", "replicate", "fsdp")
+
+
+def asks_for_stages(mesh: dict[str, int | None] | None, **only_then: Any) -> bool:
+    """Whether a mesh has stages of a pipeline.
+
+    Args:
+        mesh: As typed.
+        only_then: What is typed for these alone, by the name of the option.
+
+    Raises:
+        UsageError: They are given without stages.
+    """
+    if mesh is not None and any(name in mesh for name in _OF_STAGES):
+        return True
+    for name, value in only_then.items():
+        if value:
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"--{option} is for stages of a pipeline: add pp to --mesh, such as"
+                " --mesh pp=any,fsdp=any,tp=any."
+            )
+    return False

@@ -12,6 +12,7 @@ from autosac.advice.advising import Advice
 from autosac.devices.specs import DeviceSpec
 from autosac.graphs.compiling import CompiledPlan
 from autosac.parallel.plans import ParallelPlan
+from autosac.pipelines.plans import PipelinePlan
 from autosac.planning.plans import Plan
 from autosac.profiles.estimate import Estimate
 from autosac.quantities import format_bytes
@@ -29,6 +30,16 @@ _PARALLEL_FIELDS = (
     "step_ms", "compute_ms", "recompute_ms", "exposed_forward_ms",
     "exposed_backward_ms", "bound_ms", "optimality_gap", "cluster", "device",
     "torch_version", "offloaded_bytes", "exposed_copies_ms",
+)  # fmt: skip
+
+_PIPELINE_FIELDS = (
+    "mesh_shape", "mesh_dim_names", "num_gpus", "global_batch", "budget_bytes",
+    "peak_bytes", "highest_peak_bytes", "step_ms", "bound_ms", "alternatives", "device",
+    "calibrated", "torch_version",
+)  # fmt: skip
+_STAGE_FIELDS = (
+    "fqns", "policy", "peak_bytes", "late_bytes", "forward_ms", "backward_ms",
+    "recompute_ms", "exchange_ms", "gather_ms", "reduce_ms",
 )  # fmt: skip
 
 _GRAPH_FIELDS = (
@@ -49,6 +60,24 @@ def parallel_record(plan: ParallelPlan) -> dict[str, Any]:
     record["tensor"] = asdict(plan.tensor)
     others = [asdict(other) for other in plan.alternatives]
     return {**record, "fsdp_units": units, "alternatives": others}
+
+
+def cluster_record(plan: ParallelPlan | PipelinePlan) -> dict[str, Any]:
+    """The figures of a plan of many GPUs."""
+    if isinstance(plan, PipelinePlan):
+        return pipeline_record(plan)
+    return parallel_record(plan)
+
+
+def pipeline_record(plan: PipelinePlan) -> dict[str, Any]:
+    """The figures of a pipeline, of its stages, and why other meshes lost."""
+    record = {name: getattr(plan, name) for name in _PIPELINE_FIELDS}
+    stages = [
+        {name: getattr(stage, name) for name in _STAGE_FIELDS}
+        for stage in plan.stage_plans
+    ]
+    own = {name: asdict(getattr(plan, name)) for name in ("pipeline", "tensor")}
+    return {**record, **own, "stages": stages}
 
 
 def compiled_record(plan: CompiledPlan) -> dict[str, Any]:

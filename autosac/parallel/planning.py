@@ -15,7 +15,6 @@ import torch
 
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import Setting
 from autosac.parallel.mesh_racing import TpPlan
 from autosac.parallel.meshes import cheapest_mesh, read_mesh
@@ -175,47 +174,3 @@ def plan_parallel(
         setting,
         fastest,
     )
-
-
-def min_gpus(
-    model: torch.nn.Module | Profile,
-    inputs: Any = None,
-    *,
-    cluster: str | ClusterSpec,
-    memory_budget: int | str,
-    most_gpus: int = 65_536,
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
-    ac_units: Marks | None = None,
-    fsdp_units: Marks | None = None,
-    **options: Any,
-) -> int | None:
-    """Fewest GPUs that share all parameters on which a step fits the budget.
-
-    Sizes are parts of one node, then whole nodes.
-
-    Args:
-        model: As in `plan_parallel`, like all that follows.
-        inputs: Of one rank.
-        cluster: Says what nodes are like; how many it has does not matter.
-        memory_budget: Cap on the peak of a rank.
-        most_gpus: Where to stop looking.
-        param_dtype: Type in which parameters are gathered.
-        reduce_dtype: Type in which gradients are reduced.
-        ac_units: The only modules that may be AC units.
-        fsdp_units: The FSDP units besides the model itself.
-        options: As in `profile`, but `device`.
-
-    Returns:
-        That number, or None if `most_gpus` are not enough.
-
-    Raises:
-        ValueError: An argument cannot be read.
-        UnsupportedError: The memory of such a step is not modelled.
-    """
-    spec = cluster_of(cluster, None)
-    profile = profile_for(spec, model, inputs, options)
-    setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))
-    budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
-    return fewest_gpus(chooser, spec, budget_bytes, most_gpus=most_gpus)

@@ -4,12 +4,19 @@ All that `mesh` leaves open is enumerated, with every size of micro-batches that
 global batch has. What its blocks take at least, or what a rank keeps all the time,
 rules most of them out; the others are guessed at (`estimating`), and those that may be
 the fastest are planned.
+
+Some GPUs may be left idle, so that no more of them are ever slower: where links are
+slow, or the batch is small, fewer may be faster. Numbers that are looked at besides all
+do not depend on how many there are, so that a larger cluster can do what a smaller one
+does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -32,11 +39,14 @@ from autosac.pipelines.sharded_stages import DataParallel
 from autosac.quantities import format_bytes, format_ms
 
 _FEW = 2  # meshes whose least peak is asked for if none can fit
+# Nodes that may be used besides all of them: so few, or 2 or 3 times a power of two.
+_FEW_NODES = 8
 
 
 class _Cell(NamedTuple):
     """One mesh with one schedule."""
 
+    cluster: ClusterSpec
     tensor: TensorParallel
     parallel: DataParallel
     schedule: Schedule
@@ -60,7 +70,7 @@ class MeshSearch:
         base: The whole model and one row.
         inputs: Rows that stand for all,
         target: likewise.
-        cluster: Whose GPUs are used, all of them.
+        cluster: Whose GPUs are used, or some of them.
         mesh: Degrees by dimension, None for those to choose.
         tp_plan: As in `plan_pipeline`,
         loss_parallel: likewise.
@@ -82,10 +92,13 @@ class MeshSearch:
     schedules: Sequence[str]
     relative_gap: float
     loss_parallel: bool
-    budget_bytes: int = 0
-    _lost: dict[str, str] = field(default_factory=dict)
-    _known: dict[tuple[int, int], MicroBatch] = field(default_factory=dict)
-    _tensors: list[TensorParallel] = field(default_factory=list)
+    budget_bytes: int
+    _known: dict[Hashable, MicroBatch] = field(default_factory=dict)
+    _lost: dict[str, str] = field(default_factory=dict, init=False)
+    _tensors: list[TensorParallel] = field(default_factory=list, init=False)
+    _runners: Runners = field(default_factory=Runners, init=False)
+    # What meshes keep that cannot fit, with one of the schedules.
+    _least: dict[str, tuple[int, _Cell]] = field(default_factory=dict, init=False)
 
     def degrees(self) -> tuple[int, ...]:
         """Degrees of tensor parallelism to look at."""
@@ -103,36 +116,65 @@ class MeshSearch:
             AutosacError: As `plan_pipeline`.
         """
         degrees = self.degrees()
+        with self._ranks(degrees):
+            return self._chosen(degrees)
+
+    def can_fit(self) -> bool:
+        """Whether what a rank keeps all the time lets a mesh of all GPUs fit."""
+        if self.cluster.gpus_per_node % (self.mesh["tp"] or 1):
+            return False  # there are too few
+        degrees = self.degrees()
+        with self._ranks(degrees):
+            self._divide(degrees)
+            cells = (c for t in self._tensors for c in self._cells(self.cluster, t))
+            return any(self._kept_bytes(cell) <= self.budget_bytes for cell in cells)
+
+    def _ranks(self, degrees: Sequence[int]) -> AbstractContextManager[None]:
+        """A group that stands for the ranks that share slices."""
         check_no_group(degrees)
-        most = max(degrees)
-        if most == 1:
-            return self._chosen(degrees)
-        with fake_ranks(most, divides_loss=self.loss_parallel):
-            return self._chosen(degrees)
+        if max(degrees) == 1:
+            return nullcontext()
+        return fake_ranks(max(degrees), divides_loss=self.loss_parallel)
 
     def _chosen(self, degrees: Sequence[int]) -> PipelinePlan:
         refused = self._divide(degrees)
-        cells = [cell for tensor in self._tensors for cell in self._cells(tensor)]
-        if not cells and refused:
+        is_any = False
+        for cluster in parts(self.cluster):
+            if is_any and self._least_on(cluster) >= self._runners.best_ms:
+                break  # nor is anything faster on fewer
+            cells = [
+                c for tensor in self._tensors for c in self._cells(cluster, tensor)
+            ]
+            is_any = is_any or bool(cells)
+            self._enter(cells)
+        if not is_any and refused:
             raise refused[0]
-        if not cells:
+        if not is_any:
             raise ArgumentError(
                 f"No mesh of {self.cluster.num_gpus} GPUs with the degrees of `mesh`"
                 f" shares a `global_batch` of {self.global_batch} rows evenly between"
                 " stages, replicas and shards: change one of these, or leave degrees"
                 " open with None."
             )
-        runners = Runners()
-        least: dict[str, tuple[int, _Cell]] = {}
-        for bound_ms, cell in sorted(
-            ((self._least_ms(cell), cell) for cell in cells), key=lambda pair: pair[0]
-        ):
+        if not self._runners.has_any:  # say what the least ones would need
+            kept = sorted(self._least.values(), key=lambda pair: pair[0])
+            for _, cell in kept[:_FEW]:
+                self._runners.enter(self._race(cell))
+        lost = [f"{mesh}: {why}" for mesh, why in self._lost.items()]
+        plan = self._runners.plan(lost)
+        return replace(plan, num_gpus=self.cluster.num_gpus)
+
+    def _enter(self, cells: Sequence[_Cell]) -> None:
+        """Let those of one number of GPUs race that may be fastest."""
+        runners = self._runners
+        by_bound = sorted(((self._least_ms(c), c) for c in cells), key=itemgetter(0))
+        for bound_ms, cell in by_bound:
             if bound_ms >= runners.best_ms:
                 self._note(cell, f"takes {format_ms(bound_ms)} a step at least")
                 continue
             kept_bytes = self._kept_bytes(cell)
             if kept_bytes > self.budget_bytes:
-                least.setdefault(cell.mesh, (kept_bytes, cell))
+                self._least.setdefault(cell.mesh, (kept_bytes, cell))
                 self._note(cell, f"keeps {format_bytes(kept_bytes)} all the time")
                 continue
             race = self._race(cell)
@@ -140,11 +182,6 @@ class MeshSearch:
                 self._note(cell, f"takes {format_ms(race.bound_ms)} a step at least")
             else:
                 runners.enter(race)
-        if not runners.has_any:  # say what the least ones would need
-            for _, cell in sorted(least.values(), key=lambda pair: pair[0])[:_FEW]:
-                runners.enter(self._race(cell))
-        lost = [f"{mesh}: {why}" for mesh, why in self._lost.items()]
-        return runners.plan(lost)
 
     def _divide(self, degrees: Sequence[int]) -> list[AutosacError]:
         """Find the ways to divide tensors; what is refused."""
@@ -159,19 +196,21 @@ class MeshSearch:
                 self._lost[f"tp={degree}"] = str(error)
         return refused
 
-    def _cells(self, tensor: TensorParallel) -> Iterator[_Cell]:
-        """All meshes and schedules of one division of tensors."""
-        num_groups, left = divmod(self.cluster.num_gpus, tensor.degree)
+    def _cells(self, cluster: ClusterSpec, tensor: TensorParallel) -> Iterator[_Cell]:
+        """All meshes and schedules of all GPUs, with one division of tensors."""
+        num_groups, left = divmod(cluster.num_gpus, tensor.degree)
         most = len(self.base.cuts) + 1
         for stages in _divisors(0 if left else num_groups):
             if not 1 < stages <= most or self.mesh["pp"] not in (None, stages):
                 continue
-            for parallel in self._parallels(tensor, num_groups // stages):
+            for parallel in self._parallels(num_groups // stages):
                 rows, left = divmod(self.global_batch, parallel.degree)
-                if not left:
-                    yield from self._of_rows(tensor, parallel, stages, rows)
+                if not left and parallel.fits(cluster, tensor.degree):
+                    for schedule in self._schedules(stages, rows):
+                        own = rows // schedule.num_micro_batches
+                        yield _Cell(cluster, tensor, parallel, schedule, own)
 
-    def _parallels(self, tensor: TensorParallel, size: int) -> Iterator[DataParallel]:
+    def _parallels(self, size: int) -> Iterator[DataParallel]:
         """Replicas and shards of so many groups."""
         typed = self.base.parallel
         for shards in _divisors(size):
@@ -183,22 +222,17 @@ class MeshSearch:
             parallel = replace(typed, shard_degree=shards, replicate_degree=replicas)
             if parallel.degree == 1 and typed.param_dtype is not None:
                 continue  # nobody gathers parameters in another type
-            if parallel.fits(self.cluster, tensor.degree):
-                yield parallel
+            yield parallel
 
-    def _of_rows(
-        self, tensor: TensorParallel, parallel: DataParallel, stages: int, rows: int
-    ) -> Iterator[_Cell]:
+    def _schedules(self, stages: int, rows: int) -> Iterator[Schedule]:
+        """Schedules of stages, one for each number of micro-batches."""
         for number in _divisors(rows):
             if self.num_micro_batches and number not in self.num_micro_batches:
                 continue
             able = (ONE_F_ONE_B, GPIPE) if number >= stages else (GPIPE,)
             name = next((name for name in able if name in self.schedules), None)
             if name is not None:
-                schedule = Schedule(
-                    name=name, num_ranks=stages, num_micro_batches=number
-                )
-                yield _Cell(tensor, parallel, schedule, rows // number)
+                yield Schedule(name=name, num_ranks=stages, num_micro_batches=number)
 
     def _least_ms(self, cell: _Cell) -> float:
         """No step of a cell is faster: by the FLOPs of its rows, spread evenly."""
@@ -206,17 +240,21 @@ class MeshSearch:
         stages, number = cell.schedule.num_ranks, cell.schedule.num_micro_batches
         return own_ms * (stages + number - 1) / stages
 
+    def _least_on(self, cluster: ClusterSpec) -> float:
+        """No step on so many GPUs is faster, likewise."""
+        times = (t.degree * self._micro_batch(t, 1).flops_ms for t in self._tensors)
+        return min(times) * self.global_batch / cluster.num_gpus
+
     def _kept_bytes(self, cell: _Cell) -> int:
         """What the fullest rank keeps at least, of parameters and the optimizer."""
-        one_row = self._micro_batch(cell.tensor, 1).among(cell.parallel)
+        one_row = self._micro_batch(cell.tensor, 1).among(cell.parallel, cell.cluster)
         return one_row.least_bytes // cell.schedule.num_ranks
 
     def _micro_batch(self, tensor: TensorParallel, rows: int) -> MicroBatch:
         """So many rows of a model divided so, sharded in whatever way."""
-        place = self._tensors.index(tensor)
-        key = place, rows
+        key = tensor.degree, tensor.cuts_sequences, rows
         if key not in self._known:
-            if key == (place, 1) and tensor.degree == 1:
+            if tensor.degree == rows == 1:
                 return self.base
             some = replace(
                 self.base,
@@ -227,15 +265,37 @@ class MeshSearch:
         return self._known[key]
 
     def _race(self, cell: _Cell) -> Race:
-        micro_batch = self._micro_batch(cell.tensor, cell.rows).among(cell.parallel)
+        micro_batch = self._micro_batch(cell.tensor, cell.rows)
         return Race(
-            micro_batch, cell.schedule, self.budget_bytes, self.relative_gap, cell.mesh
+            micro_batch.among(cell.parallel, cell.cluster),
+            cell.schedule,
+            self.budget_bytes,
+            self.relative_gap,
+            cell.mesh,
         )
 
     def _note(self, cell: _Cell, why: str) -> None:
-        """Note why a mesh lost: of its schedules the first, which is the fastest."""
+        """Note why a mesh lost: of its schedules the first, which is the fastest.
+
+        Those that leave GPUs idle are not worth a word.
+        """
+        if cell.cluster is not self.cluster:
+            return
         number = cell.schedule.num_micro_batches
         self._lost.setdefault(cell.mesh, f"with {number} micro-batches {why}")
+
+
+def parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
+    """All GPUs of a cluster, and then less and less of them: nodes, and parts of one.
+
+    But for all, these numbers do not depend on how many nodes there are.
+    """
+    yield cluster
+    for nodes in range(cluster.num_nodes - 1, 0, -1):
+        if nodes <= _FEW_NODES or nodes // (nodes & -nodes) <= 3:  # odd part
+            yield replace(cluster, num_nodes=nodes)
+    for num_gpus in reversed(_divisors(cluster.gpus_per_node)[:-1]):
+        yield cluster.resized(num_gpus)
 
 
 def _divisors(number: int) -> list[int]:

@@ -288,9 +288,14 @@ class MicroBatch:
             ).each(self._measured)
         return self._traced[blocks]
 
-    def among(self, parallel: DataParallel) -> MicroBatch:
-        """The micro-batch with other replicas and shards; what is traced is shared."""
-        new = replace(self, parallel=parallel)
+    def among(self, parallel: DataParallel, cluster: ClusterSpec) -> MicroBatch:
+        """The micro-batch with other replicas and shards; what is traced is shared.
+
+        Args:
+            parallel: These replicas and shards,
+            cluster: on as many GPUs of the same kind.
+        """
+        new = replace(self, parallel=parallel, cluster=cluster)
         own, other = self.parallel, parallel
         if (own.degree > 1, own.param_dtype, own.reduce_dtype) == (
             other.degree > 1,

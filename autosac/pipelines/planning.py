@@ -96,13 +96,14 @@ def plan_pipeline(
             divide a node. ``"fsdp"``: over how many ranks FSDP2 shards each stage;
             ``"replicate"``: how many such groups a stage has. None for none. With None
             for one of these, or for ``"pp"``, all degrees with which all GPUs of the
-            cluster share `global_batch` come into question; then ``"tp"``, too, is
-            chosen with them.
+            cluster, or some of them, share `global_batch` come into question; then
+            ``"tp"``, too, is chosen with them.
         tp_plan: Which slices, as in `plan_parallel`.
         loss_parallel: Logits stay divided, likewise.
         param_dtype: Type that FSDP2 gathers parameters in, such as ``"bfloat16"``,
         reduce_dtype: and in which gradients add up and are reduced; both or none.
-        relative_gap: A plan is given up for another that is faster by more.
+        relative_gap: A solve stops when it is proven this close to the least; where
+            estimates guide the search, other cuts must be faster by more.
         offload: Whether AC units of stages may have in far memory what they keep
             between forward and backward of a micro-batch, as in `plan`. Each rank has
             of its device's link what `cluster` says that it shares. Not with slices
@@ -123,23 +124,12 @@ def plan_pipeline(
     if cluster is None and num_gpus is not None:
         raise ArgumentError("`num_gpus` is given without the `cluster` that has them.")
     spec = None if cluster is None else cluster_of(cluster, num_gpus)
-    if spec is not None:
-        options = {**options, "device": replace(spec.device, link=spec.link)}
-    _check_options(options)
-    _check_tensors(inputs, target)
     directory = None if offload_dir is None else os.fspath(offload_dir)
     check_offload(offload, directory)
     far = FarBytes()
     if host_budget is not None:
         far = FarBytes(parse_bytes(host_budget, name="host_budget"))
-    given = MicroBatch(
-        model=model,
-        inputs=inputs,
-        target=target,
-        loss_fn=loss_fn,
-        options=options,
-        cluster=spec,
-    )
+    given = _given(model, inputs, target, loss_fn, spec, options)
     asked = _AskedMesh(
         mesh=mesh,
         num_ranks=_stages_of(mesh) if num_ranks is None else num_ranks,
@@ -212,7 +202,7 @@ class _AskedMesh:
         """
         given = replace(given, far=far)
         if self.num_ranks is None or _is_open(self.mesh):
-            return self._search(given)
+            return self.search(given).run()
         spec, num_ranks = given.cluster, self.num_ranks
         degrees, parallel = _read_mesh(
             self.mesh, self.tp_plan, self.loss_parallel, num_ranks, spec
@@ -242,23 +232,81 @@ class _AskedMesh:
         lost = map(_lost, race.lost())
         return replace(race.best, alternatives=(*race.best.alternatives, *lost))
 
-    def _search(self, given: MicroBatch) -> PipelinePlan:
-        """The plan of the best mesh of those that are left open."""
-        search = _search(
+    def search(self, given: MicroBatch) -> MeshSearch:
+        """The search for degrees that are left open."""
+        return _search(
             given,
             self.mesh,
             self.num_ranks,
             self.dtypes,
             self.num_micro_batches,
             self.global_batch,
+            memory_budget=self.memory_budget,
             tp_plan=self.tp_plan,
             loss_parallel=self.loss_parallel,
             schedules=self.schedules,
             relative_gap=self.relative_gap,
         )
-        total_bytes = search.base.memory_bytes
-        search.budget_bytes = parse_bytes(self.memory_budget, total_bytes=total_bytes)
-        return search.run()
+
+
+def search_for(
+    model: torch.nn.Module,
+    inputs: torch.Tensor,
+    *,
+    target: Any = None,
+    loss_fn: PipelineLoss,
+    num_ranks: int | None = None,
+    num_micro_batches: int | Sequence[int] | None = None,
+    global_batch: int | None = None,
+    memory_budget: int | str,
+    schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE),
+    cluster: ClusterSpec,
+    mesh: Mapping[str, int | None],
+    tp_plan: TpPlan = None,
+    loss_parallel: bool = False,
+    param_dtype: str | None = None,
+    reduce_dtype: str | None = None,
+    relative_gap: float = RELATIVE_GAP,
+    **options: Any,
+) -> MeshSearch:
+    """The search for a mesh without offload; arguments are `plan_pipeline`'s."""
+    given = _given(model, inputs, target, loss_fn, cluster, options)
+    asked = _AskedMesh(
+        mesh=mesh,
+        num_ranks=_stages_of(mesh) if num_ranks is None else num_ranks,
+        num_micro_batches=num_micro_batches,
+        global_batch=global_batch,
+        memory_budget=memory_budget,
+        schedules=schedules,
+        tp_plan=tp_plan,
+        loss_parallel=loss_parallel,
+        dtypes=(param_dtype, reduce_dtype),
+        relative_gap=relative_gap,
+    )
+    return asked.search(given)
+
+
+def _given(
+    model: torch.nn.Module,
+    inputs: torch.Tensor,
+    target: Any,
+    loss_fn: PipelineLoss,
+    cluster: ClusterSpec | None,
+    options: dict[str, Any],
+) -> MicroBatch:
+    """The model and all rows that are given."""
+    if cluster is not None:
+        options = {**options, "device": replace(cluster.device, link=cluster.link)}
+    _check_options(options)
+    _check_tensors(inputs, target)
+    return MicroBatch(
+        model=model,
+        inputs=inputs,
+        target=target,
+        loss_fn=loss_fn,
+        options=options,
+        cluster=cluster,
+    )
 
 
 def _cut(
@@ -302,6 +350,7 @@ def _search(
     num_micro_batches: int | Sequence[int] | None,
     global_batch: int | None,
     *,
+    memory_budget: int | str,
     schedules: Sequence[str],
     **asked_for: Any,
 ) -> MeshSearch:
@@ -330,8 +379,9 @@ def _search(
         numbers = _numbers(num_micro_batches, None)
     _num_rows(given.inputs, global_batch, ALONE)
     inputs, target = rows_of(given.inputs, 1), rows_of(given.target, 1)
+    base = replace(given, inputs=inputs, target=target, parallel=sharded)
     return MeshSearch(
-        base=replace(given, inputs=inputs, target=target, parallel=sharded),
+        base=base,
         inputs=given.inputs,
         target=given.target,
         cluster=given.cluster,
@@ -339,6 +389,7 @@ def _search(
         num_micro_batches=numbers,
         global_batch=global_batch,
         schedules=schedules,
+        budget_bytes=parse_bytes(memory_budget, total_bytes=base.memory_bytes),
         **asked_for,
     )
 

@@ -98,6 +98,8 @@ class PipelinePlan(Summarized):
             all schedules, numbers of micro-batches and, if degrees were open, meshes.
         offload_dir: Where files of the CPU's far memory lie; None for the system's
             directory of temporary files.
+        num_gpus: If degrees were open, the GPUs that there are: those besides
+            `num_ranks` are left idle, as no mesh with them was found to be faster.
         step_kwargs: Arguments that `step` of the schedule needs: without them the last
             rank keeps the outputs of all micro-batches, which the plan does not count.
     """
@@ -115,6 +117,7 @@ class PipelinePlan(Summarized):
     parallel: DataParallel = ALONE
     bound_ms: float = 0.0
     offload_dir: str | None = None
+    num_gpus: int | None = None
     step_kwargs: ClassVar[dict[str, bool]] = {"return_outputs": False}
 
     @property
@@ -324,6 +327,9 @@ class PipelinePlan(Summarized):
             ("time", f"{format_ms(self.step_ms)} a step, {waiting} of it waiting"),
             ("bound", f"{format_ms(self.bound_ms)}: no step asked for takes less"),
         ]
+        if self.num_gpus is not None and self.num_gpus > self.num_ranks:
+            idle = f"{self.num_gpus - self.num_ranks} of {self.num_gpus} GPUs"
+            facts.append(("idle", f"{idle}: no mesh with them was found to be faster"))
         if tp > 1:
             facts.append(("tensors", self._tensors()))
         if self.parallel.degree > 1:

@@ -73,6 +73,15 @@ class Race:
         mesh = f"{self.mesh}, " if self.mesh else ""
         return f"{mesh}{self.schedule.name}, {number} micro-batches"
 
+    @cached_property
+    def gap(self) -> float:
+        """By how much others must be faster: not at all where nothing is estimated.
+
+        So with more memory or faster links short chains are never slower by a gap.
+        """
+        is_short = shortened(self.micro_batch, 0, len(self.micro_batch.chain)) is None
+        return 0.0 if is_short else self.relative_gap
+
     def run(self, best_ms: float) -> Cutting:
         """Find the best cuts, if they are faster than the best known step.
 
@@ -99,7 +108,7 @@ class Race:
             block_ms=self.micro_batch.block_ms,
             cuts=self.micro_batch.cuts,
             times_of=self._guessed_times,
-            relative_gap=self.relative_gap,
+            relative_gap=self.gap,
             handed_bytes=self.micro_batch.handed_bytes,
             best_ms=best_ms,
         )
@@ -117,7 +126,7 @@ class Race:
             times = [t for t in (self._guessed_times(*s) for s in stages) if t]
             if len(times) == len(stages):
                 own_ms = step_ms(self.schedule, times)
-                if own_ms < (1 - self.relative_gap) * best_ms:
+                if own_ms < (1 - self.gap) * best_ms:
                     cutting.best_ms, cutting.starts = own_ms, self._fitting
         cutting.run()
         return cutting
@@ -413,7 +422,7 @@ class Runners:
         tried = [(guessed_ms, self._races[place]) for guessed_ms, place in fitting]
         for guessed_ms, race in tried or [(inf, race) for race in self._lowest()]:
             best_ms = best[1].best_ms if best else inf
-            if best and guessed_ms >= (1 - race.relative_gap) * best_ms:
+            if best and guessed_ms >= (1 - race.gap) * best_ms:
                 self._lost[race.name] = f"about {format_ms(guessed_ms)} a step"
                 continue
             cutting = race.run(best_ms)

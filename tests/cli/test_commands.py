@@ -455,6 +455,47 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
     assert wrong.exit_code == cli.EXIT_USAGE and "moon" in wrong.stderr
 
 
+STAGES = ("tests.factories:chain", "--on", "meta", "--cluster", "hgx-h100")
+
+
+def test_stages_of_a_pipeline_are_planned_for_and_counted(tmp_path):
+    path = tmp_path / "plan.json"
+    given = (*STAGES, "-b", "1GiB", "--global-batch", "4", "--mesh", "pp=,fsdp=1")
+    given += ("--set", "layers=1", "--micro-batches", "2", "--schedule", "1F1B")
+
+    record = run_json("parallel", *given, "--gpus", "2", "-o", str(path))
+    fewest = run_json("min-gpus", *given)["min_gpus"]
+
+    loaded = autosac.PipelinePlan.load(path)
+    assert record["mesh_shape"] == list(loaded.mesh_shape) == [2]
+    assert record["pipeline"]["name"] == "1F1B" and record["num_gpus"] == 2
+    assert record["global_batch"] == 4 and len(record["stages"]) == 2
+    assert fewest == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "message"),
+    [
+        ("parallel", ("--global-batch", "4"), "--global-batch is for stages"),
+        ("parallel", ("--mesh", "tp=2", "--schedule", "GPipe"), "add pp to --mesh"),
+        ("parallel", ("--mesh", "pp=2", "--ac-units", "0"), "leave them out"),
+        ("parallel", ("--mesh", "pp=2", "--offload"), "--offload is not for stages"),
+        ("parallel", ("--mesh", "pp=2,x"), "write tp=8"),
+        ("min-gpus", ("--mesh", "tp=2"), "--mesh of min-gpus has pp"),
+    ],
+)
+def test_what_is_not_for_stages_or_only_for_them_is_said(command, typed, message):
+    outcome = run(command, *STAGES, "-b", "1GiB", *typed)
+
+    assert outcome.exit_code == cli.EXIT_USAGE and message in outcome.stderr
+
+
+def test_stages_take_a_target_apart_which_other_commands_bind():
+    outcome = run("parallel", MLP, "-b", "1GiB", "--mesh", "pp=2")
+    assert outcome.exit_code == cli.EXIT_USAGE and "target" in outcome.stderr
+    assert run_json("estimate", *STAGES[:3])["peak_bytes"]
+
+
 def test_the_version_is_that_of_the_package():
     assert run("--version").stdout == f"autosac {metadata.version('autosac')}\n"
 
