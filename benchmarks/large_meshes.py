@@ -38,7 +38,7 @@ from autosac.parallel.tp_tracing import fake_ranks, rank_profile
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.rank_memory import RankReplay
-from autosac.pipelines.schedules import ONE_F_ONE_B, Schedule
+from autosac.pipelines.schedules import INTERLEAVED, ONE_F_ONE_B, Schedule
 from autosac.pipelines.sharded_stages import DataParallel
 from autosac.simulation import allocator_steps
 from autosac.step.ledger import Ledger
@@ -64,12 +64,14 @@ class Published:
 
     Attributes:
         size: Of the model.
-        stages: Of the pipeline, under 1F1B.
+        stages: Ranks of the pipeline, under 1F1B,
+        per_rank: or interleaved 1F1B, if each has several stages.
         fsdp: Ranks that share parameters.
         tp: Ranks that share slices.
         rows: Sequences of a micro-batch,
         micro_batches: and how many of these a step has.
         rule: What is recomputed.
+        asynchronous: Products hide collectives of tensor parallelism.
         gib: Peak of a rank,
         tokens: and tokens a second and GPU, that were measured.
         note: How it was, where that is not what is predicted.
@@ -77,11 +79,13 @@ class Published:
 
     size: str
     stages: int = 1
+    per_rank: int = 1
     fsdp: int
     tp: int = 1
     rows: int
     micro_batches: int = 1
     rule: ByHand
+    asynchronous: bool = False
     gib: float
     tokens: int
     note: str = ""
@@ -99,31 +103,38 @@ class Predicted(NamedTuple):
     step_ms: float
 
 
+_LARGE = Published(
+    size="70B",
+    fsdp=32,
+    tp=8,
+    rows=16,
+    rule=ALL_RECOMPUTED,
+    asynchronous=True,
+    gib=67.6,
+    tokens=876,
+    note="float8, compiled",
+)
+_LARGEST = Published(
+    size="405B",
+    stages=8,
+    per_rank=2,
+    fsdp=8,
+    tp=8,
+    rows=4,
+    micro_batches=8,
+    rule=ALL_RECOMPUTED,
+    asynchronous=True,
+    gib=72.7,
+    tokens=128,
+    note="float8, compiled",
+)
 SETTINGS = (
     Published(size="8B", fsdp=8, rows=2, rule=HALF_SAVED, gib=82.4, tokens=5762),
     Published(size="8B", fsdp=128, rows=2, rule=HALF_SAVED, gib=67.0, tokens=5605),
-    Published(
-        size="70B",
-        fsdp=32,
-        tp=8,
-        rows=16,
-        rule=ALL_RECOMPUTED,
-        gib=71.9,
-        tokens=829,
-        note="float8, compiled",
-    ),
-    Published(
-        size="405B",
-        stages=8,
-        fsdp=8,
-        tp=8,
-        rows=4,
-        micro_batches=8,
-        rule=ALL_RECOMPUTED,
-        gib=82.5,
-        tokens=100,
-        note="float8, compiled, asynchronous tensor parallelism",
-    ),
+    _LARGE,
+    replace(_LARGE, asynchronous=False, gib=71.9, tokens=829),
+    _LARGEST,
+    replace(_LARGEST, per_rank=1, gib=82.5, tokens=100),
 )
 
 
@@ -161,7 +172,9 @@ def predicted(setting: Published) -> Predicted:
     tensor = WHOLE
     if setting.tp > 1:
         styles = with_divided_loss(find_styles(model, sequence=True))
-        tensor = TensorParallel(degree=setting.tp, styles=styles)
+        tensor = TensorParallel(
+            degree=setting.tp, styles=styles, asynchronous=setting.asynchronous
+        )
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "device": spec.device}
     if setting.stages > 1:
         micro_batch = MicroBatch(
@@ -215,26 +228,25 @@ def _of_rank(
 def _of_stages(setting: Published, micro_batch: MicroBatch) -> Predicted:
     """Stages of as many blocks each, embedding and head counted as one each."""
     schedule = Schedule(
-        name=ONE_F_ONE_B,
+        name=INTERLEAVED if setting.per_rank > 1 else ONE_F_ONE_B,
         num_ranks=setting.stages,
         num_micro_batches=setting.micro_batches,
+        stages_per_rank=setting.per_rank,
     )
-    size = len(micro_batch.chain) - 1  # the norm goes with the head
-    ends = [size * (i + 1) // setting.stages for i in range(setting.stages)]
-    ends[-1] += 1
-    ledgers, times = [], []
+    size, number = len(micro_batch.chain) - 1, schedule.num_stages
+    ends = [size * (i + 1) // number for i in range(number)]
+    ends[-1] += 1  # the norm goes with the head
+    steps, chosen, times = {}, {}, []
     for stage, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        is_inner = 0 < stage < setting.stages - 1
+        is_inner = 0 < stage < number - 1
         # Inner stages are alike.
         own = (ends[0], ends[0] + end - first) if is_inner else (first, end)
-        step = micro_batch.step(*own)
+        step = steps[stage] = micro_batch.step(*own)
         later = step.later
         layers = [u for u in later.candidates if u.fqn.rpartition(".")[2].isdigit()]
-        chosen = {u: policy(later.tape, u, setting.rule) for u in layers}
-        replay = RankReplay(schedule, stage, {stage: step})
-        ledgers.append(replay.ledger({stage: chosen}))
+        chosen[stage] = {u: policy(later.tape, u, setting.rule) for u in layers}
         gather_ms, reduce_ms = micro_batch.sharding_ms(tuple(range(*own)))
-        rerun_ms = sum(curves.recompute_ms(*pair) for pair in chosen.items())
+        rerun_ms = sum(curves.recompute_ms(*pair) for pair in chosen[stage].items())
         times.append(
             StageTimes(
                 forward_ms=step.phase_ms["forward"],
@@ -244,6 +256,10 @@ def _of_stages(setting: Published, micro_batch: MicroBatch) -> Predicted:
                 send_ms=micro_batch.send_ms(stage, own[1] if is_inner else end),
             )
         )
+    ledgers = []
+    for rank in range(setting.stages):
+        own_steps = {stage: steps[stage] for stage in schedule.stages_of(rank)}
+        ledgers.append(RankReplay(schedule, rank, own_steps).ledger(chosen))
     return Predicted(ledgers, step_ms(schedule, times))
 
 
@@ -278,9 +294,11 @@ def _line(setting: Published, own: Predicted, rate: float, took_s: float) -> str
     peak = max(map(reserved_bytes, own.ledgers)) / GIB
     allocated = [f"{x.timeline().peak_bytes / GIB:.1f}" for x in own.ledgers]
     mesh = {"pp": setting.stages, "fsdp": setting.fsdp, "tp": setting.tp}
+    how = f", {setting.per_rank} stages a rank" * (setting.per_rank > 1)
+    how += ", asynchronous" * setting.asynchronous
     cells = [
         setting.size,
-        " x ".join(f"{size} {name}" for name, size in mesh.items() if size > 1),
+        " x ".join(f"{size} {name}" for name, size in mesh.items() if size > 1) + how,
         f"{setting.micro_batches} x {setting.rows}",
         setting.rule.name.partition(", ")[2],
         f"{setting.gib:.1f}",
@@ -306,10 +324,12 @@ def _heading() -> list[str]:
         f"Sequences of {LENGTH} tokens, AdamW, parameters in 32 bits, gathered in"
         " bfloat16, gradients reduced in 32 bits. *published*: torchtitan's, on H100"
         " with 96 GB and 500 W. *predicted*: of all ranks the most, by replay, for"
-        " `hgx-h100`, in bfloat16: float8, compilation and asynchronous tensor"
-        " parallelism are not modelled. With tensor parallelism sequences are divided"
-        " between blocks, and logits for the loss. *reserved*: by PyTorch's allocator,"
-        " with expandable segments, of which *allocated* is in use, in each stage.",
+        " `hgx-h100`, in bfloat16: float8 and compilation are not modelled, and of"
+        " *asynchronous* tensor parallelism the time alone (`parallel/async_tp.py`)."
+        " With tensor parallelism sequences are divided between blocks, and logits for"
+        " the loss; *2 stages a rank* are interleaved 1F1B. *reserved*: by PyTorch's"
+        " allocator, with expandable segments, of which *allocated* is in use, of each"
+        " rank of the pipeline.",
         "",
         "| model | mesh | micro-batches x sequences | recomputed or saved | GiB"
         " reserved, published | predicted | difference | allocated, predicted |"

@@ -276,6 +276,16 @@ class Replay:
         self._release()
         self.retained = gathered
 
+    def unshard_all(self) -> None:
+        """Begin to gather all units, each into a buffer of its own."""
+        for state in self.states:
+            self._unshard(state)
+
+    def wait_for_all(self) -> None:
+        """Wait for all of these: each buffer is freed when it is copied out."""
+        for state in self.states:
+            self._free(self._copy_out(state))
+
     def post_forward(self, state: _State) -> None:
         """Free or keep the gathered parameters."""
         group = state.group

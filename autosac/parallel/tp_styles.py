@@ -197,11 +197,14 @@ class TensorParallel:
         degree: How many ranks share the slices.
         styles: FQN of each module that takes part -> its style.
         draws: The step draws random numbers, which must be the same on these ranks.
+        asynchronous: Collectives are timed as if products beside them hid them: see
+            `async_tp`. That is for comparing times; no plan is made so.
     """
 
     degree: int = 1
     styles: Styles = field(default_factory=dict)
     draws: bool = False
+    asynchronous: bool = False
 
     @property
     def cuts_sequences(self) -> bool:

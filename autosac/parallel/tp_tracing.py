@@ -3,7 +3,7 @@
 The model is copied and divided under a group whose collectives do nothing, and traced
 as any other: ops, bytes and collectives are those of the first rank, which has the most
 of everything. Collectives are timed by the links inside a node. They are exposed: what
-reads a result waits for it.
+reads a result waits for it, unless they are taken to be asynchronous (`async_tp`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 from autosac._compat_distributed import fake_group
+from autosac.parallel.async_tp import exposed_ms
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.formulating import Setting
@@ -61,11 +62,14 @@ def rank_profile(
         TraceError: The divided model cannot be traced.
     """
     styles = tuple(tensor.styles.items())
-    key = ("rank", tensor.degree, styles, cluster.fabric, setting.param_dtype)
+    key = (
+        *("rank", tensor.degree, styles, tensor.asynchronous),
+        *(cluster.fabric, setting.param_dtype),
+    )
     if key not in traced.parallel:
         with fake_ranks(tensor.degree, divides_loss=tensor.divides_loss):
             rank = in_gathered_type(_divided(traced, tensor), setting)
-        traced.parallel[key] = priced(rank, cluster, tensor.degree, sharded=True)
+        traced.parallel[key] = priced(rank, cluster, tensor, sharded=True)
     profile: Profile = traced.parallel[key]
     return profile
 
@@ -169,7 +173,7 @@ def late_bytes(profile: Profile, degree: int) -> int:
 
 
 def priced(
-    profile: Profile, cluster: ClusterSpec, degree: int, *, sharded: bool
+    profile: Profile, cluster: ClusterSpec, tensor: TensorParallel, *, sharded: bool
 ) -> Profile:
     """The profile with times of collectives, and with the copies that gloo makes.
 
@@ -178,20 +182,22 @@ def priced(
     Args:
         profile: The step of one of the ranks that share slices.
         cluster: Its links time the collectives.
-        degree: How many ranks share slices.
+        tensor: How many ranks share slices, and whether products hide what they do.
         sharded: FSDP2 shards gradients. One that is a part of a sum is then reduced
             once, before it is sharded; without, as in the trace, whenever the optimizer
             reads it.
     """
+    degree = tensor.degree
     group = Group(ranks_per_node=degree, num_nodes=1)
     on_cpu = profile.device.type == "cpu"
     op_ms, ops = list(profile.op_ms), list(profile.tape.ops)
     summed: set[int] = set()
+    kinds: dict[int, Collective] = {}
     for i, op in enumerate(ops):
         found = collective_of(op, degree)
         if found is None:
             continue
-        kind, nbytes = found
+        kind, nbytes = kinds[i], _ = found
         in_optimizer = sharded and op.phase == "optimizer"
         again = in_optimizer and not summed.isdisjoint(op.reads)
         summed.update(op.reads)
@@ -199,6 +205,9 @@ def priced(
         op_ms[i] = 0.0 if again else cost.ms(nbytes)
         if on_cpu and kind != "all_reduce":
             ops[i] = replace(op, workspace_bytes=nbytes)
+    if tensor.asynchronous:
+        for i, own_ms in exposed_ms(ops, op_ms, kinds, degree).items():
+            op_ms[i] = own_ms
     return replace(
         profile,
         tape=replace(profile.tape, ops=tuple(ops)),

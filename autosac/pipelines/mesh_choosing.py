@@ -39,7 +39,7 @@ from autosac.pipelines.sharded_stages import DataParallel
 from autosac.quantities import format_bytes, format_ms
 
 _FEW = 2  # meshes whose least peak is asked for if none can fit
-# Nodes that may be used besides all of them: so few, or 2 or 3 times a power of two.
+# Nodes that may be used besides all of them: so few, or a power of two.
 _FEW_NODES = 8
 
 
@@ -292,7 +292,7 @@ def parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
     """
     yield cluster
     for nodes in range(cluster.num_nodes - 1, 0, -1):
-        if nodes <= _FEW_NODES or nodes // (nodes & -nodes) <= 3:  # odd part
+        if nodes <= _FEW_NODES or nodes.bit_count() == 1:
             yield replace(cluster, num_nodes=nodes)
     for num_gpus in reversed(_divisors(cluster.gpus_per_node)[:-1]):
         yield cluster.resized(num_gpus)

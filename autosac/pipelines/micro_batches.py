@@ -173,7 +173,7 @@ class MicroBatch:
             return calibrated
         assert self.cluster is not None
         is_sharded = self.parallel.degree > 1
-        return priced(calibrated, self.cluster, self.tensor.degree, sharded=is_sharded)
+        return priced(calibrated, self.cluster, self.tensor, sharded=is_sharded)
 
     @property
     def memory_bytes(self) -> int:

@@ -236,7 +236,7 @@ class _Replay:
     ) -> None:
         self.schedule, self.actions, self.parts = schedule, actions, parts
         self.starts: dict[Action, int] = {}
-        at = 1
+        at = len(parts)  # a key before for each stage that is gathered then
         for action in actions:
             self.starts[action] = at
             part = self._part(action)
@@ -250,18 +250,26 @@ class _Replay:
         self.replays: list[Replay] = []
         # When gradients are freed of which FSDP2 takes care, by stage and micro-batch.
         self.freed: dict[tuple[int, int], dict[int, int]] = {}
-        for stage, step in steps.items():
-            if step.sharded is not None:
+        for place, (stage, step) in enumerate(steps.items()):
+            if step.sharded is not None and self.schedule.is_looped:
+                last = next(a for a in reversed(actions) if a.stage == stage)
+                part = self._part(last)
+                length = part.optimizer_key - part.backward_key
+                end = self.starts[last] + length
+                self._shard(stage, step.sharded, end, unshard=place)
+            elif step.sharded is not None:
                 self._shard(stage, step.sharded, at)
 
-    def _shard(self, stage: int, sharded: ShardedStage, end: int) -> None:
+    def _shard(
+        self, stage: int, sharded: ShardedStage, end: int, unshard: int | None = None
+    ) -> None:
         """Replay what FSDP2 does to a stage."""
         backwards = []
         for number in range(self.schedule.num_micro_batches):
             action = Action(False, stage, number)
             backwards.append(self.starts[action] - self._part(action).backward_key)
         forward = self.starts[Action(True, stage, 0)]
-        replay, died = sharded.replay(forward, backwards, end)
+        replay, died = sharded.replay(forward, backwards, end, unshard)
         self.replays.append(replay)
         self.freed.update({(stage, number): own for number, own in enumerate(died)})
         self.freed.setdefault((stage, 0), replay.gradient_died)

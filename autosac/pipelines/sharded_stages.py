@@ -4,10 +4,12 @@ Each block is an FSDP unit that is not resharded after forward. So under a sched
 one stage per rank its parameters are gathered in the first forward of a step and stay
 until the last backward is over; gradients of all micro-batches add up unsharded; then
 unit after unit, in the order of forward, drops its parameters and reduces its
-gradients.
+gradients. Of several stages on a rank all are gathered before the first forward, and
+each is reduced behind its own last backward.
 
 Source: `backward_maybe_with_nosync` and `perform_reduce_grad` of
-torch/distributed/pipelining/stage.py, and `post_backward` of
+torch/distributed/pipelining/stage.py, `_add_unshard_reshard` and `_add_reduce_grad` of
+schedules.py beside it, and `post_backward` of
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 """
 
@@ -174,7 +176,11 @@ class ShardedStage:
         return replace(ledger, nbytes=nbytes)
 
     def replay(
-        self, forward: int, backwards: Sequence[int], end: int
+        self,
+        forward: int,
+        backwards: Sequence[int],
+        end: int,
+        unshard: int | None = None,
     ) -> tuple[Replay, list[dict[int, int]]]:
         """What FSDP2 allocates in the step of a pipeline.
 
@@ -183,12 +189,19 @@ class ShardedStage:
                 in the step,
             backwards: likewise of each micro-batch's backward,
             end: and the key at which the last one is over.
+            unshard: Key at which the schedule begins to gather all units, None if each
+                is gathered in the first forward.
 
         Returns:
             That, and of each micro-batch when gradients are freed that add up apart.
         """
         replay = Replay(list(self._groups), self._sharding, self._ranks.how)
-        for tick, hook, i in self._forward_hooks():
+        if unshard is not None:
+            replay.at(unshard)
+            replay.unshard_all()
+            replay.at(forward)
+            replay.wait_for_all()
+        for tick, hook, i in self._forward_hooks() if unshard is None else ():
             replay.at(forward + tick * self._ranks.simulator.span)
             state = replay.states[i]
             if hook == Hook.POST_FORWARD:

@@ -24,6 +24,7 @@ from autosac import _compat, _compat_compiler, _compat_distributed, _compat_plai
 from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
+from autosac.pytrees import tensors_in
 from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Tape
 from autosac.step.training_step import (
@@ -302,6 +303,8 @@ def _run_on(
                     _one_micro_step(recorder, step, model, args, kwargs)
                 if not finds:
                     model.zero_grad(set_to_none=True)
+                for tensor in tensors_in((args, kwargs)):
+                    tensor.grad = None  # each micro-step gets others
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
             register_outer(recorder, step, model, (args, kwargs))
