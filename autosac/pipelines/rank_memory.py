@@ -28,6 +28,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_hooks import PLACES, Replay
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Action, Schedule
 from autosac.pipelines.sharded_stages import ShardedStage
@@ -37,6 +38,7 @@ from autosac.solving.rules_of_thumb import Choice
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import IntArray, Tape
 
+_MOST_GATHERED = 3  # stages of a rank: `max_active_stages` of `_add_unshard_reshard`
 _ROUNDS, _BESIDES = 4, 16  # of micro-batches that are replayed at most under 1F1B
 
 _Mask = npt.NDArray[np.bool_]
@@ -163,6 +165,9 @@ class RankReplay:
         rank: The rank.
         stages: The steps of its stages, by their index in the pipeline.
         besides_bytes: What else is there all the time.
+
+    Raises:
+        UnsupportedError: So many stages are sharded that not all stay gathered.
     """
 
     def __init__(
@@ -174,6 +179,11 @@ class RankReplay:
         besides_bytes: int = 0,
     ) -> None:
         assert set(stages) == set(schedule.stages_of(rank))
+        if len(stages) > _MOST_GATHERED and any(s.sharded for s in stages.values()):
+            raise UnsupportedError(
+                f"A rank has {len(stages)} stages that FSDP2 shards, and PyTorch keeps"
+                f" {_MOST_GATHERED} gathered: use no more, or no shards."
+            )
         self.schedule = _few_alike(schedule)
         self._left_out = schedule.num_micro_batches - self.schedule.num_micro_batches
         self.stages = stages
