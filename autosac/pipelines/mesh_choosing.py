@@ -186,6 +186,7 @@ class MeshSearch:
     def _divide(self, degrees: Sequence[int]) -> list[AutosacError]:
         """Find the ways to divide tensors; what is refused."""
         refused = []
+        self._tensors.clear()
         for degree in degrees:
             try:
                 self._tensors += divisions(

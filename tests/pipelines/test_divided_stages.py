@@ -22,6 +22,7 @@ from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.tp_finding import find_styles
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.pipelines.micro_batches import MicroBatch
+from autosac.pipelines.rank_memory import part_of
 from benchmarks import stage_mesh_ranks
 from benchmarks.kept_promises import LOSS
 from benchmarks.stage_ranks import can_count
@@ -233,12 +234,17 @@ def test_micro_batches_add_to_gradients_as_backward_left_them():
             cluster=CLUSTER,
             tensor=tensor,
         )
-        step = micro_batch.step(0, 1)
+        step, block = micro_batch.step(0, 1), micro_batch.step(1, 2)
     (first,), (later,) = (
         [s.nbytes for s in own.tape.storages if s.category == "gradient"]
         for own in (step.first, step.later)
     )
     assert first == later == 4 * (NUM_TOKENS + 3) * WIDTH
+    # Each sends a gradient of its own back, also where others are added to.
+    for own in (block.first, block.later):
+        part = part_of(own, {}, is_last=False)
+        (sent_back,) = part.ledger.nbytes[part.sent_back]
+        assert sent_back == part.input_bytes == 4 * inputs.numel() * WIDTH
 
 
 @pytest.mark.slow
