@@ -101,11 +101,11 @@ def assert_monotone(draw, num_layers, num_gpus, **options):
         plan(num_layers, 1000, **case)
     least_bytes = caught.value.lowest_peak_bytes
     most_bytes = plan(num_layers, 2**40, **case).peak_bytes
-    shares = sorted([0.0, *(draw.random() for _ in range(2)), 1.0])
+    shares = (0.0, draw.random(), 1.0)
     budgets = [int(least_bytes + s * (most_bytes - least_bytes)) for s in shares]
     assert_never_slower([step_ms(num_layers, b, **case) for b in budgets])
     budget = draw.choice(budgets)
-    faster = [tuple(f * link for link in links) for f in (0.1, 1, 1.1, 10)]
+    faster = [tuple(f * link for link in links) for f in (0.1, 1, 10)]
     assert_never_slower(
         [step_ms(num_layers, budget, **{**case, "links": own}) for own in faster]
     )
