@@ -126,15 +126,15 @@ def parallel(
             stages = _stages(
                 typed["mesh"], given, global_batch, micro_batches, schedule
             )
+            far: dict[str, Any] = {"offload": offload, "host_budget": host_budget}
             if stages is None:
                 plan = autosac.plan_parallel(
-                    **step.parts(), **step.options, **given, **typed,
-                    offload=offload, host_budget=host_budget,
-                )  # fmt: skip
-            elif offload:
-                raise UsageError("--offload is not for stages: leave out one of them.")
+                    **step.parts(), **step.options, **given, **typed, **far
+                )
             else:
-                plan = autosac.plan_pipeline(**step.pipeline(), **typed, **stages)
+                plan = autosac.plan_pipeline(
+                    **step.pipeline(), **typed, **stages, **far
+                )
         if out is not None:
             plan.save(out)
         wrote(out)
