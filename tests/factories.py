@@ -14,6 +14,11 @@ def gpt(layers=4, rows=16):
     return small_gpt(layers), tokens, next_token_loss(tokens)
 
 
+def gpt_with_labels():
+    model, tokens, _ = gpt()
+    return model, tokens, next_token_loss(tokens.clone())
+
+
 def mlp(layers=4, rows=64):
     blocks = (
         nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))

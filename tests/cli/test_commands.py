@@ -287,7 +287,8 @@ def test_an_opaque_module_is_no_unit():
 
 
 def test_targets_of_a_loss_on_the_meta_device_are_a_mistake_with_a_fix():
-    result = run("plan", GPT, "--budget", "1GiB", "--on", "meta", "--device", "h100")
+    options = ("--budget", "1GiB", "--on", "meta", "--device", "h100")
+    result = run("plan", "tests.factories:gpt_with_labels", *options)
 
     assert result.exit_code == cli.EXIT_ERROR
     assert 'with `device="cpu"`' in result.stderr

@@ -73,13 +73,15 @@ def test_far_memory_lowers_floors_and_is_never_dearer(step, name):
 def test_micro_batches_in_flight_share_the_hosts_cap(step):
     schedule = Schedule(name="GPipe", num_ranks=2, num_micro_batches=4)
     far = StageChooser(schedule, 0, step, far=FarBytes())
-    cap_bytes = far.lowest().peak_bytes
-    most = 4 * far_bytes(far.choose(cap_bytes).choice) - 1
+    lowest = far.lowest()
+    most = 4 * far_bytes(lowest.choice) // 2
     capped = StageChooser(schedule, 0, step, far=FarBytes(most))
-    assert capped.choose(cap_bytes) is None
-    lowest = capped.lowest()
-    assert 0 < 4 * far_bytes(lowest.choice) <= most
-    assert cap_bytes < lowest.peak_bytes < capped.plain.peak_bytes
+    assert lowest.peak_bytes < capped.lowest().peak_bytes
+    caps = np.linspace(capped.lowest().peak_bytes, far.plain.peak_bytes, 7)
+    for cap_bytes in map(int, caps):
+        own = capped.choose(cap_bytes)
+        assert 4 * far_bytes(own.choice) <= most
+        assert own.recompute_ms >= 0.999 * far.choose(cap_bytes).recompute_ms
 
 
 def plan(memory_budget, model=None, **options):
