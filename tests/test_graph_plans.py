@@ -10,7 +10,7 @@ from autosac.errors import InfeasibleBudgetError, UnsupportedError
 from autosac.graphs import known_plans
 from autosac.graphs.joint_graphs import given_graph, joint_graph
 from autosac.graphs.plans import GraphPlanner
-from autosac.solvers.graph import recomputation, solver
+from autosac.solvers.graph import least_peak, recomputation
 from autosac.verification.measuring import measure_peak
 from tests.models import ConvNet, Mlp
 from tests.test_joint_graphs import Views
@@ -379,10 +379,10 @@ def test_more_work_is_done_before_a_budget_is_refused(monkeypatch, one_thread):
     )
     planner = GraphPlanner(graph)
     known_plans.lowest.cache_clear()
-    monkeypatch.setattr(solver, "_THOROUGH", solver._WORK_ON_FLOOR)
-    monkeypatch.setattr(solver, "_WORK_ON_FLOOR", 1)
+    monkeypatch.setattr(least_peak, "_THOROUGH", least_peak._WORK_ON_FLOOR)
+    monkeypatch.setattr(least_peak, "_WORK_ON_FLOOR", 1)
     # Relaxations alone may find the least peak of so small a graph.
-    monkeypatch.setattr(solver, "_relaxed_lowest", lambda model, best, **_: best)
+    monkeypatch.setattr(least_peak, "_relaxed_lowest", lambda model, best, **_: best)
     low_bytes = recomputation.peak_bytes(planner.problem, planner.lowest_at_all)
     assert low_bytes < planner.floor("milp")
     assert planner.plan(low_bytes).peak_bytes <= low_bytes

@@ -30,8 +30,9 @@ k_v + x_o <= 1, which makes (6) a sum. Bytes are in MiB.
 
 s_ot changes only where o may run again, so that positions share it between two such
 occasions; and y_vq where they ask the same of it. A value is never kept if it is never
-worse to keep another one instead (`_is_dominated`): of many parts with the same costs,
-each has fewer choices that are nearly as good.
+worse to keep others instead (`dominance.py`): of many parts with the same costs, each
+has fewer choices that are nearly as good. An op whose value is made for one other op
+alone, and never kept, runs again with that op: both have one x and s.
 
 x_o - s_ot says that o runs again after q: what is needed then is there already, or o is
 still to make it. Without that in (6) and (7), half of a value kept and half of its op
@@ -50,6 +51,7 @@ from typing import Any, NamedTuple
 import pulp
 
 from ..milp import pulp_runner
+from .dominance import dominated_values, may_be_kept, runs_with
 from .recomputation import GraphProblem, Position
 
 _MIB = 2**20
@@ -160,13 +162,14 @@ class GraphModel:
         problem = self.problem
         self.keep: dict[int, pulp.LpVariable] = {}
         self.run: dict[int, pulp.LpVariable] = {}
-        for op in self.ops:
-            if op not in problem.pinned:
+        for op in reversed(self.ops):
+            if (reader := self._runs_with.get(op)) is not None:
+                self.run[op] = self.run[reader]
+            elif op not in problem.pinned:
                 self.run[op] = self._binary(f"x{op}")
+        for op in self.ops:
             for v in problem.makes[op]:
-                if v in problem.returned:
-                    continue
-                if v not in problem.first_need and v not in self.readers:
+                if not may_be_kept(self.problem, self.readers, v):
                     continue
                 self.keep[v] = self._binary(f"k{v}")
                 kept_or_run = self.keep[v] + self._run(op)
@@ -174,35 +177,22 @@ class GraphModel:
                     self.model += kept_or_run >= 1  # (1)
                 if len(problem.makes[op]) == 1 and op in self.run:
                     self.model += kept_or_run <= 1
-        for v, ops in self.readers.items():
-            if v not in problem.returned:
-                for op in ops:  # (2)
-                    there = self.keep[v] + self._run(problem.maker[v])
-                    self.model += self.run[op] <= there
-        for v, k in self.keep.items():
-            if self._is_dominated(v):
-                k.upBound = 0.0
-            if v in self._movable:
-                self.moved[v] = self._binary(f"a{v}")
-                self.model += self.moved[v] <= k  # (9)
+                if op not in self._runs_with:
+                    for reader in self.readers.get(v, ()):
+                        self.model += self.run[reader] <= kept_or_run  # (2)
+                if v in self._dominated:
+                    self.keep[v].upBound = 0.0
+                if v in self._movable:
+                    self.moved[v] = self._binary(f"a{v}")
+                    self.model += self.moved[v] <= self.keep[v]  # (9)
 
-    def _is_dominated(self, value: int) -> bool:
-        """Whether it is never worse to keep what is made of a value instead of it.
+    @cached_property
+    def _dominated(self) -> frozenset[int]:
+        return dominated_values(self.problem, self.readers)
 
-        Only one op needs it again, to make a single value that is no larger and that
-        forward reads as late: kept, that takes no more memory than the value until the
-        op would run again, and no more than the op's result from then on.
-        """
-        readers, problem = self.readers.get(value, ()), self.problem
-        if value in problem.first_need or len(readers) != 1:
-            return False
-        result, *others = problem.makes[readers[0]]
-        return (
-            not others
-            and result in self.keep
-            and problem.value_bytes[result] <= problem.value_bytes[value]
-            and problem.last_forward_read[result] >= problem.last_forward_read[value]
-        )
+    @cached_property
+    def _runs_with(self) -> dict[int, int]:
+        return runs_with(self.problem, self.readers, self._dominated)
 
     def _binary(self, name: str) -> pulp.LpVariable:
         """A variable of 0 or 1.
@@ -268,6 +258,8 @@ class GraphModel:
         """s_ot: whether an op has run again by a step."""
         if op not in self.run:
             return _number(0)
+        if (reader := self._runs_with.get(op)) is not None:
+            return self.again(reader, step)
         so_far = self._occasions[op] & ((1 << (step + 1)) - 1)
         if not so_far:
             return _number(0)
@@ -395,6 +387,7 @@ class GraphModel:
                     asked += [keep + needs - 1, copy + needs - 1]
         if is_here:
             asked.append(copy - self.again(op, position.step - 1))
+        asked = [e for e in asked if len(e) or e.constant > 0.0]
         return self._at_least(value, position, asked) if asked else None
 
     def gone(self, value: int, op: int) -> _Expression:

@@ -25,25 +25,26 @@ from .recomputation import (
     recompute_ms,
 )
 
-_ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
-_LP_ROUNDS = 40  # of adding rows to the relaxation: a start, no proof hangs on it
+ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
+LP_ROUNDS = 40  # of adding rows to the relaxation: a start, no proof hangs on it
 _LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds of adding rows: else
 _ROUNDS_TO_RISE = 3  # more rows are not worth their time
-_SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
+SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
 _MOST_WORK = 6_000_000  # of all MILPs, see `charge_of`: some ten seconds
-_WORK_ON_FLOOR = 4_000_000
-_THOROUGH = 10  # times that, before a budget is refused
-_ANY_WORK = 2**50
+_IF_WIDE = 2.0  # times the work, while the gap of the whole is wide
+ANY_WORK = 2**50
 _MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do,
 _POWER_OF_COLUMNS = 2.5  # by this power: a heuristic
 _LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
 _DECIDED = 0.25  # of the fractions, at once
 _DIVE_ROUNDS = 100  # of deciding about them: a heuristic
+_WORK_ON_JUMPS = 6_000_000  # of roots alone, as jumps look at nothing else
+_MOST_JUMPS = 12
+_LOOSE = 100.0  # times the best: a cutoff that leaves out nothing of use
+_JUMPS_TO = (0.9, 0.5, 0.25)  # of the gap above the bound, in turns: a heuristic
 _OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
-_MIB = 2**20
-_TOLERANCE = 1e-5  # of solvers, relative to a peak: rows keep theirs in MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class _Search:
         self.budget_bytes = budget_bytes
         self.started = time.perf_counter()
         self._ends = math.inf if time_limit_s is None else self.started + time_limit_s
-        self._work = _MOST_WORK if time_limit_s is None else _ANY_WORK
+        self._work = _MOST_WORK if time_limit_s is None else ANY_WORK
         self._gap = relative_gap
         self._backend: Backend = backend
         self.model = GraphModel(problem, budget_bytes=budget_bytes)
@@ -151,7 +152,7 @@ class _Search:
 
     def _add_rows(self, positions: Iterable[Position]) -> bool:
         new = [p for p in positions if p not in self.model.rows]
-        for position in new[:_ROWS_A_ROUND]:
+        for position in new[:ROWS_A_ROUND]:
             self.model.add_row(position)
         return bool(new)
 
@@ -162,7 +163,7 @@ class _Search:
         """
         self._add_rows(self.try_out(self.problem.kept_plainly))
         bounds: list[float] = []
-        for _ in range(_LP_ROUNDS):
+        for _ in range(LP_ROUNDS):
             outcome = pulp_runner.run(
                 self.model.model, backend=self._backend, relaxed=True
             )
@@ -176,7 +177,7 @@ class _Search:
             is_rounded = rounding.add_rounded_rows(self.model)
             if not self._add_rows(broken) and not is_rounded:
                 break
-        for share in _SHARES:
+        for share in SHARES:
             self._repair(self.model.kept(share))
         return Termination.OPTIMAL
 
@@ -193,10 +194,15 @@ class _Search:
         if self.best is not None and not self.is_done():
             self.model.fix(self.best[0])
             self._dive()
-            self.try_out(self._exchanged(self.best[1]))
+            before = self.best
+            self._jump()
+            if self.best is before:
+                self.try_out(self._exchanged(self.best[1]))
             work = min(self._work, _MOST_WORK)  # of a time limit most is for the whole
             is_too_large = self._at_root(1.0) > work * (1.0 - _LOOKING)
             self._look_around(int(work * (1.0 if is_too_large else _LOOKING)))
+        if self.best is not None and self._backend == "highs":
+            self._branch_from_best()
         ended = self._branch()
         if self.best is None:
             return ended
@@ -225,6 +231,53 @@ class _Search:
                 break
             self._take(self.model.kept())
         return Termination.NO_INCUMBENT
+
+    def _branch_from_best(self) -> None:
+        """Solve the model with the best choice as its first incumbent.
+
+        By that HiGHS fixes variables and prunes, which it does not by a row. Whether
+        a choice is better by less than the tie-break is not told apart here.
+        """
+        while not self.is_done() and self._left_s > 0 and self._work > 0:
+            assert self.best is not None
+            cost_ms, best = self.best
+            self.model.cut_off(_LOOSE * cost_ms)
+            with self.model.held(best, ()):
+                held = pulp_runner.run(self.model.model, backend=self._backend)
+            if not held.termination.has_incumbent:
+                return
+            before = self.model.kept()
+            gap = max(0.0, self._gap - self.model.tie_break_ms / cost_ms)
+            outcome = self._solve(
+                self._work, relative_gap=gap, warm_start=True, more_if_wide=_IF_WIDE
+            )
+            self._note_bound(outcome.bound, cost_ms)
+            if not outcome.termination.has_incumbent or self.model.kept() == before:
+                return
+            self._take(self.model.kept())
+
+    def _jump(self) -> None:
+        """Jump to choices between the bound and the best: a heuristic.
+
+        Where parts of the step are alike it finds what no dive does.
+        """
+        work = _WORK_ON_JUMPS
+        for seed in range(_MOST_JUMPS):
+            work -= pulp_runner.work_of(self.model.model)[0]
+            if work < 0 or self.is_done() or self._left_s < 0:
+                return
+            assert self.best is not None
+            cost_ms = self.best[0]
+            room_ms = _JUMPS_TO[seed % len(_JUMPS_TO)] * (cost_ms - self.bound_ms)
+            most_ms = min(self.bound_ms + room_ms, cost_ms * (1.0 - _WORTHWHILE))
+            self.model.cut_off(most_ms)
+            outcome = pulp_runner.run(
+                self.model.model, backend=self._backend, jump=seed
+            )
+            if outcome.termination is Termination.INFEASIBLE:
+                self.bound_ms = max(self.bound_ms, most_ms)
+            elif outcome.termination.has_incumbent:
+                self._take(self.model.kept())
 
     def _dive(self) -> None:
         """Round relaxations step by step, what is nearest to whole first.
@@ -285,12 +338,22 @@ class _Search:
         """What the root of the model counts if a share of its values is free."""
         return pulp_runner.work_of(self.model.model)[0] * charge_of(self.model, share)
 
-    def _solve(self, work: int, share: float = 1.0) -> pulp_runner.Outcome:
+    def _solve(
+        self,
+        work: int,
+        share: float = 1.0,
+        *,
+        relative_gap: float | None = None,
+        warm_start: bool = False,
+        more_if_wide: float = 1.0,
+    ) -> pulp_runner.Outcome:
         """Solve the model as it is; the work done counts.
 
         Args:
             work: The most.
             share: Of the values, that are not held.
+            relative_gap: None for the one that is asked for.
+            warm_start, more_if_wide: See `pulp_runner.run`.
         """
         charge = charge_of(self.model, share)
         outcome = pulp_runner.run(
@@ -298,7 +361,9 @@ class _Search:
             backend=self._backend,
             time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
             work_limit=int(work / charge),
-            relative_gap=self._gap,
+            relative_gap=self._gap if relative_gap is None else relative_gap,
+            warm_start=warm_start,
+            more_if_wide=more_if_wide,
         )
         self._work -= max(1, int(outcome.work * charge))
         return outcome
@@ -354,122 +419,3 @@ def hardly_rises(bounds: list[float]) -> bool:
     if len(bounds) <= _ROUNDS_TO_RISE:
         return False
     return bounds[-1] - bounds[-1 - _ROUNDS_TO_RISE] <= _LEAST_RISE * bounds[-1]
-
-
-def lowest(
-    problem: GraphProblem,
-    *,
-    start: Iterable[frozenset[int]] = (),
-    time_limit_s: float | None = None,
-    backend: Backend = "highs",
-    thorough: bool = False,
-) -> GraphSolution:
-    """The choice of least peak.
-
-    Args:
-        problem: The step.
-        start: Choices that are known.
-        time_limit_s: As `solve`.
-        backend: Which MILP solver to run.
-        thorough: Do ten times the work, if there is no time limit.
-
-    Returns:
-        As `solve`; ``peak_bytes`` is the least that was found, ``termination`` says
-        whether it is proven (to the solver's tolerance).
-    """
-    started = time.perf_counter()
-    ends = math.inf if time_limit_s is None else started + time_limit_s
-    work = _ANY_WORK
-    if time_limit_s is None:
-        work = _WORK_ON_FLOOR * (_THOROUGH if thorough else 1)
-    model = GraphModel(problem, budget_bytes=None)
-    best = _least(problem, (problem.kept_plainly, *start))
-    _add_highest(model, Replay(problem, best))
-    best = _relaxed_lowest(model, best, backend=backend, ends=ends)
-    termination = Termination.FEASIBLE
-    while work > 0 and (left_s := ends - time.perf_counter()) > 0:
-        outcome = pulp_runner.run(
-            model.model,
-            backend=backend,
-            time_limit_s=left_s if math.isfinite(left_s) else None,
-            work_limit=int(work / charge_of(model)),
-        )
-        work -= max(1, int(outcome.work * charge_of(model)))
-        if not outcome.termination.has_incumbent:
-            break
-        kept = model.kept()
-        cap_bytes = round((outcome.bound or 0.0) * _MIB)
-        best = _least(problem, (best, kept, *_lowered(problem, kept, cap_bytes)))
-        if peak_bytes(problem, best) <= cap_bytes * (1 + _TOLERANCE):
-            termination = Termination.OPTIMAL
-            break
-        if _add_highest(model, Replay(problem, kept), above_bytes=cap_bytes):
-            continue
-        if outcome.termination is not Termination.OPTIMAL:
-            break
-        # An op that runs again makes once more what is kept of it: no row has that.
-        model.forbid(kept)
-    return GraphSolution(
-        termination=termination,
-        objective_ms=recompute_ms(problem, best),
-        solve_s=time.perf_counter() - started,
-        kept=best,
-        peak_bytes=peak_bytes(problem, best),
-        num_rows=len(model.rows),
-    )
-
-
-def _relaxed_lowest(
-    model: GraphModel, best: frozenset[int], *, backend: Backend, ends: float
-) -> frozenset[int]:
-    """Add the rows that relaxations of the least peak break, and round the last one."""
-    bounds: list[float] = []
-    for _ in range(_LP_ROUNDS):
-        outcome = pulp_runner.run(model.model, backend=backend, relaxed=True)
-        if outcome.bound is None or time.perf_counter() > ends:
-            return best
-        bounds.append(outcome.bound)
-        broken = fractional.broken(model, outcome.bound * _MIB)
-        new = [p for p in broken if p not in model.rows]
-        if not new or hardly_rises(bounds):
-            break
-        for position in new[:_ROWS_A_ROUND]:
-            model.add_row(position)
-    cap_bytes = round(bounds[-1] * _MIB)
-    rounded = [model.kept(share) for share in _SHARES]
-    lowered = [
-        kept
-        for one in (best, *rounded)
-        for kept in _lowered(model.problem, one, cap_bytes)
-    ]
-    return _least(model.problem, (best, *lowered))
-
-
-def _lowered(
-    problem: GraphProblem, kept: frozenset[int], cap_bytes: int
-) -> list[frozenset[int]]:
-    """A choice with its peak lowered; none if it cannot run."""
-    lowered = local_search.repair(problem, kept, cap_bytes)
-    return [] if lowered is None else [lowered]
-
-
-def _least(problem: GraphProblem, choices: Iterable[frozenset[int]]) -> frozenset[int]:
-    """The choice of least peak among those that can run."""
-    peaks: list[tuple[int, frozenset[int]]] = []
-    for kept in choices:
-        try:
-            peaks.append((peak_bytes(problem, kept), kept))
-        except ValueError:  # it needs a pinned op again
-            continue
-    return min(peaks, key=lambda item: item[0])[1]
-
-
-def _add_highest(model: GraphModel, replay: Replay, above_bytes: int = 0) -> bool:
-    """Make the highest positions rows; whether any is new."""
-    highest = replay.peak.live_bytes
-    limit = max(above_bytes, highest - (highest - above_bytes) // 2)
-    positions = (moment.position for moment in replay.above(limit))
-    new = [p for p in positions if p not in model.rows]
-    for position in new[:_ROWS_A_ROUND]:
-        model.add_row(position)
-    return bool(new)

@@ -42,6 +42,7 @@ _NO_HEURISTICS = {
     "mip_allow_restart": False,
     "mip_detect_symmetry": False,
 }
+_LOOKS_UNTIL_JUMPED = 2  # HiGHS looks twice before, then once the root is solved
 _LIMITS = (  # of time, and of work
     highspy.HighsModelStatus.kTimeLimit,
     highspy.HighsModelStatus.kInterrupt,
@@ -89,6 +90,7 @@ def run(
     relaxed: bool = False,
     warm_start: bool = False,
     again: bool = False,
+    jump: int | None = None,
 ) -> Outcome:
     """Minimise a model; its variables hold the incumbent afterwards.
 
@@ -109,6 +111,8 @@ def run(
         warm_start: Offer the values the variables hold now as a first incumbent.
         again: The model was solved before, and only right-hand sides, bounds and the
             objective have changed since: HiGHS starts from where it ended.
+        jump: Only look for an incumbent, by HiGHS's feasibility jump with this seed:
+            a local search that takes little time. CBC has none and finds nothing.
 
     Returns:
         How it ended, the proven bound and the time it took.
@@ -123,7 +127,8 @@ def run(
         raise ValueError("`model` must be a minimisation: negate its objective.")
     if backend not in ("highs", "cbc"):
         raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
-    options = {"timeLimit": time_limit_s, "gapRel": relative_gap, "threads": threads}
+    options: dict[str, Any] = {"timeLimit": time_limit_s, "gapRel": relative_gap}
+    options["threads"] = threads
     started = time.perf_counter()
     if any(_is_empty(v.lowBound, v.upBound) for v in model.variables()):
         # CBC does not read such a model.
@@ -133,6 +138,12 @@ def run(
     if work_limit is not None:
         limits = (max(0, int(m * work_limit) - at_root) for m in (1.0, more_if_wide))
         most_looks = _Looks(*(limit // a_look for limit in limits))
+    if jump is not None:
+        if backend == "cbc":
+            nothing = Termination.NO_INCUMBENT
+            return Outcome(termination=nothing, bound=None, solve_s=0.0)
+        most_looks = _Looks(_LOOKS_UNTIL_JUMPED, _LOOKS_UNTIL_JUMPED)
+        options |= {"mip_heuristic_run_feasibility_jump": True, "random_seed": jump}
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs":
         termination, bound, looks = _rerun_highs(model)
@@ -368,9 +379,7 @@ def _run_highs(
             msg=False,
             mip=not relaxed,
             gapAbs=0.0,
-            **options,
-            **_NO_HEURISTICS,
-            **extra,
+            **{**_NO_HEURISTICS, **options, **extra},
         )
         solver.start, solver.most_looks = start, most_looks
         model.solve(solver)
