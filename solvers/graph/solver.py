@@ -31,6 +31,8 @@ _LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds of adding rows: 
 _ROUNDS_TO_RISE = 3  # more rows are not worth their time
 SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
 _MOST_WORK = 6_000_000  # of all MILPs, see `charge_of`: some ten seconds
+_CLOSE = 0.03  # a gap from which on large models get less work, as they prove little:
+_IF_CLOSE = 0.25  # times as much
 _IF_WIDE = 2.0  # times the work, while the gap of the whole is wide
 ANY_WORK = 2**50
 _MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do,
@@ -202,6 +204,9 @@ class _Search:
             is_too_large = self._at_root(1.0) > work * (1.0 - _LOOKING)
             self._look_around(int(work * (1.0 if is_too_large else _LOOKING)))
         if self.best is not None and self._backend == "highs":
+            is_close = self.best[0] - self.bound_ms <= _CLOSE * self.best[0]
+            if is_close and self._work <= _MOST_WORK and charge_of(self.model) > 1.0:
+                self._work = int(self._work * _IF_CLOSE)
             self._branch_from_best()
         ended = self._branch()
         if self.best is None:

@@ -2,6 +2,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.solvers.graph import lowest, solve
+from autosac.solvers.graph.dominance import dominated_values
+from autosac.solvers.graph.model import GraphModel
 from autosac.solvers.graph.recomputation import (
     GraphProblem,
     peak_bytes,
@@ -49,6 +51,35 @@ def test_the_lowest_peak_is_that_of_trying_every_set(problem):
     found = lowest(problem)
 
     assert found.peak_bytes == peak_bytes(problem, found.kept) == least
+
+
+@examples(30)
+@given(data=st.data())
+def test_values_that_several_results_dominate_are_kept_by_no_better_choice(data):
+    # Op 0 makes what gates are made of, ops 1 and 2; op 3 reads both, op 4 one more.
+    small = data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4))
+    sizes = (small[0] + small[1], *small)
+    needs = st.sets(st.integers(1, 4), max_size=2)
+    steps = [tuple(sorted(data.draw(needs))) for _ in range(3)]
+    problem = GraphProblem(
+        value_bytes=tuple(n * MIB for n in sizes),
+        runtime_ms=(9.0, 2.0, 1.0, 3.0, 2.0),
+        workspace_bytes=(0,) * 5,
+        reads=((), (0,), (0,), (1, 2), (data.draw(st.integers(1, 3)),)),
+        makes=((0,), (1,), (2,), (3,), (4,)),
+        step_reads=tuple(steps),
+        carried_bytes=(0, 0, 0),
+        step_bytes=tuple(data.draw(st.integers(0, 4)) * MIB for _ in range(3)),
+        other_bytes=0,
+    )
+    outcomes = every_kept_set(problem)
+    readers = GraphModel(problem, budget_bytes=None).readers
+    if len(readers.get(0, ())) == 2:
+        assert 0 in dominated_values(problem, readers)
+
+    for budget in {peak for peak, _ in outcomes}:
+        fitting = [cost for peak, cost in outcomes if peak <= budget]
+        assert solve(problem, budget_bytes=budget).objective_ms == min(fitting)
 
 
 def test_what_is_kept_and_made_again_with_its_sibling_counts_twice():

@@ -166,6 +166,26 @@ def test_a_start_that_is_not_optimal_is_improved(backend):
     assert outcome.bound == pytest.approx(3.0)
 
 
+def test_a_jump_finds_an_incumbent_and_is_over_long_before_the_optimum_is_proven():
+    # Items that together name each of 60 words at least twice: a set cover.
+    draw = random.Random(0)
+    model = pulp.LpProblem("words", pulp.LpMinimize)
+    items = [model.add_variable(f"x{i:03d}", 0, 1, pulp.LpBinary) for i in range(60)]
+    model.setObjective(pulp_runner.row((x, draw.uniform(1, 9)) for x in items))
+    for _ in range(60):
+        model += pulp_runner.row((x, 1.0) for x in draw.sample(items, 8)) >= 2
+
+    jumped = pulp_runner.run(model, jump=0)  # which checks the rows of an incumbent
+    jumped_to = pulp.value(model.objective)
+    solved = pulp_runner.run(model)
+
+    assert jumped.termination is Termination.FEASIBLE
+    assert solved.termination is Termination.OPTIMAL
+    assert jumped.bound < solved.bound <= jumped_to
+    by_cbc = pulp_runner.run(model, jump=0, backend="cbc")  # it has no such search
+    assert by_cbc.termination is Termination.NO_INCUMBENT
+
+
 @both
 def test_an_unbounded_model_is_told_from_an_infeasible_one(backend):
     model = pulp.LpProblem("fall", pulp.LpMinimize)
