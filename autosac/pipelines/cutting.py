@@ -1,18 +1,20 @@
 """Where to cut a chain of blocks into stages: branch and bound over the cuts.
 
-Stages are fixed from the first one on. A branch is given up as soon as no step with
-its stages can be faster than the best one known. The bound on the stages that are left
-is the best of all ways to cut them, by dynamic programming over what each of them takes
-at least: its blocks recomputed nowhere, or what is known of a stage of some of its
-blocks. What a stage really takes, under its cap and at its place in the schedule, is
-asked for only when a branch comes to it.
+The search begins with the cuts whose bound is least, and moves blocks from the stage
+that takes longest to others while that helps. Then stages are fixed from the first one
+on. A branch is given up as soon as no step with its stages can be faster than the best
+one known. The bound on the stages that are left is the best of all ways to cut them, by
+dynamic programming over what each of them takes at least: its blocks recomputed
+nowhere, or what is known of a stage of some of its blocks. What a stage really takes,
+under its cap and at its place in the schedule, is asked for only when a branch comes to
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
@@ -87,7 +89,85 @@ class Cutting:
 
     def run(self) -> None:
         """Find the best cutting."""
+        known = self.best_ms, self.starts
+        if stages := self._most_promising():
+            self.best_ms, self.starts = inf, ()
+            self._play(stages)
+            self._move_blocks()
+            own_ms, (self.best_ms, _) = self.best_ms, known
+            if self._is_lost(own_ms):
+                self.starts = known[1]
+                self._move_blocks()
+            else:
+                self.best_ms = own_ms
         self._extend([0], [])
+
+    def _move_blocks(self) -> None:
+        """Move blocks one by one while that is faster."""
+        while self._has_moved_a_block():
+            pass
+
+    def _has_moved_a_block(self) -> bool:
+        """Move one from the stage that takes longest to another, if that is faster."""
+        if not self.starts:
+            return False
+        ends = *self.starts[1:], len(self.block_ms)
+        stages = list(zip(range(len(ends)), self.starts, ends, strict=True))
+        times = [self._ask(*stage) for stage in stages]
+        own_ms = [own.forward_ms + own.backward_ms for own in times if own]
+        order = np.argsort(own_ms, kind="stable").tolist()
+        return any(self._play(self._with_moved(order[-1], to)) for to in order[:-1])
+
+    def _with_moved(self, sender: int, taker: int) -> list[tuple[int, int, int]]:
+        """The best stages with one place to cut less in one of them; none if it cannot.
+
+        All stages between the two begin at the next place, or at the one before.
+        """
+        places = [0, *self.cuts, len(self.block_ms)]
+        marks = [*map(places.index, self.starts), len(places) - 1]
+        step = -1 if sender < taker else 1
+        for mark in range(min(sender, taker) + 1, max(sender, taker) + 1):
+            marks[mark] += step
+        if any(mark >= after for mark, after in pairwise(marks)):
+            return []
+        pairs = pairwise(places[mark] for mark in marks)
+        return [(i, first, end) for i, (first, end) in enumerate(pairs)]
+
+    def _most_promising(self) -> list[tuple[int, int, int]]:
+        """Stages whose bound is least, all cuts considered; none if nothing fits."""
+        while stages := self._least_by_bounds():
+            if all(stage in self._known for stage in stages):
+                return stages
+            for stage in stages:
+                self._ask(*stage)
+        return []
+
+    def _least_by_bounds(self) -> list[tuple[int, int, int]]:
+        """Likewise, by what is known so far; none if all are lost."""
+        stages, first, number = [], 0, self.schedule.num_micro_batches
+        for index in range(self.schedule.num_stages):
+            least, behind = self._least[index][first], self._behind()[index + 1]
+            bounds = np.maximum(number * least, least + behind)
+            end = int(bounds.argmin())
+            if self._is_lost(bounds[end]):
+                return []
+            stages.append((index, first, end))
+            first = end
+        return stages
+
+    def _play(self, stages: Sequence[tuple[int, int, int]]) -> bool:
+        """Keep some stages if they are faster than the best; whether they are."""
+        if not stages or self._played >= _MOST_PLAYED:
+            return False
+        times = [own for own in (self._ask(*stage) for stage in stages) if own]
+        if len(times) < len(stages):
+            return False
+        self._played += 1
+        time_ms = step_ms(self.schedule, times)
+        if self._is_lost(time_ms):
+            return False
+        self.best_ms, self.starts = time_ms, tuple(first for _, first, _ in stages)
+        return True
 
     def _extend(self, starts: list[int], times: list[StageTimes]) -> None:
         """Try all ends of the last stage, the most promising ones first."""
@@ -107,10 +187,8 @@ class Cutting:
             if not is_last:
                 self._extend([*starts, end], [*times, own])
                 continue
-            self._played += 1
-            time_ms = step_ms(self.schedule, [*times, own])
-            if not self._is_lost(time_ms):
-                self.best_ms, self.starts = time_ms, tuple(starts)
+            ends = *starts[1:], len(self.block_ms)
+            self._play(list(zip(range(len(ends)), starts, ends, strict=True)))
 
     def _is_lost(self, least_ms: float) -> bool:
         return bool(least_ms >= (1 - self.relative_gap) * self.best_ms)
