@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from autosac.pipelines.schedules import Action, Schedule
+
+_SCHEDULES = 16  # whose orders are kept: megabytes each where there are many actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,22 @@ class Played(NamedTuple):
     end_ms: float
 
 
+class _Place(NamedTuple):
+    """An action in the order in which all can be worked out.
+
+    Attributes:
+        rank: Whose.
+        action: The action.
+        after: Place of what it waits for, -1 for nothing,
+        sender: and the stage that sends this; -1 if nothing is sent.
+    """
+
+    rank: int
+    action: Action
+    after: int
+    sender: int
+
+
 def play(schedule: Schedule, times: Sequence[StageTimes]) -> list[list[Played]]:
     """When each rank computes what.
 
@@ -56,52 +75,79 @@ def play(schedule: Schedule, times: Sequence[StageTimes]) -> list[list[Played]]:
     Returns:
         For each rank its actions in order.
     """
-    ends: dict[Action, float] = {}
-    ranks = range(schedule.num_ranks)
-    played: list[list[Played]] = [[] for _ in ranks]
-    left = {rank: list(schedule.actions(rank))[::-1] for rank in ranks}
-    while any(left.values()):
-        for rank, actions in left.items():
-            while actions:
-                arrival_ms = _arrival(schedule, times, ends, actions[-1])
-                if arrival_ms is None:
-                    break
-                action = actions.pop()
-                free_ms = played[rank][-1].end_ms if played[rank] else 0.0
-                start_ms = max(free_ms, arrival_ms)
-                of_stage = times[action.stage]
-                took_ms = of_stage.backward_ms
-                if action.is_forward:
-                    took_ms = of_stage.forward_ms
-                    took_ms += 0.0 if action.micro_batch else of_stage.gather_ms
-                ends[action] = start_ms + took_ms
-                played[rank].append(Played(action, start_ms, ends[action]))
+    played: list[list[Played]] = [[] for _ in range(schedule.num_ranks)]
+    order = _order(schedule)
+    for place, start_ms, end_ms in zip(order, *_worked_out(order, times), strict=True):
+        played[place.rank].append(Played(place.action, start_ms, end_ms))
     return played
 
 
 def step_ms(schedule: Schedule, times: Sequence[StageTimes]) -> float:
     """Time of a step: that of the rank that is done last, with its optimizer."""
+    order = _order(schedule)
+    _, ends = _worked_out(order, times)
+    last = {place.rank: end_ms for place, end_ms in zip(order, ends, strict=True)}
     return max(
-        actions[-1].end_ms
-        + sum(times[stage].optimizer_ms for stage in schedule.stages_of(rank))
-        for rank, actions in enumerate(play(schedule, times))
+        end_ms + sum(times[stage].optimizer_ms for stage in schedule.stages_of(rank))
+        for rank, end_ms in last.items()
     )
 
 
-def _arrival(
-    schedule: Schedule,
-    times: Sequence[StageTimes],
-    ends: dict[Action, float],
-    action: Action,
-) -> float | None:
-    """When all that an action needs is there; None if it is not known yet."""
+def _worked_out(
+    order: Sequence[_Place], times: Sequence[StageTimes]
+) -> tuple[list[float], list[float]]:
+    """When each action begins and ends."""
+    sends = [own.send_ms for own in times]
+    forward = [own.forward_ms for own in times]
+    first = [own.forward_ms + own.gather_ms for own in times]
+    backward = [own.backward_ms for own in times]
+    starts, ends, free = list[float](), list[float](), dict[int, float]()
+    for rank, (is_forward, stage, micro_batch), after, sender in order:
+        start_ms = free.get(rank, 0.0)
+        if after >= 0:
+            arrival_ms = ends[after] + (sends[sender] if sender >= 0 else 0.0)
+            if arrival_ms > start_ms:
+                start_ms = arrival_ms
+        kind = backward
+        if is_forward:
+            kind = forward if micro_batch else first
+        free[rank] = end_ms = start_ms + kind[stage]
+        starts.append(start_ms)
+        ends.append(end_ms)
+    return starts, ends
+
+
+@lru_cache(maxsize=_SCHEDULES)
+def _order(schedule: Schedule) -> tuple[_Place, ...]:
+    """All actions, each behind those that it waits for, whatever they take."""
+    places: dict[Action, int] = {}
+    order: list[_Place] = []
+    left = {
+        rank: list(schedule.actions(rank))[::-1] for rank in range(schedule.num_ranks)
+    }
+    while any(left.values()):
+        for rank, actions in left.items():
+            while actions:
+                awaited, sender = _awaited(schedule, actions[-1])
+                if awaited is not None and awaited not in places:
+                    break
+                action = actions.pop()
+                after = -1 if awaited is None else places[awaited]
+                places[action] = len(order)
+                order.append(_Place(rank, action, after, sender))
+    return tuple(order)
+
+
+def _awaited(schedule: Schedule, action: Action) -> tuple[Action | None, int]:
+    """What an action waits for, and the stage that sends that; -1 if nothing is sent.
+
+    A gradient comes back over the link that the stage's own output went over.
+    """
     stage = action.stage
     if action.is_forward:
         if not stage:
-            return 0.0
-        sender, send_ms = action._replace(stage=stage - 1), times[stage - 1].send_ms
-    elif stage == schedule.num_stages - 1:
-        sender, send_ms = action._replace(is_forward=True), 0.0
-    else:
-        sender, send_ms = action._replace(stage=stage + 1), times[stage].send_ms
-    return None if sender not in ends else ends[sender] + send_ms
+            return None, -1
+        return action._replace(stage=stage - 1), stage - 1
+    if stage == schedule.num_stages - 1:
+        return action._replace(is_forward=True), -1
+    return action._replace(stage=stage + 1), stage
