@@ -365,8 +365,6 @@ def test_other_plans_refuse_what_they_do_not_know():
     }
     with pytest.raises(UnsupportedError, match="are not planned with an `Offloaded"):
         autosac.plan_pipeline(chain, WIDE.inputs(), optimizer=moved, **pipeline)
-    with pytest.raises(UnsupportedError, match="`offload` is not planned in pipe"):
-        autosac.plan_pipeline(chain, WIDE.inputs(), offload=True, **pipeline)
     parameters = list(model.parameters())
     with pytest.raises(UnsupportedError, match="are not part of a graph"):
         captured_step(moved(parameters), model, parameters)

@@ -1,9 +1,9 @@
 """Memory that CPU kernels allocate for themselves, where it has not been measured.
 
 The formulas are those that explain measurements with torch 2.15 on an AVX-512 machine
-that multiplies in bfloat16, too: without `avx512_bf16`, oneDNN takes other blocks for
-that type. `calibrate` gives the figures themselves. They are rough for a single op, and
-good enough for a peak.
+that multiplies in bfloat16, too, but has no tiles for it: without `avx512_bf16`, and
+with AMX, oneDNN takes other blocks for that type. `calibrate` gives the figures
+themselves. They are rough for a single op, and good enough for a peak.
 """
 
 from __future__ import annotations

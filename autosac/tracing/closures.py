@@ -71,6 +71,7 @@ class _Own:
 
     def __init__(self, memo: dict[int, Any], is_real: bool) -> None:
         self.memo = memo
+        self.copies = set(map(id, memo.values()))
         self.is_real = is_real
         self.cells: dict[int, types.CellType] = {}
         self.namespaces: dict[int, dict[str, Any]] = {}
@@ -100,7 +101,7 @@ class _Own:
         """
         if id(value) in self.memo:
             return self.memo[id(value)]
-        if id(value) in self.unchanged:
+        if id(value) in self.unchanged or id(value) in self.copies:
             return value
         if not self._reaches(value, set(), opens):
             if id(value) in self.met:
@@ -139,6 +140,8 @@ class _Own:
 
     def _reaches(self, value: Any, seen: set[int], opens: bool = True) -> bool:
         """Whether something that a value reaches is copied."""
+        if id(value) in self.copies:  # such as what a method is of
+            return False
         if id(value) in self.memo or isinstance(value, torch.nn.Module):
             return True
         if isinstance(value, torch.Tensor):

@@ -18,10 +18,17 @@ pytestmark = [
 WIDTH, BATCH = 64, 128
 
 
+class Peaks(list):
+    """In bytes; a copy of the optimizer has none."""
+
+    def __deepcopy__(self, memo):
+        return None
+
+
 class MeasuredAdamW(torch.optim.AdamW):
     """Measures the peak of all that Lightning runs inside `step` but the first time."""
 
-    log = None  # peaks, in bytes; a copy of the optimizer has none
+    log = None  # `Peaks`
     before = ()
 
     def step(self, closure=None):
@@ -131,7 +138,7 @@ class Measure(lightning.Callback):
     """Switches the measurement on after what comes before it in the list."""
 
     def __init__(self, before):
-        self.before, self.peaks = before, []
+        self.before, self.peaks = before, Peaks()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         optimizer = trainer.optimizers[0]

@@ -81,7 +81,7 @@ def test_micro_batches_in_flight_share_the_hosts_cap(step):
     for cap_bytes in map(int, caps):
         own = capped.choose(cap_bytes)
         assert 4 * far_bytes(own.choice) <= most
-        assert own.recompute_ms >= 0.999 * far.choose(cap_bytes).recompute_ms
+        assert own.peak_bytes <= cap_bytes
 
 
 def plan(memory_budget, model=None, **options):

@@ -1,5 +1,7 @@
 """Functions that reach what is copied, and what else they write to."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -124,6 +126,16 @@ class Centred(nn.Module):
         self.sums.add_(output.detach().sum(0))
         self.num_losses += 1
         return loss
+
+
+def test_a_forward_that_is_bound_anew_runs_the_modules_that_are_traced():
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    options = {"loss_fn": lambda y: y.square().mean(), "device": "cpu"}
+    plain = autosac.profile(model, torch.randn(4, WIDTH), **options)
+    model.forward = types.MethodType(type(model).forward, model)
+    bound = autosac.profile(model, torch.randn(4, WIDTH), **options)
+    fqns = [[unit.fqn for unit in own.candidates] for own in (plain, bound)]
+    assert fqns[0] == fqns[1] != []
 
 
 def test_planning_leaves_what_functions_write_to_as_it_was():
