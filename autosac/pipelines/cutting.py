@@ -56,6 +56,8 @@ class Cutting:
     handed_bytes: Sequence[int] | None = None
     best_ms: float = inf
     starts: tuple[int, ...] = ()
+    _places: list[int] = field(init=False)  # to cut at, and both ends
+    _place_of: dict[int, int] = field(init=False)
     _least: list[_Array] = field(init=False)
     _suffix: list[_Array] | None = field(init=False, default=None)
     _known: dict[tuple[int, int, int], StageTimes | None] = field(
@@ -70,6 +72,8 @@ class Cutting:
         self._handed = np.array(self.handed_bytes or [0] * (size + 1))
         may_begin = np.isin(np.arange(size + 1), [0, *self.cuts])
         may_end = np.isin(np.arange(size + 1), [*self.cuts, size])
+        self._places = [0, *self.cuts, size]
+        self._place_of = {first: place for place, first in enumerate(self._places)}
         after = np.arange(size + 1)[None, :] > np.arange(size + 1)[:, None]
         allowed = may_begin[:, None] & may_end[None, :] & after
         self._least = []
@@ -109,28 +113,45 @@ class Cutting:
 
     def _has_moved_a_block(self) -> bool:
         """Move one from the stage that takes longest to another, if that is faster."""
-        if not self.starts:
+        stages = self._stages_at(self.starts)
+        own_ms = [
+            own.forward_ms + own.backward_ms
+            for own in (self._ask(*stage) for stage in stages)
+            if own is not None
+        ]
+        if not stages or len(own_ms) < len(stages):
             return False
-        ends = *self.starts[1:], len(self.block_ms)
-        stages = list(zip(range(len(ends)), self.starts, ends, strict=True))
-        times = [self._ask(*stage) for stage in stages]
-        own_ms = [own.forward_ms + own.backward_ms for own in times if own]
+        marks = [self._place_of[first] for first in self.starts]
+        marks.append(self._place_of[len(self.block_ms)])
         order = np.argsort(own_ms, kind="stable").tolist()
-        return any(self._play(self._with_moved(order[-1], to)) for to in order[:-1])
+        moved = (self._with_moved(marks, order[-1], taker) for taker in order[:-1])
+        return any(self._play(stages) for stages in moved)
 
-    def _with_moved(self, sender: int, taker: int) -> list[tuple[int, int, int]]:
-        """The best stages with one place to cut less in one of them; none if it cannot.
+    def _with_moved(
+        self, marks: Sequence[int], sender: int, taker: int
+    ) -> list[tuple[int, int, int]]:
+        """Stages of which one has a place to cut less and another one more.
 
-        All stages between the two begin at the next place, or at the one before.
+        Those between the two begin at the next place, or at the one before.
+
+        Args:
+            marks: Where stages begin and the last one ends, as numbers of places.
+            sender: Index of the stage that has less,
+            taker: and of that which has more.
+
+        Returns:
+            The stages; none if one would have no block.
         """
-        places = [0, *self.cuts, len(self.block_ms)]
-        marks = [*map(places.index, self.starts), len(places) - 1]
         step = -1 if sender < taker else 1
-        for mark in range(min(sender, taker) + 1, max(sender, taker) + 1):
-            marks[mark] += step
-        if any(mark >= after for mark, after in pairwise(marks)):
+        between = range(min(sender, taker) + 1, max(sender, taker) + 1)
+        moved = [m + step if i in between else m for i, m in enumerate(marks)]
+        if any(mark >= after for mark, after in pairwise(moved)):
             return []
-        pairs = pairwise(places[mark] for mark in marks)
+        return self._stages_at([self._places[mark] for mark in moved[:-1]])
+
+    def _stages_at(self, starts: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Index, first block and end of each stage, given the first blocks."""
+        pairs = pairwise([*starts, len(self.block_ms)])
         return [(i, first, end) for i, (first, end) in enumerate(pairs)]
 
     def _most_promising(self) -> list[tuple[int, int, int]]:
@@ -187,8 +208,7 @@ class Cutting:
             if not is_last:
                 self._extend([*starts, end], [*times, own])
                 continue
-            ends = *starts[1:], len(self.block_ms)
-            self._play(list(zip(range(len(ends)), starts, ends, strict=True)))
+            self._play(self._stages_at(starts))
 
     def _is_lost(self, least_ms: float) -> bool:
         return bool(least_ms >= (1 - self.relative_gap) * self.best_ms)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autosac.pipelines.schedules import Action, Schedule
 
-_SCHEDULES = 16  # whose orders are kept: megabytes each where there are many actions
+_SCHEDULES = 4  # whose orders are kept: 35 MB of one with 131,072 actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
