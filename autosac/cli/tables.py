@@ -34,12 +34,12 @@ _PARALLEL_FIELDS = (
 
 _PIPELINE_FIELDS = (
     "mesh_shape", "mesh_dim_names", "num_gpus", "global_batch", "budget_bytes",
-    "peak_bytes", "highest_peak_bytes", "step_ms", "bound_ms", "alternatives", "device",
-    "calibrated", "torch_version",
+    "peak_bytes", "highest_peak_bytes", "far_bytes", "step_ms", "bound_ms",
+    "alternatives", "device", "calibrated", "torch_version",
 )  # fmt: skip
 _STAGE_FIELDS = (
     "fqns", "policy", "peak_bytes", "late_bytes", "forward_ms", "backward_ms",
-    "recompute_ms", "exchange_ms", "gather_ms", "reduce_ms",
+    "recompute_ms", "exchange_ms", "gather_ms", "reduce_ms", "waits_ms", "far_bytes",
 )  # fmt: skip
 
 _GRAPH_FIELDS = (

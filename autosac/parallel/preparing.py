@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,16 @@ def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
     if isinstance(cluster, str):
         return cluster_spec(cluster, num_gpus=num_gpus)
     return cluster if num_gpus is None else cluster.resized(num_gpus)
+
+
+def check_no_offload(options: Mapping[str, Any]) -> None:
+    """Refuse options of plans with offload where many plans are compared."""
+    for name in _OFFLOAD:
+        if name in options:
+            raise UnsupportedError(
+                f"`{name}` is for single plans: leave it out, or make the plan by"
+                " `plan_parallel` or `plan_pipeline`."
+            )
 
 
 def chooser_of(profile: Profile, setting: Setting) -> ParallelChooser:
@@ -66,12 +77,7 @@ def profile_for(
     options: dict[str, Any],
 ) -> Profile:
     """The profile that was passed, or a new one, on a GPU of the cluster."""
-    for name in _OFFLOAD:
-        if name in options:
-            raise UnsupportedError(
-                f"`{name}` is for single plans: leave it out, or make the plan by"
-                " `plan_parallel`."
-            )
+    check_no_offload(options)
     if "device" in options:
         raise ValueError("`device` is that of `cluster`; leave it out.")
     if isinstance(model, Profile):

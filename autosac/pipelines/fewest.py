@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import Setting
 from autosac.parallel.preparing import (
+    check_no_offload,
     chooser_of,
     cluster_of,
     profile_for,
     with_given_units,
 )
+from autosac.pipelines.asked_meshes import AskedMesh
 from autosac.pipelines.mesh_choosing import MeshSearch, parts
-from autosac.pipelines.planning import search_for
+from autosac.pipelines.planning import given_batch
 from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes
 from autosac.step.marks import Marks
@@ -75,17 +77,24 @@ def min_gpus(
                 "Pipelines take no profile, nor `ac_units` and `fsdp_units`: pass the"
                 " model alone, or no `mesh`."
             )
-        search = search_for(
-            model,
-            inputs,
-            memory_budget=memory_budget,
-            cluster=_at_most(spec, most_gpus),
+        check_no_offload(options)
+        target, loss_fn = options.pop("target", None), options.pop("loss_fn", None)
+        if loss_fn is None:
+            raise ArgumentError(
+                "`mesh` asks for stages, and `loss_fn` is missing: pass a function of"
+                " output and target, and `target`."
+            )
+        names = {field.name for field in fields(AskedMesh)} & options.keys()
+        asked = AskedMesh(
             mesh=mesh,
+            memory_budget=memory_budget,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
-            **options,
+            **{name: options.pop(name) for name in names},
         )
-        return _fewest(search)
+        most = _at_most(spec, most_gpus)
+        given = given_batch(model, inputs, target, loss_fn, most, options)
+        return _fewest(asked.search(given))
     profile = profile_for(spec, model, inputs, options)
     setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))

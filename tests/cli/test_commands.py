@@ -496,6 +496,15 @@ def test_stages_take_a_target_apart_which_other_commands_bind():
     assert run_json("estimate", *STAGES[:3])["peak_bytes"]
 
 
+def test_stages_may_offload():
+    given = ("parallel", *STAGES, "-b", "1GiB", "--global-batch", "4", "--offload")
+    refused = run(*given, "--gpus", "4", "--mesh", "pp=2,tp=2")
+    assert "`offload` is not planned in pipelines with tensor" in refused.stderr
+    typed = ("--set", "layers=1", "--micro-batches", "2", "--schedule", "1F1B")
+    record = run_json(*given, *typed, "--gpus", "2", "--mesh", "pp=2")
+    assert record["far_bytes"] == max(s["far_bytes"] for s in record["stages"])
+
+
 def test_the_version_is_that_of_the_package():
     assert run("--version").stdout == f"autosac {metadata.version('autosac')}\n"
 

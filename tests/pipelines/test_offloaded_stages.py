@@ -14,12 +14,12 @@ from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedErro
 from autosac.pipelines.in_flight import InFlightSimulator, with_others
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.stage_choosing import FarBytes, StageChooser
-from autosac.solvers import sac
 from autosac.solving.incumbents import far_bytes
 from benchmarks import stage_mesh_ranks
 from benchmarks.stage_ranks import can_count
 from tests.pipelines.stages import LANGUAGE, language_loss, tokens, traced
 from tests.pipelines.test_planning import CLUSTER, Model
+from tests.pipelines.test_stage_choosing import assert_counted
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -43,15 +43,7 @@ def test_the_milp_counts_others_in_flight_as_they_are(step, count, host_bytes, d
     far = [u for u, unit in enumerate(formulation.units) if unit in own.later.far_units]
     u = data.draw(st.sampled_from(far))
     k = data.draw(st.sampled_from(range(len(formulation.curves[u].policies))))
-    weights = [[0] * len(unit.points) for unit in formulation.solver_units]
-    weights[u][k] = 1
-
-    predicted = np.array(sac.live_bytes(formulation.problem(0), weights))
-
-    choice = {formulation.units[u]: formulation.curves[u].policies[k]}
-    timeline = simulator.true_timeline(choice)
-    simulated = timeline.most_from(formulation.edges * simulator.span)
-    assert (predicted == formulation.at_positions(simulated, choice)).all()
+    assert_counted(formulation, simulator, u, k)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
@@ -147,6 +139,15 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(options, error, message):
     options = {"offload": True, "model": Model().to("meta"), **options}
     with pytest.raises(error, match=message):
         plan(1000, **options)
+
+
+def test_the_fewest_gpus_are_those_without_offload():
+    inputs, target = tokens(1)
+    options = {"mesh": {"pp": 2}, "target": target, "loss_fn": language_loss}
+    with pytest.raises(UnsupportedError, match="`offload` is for single plans"):
+        autosac.min_gpus(
+            Model(2), inputs, cluster=CLUSTER, memory_budget=1, offload=True, **options
+        )
 
 
 @pytest.mark.slow

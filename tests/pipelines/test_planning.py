@@ -224,6 +224,7 @@ def test_models_that_are_no_chain_are_refused(make_model, message):
             "No schedule has so few micro-batches as 1 rows",
         ),
         ({"schedules": ["ZBVZeroBubble"]}, "use one of GPipe"),
+        ({"cluster": CLUSTER, "device": "h100"}, "`device` is that of `cluster`"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_sentence(options, message):

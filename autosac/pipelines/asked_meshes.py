@@ -1,0 +1,393 @@
+"""What is asked for of meshes and schedules of a pipeline, read and enumerated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from autosac.errors import ArgumentError, UnsupportedError
+from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.mesh_racing import (
+    Lost,
+    MeshRace,
+    TpPlan,
+    read_degrees,
+    read_dimensions,
+)
+from autosac.parallel.tp_styles import WHOLE, TensorParallel
+from autosac.parallel.tp_tracing import fake_ranks
+from autosac.pipelines.blocks import check_cuts
+from autosac.pipelines.mesh_choosing import MeshSearch
+from autosac.pipelines.micro_batches import MicroBatch, rows_of
+from autosac.pipelines.plans import PipelinePlan
+from autosac.pipelines.schedule_racing import Race, fastest
+from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
+from autosac.pipelines.sharded_stages import ALONE, DataParallel
+from autosac.pipelines.stage_choosing import FarBytes
+from autosac.quantities import parse_bytes
+from autosac.solving.solve_options import RELATIVE_GAP
+
+_CHOSEN = ("replicate", "fsdp")  # dimensions that, left open, make up all GPUs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedMesh:
+    """What is asked for of meshes and schedules; attributes are as in `plan_pipeline`.
+
+    Raises:
+        ArgumentError: Nothing says how many stages there are, or that they are chosen.
+    """
+
+    memory_budget: int | str
+    mesh: Mapping[str, int | None] | None = None
+    num_ranks: int | None = None
+    num_micro_batches: int | Sequence[int] | None = None
+    global_batch: int | None = None
+    schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE)
+    tp_plan: TpPlan = None
+    loss_parallel: bool = False
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    relative_gap: float = RELATIVE_GAP
+
+    def __post_init__(self) -> None:
+        if self.num_ranks is None and "pp" not in (self.mesh or {}):
+            raise ArgumentError(
+                "`num_ranks` is missing: pass the number of stages, or mesh={'pp':"
+                " None, 'fsdp': None, 'tp': None} to choose it and the rest for all"
+                " GPUs."
+            )
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether tensors must be divided."""
+        degree = (self.mesh or {}).get("tp", 1)
+        return degree not in (1, None) or self.tp_plan is not None or self.loss_parallel
+
+    def without_slices(self) -> AskedMesh:
+        """The same with tensors that are whole, as collectives may hold what is moved.
+
+        Raises:
+            UnsupportedError: They must be divided.
+        """
+        if self.has_slices:
+            raise UnsupportedError(
+                "`offload` is not planned in pipelines with tensor parallelism, whose"
+                " collectives may hold what is moved: leave it, or 'tp' of `mesh`,"
+                " `tp_plan` and `loss_parallel`, out."
+            )
+        if self.mesh is None:
+            return self
+        return replace(self, mesh={**self.mesh, "tp": 1})
+
+    def plan(self, given: MicroBatch, far: FarBytes | None = None) -> PipelinePlan:
+        """The plan.
+
+        Args:
+            given: The model and all rows.
+            far: What a rank may have in far memory; None for nothing.
+        """
+        given = replace(given, far=far)
+        num_ranks = self.num_ranks
+        if num_ranks is None:
+            num_ranks = (self.mesh or {})["pp"]
+        if num_ranks is None or _is_open(self.mesh):
+            return self.search(given).run()
+        degrees, parallel = _read_mesh(
+            self.mesh, self.tp_plan, self.loss_parallel, num_ranks, given.cluster
+        )
+        parallel = self._in_types(parallel)
+        num_rows = _num_rows(given.inputs, self.global_batch, parallel)
+        candidates = _schedules(
+            self.num_micro_batches,
+            self.global_batch and num_rows,
+            num_ranks,
+            self.schedules,
+        )
+        _check_cut(num_rows, candidates)
+        asked = _Asked(
+            micro_batches=_cut(replace(given, parallel=parallel), num_rows, candidates),
+            schedules=candidates,
+            memory_budget=self.memory_budget,
+            relative_gap=self.relative_gap,
+        )
+        if degrees == (1,):
+            return asked.planned(WHOLE)
+        race = MeshRace(asked.planned)
+        race.run(given.model, degrees, self.tp_plan, self.loss_parallel)
+        if race.best is None:
+            raise race.least[0] if race.least else race.refused[0][1]
+        lost = map(_lost, race.lost())
+        return replace(race.best, alternatives=(*race.best.alternatives, *lost))
+
+    def search(self, given: MicroBatch) -> MeshSearch:
+        """The search for degrees that are left open.
+
+        Raises:
+            ArgumentError: What is asked for cannot be searched.
+        """
+        for name in self.schedules:
+            Schedule(name=name, num_ranks=1, num_micro_batches=1)  # checks it
+        if given.cluster is None or self.global_batch is None:
+            raise ArgumentError(
+                "`mesh` leaves degrees open, which are chosen for all GPUs of a cluster"
+                " that share a batch: pass `cluster` (with `num_gpus`) and"
+                " `global_batch`."
+            )
+        known = {"pp": None, "replicate": 1, "fsdp": 1, "tp": 1}
+        mesh = read_dimensions(self.mesh, known)
+        if self.num_ranks is not None:
+            if mesh["pp"] not in (None, self.num_ranks):
+                raise _other_stages(mesh["pp"], self.num_ranks)
+            mesh["pp"] = self.num_ranks
+        for name, number in mesh.items():
+            if number is not None:
+                _number(mesh, name)
+        numbers = None
+        if self.num_micro_batches is not None:
+            numbers = _numbers(self.num_micro_batches, None)
+        _num_rows(given.inputs, self.global_batch, ALONE)
+        base = replace(
+            given,
+            inputs=rows_of(given.inputs, 1),
+            target=rows_of(given.target, 1),
+            # Of any stage that is sharded: over how many ranks, the search says.
+            parallel=self._in_types(DataParallel(shard_degree=2)),
+        )
+        return MeshSearch(
+            base=base,
+            inputs=given.inputs,
+            target=given.target,
+            cluster=given.cluster,
+            mesh=mesh,
+            num_micro_batches=numbers,
+            global_batch=self.global_batch,
+            tp_plan=self.tp_plan,
+            loss_parallel=self.loss_parallel,
+            schedules=self.schedules,
+            budget_bytes=parse_bytes(self.memory_budget, total_bytes=base.memory_bytes),
+            relative_gap=self.relative_gap,
+        )
+
+    def _in_types(self, parallel: DataParallel) -> DataParallel:
+        """Replicas and shards under the mixed-precision policy, if there is one."""
+        if self.param_dtype is None and self.reduce_dtype is None:
+            return parallel
+        return _in_types(parallel, self.param_dtype, self.reduce_dtype)
+
+
+def _cut(
+    given: MicroBatch, num_rows: int, schedules: Sequence[Schedule]
+) -> dict[int, MicroBatch]:
+    """The micro-batches of so many rows by their numbers, the smallest ones first."""
+    numbers = sorted({one.num_micro_batches for one in schedules}, reverse=True)
+    sizes = {number: num_rows // number for number in numbers}
+    micro_batches: dict[int, MicroBatch] = {}
+    for number, size in sizes.items():
+        micro_batches[number] = replace(
+            given,
+            inputs=rows_of(given.inputs, size),
+            target=rows_of(given.target, size),
+            undivided=micro_batches.get(numbers[0]),
+        )
+    return micro_batches
+
+
+def _is_open(mesh: Mapping[str, int | None] | None) -> bool:
+    """Whether degrees are to be chosen that make up all GPUs."""
+    asked = mesh or {}
+    return any(name in asked and asked[name] is None for name in _CHOSEN)
+
+
+def _other_stages(stages: int | None, num_ranks: int) -> ArgumentError:
+    return ArgumentError(
+        f"`mesh` has pp={stages}, and `num_ranks` is {num_ranks}: make them"
+        " equal, or leave 'pp' out."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is asked for, whatever the mesh.
+
+    Attributes:
+        micro_batches: Of each number, undivided.
+        schedules: To choose from.
+        memory_budget: Cap on the peak of a rank.
+        relative_gap: As in `plan_pipeline`.
+    """
+
+    micro_batches: dict[int, MicroBatch]
+    schedules: tuple[Schedule, ...]
+    memory_budget: int | str
+    relative_gap: float
+
+    def planned(self, tensor: TensorParallel) -> PipelinePlan:
+        """The plan of one division of tensors."""
+        with _ranks(tensor):
+            own = self._divided(tensor)
+            for micro_batch in own.values():
+                micro_batch.check_mesh()
+                fqns, num_ranks = list(micro_batch.chain), self.schedules[0].num_ranks
+                check_cuts(micro_batch.model, fqns, micro_batch.cuts, num_ranks)
+            return fastest([self._race(own, schedule) for schedule in self.schedules])
+
+    def _divided(self, tensor: TensorParallel) -> dict[int, MicroBatch]:
+        """The micro-batches on the first rank of the group that is there."""
+        if tensor.degree == 1:
+            return self.micro_batches
+        smallest = next(iter(self.micro_batches.values()))
+        return {
+            number: micro_batch.on_rank(tensor, smallest)
+            for number, micro_batch in self.micro_batches.items()
+        }
+
+    def _race(self, own: Mapping[int, MicroBatch], schedule: Schedule) -> Race:
+        micro_batch = own[schedule.num_micro_batches]
+        total_bytes = micro_batch.memory_bytes
+        budget_bytes = parse_bytes(self.memory_budget, total_bytes=total_bytes)
+        return Race(micro_batch, schedule, budget_bytes, self.relative_gap)
+
+
+def _ranks(tensor: TensorParallel) -> AbstractContextManager[None]:
+    if tensor.degree == 1:
+        return nullcontext()
+    return fake_ranks(tensor.degree, divides_loss=tensor.divides_loss)
+
+
+def _lost(lost: Lost[PipelinePlan]) -> str:
+    """A mesh that was not taken, and why."""
+    if lost.tensor.degree == 1:
+        return f"tp=1: {lost.reason}"
+    kind = "sequence" if lost.tensor.cuts_sequences else "tensor"
+    return f"tp={lost.tensor.degree}, {kind}: {lost.reason}"
+
+
+def _read_mesh(
+    mesh: Mapping[str, int | None] | None,
+    tp_plan: TpPlan,
+    loss_parallel: bool,
+    num_ranks: int,
+    spec: ClusterSpec | None,
+) -> tuple[tuple[int, ...], DataParallel]:
+    """Degrees of tensor parallelism to look at, and replicas and shards."""
+    known = {"pp": num_ranks, "replicate": 1, "fsdp": 1, "tp": 1}
+    asked = read_dimensions(mesh, known)
+    if asked["pp"] not in (num_ranks, None):
+        raise _other_stages(asked["pp"], num_ranks)
+    shards, replicas = (_number(asked, name) for name in ("fsdp", "replicate"))
+    parallel = DataParallel(shard_degree=shards, replicate_degree=replicas)
+    is_whole = asked["tp"] == 1 and tp_plan is None and not loss_parallel
+    if is_whole and parallel.degree == 1:
+        return (1,), parallel
+    if spec is None:
+        raise ArgumentError(
+            "`mesh` or `tp_plan` asks for several ranks a stage, and `cluster` is"
+            " missing, whose links time what these exchange: pass a known name or a"
+            " `ClusterSpec`."
+        )
+    if is_whole:
+        return (1,), parallel
+    return read_degrees(asked["tp"], tp_plan, loss_parallel, spec), parallel
+
+
+def _in_types(
+    parallel: DataParallel, param_dtype: str | None, reduce_dtype: str | None
+) -> DataParallel:
+    """These replicas and shards under a mixed-precision policy."""
+    if parallel.degree == 1:
+        raise ArgumentError(
+            "`param_dtype` and `reduce_dtype` are types in which FSDP2 gathers and"
+            " reduces, and `mesh` asks for none: pass mesh={'fsdp': ...}, or cast the"
+            " model."
+        )
+    typed = replace(parallel, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    typed.sharding([])  # which checks the names
+    return typed
+
+
+def _number(asked: Mapping[str, int | None], name: str) -> int:
+    """A degree that must be given."""
+    number = asked[name]
+    if not isinstance(number, int) or number < 1:
+        raise ArgumentError(
+            f"`mesh` has {name}={number!r}, and it must be a whole number of at least"
+            " 1: pass one, or leave it out for 1."
+        )
+    return number
+
+
+def _schedules(
+    num_micro_batches: int | Sequence[int] | None,
+    global_batch: int | None,
+    num_ranks: int,
+    names: Sequence[str],
+) -> tuple[Schedule, ...]:
+    """Schedules to choose from, those of few micro-batches first."""
+    numbers = _numbers(num_micro_batches, global_batch)
+    return tuple(
+        Schedule(name=name, num_ranks=num_ranks, num_micro_batches=number)
+        for number in numbers
+        for name in names
+        # Of all numbers that there are, those that the schedule can have.
+        if num_micro_batches is not None or name == GPIPE or number >= num_ranks
+    )
+
+
+def _numbers(
+    num_micro_batches: int | Sequence[int] | None, global_batch: int | None
+) -> list[int]:
+    if num_micro_batches is None:
+        if global_batch is None:
+            raise ArgumentError(
+                "`num_micro_batches` is missing: pass a number, or some; or pass"
+                " `global_batch`, the rows of a step, to try all that divide it."
+            )
+        return [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+    numbers = (
+        [num_micro_batches]
+        if isinstance(num_micro_batches, int)
+        else list(num_micro_batches)
+    )
+    if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers):
+        raise ArgumentError(
+            "`num_micro_batches` must be a whole number of at least 1, or some, got"
+            f" {num_micro_batches!r}."
+        )
+    return numbers
+
+
+def _num_rows(
+    inputs: torch.Tensor, global_batch: int | None, parallel: DataParallel
+) -> int:
+    """Rows of a step that one of the replicas and shards trains on."""
+    if global_batch is None:
+        return len(inputs)
+    if not isinstance(global_batch, int) or global_batch < 1:
+        raise ArgumentError(
+            "`global_batch` must be a whole number of at least 1, the rows of a step,"
+            f" got {global_batch!r}."
+        )
+    if global_batch % parallel.degree:
+        raise ArgumentError(
+            f"`global_batch`={global_batch} is not shared evenly by {parallel.degree}"
+            " replicas and shards of `mesh`; use a multiple."
+        )
+    return global_batch // parallel.degree
+
+
+def _check_cut(num_rows: int, schedules: Sequence[Schedule]) -> None:
+    if not schedules:
+        raise ArgumentError(
+            f"No schedule has so few micro-batches as {num_rows} rows can be cut into:"
+            " raise `global_batch`, or name 'GPipe' in `schedules`."
+        )
+    for schedule in schedules:
+        if num_rows % schedule.num_micro_batches:
+            raise ArgumentError(
+                f"A batch of {num_rows} rows is not shared evenly by"
+                f" {schedule.num_micro_batches} micro-batches; use another number."
+            )
