@@ -27,7 +27,9 @@ from autosac.pipelines.schedules import Schedule
 # they do not fit.
 TimesOf = Callable[[int, int, int], StageTimes | None]
 _Array = npt.NDArray[np.float64]
-_MOST_PLAYED = 100  # steps to the end, the most promising first: work, not time
+# Work, not time: steps played to the end, the most promising first, and their actions.
+_MOST_PLAYED = 100
+_MOST_ACTIONS = 2**21
 
 
 @dataclass(kw_only=True)
@@ -85,6 +87,13 @@ class Cutting:
             own[:, :size] &= stage < last
             own[:, size] &= stage == last
             self._least.append(np.where(own, self._plain, inf))
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether enough steps were played."""
+        actions = 2 * self.schedule.num_stages * self.schedule.num_micro_batches
+        most = min(_MOST_PLAYED, max(1, _MOST_ACTIONS // actions))
+        return self._played >= most
 
     @property
     def bound_ms(self) -> float:
@@ -178,10 +187,13 @@ class Cutting:
 
     def _play(self, stages: Sequence[tuple[int, int, int]]) -> bool:
         """Keep some stages if they are faster than the best; whether they are."""
-        if not stages or self._played >= _MOST_PLAYED:
+        if not stages or self._is_done:
             return False
         times = [own for own in (self._ask(*stage) for stage in stages) if own]
         if len(times) < len(stages):
+            return False
+        index, first, end = stages[-1]
+        if self._is_lost(self._bounds(times[:-1], index, first)[end]):
             return False
         self._played += 1
         time_ms = step_ms(self.schedule, times)
@@ -198,7 +210,7 @@ class Cutting:
         for end in np.argsort(bounds, kind="stable").tolist():
             if self._suffix is None:  # more is known
                 bounds = self._bounds(times, index, first)
-            if self._is_lost(bounds[end]) or self._played >= _MOST_PLAYED:
+            if self._is_lost(bounds[end]) or self._is_done:
                 continue
             own = self._ask(index, first, end)
             if self._suffix is None:

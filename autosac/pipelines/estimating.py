@@ -3,8 +3,9 @@
 Of like blocks a stage keeps and recomputes as many times more as it has more of them,
 but for what does not depend on their number. So its peak is taken to lie on the line
 through those of two short stages, and what it recomputes to be that of the longer one
-of these under its share of the cap. No estimate is part of a plan: the stages of the
-cuts that win are planned themselves, and correct the estimates of others.
+of these under its share of the cap: on lines between a few caps, as very many are asked
+for. No estimate is part of a plan: the stages of the cuts that win are planned
+themselves, and correct the estimates of others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from itertools import groupby
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes
 from autosac.pipelines.stage_choosing import StageChooser
@@ -22,6 +25,8 @@ from autosac.solving.solve_options import SolveOptions
 
 _FEW, _MORE = 2, 5  # like blocks of stages that stand for longer ones,
 _LONG = 6  # of so many like blocks and more
+# Caps between the least peak and that of nothing recomputed: times fall ever less fast.
+_KNOTS = (0.0, *(2.0**-power for power in range(4, -1, -1)))
 
 
 class Shortened(NamedTuple):
@@ -74,6 +79,7 @@ class Estimates:
     _estimates: dict[tuple[int, tuple[int, ...], int], float] = field(
         default_factory=dict
     )
+    _knots: dict[tuple[int, tuple[int, ...], int], float] = field(default_factory=dict)
     # Of stages that were planned, by what they were estimated from.
     _planned: dict[tuple[int, tuple[int, ...]], dict[int, float]] = field(
         default_factory=dict
@@ -130,10 +136,24 @@ class Estimates:
         each, fixed = _line(fewer.plain.peak_bytes, chooser.plain.peak_bytes)
         if fixed + short.num_like * each <= self.cap_bytes:
             return 0.0
-        cap_bytes = fixed + (self.cap_bytes - fixed) / times
-        cap_bytes = max(cap_bytes, chooser.lowest().peak_bytes)
-        choice = chooser.choose(int(cap_bytes), self.options)
-        return inf if choice is None else choice.recompute_ms * times
+        least_bytes = chooser.lowest().peak_bytes
+        room_bytes = fixed + (self.cap_bytes - fixed) / times - least_bytes
+        most_bytes = chooser.plain.peak_bytes - least_bytes
+        share = min(1.0, max(0.0, room_bytes / max(1, most_bytes)))
+        high = next(i for i in range(1, len(_KNOTS)) if share <= _KNOTS[i])
+        at_knots = [self._at_knot(stage, more, knot) for knot in (high - 1, high)]
+        return times * float(np.interp(share, _KNOTS[high - 1 : high + 1], at_knots))
+
+    def _at_knot(self, stage: int, blocks: tuple[int, ...], knot: int) -> float:
+        """What a short stage recomputes in ms with so much memory."""
+        key = stage, blocks, knot
+        if key not in self._knots:
+            chooser = self._chooser(stage, blocks)
+            low, high = chooser.lowest().peak_bytes, chooser.plain.peak_bytes
+            cap_bytes = low + int(_KNOTS[knot] * (high - low))
+            choice = chooser.choose(cap_bytes, self.options)
+            self._knots[key] = inf if choice is None else choice.recompute_ms
+        return self._knots[key]
 
     def _alike(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         return self.micro_batch.first_like(blocks)

@@ -96,11 +96,11 @@ class Race:
             cutting = self.guess(best_ms)
         if not cutting.starts and best_ms == inf and self._lowest_fits():
             return self.run(best_ms)
-        stages = self._stages(cutting)
-        if self.micro_batch.shares and None in (self.choice(*s) for s in stages):
-            self.micro_batch.shares = False  # they were not so alike
-            return self.run(best_ms)
         return cutting
+
+    def fits(self, cutting: Cutting) -> bool:
+        """Whether all stages fit as they are, not only those that they are like."""
+        return all(self.choice(*stage) is not None for stage in self._stages(cutting))
 
     def _new_cutting(self, best_ms: float) -> Cutting:
         return Cutting(
@@ -435,8 +435,13 @@ class Runners:
             best = race, cutting
         if best is None:
             raise _infeasible(self._lowest())
+        race, cutting = best
+        if race.micro_batch.shares and not race.fits(cutting):
+            race.micro_batch.shares = False  # stages were not so alike
+            return self.plan(others)
+        self._lost.pop(race.name, None)
         lost = tuple(f"{name}: {why}" for name, why in self._lost.items())
-        return best[0].plan(best[1], (*lost, *others), self.bound_ms)
+        return race.plan(cutting, (*lost, *others), self.bound_ms)
 
     def _lowest(self) -> list[Race]:
         """Some of those that come with least memory, by what is known and guessed."""
