@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from autosac.errors import ArgumentError
+from autosac.fake_tensors.repeated_calls import KnownCalls
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
@@ -87,6 +88,7 @@ class MicroBatch:
     far: FarBytes | None = None
     _traced: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
     _steps: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
+    _calls: KnownCalls = field(default_factory=dict, init=False)
     _like: dict[tuple[int, int], tuple[int, int]] = field(
         default_factory=dict, init=False
     )
@@ -111,7 +113,9 @@ class MicroBatch:
     def on_rank(self, tensor: TensorParallel, undivided: MicroBatch) -> MicroBatch:
         """The same on the first of the ranks that share slices."""
         loss_fn = loss_for(tensor, self.loss_fn)
-        return replace(self, tensor=tensor, undivided=undivided, loss_fn=loss_fn)
+        new = replace(self, tensor=tensor, undivided=undivided, loss_fn=loss_fn)
+        new._calls = undivided._calls
+        return new
 
     @cached_property
     def chain(self) -> dict[str, Passed]:
@@ -161,8 +165,8 @@ class MicroBatch:
         """
         loss_fn = partial(loss_with, self.loss_fn, self.target)
         stage = self._stage(self._traced_blocks)
-        dtype, options = self.parallel.compute_dtype, self.options
-        whole = profile_in(dtype, stage, self.inputs, loss_fn=loss_fn, **options)
+        options = {**self.options, "loss_fn": loss_fn, "calls": self._calls}
+        whole = profile_in(self.parallel.compute_dtype, stage, self.inputs, **options)
         check_step(whole)
         return self._measured(whole)
 
@@ -284,6 +288,7 @@ class MicroBatch:
                 loss_fn=self.loss_fn if is_last else None,
                 target=self.target,
                 parallel=self.parallel,
+                calls=self._calls,
                 **self.options,
             ).each(self._measured)
         return self._traced[blocks]
@@ -302,7 +307,7 @@ class MicroBatch:
             other.param_dtype,
             other.reduce_dtype,
         ):
-            new._traced = self._traced
+            new._traced, new._calls = self._traced, self._calls
             known = vars(self)
             vars(new).update({name: known[name] for name in _OF_ANY if name in known})
         return new

@@ -20,18 +20,19 @@ import torch
 from autosac._compat_distributed import is_collective
 from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.errors import TraceError, UnsupportedError
+from autosac.fake_tensors.repeated_calls import KnownCalls
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, ShardedStage
 from autosac.profiles.compute_dtype import in_compute_dtype
 from autosac.profiles.profile import (
     Profile,
     calibrate,
-    profile,
     profile_of_step,
     read_step,
 )
 from autosac.profiles.restricting import restricted
 from autosac.simulation.varied_simulator import name_of
 from autosac.solving.rules_of_thumb import Choice
+from autosac.tracing.learned import Learned
 
 PipelineLoss = Callable[[Any, Any], torch.Tensor]  # of output and target
 
@@ -168,6 +169,7 @@ def stage_step(
     loss_fn: PipelineLoss | None,
     target: Any = None,
     parallel: DataParallel = ALONE,
+    calls: KnownCalls | None = None,
     **options: Any,
 ) -> StageStep:
     """Trace the step of a stage.
@@ -179,6 +181,7 @@ def stage_step(
         loss_fn: Output and target -> scalar, of the last stage; None for others.
         target: Of the last stage, of one micro-batch.
         parallel: Says in which type the stage computes.
+        calls: What other stages' traces learned of calls of ops, and these will.
         options: As in `profile`.
 
     Raises:
@@ -188,7 +191,8 @@ def stage_step(
     own_loss = _begin_backward
     if loss_fn is not None:
         own_loss = partial(loss_with, loss_fn, target)
-    options = {**options, "loss_fn": own_loss}
+    calls = {} if calls is None else calls
+    options = {**options, "loss_fn": own_loss, "calls": calls}
     dtype = parallel.compute_dtype
     first = profile_in(dtype, module, received, **options)
     check_step(first)
@@ -205,28 +209,30 @@ def profile_in(
     **options: Any,
 ) -> Profile:
     """The profile of a step whose model computes in a type; None for its own."""
-    if dtype is None:
-        return profile(module, received, **options)
     try:
         return _profile_in(dtype, module, received, **options)
     except TraceError:  # of a model that first must show what its values decide
+        if dtype is None:
+            raise
         own = _as_parameters(module, received)
-        traced = profile(module, own, **options)
+        traced = _profile_in(None, module, own, **options)
     step = replace(traced.step, args=(received,))
     return in_compute_dtype(replace(traced, step=step), dtype)
 
 
 def _profile_in(
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     module: torch.nn.Module,
     received: torch.Tensor,
     *,
     exclude: tuple[str, ...] = (),
     allocator: AllocatorSettings | None = None,
+    calls: KnownCalls | None = None,
     **options: Any,
 ) -> Profile:
     step, device = read_step(module, received, exclude=exclude, **options)
-    step = replace(step, compute_dtype=dtype)
+    learned = Learned(calls={} if calls is None else calls)
+    step = replace(step, compute_dtype=dtype, learned=learned)
     return profile_of_step(step, device, exclude=exclude, allocator=allocator)
 
 
