@@ -370,22 +370,42 @@ def test_compiling_a_recurrent_layer_is_refused_in_a_sentence():
         autosac.compile(Recurrent(nn.GRU), memory_budget="1GiB")
 
 
-@pytest.mark.slow
-def test_more_work_is_done_before_a_budget_is_refused(monkeypatch, one_thread):
+def test_a_budget_below_what_is_proven_is_refused_without_a_search(
+    monkeypatch, one_thread
+):
     torch.manual_seed(0)
     make_model, size = CASES["convolutions"]
     graph = joint_graph(
         make_model(), torch.randn(size), loss_fn=lambda out: out.square().mean()
     )
     planner = GraphPlanner(graph)
+    floor_bytes = planner.floor("milp")
+    assert planner.floor_bound_bytes <= floor_bytes
+    assert planner.plan(floor_bytes).peak_bytes == floor_bytes
+
+    monkeypatch.delattr(known_plans, "solved")  # the search
+    with pytest.raises(InfeasibleBudgetError, match=str(floor_bytes)) as refused:
+        planner.plan(planner.floor_bound_bytes - 1)
+
+    assert refused.value.lowest_peak_bytes == floor_bytes
+
+
+def test_a_budget_between_the_bound_and_the_floor_is_looked_for(
+    monkeypatch, one_thread
+):
+    torch.manual_seed(0)
+    make_model, size = CASES["convolutions"]
+    graph = joint_graph(
+        make_model(), torch.randn(size), loss_fn=lambda out: out.square().mean()
+    )
+    planner = GraphPlanner(graph)
+    low_bytes, _ = planner.lowest
     known_plans.lowest.cache_clear()
-    monkeypatch.setattr(least_peak, "_THOROUGH", least_peak._WORK_ON_FLOOR)
-    monkeypatch.setattr(least_peak, "_WORK_ON_FLOOR", 1)
-    # Relaxations alone may find the least peak of so small a graph.
-    monkeypatch.setattr(least_peak, "_relaxed_lowest", lambda model, best, **_: best)
-    low_bytes = recomputation.peak_bytes(planner.problem, planner.lowest_at_all)
-    assert low_bytes < planner.floor("milp")
+    known_plans.known.cache_clear()
+    for name in ("relax", "jump", "branch"):  # the floor of the greedy stays
+        monkeypatch.setattr(least_peak.LeastPeakSearch, name, lambda self: None)
+    planner = GraphPlanner(graph)
+    assert planner.floor_bound_bytes <= low_bytes < planner.floor("milp")
+
     assert planner.plan(low_bytes).peak_bytes <= low_bytes
-    with pytest.raises(InfeasibleBudgetError, match=str(low_bytes)):
-        planner.plan(low_bytes - 1)
     known_plans.lowest.cache_clear()

@@ -36,6 +36,10 @@ class Known:
         ]
         return min(fitting, key=lambda one: one[:2])[2] if fitting else None
 
+    def least_peak_bytes(self) -> int:
+        """The least peak of a choice that was found."""
+        return min(peak_bytes for _, peak_bytes in self._choices.values())
+
     def bound(self, budget_bytes: int, bound_ms: float) -> float:
         """A bound, or a better one of a larger budget; and remember it."""
         before_ms = self._bounds.get(budget_bytes, 0.0)
@@ -74,13 +78,7 @@ def lowest(
     start: frozenset[int],
     time_limit_s: float | None,
     backend: Backend,
-    *,
-    thorough: bool = False,
 ) -> graph.GraphSolution:
     return graph.lowest(
-        problem,
-        start=(start,),
-        time_limit_s=time_limit_s,
-        backend=backend,
-        thorough=thorough,
+        problem, start=(start,), time_limit_s=time_limit_s, backend=backend
     )

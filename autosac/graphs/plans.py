@@ -25,7 +25,7 @@ from autosac.solvers.graph.moving import (
     moved_at_floor,
     plan_moves,
 )
-from autosac.solvers.milp.solution import Backend
+from autosac.solvers.milp.solution import Backend, Termination
 from autosac.summaries import Summarized, Summary
 
 Strategy = Literal["milp", "capuchin"]
@@ -156,7 +156,8 @@ class GraphPlanner:
     ) -> int:
         """The least peak that a strategy reaches in some seconds.
 
-        Before a budget below it is refused without offload, ten times as much is done.
+        A smaller budget is refused at once where it is proven that nothing fits, and
+        looked for else.
 
         Args:
             strategy: As in `plan`.
@@ -214,15 +215,18 @@ class GraphPlanner:
                 peak_bytes = recomputation.peak_bytes(self.problem, greedy.lowest)
                 raise self._infeasible(budget_bytes, peak_bytes, strategy)
             return self._made(budget_bytes, Choice(greedy.kept), None, strategy)
-        starts = self._starts(budget_bytes, greedy, modules, is_last=not offload)
-        solution = known_plans.solved(
-            self.problem,
-            budget_bytes,
-            starts,
-            time_limit_s,
-            relative_gap,
-            self.backend,
-        )
+        starts = self._starts(budget_bytes, greedy, modules)
+        if self._is_below_any(budget_bytes, starts):
+            solution = GraphSolution(termination=Termination.INFEASIBLE)
+        else:
+            solution = known_plans.solved(
+                self.problem,
+                budget_bytes,
+                starts,
+                time_limit_s,
+                relative_gap,
+                self.backend,
+            )
         if solution.kept is not None:
             known_plans.known(self.problem).add(self.problem, solution.kept)
         if offload:
@@ -230,7 +234,8 @@ class GraphPlanner:
             moves = self.move_problem(host_budget)
             return self._with_moves(moves, budget_bytes, solution, limits, offload_dir)
         if solution.kept is None:
-            peak_bytes = recomputation.peak_bytes(self.problem, self.lowest_at_all)
+            known = known_plans.known(self.problem)
+            peak_bytes = min(self.lowest[0], known.least_peak_bytes())
             hint = self._what_offload_reaches(peak_bytes)
             raise self._infeasible(budget_bytes, peak_bytes, strategy, hint)
         assert solution.bound_ms is not None
@@ -285,13 +290,10 @@ class GraphPlanner:
         budget_bytes: int,
         greedy: capuchin.CapuchinSolution,
         modules: Plan | None,
-        *,
-        is_last: bool,
     ) -> tuple[frozenset[int], ...]:
         """Choices that the MILP begins with: greedy ones, earlier ones, modules'.
 
-        Those of the least peak as well where no other fits; with much more work if the
-        budget will be refused else (``is_last``).
+        That of the least peak as well where no other fits.
         """
         problem = self.problem
         additive = capuchin.solve(
@@ -307,11 +309,21 @@ class GraphPlanner:
                 local_search.repair(problem, self.kept_by(modules), budget_bytes)
             )
         fitting = [kept for kept in starts if kept is not None]
-        if all(recomputation.peak_bytes(problem, k) > budget_bytes for k in fitting):
+        if all(self._peak(kept) > budget_bytes for kept in fitting):
             fitting.append(self.lowest[1])
-            if is_last and self.lowest[0] > budget_bytes:
-                fitting.append(self.lowest_at_all)
         return tuple(dict.fromkeys(fitting))
+
+    def _is_below_any(
+        self, budget_bytes: int, starts: tuple[frozenset[int], ...]
+    ) -> bool:
+        """Whether it is proven that no choice fits; starts are looked at first."""
+        return (
+            all(self._peak(kept) > budget_bytes for kept in starts)
+            and budget_bytes < self.floor_bound_bytes
+        )
+
+    def _peak(self, kept: frozenset[int]) -> int:
+        return recomputation.peak_bytes(self.problem, kept)
 
     def kept_by(self, modules: Plan) -> frozenset[int]:
         """Values that a plan of modules keeps, see `plan`; it may break budgets."""
@@ -319,29 +331,28 @@ class GraphPlanner:
             self.problem, self._reader.ops, modules.op_policies
         )
 
-    @cached_property
+    @property
     def lowest(self) -> tuple[int, frozenset[int]]:
         """Least peak that the MILP finds, and what is kept there."""
+        solution = self._lowest
+        assert solution.kept is not None and solution.peak_bytes is not None
+        return solution.peak_bytes, solution.kept
+
+    @property
+    def floor_bound_bytes(self) -> int:
+        """No choice that recomputes an intermediate at most once has a lower peak."""
+        assert self._lowest.bound_bytes is not None
+        return self._lowest.bound_bytes
+
+    @cached_property
+    def _lowest(self) -> GraphSolution:
         greedy = capuchin.solve(self.problem, budget_bytes=0)
         solution = known_plans.lowest(
             self.problem, greedy.lowest, self.floor_limit_s, self.backend
         )
-        assert solution.kept is not None and solution.peak_bytes is not None
-        known_plans.known(self.problem).add(self.problem, solution.kept)
-        return solution.peak_bytes, solution.kept
-
-    @cached_property
-    def lowest_at_all(self) -> frozenset[int]:
-        """What is kept at the least peak found by much more work than `lowest` does.
-
-        That is done before a budget is refused.
-        """
-        start, limit_s = self.lowest[1], self.floor_limit_s
-        solution = known_plans.lowest(
-            self.problem, start, limit_s, self.backend, thorough=True
-        )
         assert solution.kept is not None
-        return solution.kept
+        known_plans.known(self.problem).add(self.problem, solution.kept)
+        return solution
 
     def _made(
         self,
@@ -377,7 +388,7 @@ class GraphPlanner:
 
     def _what_offload_reaches(self, peak_bytes: int) -> str:
         """A sentence if moving what is kept at the least peak lowers that."""
-        moves, kept = self.move_problem(), self.lowest_at_all
+        moves, kept = self.move_problem(), self.lowest[1]
         choice = Choice(kept, moved_at_floor(moves, kept))
         far_bytes = late_peak_bytes(moves, choice)
         if far_bytes >= peak_bytes:

@@ -1,4 +1,8 @@
-"""The choice of least peak: a MILP with rows for the highest positions of choices."""
+"""The choice of least peak: a MILP with rows for the highest positions of choices.
+
+No choice is below what each step needs at once. From there relaxations raise the bound;
+rounded and repaired, jumps (`_jumped`) and a MILP lower what is found.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,9 @@ from .model import GraphModel
 from .recomputation import GraphProblem, Replay, peak_bytes, recompute_ms
 from .solver import (
     ANY_WORK,
+    JUMPS_TO,
     LP_ROUNDS,
+    MOST_JUMPS,
     ROWS_A_ROUND,
     SHARES,
     GraphSolution,
@@ -21,10 +27,24 @@ from .solver import (
     hardly_rises,
 )
 
-_WORK_ON_FLOOR = 4_000_000
-_THOROUGH = 10  # times that, before a budget is refused
+_WORK = 2_000_000  # of MILPs,
+_WORK_ON_JUMPS = 4_000_000  # and of roots alone, as jumps look at nothing else
+_LOOSE = 2  # times the best: a cutoff by which HiGHS finds less is worse than none
+_ROUNDS_TO_RISE = 8  # many positions are as high as the highest: a heuristic
 _MIB = 2**20
 _TOLERANCE = 1e-5  # of solvers, relative to a peak: rows keep theirs in MiB
+
+
+def needed_at_once(problem: GraphProblem) -> int:
+    """Bytes that some op or step takes, whatever is kept: no peak is below."""
+    sizes, returned = problem.value_bytes, problem.returned
+    returned_bytes = sum(sizes[v] for v in returned)
+    at_steps = (
+        during + returned_bytes + sum(sizes[v] for v in set(values) - returned)
+        for during, values in zip(problem.step_bytes, problem.step_reads, strict=True)
+    )
+    in_forward = problem.arrays.forward.max(initial=0)
+    return max(int(in_forward), *at_steps) if problem.step_reads else int(in_forward)
 
 
 def lowest(
@@ -33,7 +53,6 @@ def lowest(
     start: Iterable[frozenset[int]] = (),
     time_limit_s: float | None = None,
     backend: Backend = "highs",
-    thorough: bool = False,
 ) -> GraphSolution:
     """The choice of least peak.
 
@@ -42,86 +61,158 @@ def lowest(
         start: Choices that are known.
         time_limit_s: As `solve`.
         backend: Which MILP solver to run.
-        thorough: Do ten times the work, if there is no time limit.
 
     Returns:
-        As `solve`; ``peak_bytes`` is the least that was found, ``termination`` says
-        whether it is proven (to the solver's tolerance).
+        As `solve`; ``peak_bytes`` is the least that was found, ``bound_bytes`` is
+        proven, ``termination`` says whether they are equal (to the solver's tolerance).
     """
-    started = time.perf_counter()
-    ends = math.inf if time_limit_s is None else started + time_limit_s
-    work = ANY_WORK
-    if time_limit_s is None:
-        work = _WORK_ON_FLOOR * (_THOROUGH if thorough else 1)
-    model = GraphModel(problem, budget_bytes=None)
-    best = _least(problem, (problem.kept_plainly, *start))
-    _add_highest(model, Replay(problem, best))
-    best = _relaxed_lowest(model, best, backend=backend, ends=ends)
-    termination = Termination.FEASIBLE
-    while work > 0 and (left_s := ends - time.perf_counter()) > 0:
-        outcome = pulp_runner.run(
-            model.model,
-            backend=backend,
-            time_limit_s=left_s if math.isfinite(left_s) else None,
-            work_limit=int(work / charge_of(model)),
+    search = LeastPeakSearch(problem, start, time_limit_s, backend)
+    search.relax()
+    search.jump()
+    search.branch()
+    return search.solution()
+
+
+class LeastPeakSearch:
+    """Search with rows on demand: the highest positions of choices.
+
+    Attributes:
+        best: The choice of least peak so far,
+        best_bytes: its peak,
+        bound_bytes: and what no choice is below.
+    """
+
+    def __init__(
+        self,
+        problem: GraphProblem,
+        start: Iterable[frozenset[int]],
+        time_limit_s: float | None,
+        backend: Backend,
+    ) -> None:
+        self.problem = problem
+        self._backend: Backend = backend
+        self._started = time.perf_counter()
+        self._limit_s = math.inf if time_limit_s is None else time_limit_s
+        self.best = _least(problem, (problem.kept_plainly, *start))
+        self.best_bytes = peak_bytes(problem, self.best)
+        self.bound_bytes = needed_at_once(problem)
+        self._model = GraphModel(problem, budget_bytes=None)
+        self._model.set_peak(at_least=self.bound_bytes)
+        self._add_highest(Replay(problem, self.best))
+
+    def _is_done(self) -> bool:
+        is_proven = self.best_bytes <= self.bound_bytes * (1 + _TOLERANCE)
+        return is_proven or self._left_s < 0
+
+    @property
+    def _left_s(self) -> float:
+        return self._limit_s - (time.perf_counter() - self._started)
+
+    def relax(self) -> None:
+        """Add the rows that relaxations break, and round the last one."""
+        bounds: list[float] = []
+        for _ in range(LP_ROUNDS):
+            outcome = pulp_runner.run(
+                self._model.model, backend=self._backend, relaxed=True
+            )
+            if outcome.bound is None:
+                return
+            bounds.append(outcome.bound)
+            self._note_bound(outcome.bound)
+            if self._is_done():
+                return
+            broken = fractional.broken(self._model, outcome.bound * _MIB)
+            new = [p for p in broken if p not in self._model.rows]
+            if not new or hardly_rises(bounds, _ROUNDS_TO_RISE):
+                break
+            for position in new[: 2 * ROWS_A_ROUND]:
+                self._model.add_row(position)
+        rounded = [self._model.kept(share) for share in SHARES]
+        self._try_out(self.best, *rounded)
+
+    def jump(self) -> None:
+        """Jump to choices between the bound and the best, as `solver` does."""
+        work = _WORK_ON_JUMPS
+        for seed in range(MOST_JUMPS):
+            work -= pulp_runner.work_of(self._model.model)[0]
+            if work < 0 or self._is_done():
+                return
+            room = JUMPS_TO[seed % len(JUMPS_TO)] * (self.best_bytes - self.bound_bytes)
+            most = min(self.bound_bytes + int(room), self.best_bytes - 1)
+            self._model.set_peak(at_most=most)
+            outcome = pulp_runner.run(
+                self._model.model, backend=self._backend, jump=seed
+            )
+            if outcome.termination is Termination.INFEASIBLE:
+                self._note_bound(most / _MIB)
+            elif outcome.termination.has_incumbent:
+                self._take(most)
+
+    def branch(self) -> None:
+        """Solve the MILP until what it chooses is proven, or the work is done."""
+        work: float = _WORK if math.isinf(self._limit_s) else ANY_WORK
+        while work > 0 and not self._is_done():
+            self._model.set_peak(at_most=_LOOSE * self.best_bytes)
+            charge, left_s = charge_of(self._model), self._left_s
+            outcome = pulp_runner.run(
+                self._model.model,
+                backend=self._backend,
+                time_limit_s=left_s if math.isfinite(left_s) else None,
+                work_limit=int(work / charge),
+            )
+            work -= max(1, int(outcome.work * charge))
+            if outcome.termination is Termination.INFEASIBLE:
+                self.bound_bytes = self.best_bytes
+                return
+            self._note_bound(outcome.bound)
+            if not outcome.termination.has_incumbent:
+                return
+            self._take(self.bound_bytes)
+
+    def _note_bound(self, bound: float | None) -> None:
+        if bound is not None:
+            proven_bytes = math.floor(bound * _MIB * (1 - _TOLERANCE))
+            self.bound_bytes = max(self.bound_bytes, proven_bytes)
+
+    def _take(self, above_bytes: int) -> None:
+        """Try out the model's choice, and add what it breaks to the model."""
+        kept = self._model.kept()
+        self._try_out(kept)
+        if not self._add_highest(Replay(self.problem, kept), above_bytes):
+            # An op that runs again makes once more what is kept of it: no row has that.
+            self._model.forbid(kept)
+
+    def _try_out(self, *choices: frozenset[int]) -> None:
+        """Compare choices, as they are and repaired, with the best."""
+        repaired = (
+            local_search.repair(self.problem, kept, self.bound_bytes)
+            for kept in choices
         )
-        work -= max(1, int(outcome.work * charge_of(model)))
-        if not outcome.termination.has_incumbent:
-            break
-        kept = model.kept()
-        cap_bytes = round((outcome.bound or 0.0) * _MIB)
-        best = _least(problem, (best, kept, *_lowered(problem, kept, cap_bytes)))
-        if peak_bytes(problem, best) <= cap_bytes * (1 + _TOLERANCE):
-            termination = Termination.OPTIMAL
-            break
-        if _add_highest(model, Replay(problem, kept), above_bytes=cap_bytes):
-            continue
-        if outcome.termination is not Termination.OPTIMAL:
-            break
-        # An op that runs again makes once more what is kept of it: no row has that.
-        model.forbid(kept)
-    return GraphSolution(
-        termination=termination,
-        objective_ms=recompute_ms(problem, best),
-        solve_s=time.perf_counter() - started,
-        kept=best,
-        peak_bytes=peak_bytes(problem, best),
-        num_rows=len(model.rows),
-    )
+        others = [kept for kept in repaired if kept is not None]
+        self.best = _least(self.problem, (self.best, *choices, *others))
+        self.best_bytes = peak_bytes(self.problem, self.best)
 
-
-def _relaxed_lowest(
-    model: GraphModel, best: frozenset[int], *, backend: Backend, ends: float
-) -> frozenset[int]:
-    """Add the rows that relaxations of the least peak break, and round the last one."""
-    bounds: list[float] = []
-    for _ in range(LP_ROUNDS):
-        outcome = pulp_runner.run(model.model, backend=backend, relaxed=True)
-        if outcome.bound is None or time.perf_counter() > ends:
-            return best
-        bounds.append(outcome.bound)
-        broken = fractional.broken(model, outcome.bound * _MIB)
-        new = [p for p in broken if p not in model.rows]
-        if not new or hardly_rises(bounds):
-            break
+    def _add_highest(self, replay: Replay, above_bytes: int = 0) -> bool:
+        """Make the highest positions rows; whether any is new."""
+        highest = replay.peak.live_bytes
+        limit = max(above_bytes, highest - (highest - above_bytes) // 2)
+        positions = (moment.position for moment in replay.above(limit))
+        new = [p for p in positions if p not in self._model.rows]
         for position in new[:ROWS_A_ROUND]:
-            model.add_row(position)
-    cap_bytes = round(bounds[-1] * _MIB)
-    rounded = [model.kept(share) for share in SHARES]
-    lowered = [
-        kept
-        for one in (best, *rounded)
-        for kept in _lowered(model.problem, one, cap_bytes)
-    ]
-    return _least(model.problem, (best, *lowered))
+            self._model.add_row(position)
+        return bool(new)
 
-
-def _lowered(
-    problem: GraphProblem, kept: frozenset[int], cap_bytes: int
-) -> list[frozenset[int]]:
-    """A choice with its peak lowered; none if it cannot run."""
-    lowered = local_search.repair(problem, kept, cap_bytes)
-    return [] if lowered is None else [lowered]
+    def solution(self) -> GraphSolution:
+        is_proven = self.best_bytes <= self.bound_bytes * (1 + _TOLERANCE)
+        return GraphSolution(
+            termination=Termination.OPTIMAL if is_proven else Termination.FEASIBLE,
+            objective_ms=recompute_ms(self.problem, self.best),
+            solve_s=time.perf_counter() - self._started,
+            kept=self.best,
+            peak_bytes=self.best_bytes,
+            bound_bytes=min(self.bound_bytes, self.best_bytes),
+            num_rows=len(self._model.rows),
+        )
 
 
 def _least(problem: GraphProblem, choices: Iterable[frozenset[int]]) -> frozenset[int]:
@@ -133,14 +224,3 @@ def _least(problem: GraphProblem, choices: Iterable[frozenset[int]]) -> frozense
         except ValueError:  # it needs a pinned op again
             continue
     return min(peaks, key=lambda item: item[0])[1]
-
-
-def _add_highest(model: GraphModel, replay: Replay, above_bytes: int = 0) -> bool:
-    """Make the highest positions rows; whether any is new."""
-    highest = replay.peak.live_bytes
-    limit = max(above_bytes, highest - (highest - above_bytes) // 2)
-    positions = (moment.position for moment in replay.above(limit))
-    new = [p for p in positions if p not in model.rows]
-    for position in new[:ROWS_A_ROUND]:
-        model.add_row(position)
-    return bool(new)

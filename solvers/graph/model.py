@@ -315,6 +315,16 @@ class GraphModel:
             left_bytes = self.budget_bytes - constant_bytes
             self.capped.append(Capped(terms=terms, left_bytes=left_bytes))
 
+    def set_peak(
+        self, *, at_least: int | None = None, at_most: int | None = None
+    ) -> None:
+        """Bound the peak that is minimised, in bytes; what is not given stays."""
+        assert isinstance(self._cap, pulp.LpVariable)
+        if at_least is not None:
+            self._cap.lowBound = at_least / _MIB
+        if at_most is not None:
+            self._cap.upBound = at_most / _MIB
+
     def _in_forward(self, position: Position) -> tuple[list[Term], int]:
         problem, here = self.problem, position.op
         assert here is not None

@@ -41,9 +41,9 @@ _LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
 _DECIDED = 0.25  # of the fractions, at once
 _DIVE_ROUNDS = 100  # of deciding about them: a heuristic
 _WORK_ON_JUMPS = 6_000_000  # of roots alone, as jumps look at nothing else
-_MOST_JUMPS = 12
+MOST_JUMPS = 12
 _LOOSE = 100.0  # times the best: a cutoff that leaves out nothing of use
-_JUMPS_TO = (0.9, 0.5, 0.25)  # of the gap above the bound, in turns: a heuristic
+JUMPS_TO = (0.9, 0.5, 0.25)  # of the gap above the bound, in turns: a heuristic
 _OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
@@ -56,11 +56,13 @@ class GraphSolution(Solution):
     Attributes:
         kept: Values that are kept, None without an incumbent.
         peak_bytes: True peak of that.
+        bound_bytes: No peak is below, where that is what was asked for.
         num_rows: Positions of the step that became rows.
     """
 
     kept: frozenset[int] | None = None
     peak_bytes: int | None = None
+    bound_bytes: int | None = None
     num_rows: int = 0
 
 
@@ -267,13 +269,13 @@ class _Search:
         Where parts of the step are alike it finds what no dive does.
         """
         work = _WORK_ON_JUMPS
-        for seed in range(_MOST_JUMPS):
+        for seed in range(MOST_JUMPS):
             work -= pulp_runner.work_of(self.model.model)[0]
             if work < 0 or self.is_done() or self._left_s < 0:
                 return
             assert self.best is not None
             cost_ms = self.best[0]
-            room_ms = _JUMPS_TO[seed % len(_JUMPS_TO)] * (cost_ms - self.bound_ms)
+            room_ms = JUMPS_TO[seed % len(JUMPS_TO)] * (cost_ms - self.bound_ms)
             most_ms = min(self.bound_ms + room_ms, cost_ms * (1.0 - _WORTHWHILE))
             self.model.cut_off(most_ms)
             outcome = pulp_runner.run(
@@ -419,8 +421,8 @@ def charge_of(model: GraphModel, share: float = 1.0) -> float:
     return float(share * max(1.0, columns / _MANY_COLUMNS) ** _POWER_OF_COLUMNS)
 
 
-def hardly_rises(bounds: list[float]) -> bool:
+def hardly_rises(bounds: list[float], rounds: int = _ROUNDS_TO_RISE) -> bool:
     """Whether the last rounds of rows have hardly raised the bound."""
-    if len(bounds) <= _ROUNDS_TO_RISE:
+    if len(bounds) <= rounds:
         return False
-    return bounds[-1] - bounds[-1 - _ROUNDS_TO_RISE] <= _LEAST_RISE * bounds[-1]
+    return bounds[-1] - bounds[-1 - rounds] <= _LEAST_RISE * bounds[-1]

@@ -3,6 +3,7 @@ from hypothesis import strategies as st
 
 from autosac.solvers.graph import lowest, solve
 from autosac.solvers.graph.dominance import dominated_values
+from autosac.solvers.graph.least_peak import needed_at_once
 from autosac.solvers.graph.model import GraphModel
 from autosac.solvers.graph.recomputation import (
     GraphProblem,
@@ -51,6 +52,7 @@ def test_the_lowest_peak_is_that_of_trying_every_set(problem):
     found = lowest(problem)
 
     assert found.peak_bytes == peak_bytes(problem, found.kept) == least
+    assert needed_at_once(problem) <= found.bound_bytes <= least
 
 
 @examples(30)
