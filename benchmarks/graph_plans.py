@@ -187,7 +187,7 @@ def run(
         plan = make_plan.make_plan(profile, budget)
         modules = _module_cell(work, plan, budget)
         plans = [
-            _graph_cell(planner, strategy, budget, time_limit_s, plan, expected)
+            graph_cell(planner, strategy, budget, time_limit_s, plan, expected)
             for strategy in STRATEGIES
         ]
         translated = _translated_cell(planner, plan, budget)
@@ -251,14 +251,15 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other is None or torch.equal(one, other)
 
 
-def _graph_cell(
+def graph_cell(
     planner: graph_plans.GraphPlanner,
     strategy: Any,
     budget: int,
     time_limit_s: float | None,
-    modules: autosac.Plan,
+    modules: autosac.Plan | None,
     expected: list[Any],
 ) -> Cell:
+    """One plan of a graph, run and measured; the others are as of `plan`."""
     started = time.process_time()
     plan = planner.plan(
         budget, strategy=strategy, time_limit_s=time_limit_s, modules=modules
