@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -49,6 +50,13 @@ def without_compiled_code(*, on_fakes: bool) -> Iterator[None]:
 def is_of_compiled_code(error: BaseException) -> bool:
     """Whether an error was raised by `without_compiled_code`."""
     return _STANCE in str(error)
+
+
+def higher_order_op(error: BaseException) -> str:
+    """Name of the op such as `torch.cond` that an error passed through; '' if none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    names = [f.name for f in frames if "_higher_order_ops" in f.filename]
+    return names[0] if names else ""
 
 
 def compute_intensive_ops() -> frozenset[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
+_HOLDS_NOTHING = (type, FunctionType, MethodType, ModuleType)
 _PLAIN_TYPES = frozenset(_PLAIN)  # to look up without their subclasses
 
 
@@ -30,6 +33,50 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     _collect((value,), tensors)
     return iter(tensors)
+
+
+def held_tensors(value: Any, seen: dict[int, Any] | None = None) -> list[torch.Tensor]:
+    """Tensors in containers and in attributes of objects, at any depth.
+
+    Args:
+        value: What holds them. Functions and weak references hold nothing here.
+        seen: Objects that need no look any more, by address; those found are added.
+    """
+    seen = {} if seen is None else seen
+    tensors: list[torch.Tensor] = []
+    left = [value]
+    while left:
+        value = left.pop()
+        if type(value) in _PLAIN_TYPES or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        else:
+            left.extend(reversed(_inside(value)))
+    return tensors
+
+
+def _inside(value: Any) -> list[Any]:
+    """What an object refers to by its items and attributes."""
+    if isinstance(value, _HOLDS_NOTHING) or _is_distributed(value):
+        return []
+    items: list[Any] = []
+    if isinstance(value, Mapping):
+        items += value.values()
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        items += value
+    items += getattr(value, "__dict__", {}).values()
+    for cls in type(value).__mro__[:-1]:
+        slots = cls.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        items += [getattr(value, name, None) for name in names]
+    return items
+
+
+def _is_distributed(value: Any) -> bool:
+    """Whether an object is a mesh, a group, or another of torch.distributed."""
+    return type(value).__module__.startswith("torch.distributed")
 
 
 def first_function(value: Any) -> Any:

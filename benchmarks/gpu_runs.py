@@ -14,13 +14,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from autosac import Plan
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import normalize_inputs, training_step
 from autosac.verification.measuring import (
     State,
     capture_state,
     differences,
     measure_peak,
-    optimizer_tensors,
 )
 from benchmarks.gpu_models import Subject
 

@@ -23,12 +23,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import autosac
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import training_step
 from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,
-    optimizer_tensors,
     storage_bytes,
 )
 from benchmarks.environment import MIB, environment

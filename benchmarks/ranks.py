@@ -34,6 +34,7 @@ from autosac.parallel.fsdp_memory import GLOO_THREADS
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.sharding import Sharding
 from autosac.profiles.profile import Profile, profile
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import (
     LossFn,
     finish_step,
@@ -41,7 +42,6 @@ from autosac.step.training_step import (
     normalize_inputs,
 )
 from autosac.units.policies import OpPolicy
-from autosac.verification.measuring import optimizer_tensors
 from benchmarks.rank_server import run_ranks
 
 

@@ -93,6 +93,38 @@ class KeepsPlainTensors(Block):
         self.default, self.sums = torch.zeros(ROWS, WIDTH), [torch.zeros(ROWS, WIDTH)]
 
 
+class GrowsBuffer(Block):
+    """Makes an empty buffer as large as what it keeps there."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("latest", torch.tensor([]))
+
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.no_grad():
+            self.latest.resize_(x.shape[0], 4 * x.shape[1])
+            self.latest.copy_(y.repeat(1, 4))
+        return y
+
+
+class FakesQuantization(Block):
+    """Its statistics are as many as there are channels, from its first step on."""
+
+    def __init__(self):
+        super().__init__()
+        statistics = (torch.tensor([]), torch.tensor([]), torch.ones(1))
+        self.statistics = [*statistics, torch.zeros(1, dtype=torch.int32)]
+        self.is_on = torch.ones(1, dtype=torch.long)
+
+    def forward(self, x):
+        weight = torch.fused_moving_avg_obs_fake_quant(
+            *(self.up.weight, self.is_on, self.is_on, *self.statistics),
+            *(0.01, -128, 127, 0, True, True),
+        )
+        return x + self.down(functional.gelu(functional.linear(x, weight)))
+
+
 class Checkpointed(Block):
     """Checkpoints by itself, which keeps states of the random generator."""
 
@@ -232,6 +264,7 @@ def of(block):
 
 HABITS = (
     *(KeepsTable, KeepsBuffers, KeepsLatest, KeepsPlainTensors, ReplacesCache),
+    *(GrowsBuffer, FakesQuantization),
     *(Checkpointed, MarksDirty),
     *(Vectorized, Folds, Picks, Parametrized, CopiesPart),
 )

@@ -9,11 +9,11 @@ from autosac.errors import InfeasibleBudgetError, TraceError
 from autosac.graphs.joint_graphs import joint_graph
 from autosac.graphs.optimizer_steps import captured_step
 from autosac.graphs.plans import GraphPlanner
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,
-    optimizer_tensors,
     storage_bytes,
 )
 from tests.models import ConvNet, gpt, tokens

@@ -1,9 +1,14 @@
 """Planned models in training, and what is left of it."""
 
+import bisect
+import gc
+
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from autosac.checkpointing import installing
+from autosac.devices.allocator_events import cpu_events, recorded_events
 from autosac.planning.spelling import spell_out
 from autosac.step.training_step import normalize_inputs, training_step
 from autosac.verification.measuring import capture_state, differences
@@ -41,6 +46,34 @@ def train(case, model, steps=2):
 def assert_equal(expected, actual):
     for before, after in zip(expected, actual, strict=True):
         assert differences(before, after) == ()
+
+
+def peaks_of_training(make_step, num_steps):
+    """Peaks of real steps, of all that is made in ``make_step`` and since."""
+    with cpu_events() as recording:
+        step = make_step()
+        for _ in range(num_steps):
+            gc.collect()
+            with record_function("autosac::step"):
+                step()
+    starts, ends, changes = [], [], []
+    for event in recorded_events(recording):
+        kind, fields = event.typed
+        if kind.name == "Allocation":
+            changes.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        elif event.name == "autosac::step":
+            starts.append(event.start_time_ns)
+            ends.append(event.end_time_ns)
+    sizes, live, times = {}, [0], []
+    for time, address, num_bytes in sorted(changes, key=lambda change: change[0]):
+        change = num_bytes if num_bytes > 0 else -sizes.pop(address, 0)
+        sizes |= {address: num_bytes} if num_bytes > 0 else {}
+        times.append(time)
+        live.append(live[-1] + change)
+    return [
+        max(live[bisect.bisect(times, start) : bisect.bisect(times, end) + 1])
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 class Branching(nn.Module):

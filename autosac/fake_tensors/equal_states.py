@@ -16,11 +16,19 @@ from autosac.fake_tensors.foreach import is_plain, made_like
 _NUMBERS = (bool, int, float, type(None))
 
 
+def keeps_state_only(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer keeps nothing but its state, all from its first step on.
+
+    Only PyTorch's own are known to, and only without hooks.
+    """
+    is_ours = type(optimizer).__module__.startswith("torch.optim.")
+    return is_ours and not _compat_autograd.has_hooks(optimizer)
+
+
 class EqualStates:
     """States of parameters, by kind.
 
-    Only PyTorch's own optimizers are known to keep nothing but their state, and only
-    without hooks; only numbers and tensors with memory of their own are made again.
+    Only numbers and tensors with memory of their own are made again.
 
     Args:
         mode: The fake tensor mode of the trace.
@@ -43,8 +51,7 @@ class EqualStates:
             group: The one of its `param_groups` that the parameter is in.
             parameter: The parameter.
         """
-        is_ours = type(optimizer).__module__.startswith("torch.optim.")
-        if not is_ours or _compat_autograd.has_hooks(optimizer):
+        if not keeps_state_only(optimizer):
             return None
         options = [(name, v) for name, v in group.items() if name != "params"]
         layouts = (_layout(parameter), _layout(parameter.grad))

@@ -13,7 +13,7 @@ import torch
 
 from autosac import _compat_compiler
 from autosac.errors import ArgumentError
-from autosac.pytrees import tensors_in
+from autosac.pytrees import held_tensors
 from autosac.step import source_lines
 from autosac.step.offloaded_optimizer import OffloadedOptimizer
 from autosac.step.training_step import AnyOptimizer, OptimizerInBackward
@@ -93,7 +93,7 @@ def check_tensors(model: torch.nn.Module, inputs: Any) -> None:
                 f"`{name}` of the model was made under `torch.inference_mode()` and can"
                 " never have a gradient: build the model outside of it."
             )
-    given = list(tensors_in(inputs))
+    given = held_tensors(inputs)
     if any(tensor.is_nested for tensor in (*named.values(), *given)):
         raise ArgumentError(
             "A nested tensor is among the inputs or in the model, and no plan knows"

@@ -6,7 +6,7 @@ Of a distributed tensor counts what this rank holds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Account:
         self.clock += 1
         return self.clock
 
-    def register(self, tensors: Iterator[torch.Tensor], category: str) -> None:
+    def register(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Count tensors that exist before the step."""
         for tensor in tensors:
             if self._counts(tensor):
@@ -73,9 +73,30 @@ class Account:
             )
             self.ids.setdefault(storage._cdata, first)
 
+    def grow(self, resized: Iterable[tuple[torch.Tensor, int]]) -> bool:
+        """Count tensors as large as they become, all of their time.
+
+        Returns:
+            Whether one was there before the step, which it finds larger from then on.
+        """
+        is_older = False
+        for tensor, num_bytes in resized:
+            index = self._index(tensor, 0, "input") if self._counts(tensor) else None
+            if index is not None and self._rounded(num_bytes) > self.nbytes[index]:
+                self.nbytes[index] = self._rounded(num_bytes)
+                is_older = is_older or not self.born[index]
+        return is_older
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Take a registered tensor out of the account again."""
         self.nbytes[self._index(tensor, 0, "temporary")] = 0
+
+    def adopt(self, other: Account, category: str) -> None:
+        """Count what another account has of storages that are alive."""
+        for key, watcher in list(other.watchers.items()):
+            storage = watcher()
+            if storage is not None and key not in self.exempted:
+                self._index_of(storage, 0, category)
 
     def exempt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave tensors out of the account: they lie on the CPU in a real run."""
@@ -141,7 +162,9 @@ class Account:
 
     def _index(self, tensor: torch.Tensor, born: int, category: str) -> int:
         """Index of a tensor's storage; an unknown one is added."""
-        storage = local(tensor).untyped_storage()
+        return self._index_of(local(tensor).untyped_storage(), born, category)
+
+    def _index_of(self, storage: Any, born: int, category: str) -> int:
         key = storage._cdata
         index = self.ids.get(key)
         if index is None:

@@ -29,6 +29,11 @@ _COMPILED = (
     " one: call it as it was before that, or cap the memory of the whole model by"
     " `autosac.compile(model, memory_budget=...)`."
 )
+_HIGHER_ORDER = (
+    "calls `{name}`, which compiles the functions that it is given, and a plan is for"
+    " ops that run one by one: write it in plain Python, as an `if` or a loop, or as"
+    " one op, as `torch.where`."
+)
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
 _SPARSE = "not defined for sparse tensors"  # what PyTorch says of their size
@@ -37,6 +42,10 @@ _ONE_BY_ONE = (
     " Optimizers that step on many tensors at once, as they do on GPUs, take no plain"
     " ones beside distributed ones: plan and train with `foreach=False`, as in"
     " functools.partial(torch.optim.AdamW, foreach=False)."
+)
+_BY_IDENTITY = (
+    " An optimizer is copied, parameters too, before it is traced: if it knows them by"
+    " `id`, pass a function that builds it, as `optimizer=lambda parameters: ...`."
 )
 _DIVIDED = (
     " PyTorch's `loss_parallel` takes `torch.nn.functional.cross_entropy` of class"
@@ -74,7 +83,11 @@ def explanation(error: BaseException, place: str) -> str:
     if _MIXED in str(error) and ("_foreach_" in str(error) or "_fused_" in str(error)):
         advice = _ONE_BY_ONE
     if _compat_compiler.is_of_compiled_code(error):
-        return f"The step cannot be traced: {place}{where} {_COMPILED}"
+        op = _compat_compiler.higher_order_op(error)
+        why = _HIGHER_ORDER.format(name=op) if op else _COMPILED
+        return f"The step cannot be traced: {place}{where} {why}"
+    if place == "the optimizer" and isinstance(error, KeyError):
+        advice = _BY_IDENTITY
     if _REFUSES_HOOKS in str(error):
         return differentiates(place, line)
     return (

@@ -36,6 +36,8 @@ class Learned:
         earlier: A step comes before it that makes what modules keep for later ones.
         seed: Where its random streams begin.
         num_updates: Training steps that come before it.
+        num_later_updates: Steps of the optimizer between its first and the one that is
+            traced; None if that is not known.
         redrawn: Its tapes with other seeds and updates, if these decide sizes.
     """
 
@@ -46,6 +48,7 @@ class Learned:
     earlier: bool = False
     seed: int = 0
     num_updates: int = 0
+    num_later_updates: int | None = None
     redrawn: list[Tape] = field(default_factory=list)
 
 

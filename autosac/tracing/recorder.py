@@ -20,6 +20,7 @@ from autosac.errors import TraceError
 from autosac.fake_tensors.foreach import run_distinct
 from autosac.fake_tensors.op_facts import VIEW, Costs, Facts, costs
 from autosac.fake_tensors.repeated_calls import RepeatedCalls
+from autosac.fake_tensors.resizing import RESIZING_IDS, resized
 from autosac.fake_tensors.values import refuse_sparse, run_op
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
@@ -198,9 +199,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if self._is_overwritten(func, inputs):
             key = _OVERWRITTEN
         self._refuse_original(func, inputs)
-        reads: tuple[int, ...] = ()
-        if func is not _LITERAL:  # its memory is born here, with the output
-            reads = self._indices(inputs, 0, "input", strided=strided)
+        read = [] if func is _LITERAL else inputs  # its memory is born with the output
+        reads = self._indices(read, 0, "input", strided=strided)
         call, out = self._run(key, func, args, kwargs, inputs)
         if self.target is not None:
             self._note_gpu(func, inputs, out)
@@ -212,6 +212,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
         hands_on = made_ids and made_ids[0] < first_new and not self.is_real
         if hands_on and self.views.are_written(func, inputs, outputs, made_ids):
             self.needs_plain_fakes()  # autograd follows writes to such memory
+        if id(func) in RESIZING_IDS and self.grow(resized(func, args)):
+            self.learned.earlier = True
         if not self.only_storages:
             call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
             creates = tuple(i for i in made_ids if i >= first_new)
@@ -230,8 +232,9 @@ class Recorder(_compat.PlainDispatchMode, Account):
             if call.facts.masks:
                 masks = [inputs[i] for i in call.facts.masks]
                 decides = self._indices(masks, 0, "input", strided=strided)
-            ticks = (start, born)
-            self._write(call.facts, spent, ticks, reads, writes, creates, decides)
+            self._write(
+                call.facts, spent, (start, born), reads, writes, creates, decides
+            )
         return out
 
     def _run(
@@ -262,7 +265,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
     ) -> None:
         """Write an op down that has just run."""
         module = self._module()
-        is_backward = self.phase == "backward"
         self.ops.append(
             Op(
                 name=facts.name,
@@ -284,7 +286,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
                 signature=spent.signature,
                 decides=decides,
                 source=source_lines.running(self.phase),
-                function=self.modules.function if is_backward else "",
+                function=self.modules.function if self.phase == "backward" else "",
             )
         )
 

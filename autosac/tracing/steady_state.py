@@ -6,18 +6,21 @@ made by the step that is traced.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
 
 from autosac import _compat_plain
 from autosac._compat_distributed import are_distributed
-from autosac.fake_tensors.equal_states import EqualStates
+from autosac.fake_tensors.equal_states import EqualStates, keeps_state_only
 from autosac.lens.mode import host_state
-from autosac.pytrees import tensors_in
+from autosac.pytrees import held_tensors
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import AnyOptimizer, Marker, OptimizerInBackward
 from autosac.tracing.far_states import put_away, updating, watch
+from autosac.tracing.later_updates import settle
 from autosac.tracing.recorder import Recorder
 from autosac.tracing.step import Step
 
@@ -32,7 +35,7 @@ def register_outer(
     recorder.register_copies(own.parameters(), model.parameters(), "parameter")
     _register_buffers(recorder, own, model)
     _register_attributes(recorder, own, model)
-    recorder.register_copies(tensors_in(given), tensors_in(inputs), "input")
+    recorder.register_copies(held_tensors(given), held_tensors(inputs), "input")
     if step.finds_gradients:
         _make_gradients(recorder, model)
 
@@ -54,18 +57,20 @@ def _register_attributes(
     recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module
 ) -> None:
     """Count tensors that modules keep besides, which the step may never meet."""
+    seen: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
     for original, copied in zip(own.modules(), model.modules(), strict=False):
-        kept, copies = _kept_besides(original), _kept_besides(copied)
+        kept, copies = _kept_besides(original, seen[0]), _kept_besides(copied, seen[1])
         if [tensor.shape for tensor in kept] == [tensor.shape for tensor in copies]:
             recorder.register_copies(kept, copies, "buffer")
         else:  # an earlier step has made some
             recorder.register(iter(copies), "buffer")
 
 
-def _kept_besides(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Tensors of a module that are neither parameters nor buffers."""
+def _kept_besides(module: torch.nn.Module, seen: dict[int, Any]) -> list[torch.Tensor]:
+    """Tensors of a module that are neither parameters nor buffers; those not seen."""
     own = vars(module)
-    return list(tensors_in({name: own[name] for name in own if name not in _COUNTED}))
+    kept = {name: own[name] for name in own if name not in _COUNTED}
+    return held_tensors(kept, seen)
 
 
 def marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:
@@ -120,6 +125,7 @@ def make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
     equal_states = EqualStates(recorder.repeated.mode)
     watch(recorder, optimizer)
     recorder.muted = True
+    are_plain = all(map(keeps_state_only, map(updating, optimizer.optimizers.values())))
     for parameter, its_own in optimizer.optimizers.items():
         (group,) = its_own.param_groups
         kind = equal_states.kind(updating(its_own), group, parameter)
@@ -131,11 +137,22 @@ def make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
         if state is not None:
             its_own.state[parameter] = state
             continue
-        parameter.grad = torch.zeros_like(parameter)  # the values may be real
-        optimizer.step_one(parameter)
+        _step_one(optimizer, parameter)
         equal_states.learn(kind, its_own.state.get(parameter, {}))
+    if not are_plain:
+        settle(recorder, optimizer, partial(_step_each, optimizer))
     recorder.muted = False
     _register_state(recorder, optimizer)
+
+
+def _step_one(optimizer: OptimizerInBackward, parameter: torch.Tensor) -> None:
+    parameter.grad = torch.zeros_like(parameter)  # the values may be real
+    optimizer.step_one(parameter)
+
+
+def _step_each(optimizer: OptimizerInBackward) -> None:
+    for parameter in optimizer.optimizers:
+        _step_one(optimizer, parameter)
 
 
 def _register_state(recorder: Recorder, optimizer: AnyOptimizer) -> None:
@@ -143,17 +160,7 @@ def _register_state(recorder: Recorder, optimizer: AnyOptimizer) -> None:
     put_away(recorder, optimizer)
     if recorder.target is not None:
         recorder.exempt(host_state(optimizer))
-    recorder.register(tensors_in(optimizer.state), "optimizer")
-    recorder.register(_kept_beside_state(optimizer), "optimizer")
-
-
-def _kept_beside_state(optimizer: AnyOptimizer) -> Iterator[torch.Tensor]:
-    """Tensors that an optimizer keeps among options and in attributes."""
-    kept = [{**group, "params": None} for group in optimizer.param_groups]
-    attributes = {**vars(optimizer), "param_groups": kept, "state": None}
-    if isinstance(optimizer, OptimizerInBackward):
-        attributes["optimizers"] = None
-    return tensors_in(attributes)
+    recorder.register(optimizer_tensors(optimizer), "optimizer")
 
 
 def enter_steady_state(
@@ -175,7 +182,10 @@ def enter_steady_state(
     watch(recorder, optimizer)
     recorder.phase = "optimizer"
     recorder.muted = True
-    _make_state(EqualStates(recorder.repeated.mode), optimizer)
+    if keeps_state_only(updating(optimizer)):
+        _make_state(EqualStates(recorder.repeated.mode), optimizer)
+    else:
+        settle(recorder, optimizer, optimizer.step)
     recorder.muted = False
     _register_state(recorder, optimizer)
 

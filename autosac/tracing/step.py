@@ -10,7 +10,7 @@ import torch
 from autosac import _compat
 from autosac._compat_distributed import are_distributed
 from autosac.devices.specs import DeviceSpec
-from autosac.pytrees import tensors_in
+from autosac.pytrees import held_tensors
 from autosac.step.training_step import LossFn
 from autosac.tracing.learned import Learned
 
@@ -83,7 +83,7 @@ class Step:
         Distributed ones are on other ranks as well, which may not plan just now.
         """
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += tensors_in((self.args, self.kwargs))
+        tensors += held_tensors((self.args, self.kwargs))
         return (
             self.lens is None
             and self.compute_dtype is None

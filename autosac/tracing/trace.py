@@ -24,9 +24,9 @@ from autosac import _compat, _compat_compiler, _compat_distributed, _compat_plai
 from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
-from autosac.pytrees import tensors_in
+from autosac.pytrees import held_tensors
 from autosac.step.random_streams import seeded_streams
-from autosac.step.tape import Tape
+from autosac.step.tape import Parameter, Tape
 from autosac.step.training_step import (
     AnyOptimizer,
     OptimizerInBackward,
@@ -39,6 +39,7 @@ from autosac.tracing import draws, memoized
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.conversions import idle_conversions
 from autosac.tracing.copying import copied
+from autosac.tracing.cycles import warn_of_cycles
 from autosac.tracing.failures import explanation, too_large
 from autosac.tracing.learned import Retrace
 from autosac.tracing.one_hot import real_one_hot
@@ -303,7 +304,7 @@ def _run_on(
                     _one_micro_step(recorder, step, model, args, kwargs)
                 if not finds:
                     model.zero_grad(set_to_none=True)
-                for tensor in tensors_in((args, kwargs)):
+                for tensor in held_tensors((args, kwargs)):
                     tensor.grad = None  # each micro-step gets others
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
@@ -315,6 +316,9 @@ def _run_on(
                 found = step.adds_gradients and step.finds_gradients
                 enter_steady_state(recorder, model, optimizer, adds_gradients=found)
                 recorder.mark("optimizer")
+                parameters: tuple[Parameter, ...] = ()
+                if not only_storages:  # with gradients, which optimizers may drop
+                    parameters = find_parameters(recorder, step.model, model, optimizer)
                 if optimizes:
                     finish_step(model, optimizer, step.clip_grad_norm)
                 del loss  # alive until here, as in `training_step`
@@ -326,11 +330,12 @@ def _run_on(
                 step.learned.real = True  # values decide, or a fake kernel refuses
                 raise Retrace from error
             raise TraceError(explanation(error, recorder.place())) from error
+        tape = replace(recorder.tape(), parameters=parameters)
         left = recorder.left_alive()
-        if only_storages:
-            return recorder.tape(), left
-        parameters = find_parameters(recorder, step.model, model, optimizer)
-        return replace(recorder.tape(), parameters=parameters), left
+        if left and not only_storages:
+            warn_of_cycles(recorder, left)
+            left = recorder.left_alive()
+        return tape, left
 
 
 def _one_micro_step(

@@ -18,7 +18,6 @@ from autosac._compat_distributed import local
 from autosac.devices.allocator_events import cpu_events, recorded_events
 from autosac.errors import UnsupportedError
 from autosac.quantities import rounded_up
-from autosac.step.offloaded_optimizer import offloaded_parts
 from autosac.step.training_step import AnyOptimizer
 
 T = TypeVar("T")
@@ -195,15 +194,6 @@ def capture_state(
         for name, tensor in entries
         for index, part in enumerate(_dense_parts(tensor))
     }
-
-
-def optimizer_tensors(optimizer: AnyOptimizer | None) -> list[torch.Tensor]:
-    """Tensors in the optimizer's state, at any depth; none that lies in far memory."""
-    leaves = [] if optimizer is None else _state_leaves(optimizer)
-    parts = offloaded_parts(optimizer)
-    far = {id(tensor) for part in parts for tensor in part.far_tensors()}
-    tensors = (leaf for _, _, leaf in leaves if isinstance(leaf, torch.Tensor))
-    return [tensor for tensor in tensors if id(tensor) not in far]
 
 
 def _state_leaves(optimizer: AnyOptimizer) -> list[tuple[Any, str, Any]]:

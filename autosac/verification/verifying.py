@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from autosac.errors import AutosacError, TraceError, UnsupportedError
 from autosac.progress import progress_bar
-from autosac.pytrees import tensors_in
+from autosac.pytrees import held_tensors
 from autosac.quantities import format_bytes, format_ms
 from autosac.step.arguments import check_loss_fn, optimizer_for, read_dtype
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import (
     AnyOptimizer,
     LossFn,
@@ -31,7 +31,6 @@ from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,
-    optimizer_tensors,
 )
 
 MakeOptimizer = Callable[[Any], AnyOptimizer | None]
@@ -280,7 +279,7 @@ class _Run:
         if not self.recipe.gradients_in_forward:  # then the step itself does
             # Of the model: gradients of parameters the optimizer lacks count as well.
             self.model.zero_grad(set_to_none=not self.recipe.keeps_gradients)
-        for leaf in tensors_in((self.args, self.kwargs)):
+        for leaf in held_tensors((self.args, self.kwargs)):
             if leaf.is_leaf:
                 leaf.grad = None  # training has another batch in each step
 
@@ -323,12 +322,9 @@ class _Run:
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self.model.buffers()
-        for module in self.model.modules():  # such as tables that the first step made
-            yield from tensors_in(vars(module))
+        yield from held_tensors(self.model)  # such as tables that a step has made
         yield from optimizer_tensors(self.optimizer)
-        for leaf in tree_leaves((self.args, self.kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                yield leaf
+        yield from held_tensors((self.args, self.kwargs))
 
     def _find_device(self) -> torch.device:
         tensor = next(self.tensors(), None)

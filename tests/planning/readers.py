@@ -6,11 +6,11 @@ from torch.nn import functional
 
 import autosac
 from autosac.step.batch_signatures import signature_of
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import training_step
 from autosac.verification.measuring import (
     capture_state,
     measure_peak,
-    optimizer_tensors,
     storage_bytes,
 )
 

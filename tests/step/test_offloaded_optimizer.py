@@ -16,7 +16,8 @@ import autosac
 from autosac.errors import ArgumentError
 from autosac.far_memory import FarMemory
 from autosac.step.offloaded_optimizer import OffloadedOptimizer
-from autosac.verification.measuring import measure_peak, optimizer_tensors
+from autosac.step.optimizer_state import optimizer_tensors
+from autosac.verification.measuring import measure_peak
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, ROWS = 16, 8

@@ -8,12 +8,12 @@ import autosac
 from autosac import OptimizerInBackward
 from autosac.profiles.profile import profile
 from autosac.simulation.simulator import Simulator
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import training_step
 from autosac.tracing.trace import dry_run
 from autosac.verification.measuring import (
     capture_state,
     differences,
-    optimizer_tensors,
 )
 from tests.models import CASES
 from tests.tracing.test_trace import LiveBytes

@@ -13,13 +13,13 @@ from autosac.cli.demo import GPT
 from autosac.errors import TraceError
 from autosac.profiles.profile import calibrate, profile
 from autosac.simulation.simulator import Simulator
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import normalize_inputs, training_step
 from autosac.tracing.trace import dry_run
 from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,
-    optimizer_tensors,
 )
 from tests.models import CASES, WIDTH, ResidualBlock, each_case
 

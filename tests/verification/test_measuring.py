@@ -3,11 +3,11 @@ import threading
 import pytest
 import torch
 
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,
-    optimizer_tensors,
     storage_bytes,
 )
 

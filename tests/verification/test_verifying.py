@@ -1,5 +1,7 @@
 import math
+from collections import deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -304,3 +306,59 @@ def test_gradients_of_inputs_are_those_of_one_step():
 
     assert verification.measured_peak_bytes == lowest.peak_bytes
     assert verification.baseline_peak_bytes == step.baseline_peak_bytes
+
+
+@dataclass
+class Batch:
+    """A batch as an object, with a part that no op reads."""
+
+    x: torch.Tensor
+    unread: list[torch.Tensor]
+
+
+class TakesObject(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, batch):
+        return self.layers(batch.x)
+
+
+class KeepsBeside(torch.optim.SGD):
+    """Keeps a tensor of each parameter, but not in its state."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        trained = self.param_groups[0]["params"]
+        self.kept = SimpleNamespace(sums=deque(torch.zeros_like(p) for p in trained))
+
+    def step(self):
+        for parameter, total in zip(
+            self.param_groups[0]["params"], self.kept.sums, strict=True
+        ):
+            total.add_(parameter.grad)
+        super().step()
+
+
+def test_what_objects_hold_counts_in_batches_and_optimizers():
+    unread = torch.randn(64, WIDTH)
+
+    def make_batch():
+        return (Batch(make_inputs(), [unread.clone()]),)
+
+    model, step = TakesObject(), {"loss_fn": torch.sum}
+    traced = profile(
+        model, make_batch(), optimizer=KeepsBeside(model.parameters()), **step
+    )
+    traced = calibrate(traced, progress=False)
+    lowest = plan(traced, memory_budget=floor(traced))
+    bare = profile(TakesObject(), (Batch(make_inputs(), []),), **step)
+
+    found = verify(lowest, TakesObject, make_batch, make_optimizer=KeepsBeside, **step)
+
+    beside_bytes = unread.nbytes + sum(p.nbytes for p in model.parameters())
+    bare = calibrate(bare, progress=False)
+    assert traced.baseline_peak_bytes == bare.baseline_peak_bytes + beside_bytes
+    assert found.measured_peak_bytes == lowest.peak_bytes
+    assert found.identical

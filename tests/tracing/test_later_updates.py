@@ -1,0 +1,160 @@
+"""Optimizers that keep more, or take more, in later steps than in their second."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.errors import UnsupportedError
+from autosac.step.training_step import training_step
+from tests.training import peaks_of_training
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH, ROWS, STEPS = 32, 256, 13
+RATE = 1e-3
+
+
+class EveryParameter(torch.optim.Optimizer):
+    def __init__(self, parameters, every=5):
+        super().__init__(parameters, {"every": every})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.num_steps += 1
+        for group in self.param_groups:
+            is_due = self.num_steps % group["every"] == 0
+            made = [
+                self.update(p, self.state[p], group["every"], is_due)
+                for p in group["params"]
+                if p.grad is not None
+            ]
+            del made  # what updates return lives until all are done
+
+
+class KeepsLast(EveryParameter):
+    """Copies of the last few gradients, as AdaShift does."""
+
+    def update(self, parameter, state, every, is_due):
+        last = state.setdefault("last", collections.deque(maxlen=every))
+        last.append(parameter.grad.clone())
+        parameter.add_(last[0], alpha=-RATE)
+
+
+class KeepsGradients(EveryParameter):
+    """The last few gradients themselves."""
+
+    def update(self, parameter, state, every, is_due):
+        last = state.setdefault("last", [])
+        last.append(parameter.grad)
+        del last[:-every]
+        parameter.add_(sum(last), alpha=-RATE)
+
+
+class CopiesLate(EveryParameter):
+    """Copies the weights for the first time after a few steps."""
+
+    def update(self, parameter, state, every, is_due):
+        parameter.add_(parameter.grad, alpha=-RATE)
+        if is_due:
+            slow = state.setdefault("slow", parameter.clone())
+            parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class TakesMoreSometimes(EveryParameter):
+    """Takes more in some steps, as those that make preconditioners anew."""
+
+    def update(self, parameter, state, every, is_due):
+        parameter.add_(parameter.grad, alpha=-RATE)
+        shape = (6, *[1] * (parameter.dim() - 1))
+        return parameter.grad.repeat(shape) if is_due else None
+
+
+class ReplacesMemory(EveryParameter):
+    def update(self, parameter, state, every, is_due):
+        parameter.data = parameter.data - RATE * parameter.grad
+
+
+class DropsGradients(EveryParameter):
+    """Takes most in its own step, with gradients that it drops."""
+
+    def update(self, parameter, state, every, is_due):
+        copies = parameter.grad.repeat(6, *[1] * (parameter.dim() - 1))
+        parameter.grad = None
+        return copies
+
+
+def averaged(parameters):
+    """A hook makes an average of the weights, later than in the first step."""
+    parameters, average, calls = list(parameters), {}, []
+    optimizer = torch.optim.SGD(parameters, lr=RATE)
+
+    def update(*_):
+        calls.append(len(calls))
+        for parameter in parameters if len(calls) % 5 == 0 else ():
+            mean = average.setdefault(parameter, parameter.detach().clone())
+            mean.lerp_(parameter.detach(), 0.1)
+
+    optimizer.register_step_post_hook(update)
+    return optimizer
+
+
+def in_backward(parameters):
+    return autosac.OptimizerInBackward(parameters, KeepsLast)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def make_model():
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def loss_fn(output):
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        *(KeepsLast, KeepsGradients, CopiesLate, TakesMoreSometimes),
+        *(ReplacesMemory, DropsGradients, averaged, in_backward),
+    ],
+)
+def test_the_highest_of_the_first_steps_peaks_as_planned(make_optimizer):
+    model, x = make_model(), torch.randn(ROWS, WIDTH)
+    optimizer = make_optimizer(model.parameters())
+    profile = autosac.profile(model, x, optimizer=optimizer, loss_fn=loss_fn)
+    profile = autosac.calibrate(profile, progress=False)
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+
+    def make_step():
+        model, x = make_model(), torch.randn(ROWS, WIDTH)
+        optimizer = make_optimizer(model.parameters())
+        plan.apply(model)
+
+        def step():
+            training_step(model, (x,), {}, loss_fn=loss_fn, optimizer=optimizer)
+            model.zero_grad()
+
+        return step
+
+    assert plan.peak_bytes < plan.baseline_peak_bytes
+    peaks = peaks_of_training(make_step, STEPS)
+    assert 0 <= plan.peak_bytes - max(peaks) <= 64  # numbers in the code count twice
+
+
+def test_an_optimizer_that_keeps_more_and_more_is_refused():
+    model = nn.Linear(4, 4)
+    optimizer = KeepsLast(model.parameters(), every=10**6)
+
+    with pytest.raises(UnsupportedError, match=r"more with every step,.* 401"):
+        autosac.profile(model, torch.randn(2, 4), optimizer=optimizer, loss_fn=loss_fn)
