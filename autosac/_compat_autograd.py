@@ -94,6 +94,17 @@ def has_hooks(owner: torch.nn.Parameter | torch.optim.Optimizer) -> bool:
     return any(getattr(owner, kind, None) for kind in _HOOKS)
 
 
+def has_hooks_of_others(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks are registered on an optimizer that are not autosac's own."""
+    of_all = sys.modules[torch.optim.Optimizer.__module__]
+    of_this = (getattr(optimizer, kind, None) or {} for kind in _HOOKS)
+    hooks = [hook for of_kind in of_this for hook in of_kind.values()]
+    hooks += of_all._global_optimizer_pre_hooks.values()
+    hooks += of_all._global_optimizer_post_hooks.values()
+    modules = (str(getattr(hook, "__module__", "")) for hook in hooks)
+    return not all(module.startswith("autosac.") for module in modules)
+
+
 def unscales_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is given scaled gradients by `torch.amp.GradScaler`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -22,7 +22,7 @@ def keeps_state_only(optimizer: torch.optim.Optimizer) -> bool:
     Only PyTorch's own are known to, and only without hooks.
     """
     is_ours = type(optimizer).__module__.startswith("torch.optim.")
-    return is_ours and not _compat_autograd.has_hooks(optimizer)
+    return is_ours and not _compat_autograd.has_hooks_of_others(optimizer)
 
 
 class EqualStates:
@@ -51,7 +51,7 @@ class EqualStates:
             group: The one of its `param_groups` that the parameter is in.
             parameter: The parameter.
         """
-        if not keeps_state_only(optimizer):
+        if not keeps_state_only(optimizer) or _compat_autograd.has_hooks(optimizer):
             return None
         options = [(name, v) for name, v in group.items() if name != "params"]
         layouts = (_layout(parameter), _layout(parameter.grad))

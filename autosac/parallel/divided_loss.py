@@ -15,7 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from autosac import _compat
 from autosac.errors import UnsupportedError
 from autosac.parallel.tp_styles import TensorParallel
 
@@ -29,16 +32,57 @@ _ENTRANCE = "_FromTorchTensorBackward"  # where plain tensors become distributed
 def loss_for(tensor: TensorParallel, loss_fn: AnyLoss) -> AnyLoss:
     """The loss function of a model that is divided so.
 
-    It raises `UnsupportedError` where gradients of divided logits would be wrong.
+    It raises `UnsupportedError` where gradients of divided logits would be wrong, or
+    PyTorch's `loss_parallel` fails for real though its trace does not.
     """
     return partial(_checked, loss_fn) if tensor.divides_loss else loss_fn
 
 
 def _checked(loss_fn: AnyLoss, *args: Any) -> Any:
-    loss = loss_fn(*args)
+    with _CheckedTargets():
+        loss = loss_fn(*args)
     if isinstance(loss, torch.Tensor) and loss.grad_fn is not None:
         _check(loss.grad_fn)
     return loss
+
+
+class _CheckedTargets(TorchFunctionMode):
+    """Refuses class weights where a target that is ignored is none of the classes.
+
+    `loss_parallel` looks up the weights of all targets before it leaves out those that
+    are ignored (`_nll_loss_forward` in torch/distributed/tensor/parallel/loss.py,
+    torch 2.15).
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (functional.cross_entropy, functional.nll_loss):
+            _check_targets(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _check_targets(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    *_: Any,
+    **__: Any,
+) -> None:
+    num_classes = logits.shape[min(logits.dim() - 1, 1)]
+    if weight is None or 0 <= ignore_index < num_classes or _compat.is_fake(target):
+        return
+    with _compat.no_modes():
+        is_met = bool((target == ignore_index).any())
+    if is_met:
+        raise UnsupportedError(
+            f"Targets are ignored by `ignore_index`={ignore_index}, which is none of"
+            f" the {num_classes} classes, in a loss with class weights: PyTorch's"
+            " `loss_parallel` looks up a weight for it and fails. Mark them by one of"
+            " the classes, leave the weights out, or leave `loss_parallel` out."
+        )
 
 
 def _check(last: Any) -> None:

@@ -89,7 +89,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self._costs = partial(costs, device_type=device_type, target=target)
         self.blas_phases: set[str] = set()
         self.tree = module_tree(model)
-        self.muted = False
+        self.muted = self.answers_zero = False
         self.phase = "forward"
         self.phases: dict[str, int] = {}
         self.ops: list[Op] = []
@@ -100,7 +100,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.failed_in = 0
         self.modules = Attribution(model)
         self.views = LiveViews()
-        self.answers_zero = False
         self.accumulations = Accumulations()
 
     @contextlib.contextmanager
@@ -232,9 +231,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
             if call.facts.masks:
                 masks = [inputs[i] for i in call.facts.masks]
                 decides = self._indices(masks, 0, "input", strided=strided)
-            self._write(
-                call.facts, spent, (start, born), reads, writes, creates, decides
-            )
+            ticks = (start, born)
+            self._write(call.facts, spent, ticks, reads, writes, creates, decides)
         return out
 
     def _run(
@@ -334,7 +332,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if self.is_real:
             self._refuse_too_much()
             return func(*args, **kwargs)
-        mode, on_gpu = self.repeated.mode, self.target is not None
+        mode = self.repeated.mode
         if self._is_count(func, args):
             return _compat.new_fake(mode, (), (), args[0].dtype, args[0].device)
         if self.answers_zero and func is _compat.ITEM:
@@ -347,7 +345,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
             self._look_for_overwritten(func, args, kwargs, inputs)
 
         def run(args: Any) -> Any:
-            floats = self.phase != "optimizer"
+            on_gpu, floats = self.target is not None, self.phase != "optimizer"
             return run_op(func, args, kwargs, inputs, on_gpu=on_gpu, floats=floats)
 
         return run(args) if key is None else run_distinct(mode, func, args, kwargs, run)

@@ -20,6 +20,12 @@ def cross_entropy(target, output, **options):
     return functional.cross_entropy(output.flatten(0, 1), target.flatten(), **options)
 
 
+def ignoring(target, output, weight):
+    target = target.flatten().clone()
+    target[::4] = -100
+    return functional.cross_entropy(output.flatten(0, 1), target, weight=weight)
+
+
 def by_rows(target, output):
     return functional.cross_entropy(output.transpose(1, 2), target, ignore_index=3)
 
@@ -62,6 +68,11 @@ def test_a_loss_of_rows_takes_less_too():
             {"loss_fn": partial(cross_entropy, label_smoothing=0.1)},
             autosac.TraceError,
             "without label smoothing",
+        ),
+        (
+            {"loss_fn": partial(ignoring, weight=torch.ones(VOCABULARY))},
+            autosac.UnsupportedError,
+            "`ignore_index`=-100, which is none of",
         ),
         ({"loss_fn": with_mean}, autosac.UnsupportedError, "wrong gradients"),
         (
