@@ -91,6 +91,15 @@ def test_what_a_real_step_takes_less_is_said():
         autosac.calibrate(case.profile(), progress=False)
 
 
+def test_a_function_that_leaves_no_event_is_no_difference():
+    def retained(x):
+        x.retain_grad()
+        return x.sigmoid()
+
+    case = Case(lambda: Applies(retained), noise, as_loss)
+    autosac.calibrate(case.profile(), progress=False)  # warnings fail tests
+
+
 def test_a_forward_pass_that_runs_other_ops_is_said():
     case = Case(lambda: Applies(lambda x: x.quantile(0.3, dim=0)), noise, as_loss)
     profile = case.profile()
