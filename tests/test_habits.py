@@ -71,6 +71,31 @@ class KeepsLatest(Block):
         return super().forward(x + sum(self.latest))
 
 
+class FillsQueue(Block):
+    """Keeps what it saw in the last steps, as memory banks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = collections.deque(maxlen=6)
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.bank.append(y.detach().clone())
+        return y + sum(self.bank)
+
+
+class Collects(Block):
+    """Collects what nobody empties."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(x.detach().clone())
+        return super().forward(x)
+
+
 class ReplacesCache(Block):
     """Keeps what it saw in a dict, and a new dict in every step; peaks in forward."""
 
@@ -264,7 +289,7 @@ def of(block):
 
 HABITS = (
     *(KeepsTable, KeepsBuffers, KeepsLatest, KeepsPlainTensors, ReplacesCache),
-    *(GrowsBuffer, FakesQuantization),
+    *(GrowsBuffer, FakesQuantization, FillsQueue),
     *(Checkpointed, MarksDirty),
     *(Vectorized, Folds, Picks, Parametrized, CopiesPart),
 )
@@ -280,8 +305,12 @@ def test_a_plan_keeps_its_budget_and_every_bit(block):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # first steps that make tables depart
+        steps = 8 if block is FillsQueue else 2
         done = autosac.verify(
-            plan, case.model, case.inputs, loss_fn=mean_square, timing_rounds=0
+            *(plan, case.model, case.inputs),
+            loss_fn=mean_square,
+            steps=steps,
+            timing_rounds=0,
         )
 
     assert not done.differences
@@ -289,6 +318,11 @@ def test_a_plan_keeps_its_budget_and_every_bit(block):
     assert done.predicted_peak_bytes == pytest.approx(
         done.measured_peak_bytes, rel=0.002, abs=64
     )
+
+
+def test_modules_that_keep_more_with_every_step_are_said():
+    with pytest.warns(UserWarning, match="keep 32.0 KiB more with every step"):
+        of(Collects).profile()
 
 
 @pytest.mark.parametrize("model", [SharesStates, IgnoresContext])

@@ -240,7 +240,7 @@ def measured(step: Step) -> dict[str, Stretch]:
                 mark=mark,
             )
 
-        if step.learned.earlier:
+        for _ in range(step.learned.earlier):
             run(lambda *_: None)
             model.zero_grad(set_to_none=True)
         if step.accumulate > 1 and not step.sharded:

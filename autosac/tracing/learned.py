@@ -33,7 +33,8 @@ class Learned:
             known, until a value that is not is written to them.
         real: It must run on real tensors, as its values decide what it does; or why
             fakes cannot do it.
-        earlier: A step comes before it that makes what modules keep for later ones.
+        earlier: Steps that come before it and make what modules keep for later ones.
+        kept_bytes: What modules keep after each of these, and after the step.
         seed: Where its random streams begin.
         num_updates: Training steps that come before it.
         num_later_updates: Steps of the optimizer between its first and the one that is
@@ -45,7 +46,8 @@ class Learned:
     plain: bool = False
     overwritten: set[tuple[str, str]] = field(default_factory=set)
     real: bool = False
-    earlier: bool = False
+    earlier: int = 0
+    kept_bytes: list[int] = field(default_factory=list)
     seed: int = 0
     num_updates: int = 0
     num_later_updates: int | None = None

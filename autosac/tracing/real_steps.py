@@ -162,7 +162,7 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
     try:
         streams = seeded_streams(step.learned.seed)
         with streams, torch.enable_grad(), hooks, puts_back:
-            if step.learned.earlier:
+            for _ in range(step.learned.earlier):
                 run()
             follower.probe(model)
             with follower:

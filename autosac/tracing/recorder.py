@@ -212,7 +212,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if hands_on and self.views.are_written(func, inputs, outputs, made_ids):
             self.needs_plain_fakes()  # autograd follows writes to such memory
         if id(func) in RESIZING_IDS and self.grow(resized(func, args)):
-            self.learned.earlier = True
+            self.learned.earlier = 1
         if not self.only_storages:
             call.facts = call.facts or Facts(func, args, kwargs, inputs, outputs)
             creates = tuple(i for i in made_ids if i >= first_new)

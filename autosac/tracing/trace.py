@@ -16,15 +16,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from autosac import _compat, _compat_compiler, _compat_distributed, _compat_plain
+from autosac._compat_distributed import local
 from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
 from autosac.pytrees import held_tensors
+from autosac.quantities import format_bytes
+from autosac.step.arguments import warn
 from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Parameter, Tape
 from autosac.step.training_step import (
@@ -58,6 +62,7 @@ from autosac.tracing.step import Step
 # Of a step that other threads disturb.
 _LEAST_RUNS, _MOST_RUNS = 3, 9
 _MUCH_BYTES = 2**26
+_MOST_EARLIER = 16  # steps before the one that is traced: a heuristic
 
 
 def trace(step: Step) -> Tape:
@@ -246,14 +251,34 @@ def _later(
 
     A model may make a table of positions in its first step only.
     """
-    step.learned.earlier, is_real = True, step.learned.real
+    learned, is_real = step.learned, step.learned.real
+    learned.earlier = 1
     try:
         later, _ = _run_on(mode, step, *args, **how)
+        kept_bytes = learned.kept_bytes
+        if kept_bytes[0] < kept_bytes[1]:  # as a queue that fills
+            learned.earlier = _MOST_EARLIER
+            later, _ = _run_on(mode, step, *args, **how)
+            learned.earlier = _num_until_full(learned.kept_bytes)
+            return later if learned.earlier else tape
     except (Retrace, TraceError):  # a second step may need what the first has lost
-        step.learned.earlier, step.learned.real = False, is_real
+        learned.earlier, learned.real = 0, is_real
         return tape
-    step.learned.earlier = _names(later) != _names(tape)
-    return later if step.learned.earlier else tape
+    learned.earlier = int(_names(later) != _names(tape))
+    return later if learned.earlier else tape
+
+
+def _num_until_full(kept_bytes: list[int]) -> int:
+    """Steps after which modules keep no more than before; 0, and said, if none are."""
+    for number, (before, after) in enumerate(pairwise(kept_bytes), 1):
+        if after <= before:
+            return number
+    more = format_bytes(kept_bytes[-1] - kept_bytes[-2])
+    warn(
+        f"Modules keep {more} more with every step, which is on top of the peak of"
+        " later ones: empty what collects tensors in modules after each step."
+    )
+    return 0
 
 
 def _names(tape: Tape) -> list[str]:
@@ -300,12 +325,15 @@ def _run_on(
         try:
             finds = step.finds_gradients and has_distributed(model)
             if step.learned.earlier or finds:
-                with _recorded(recorder, mode):
-                    _one_micro_step(recorder, step, model, args, kwargs)
-                if not finds:
-                    model.zero_grad(set_to_none=True)
-                for tensor in held_tensors((args, kwargs)):
-                    tensor.grad = None  # each micro-step gets others
+                step.learned.kept_bytes.clear()
+                for _ in range(max(step.learned.earlier, 1)):
+                    with _recorded(recorder, mode):
+                        _one_micro_step(recorder, step, model, args, kwargs)
+                    if not finds:
+                        model.zero_grad(set_to_none=True)
+                    for tensor in held_tensors((args, kwargs)):
+                        tensor.grad = None  # each micro-step gets others
+                    step.learned.kept_bytes.append(_held_bytes(recorder, model))
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
             register_outer(recorder, step, model, (args, kwargs))
@@ -331,6 +359,8 @@ def _run_on(
                 raise Retrace from error
             raise TraceError(explanation(error, recorder.place())) from error
         tape = replace(recorder.tape(), parameters=parameters)
+        if step.learned.earlier:
+            step.learned.kept_bytes.append(_held_bytes(recorder, model))
         left = recorder.left_alive()
         if left and not only_storages:
             warn_of_cycles(recorder, left)
@@ -351,6 +381,15 @@ def _one_micro_step(
         accumulate=step.accumulate,
         mark=marker(recorder, model, step),
     )
+
+
+def _held_bytes(recorder: Recorder, model: torch.nn.Module) -> int:
+    """Bytes of the tensors that modules hold, each storage once; not the recorder."""
+    storages = {
+        local(tensor.detach()).untyped_storage()._cdata: local(tensor.detach())
+        for tensor in held_tensors(model, {id(recorder): recorder})
+    }
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
 def _train(
