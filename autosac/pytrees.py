@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -35,12 +36,28 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     return iter(tensors)
 
 
-def held_tensors(value: Any, seen: dict[int, Any] | None = None) -> list[torch.Tensor]:
-    """Tensors in containers and in attributes of objects, at any depth.
+def module_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold in containers of any depth, each once.
+
+    Not those of objects: one may be a trainer, which knows all of the data.
+    """
+    seen: dict[int, Any] = {}
+    return [
+        tensor
+        for part in module.modules()
+        for tensor in held_tensors(vars(part), seen, in_objects=False)
+    ]
+
+
+def held_tensors(
+    value: Any, seen: dict[int, Any] | None = None, *, in_objects: bool = True
+) -> list[torch.Tensor]:
+    """Tensors in containers and in attributes of objects, at any depth, each once.
 
     Args:
         value: What holds them. Functions and weak references hold nothing here.
         seen: Objects that need no look any more, by address; those found are added.
+        in_objects: False for those in containers and dataclasses alone.
     """
     seen = {} if seen is None else seen
     tensors: list[torch.Tensor] = []
@@ -53,11 +70,11 @@ def held_tensors(value: Any, seen: dict[int, Any] | None = None) -> list[torch.T
         if isinstance(value, torch.Tensor):
             tensors.append(value)
         else:
-            left.extend(reversed(_inside(value)))
+            left.extend(reversed(_inside(value, in_objects=in_objects)))
     return tensors
 
 
-def _inside(value: Any) -> list[Any]:
+def _inside(value: Any, *, in_objects: bool) -> list[Any]:
     """What an object refers to by its items and attributes."""
     if isinstance(value, _HOLDS_NOTHING) or _is_distributed(value):
         return []
@@ -66,6 +83,8 @@ def _inside(value: Any) -> list[Any]:
         items += value.values()
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         items += value
+    if not in_objects and not is_dataclass(value):
+        return items
     items += getattr(value, "__dict__", {}).values()
     for cls in type(value).__mro__[:-1]:
         slots = cls.__dict__.get("__slots__", ())

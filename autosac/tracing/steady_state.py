@@ -70,7 +70,7 @@ def _kept_besides(module: torch.nn.Module, seen: dict[int, Any]) -> list[torch.T
     """Tensors of a module that are neither parameters nor buffers; those not seen."""
     own = vars(module)
     kept = {name: own[name] for name in own if name not in _COUNTED}
-    return held_tensors(kept, seen)
+    return held_tensors(kept, seen, in_objects=False)
 
 
 def marker(recorder: Recorder, model: torch.nn.Module, step: Step) -> Marker:

@@ -26,7 +26,7 @@ from autosac._compat_distributed import local
 from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
-from autosac.pytrees import held_tensors
+from autosac.pytrees import held_tensors, module_tensors
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 from autosac.step.random_streams import seeded_streams
@@ -333,7 +333,7 @@ def _run_on(
                         model.zero_grad(set_to_none=True)
                     for tensor in held_tensors((args, kwargs)):
                         tensor.grad = None  # each micro-step gets others
-                    step.learned.kept_bytes.append(_held_bytes(recorder, model))
+                    step.learned.kept_bytes.append(_held_bytes(model))
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
             register_outer(recorder, step, model, (args, kwargs))
@@ -360,7 +360,7 @@ def _run_on(
             raise TraceError(explanation(error, recorder.place())) from error
         tape = replace(recorder.tape(), parameters=parameters)
         if step.learned.earlier:
-            step.learned.kept_bytes.append(_held_bytes(recorder, model))
+            step.learned.kept_bytes.append(_held_bytes(model))
         left = recorder.left_alive()
         if left and not only_storages:
             warn_of_cycles(recorder, left)
@@ -383,11 +383,11 @@ def _one_micro_step(
     )
 
 
-def _held_bytes(recorder: Recorder, model: torch.nn.Module) -> int:
-    """Bytes of the tensors that modules hold, each storage once; not the recorder."""
+def _held_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the tensors that modules hold, each storage once."""
     storages = {
         local(tensor.detach()).untyped_storage()._cdata: local(tensor.detach())
-        for tensor in held_tensors(model, {id(recorder): recorder})
+        for tensor in module_tensors(model)
     }
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 

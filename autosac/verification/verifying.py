@@ -15,7 +15,7 @@ import torch
 
 from autosac.errors import AutosacError, TraceError, UnsupportedError
 from autosac.progress import progress_bar
-from autosac.pytrees import held_tensors
+from autosac.pytrees import held_tensors, module_tensors
 from autosac.quantities import format_bytes, format_ms
 from autosac.step.arguments import check_loss_fn, optimizer_for, read_dtype
 from autosac.step.optimizer_state import optimizer_tensors
@@ -322,7 +322,7 @@ class _Run:
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self.model.buffers()
-        yield from held_tensors(self.model)  # such as tables that a step has made
+        yield from module_tensors(self.model)  # such as tables that a step has made
         yield from optimizer_tensors(self.optimizer)
         yield from held_tensors((self.args, self.kwargs))
 
