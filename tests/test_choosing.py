@@ -39,7 +39,7 @@ _STEPS = {
         lambda: torch.zeros(7, 300, dtype=torch.long),
         lambda logits: logits.square().mean(),
     ),
-    "resnet18": CASES["resnet18"],
+    "resnet": CASES["resnet"],
 }
 
 
@@ -65,7 +65,7 @@ def _each(names, fast):
 
 _FAST = ("small gpt-cpu", "wide gpt-h100")
 _SWEPT = (*_FAST, "small gpt-h100 bf16", "wide gpt-cpu bf16", "wide gpt-h100 bf16")
-_SWEPT += ("resnet18-cpu", "resnet18-h100")
+_SWEPT += ("resnet-cpu", "resnet-h100")
 
 
 @pytest.fixture(scope="module", params=_each(_SWEPT, _FAST))

@@ -3,6 +3,7 @@
 import gc
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ class ManyViews(nn.Module):
 CASES = {
     "dropout": (Mlp, (64, 8)),
     "views": (ManyViews, (32, 8, 16)),
-    "convolutions": (ConvNet, (4, 3, 16, 16)),
+    "convolutions": (partial(ConvNet, 1), (4, 3, 16, 16)),
 }
 KEYS = ["dropout", "views", pytest.param("convolutions", marks=pytest.mark.slow)]
 

@@ -1,5 +1,6 @@
 """What results say of themselves: one screen of text, and a table in notebooks."""
 
+import functools
 from html.parser import HTMLParser
 
 import pytest
@@ -26,33 +27,28 @@ def mean_square(output):
     return output.square().mean()
 
 
-@pytest.fixture(scope="module", params=[16, pytest.param(48, marks=pytest.mark.slow)])
-def num(request):
-    """Layers: more modules than lines of a screen; and more layers than that."""
-    return request.param
-
-
-@pytest.fixture(scope="module")
+@functools.cache
 def traced(num):
     return autosac.profile(layers(num), torch.randn(64, WIDTH), loss_fn=mean_square)
 
 
-def budget_of(traced):
-    return (autosac.floor(traced) + traced.baseline_peak_bytes) // 2
+def budget_of(profile):
+    return (autosac.floor(profile) + profile.baseline_peak_bytes) // 2
 
 
-def planned(traced, num):
-    return autosac.plan(traced, memory_budget=budget_of(traced))
+@functools.cache
+def planned(num):
+    return autosac.plan(traced(num), memory_budget=budget_of(traced(num)))
 
 
-def verified(traced, num):
+def verified(num):
     batch = torch.randn(64, WIDTH)
     return autosac.verify(
-        planned(traced, num), lambda: layers(num), lambda: batch, loss_fn=mean_square
+        planned(num), lambda: layers(num), lambda: batch, loss_fn=mean_square
     )
 
 
-def sharded(traced, num):
+def sharded(num):
     with torch.device("meta"):
         model, inputs = layers(num), torch.empty(64, WIDTH)
     return autosac.plan_parallel(
@@ -60,9 +56,9 @@ def sharded(traced, num):
     )
 
 
-def pipelined(traced, num):
+def pipelined(num):
     return autosac.plan_pipeline(
-        layers(4),
+        layers(num),
         torch.randn(64, WIDTH),
         target=torch.randn(64, WIDTH),
         loss_fn=lambda output, target: (output - target).square().mean(),
@@ -73,33 +69,37 @@ def pipelined(traced, num):
     )
 
 
-QUICK = {
-    "profile": lambda traced, num: traced,
+OF_MODULES = {  # which may have a line for each
+    "profile": traced,
     "plan": planned,
-    "module graph": lambda _, num: autosac.graph_info(
-        layers(num), torch.randn(64, WIDTH)
-    ),
-    "estimate": lambda traced, num: autosac.estimate(traced),
-    "sweep": lambda traced, num: autosac.sweep(traced, n=64),
-    "statistics": lambda traced, num: traced.statistics,
-    "joint graph": lambda _, num: autosac.joint_graph(
-        layers(num), torch.randn(64, WIDTH)
-    ),
-}
-SLOW = {
-    "advice": lambda traced, _: autosac.advise(traced, memory_budget=budget_of(traced)),
+    "module graph": lambda num: autosac.graph_info(layers(num), torch.randn(64, WIDTH)),
+    "estimate": lambda num: autosac.estimate(traced(num)),
+    "statistics": lambda num: traced(num).statistics,
     "verification": verified,
     "parallel plan": sharded,
+}
+OTHERS = {
+    "sweep": lambda num: autosac.sweep(traced(num), n=64),
+    "joint graph": lambda num: autosac.joint_graph(layers(num), torch.randn(64, WIDTH)),
+    "advice": lambda num: autosac.advise(traced(num), memory_budget="1GiB"),
     "pipeline plan": pipelined,
 }
+SLOW = ("verification", "parallel plan", "advice", "pipeline plan")
+FEW, SOME, MANY = 4, 16, 48  # more modules than lines of a screen; more layers, too
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
-)
-def result(request, traced, num):
-    return {**QUICK, **SLOW}[request.param](traced, num)
+def cases():
+    for name, make in {**OF_MODULES, **OTHERS}.items():
+        for num in (SOME, MANY) if name in OF_MODULES else (FEW,):
+            is_slow = num == MANY or name in SLOW
+            marks = [pytest.mark.slow] if is_slow else []
+            yield pytest.param((make, num), id=f"{name}-{num}", marks=marks)
+
+
+@pytest.fixture(scope="module", params=cases())
+def result(request):
+    make, num = request.param
+    return make(num)
 
 
 class Checker(HTMLParser):
@@ -157,11 +157,12 @@ def test_neighbours_that_differ_in_a_number_only_are_one_row():
     )  # fmt: skip
 
 
-def test_the_tree_of_an_estimate_has_equal_layers_once(traced, num):
-    lines = repr(autosac.estimate(traced)).splitlines()
+@pytest.mark.parametrize("num", [SOME, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_the_tree_of_an_estimate_has_equal_layers_once(num):
+    lines = repr(autosac.estimate(traced(num))).splitlines()
     head = f"0-{num - 1} (Sequential) x {num}"
     (block,) = (line for line in lines if line.startswith(head))
-    row = next(r for r in autosac.estimate(traced).modules if r.fqn == "0")
+    row = next(r for r in autosac.estimate(traced(num)).modules if r.fqn == "0")
 
     assert autosac.quantities.format_bytes(row.parameter_bytes) in block
     assert any(line.startswith("  0 (Linear)") for line in lines)

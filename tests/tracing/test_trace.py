@@ -197,7 +197,7 @@ REAL = {
     "gpt": (_gpt, lambda: torch.randint(256, (8, 64))),
     "convolutions": (_convolutions, lambda: torch.randn(4, 3, 34, 34)),
     "lstm": (CASES["lstm"].make_model, lambda: torch.randint(16, (64, 64))),
-    "resnet18": (CASES["resnet18"].make_model, lambda: torch.randn(4, 3, 32, 32)),
+    "resnet": (CASES["resnet"].make_model, lambda: torch.randn(4, 3, 32, 32)),
     "biases": (_biases, lambda: torch.randn(2, 64, 8, 8)),
     # Its kernel makes no gradient of images that need none.
     "norm": (lambda: nn.BatchNorm2d(64), lambda: torch.randn(16, 64, 16, 16)),
@@ -213,7 +213,7 @@ REAL = {
         ("lstm", torch.optim.AdamW),
         ("biases", torch.optim.AdamW),
         ("norm", torch.optim.AdamW),
-        pytest.param("resnet18", None, marks=pytest.mark.slow),
+        pytest.param("resnet", None, marks=pytest.mark.slow),
     ],
 )
 def test_the_calibrated_peak_is_the_allocators(name, optimizer):
