@@ -78,10 +78,10 @@ class Embedding(nn.Module):
 class GPT(nn.Module):
     """GPT-2 with a head of its own."""
 
-    def __init__(self, vocabulary: int = _VOCABULARY) -> None:
+    def __init__(self, vocabulary: int = _VOCABULARY, num_blocks: int = 4) -> None:
         super().__init__()
         self.embedding = Embedding(vocabulary)
-        self.h = nn.ModuleList(Block() for _ in range(4))
+        self.h = nn.ModuleList(Block() for _ in range(num_blocks))
         self.ln_f = nn.LayerNorm(_WIDTH)
         self.lm_head = nn.Linear(_WIDTH, vocabulary, bias=False)
 
@@ -96,10 +96,10 @@ class GPT(nn.Module):
 class OddGPT(GPT):
     """An odd vocabulary, frozen positions, and two blocks that share an MLP."""
 
-    def __init__(self) -> None:
-        super().__init__(_VOCABULARY + 3)
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__(_VOCABULARY + 3, num_blocks)
         self.embedding.wpe.requires_grad_(False)
-        self.h[3].mlp = self.h[2].mlp
+        self.h[-1].mlp = self.h[-2].mlp
 
 
 class TiedGPT(GPT):
@@ -147,9 +147,9 @@ class Llama(nn.Module):
         return logits
 
 
-def _small_llama() -> Llama:
+def small_llama(num_blocks: int = 4) -> Llama:
     config = transformers.LlamaConfig(
-        num_hidden_layers=4,
+        num_hidden_layers=num_blocks,
         hidden_size=_WIDTH,
         intermediate_size=256,
         num_attention_heads=6,
@@ -173,7 +173,7 @@ def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 RECIPES = {
-    "LLAMA": Recipe(make_model=_small_llama, make_batch=_batch, loss_fn=_loss),
+    "LLAMA": Recipe(make_model=small_llama, make_batch=_batch, loss_fn=_loss),
     "GPT": Recipe(make_model=GPT, make_batch=_batch, loss_fn=_loss),
     "ODD": Recipe(make_model=OddGPT, make_batch=_batch, loss_fn=_loss),
     "TIED": Recipe(make_model=TiedGPT, make_batch=_batch, loss_fn=_loss),

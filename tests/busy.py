@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from benchmarks.rank_server import run_processes
 
-_RUNS_S, _WAITS_S = 0.05, 0.1
+_RUNS_S, _WAITS_S = 0.05, 0.05
 
 
 def alone_and_in_turns(code):
-    """What a program prints on its own, and where others take two turns of three.
+    """What a program prints on its own, and where others take every other turn.
 
     Clocks go on while it waits for its turn, which is all that it notices of the
     others. There are none: waiting takes nothing from the tests that run meanwhile.

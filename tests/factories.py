@@ -9,7 +9,7 @@ from autosac.cli.demo import next_token_loss
 from tests.models import gpt as small_gpt
 
 
-def gpt(layers=4, rows=16):
+def gpt(layers=2, rows=16):
     tokens = torch.randint(32, (rows, 8))
     return small_gpt(layers), tokens, next_token_loss(tokens)
 
@@ -19,7 +19,7 @@ def gpt_with_labels():
     return model, tokens, next_token_loss(tokens.clone())
 
 
-def mlp(layers=4, rows=64):
+def mlp(layers=3, rows=64):
     blocks = (
         nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
         for _ in range(layers)

@@ -51,9 +51,9 @@ class Case:
 
 
 @functools.cache
-def shared_profile(case: Case) -> Profile:
+def shared_profile(case: Case, optimizer: Any = None) -> Profile:
     """Traced once, for tests that only read it and have the model of `case.model()`."""
-    return case.profile()
+    return case.profile(optimizer)
 
 
 # --- models -------------------------------------------------------------------

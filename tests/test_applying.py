@@ -19,6 +19,7 @@ from tests.models import (
     Case,
     each_case,
     random_choice,
+    shared_profile,
 )
 from tests.training import Stack, assert_equal, planned, random_policies, rows, train
 
@@ -30,7 +31,7 @@ NUM_PLANS = 5
 @each_case
 def test_two_steps_are_bit_identical_with_any_policy(case):
     expected = train(case, case.model())
-    traced = case.profile()
+    traced = shared_profile(case)
     shares = {0: 0.0, 1: 1.0}  # the extremes, then anything between
     for seed in range(NUM_PLANS):
         chosen = random_choice(traced, seed, save_share=shares.get(seed))
@@ -209,7 +210,7 @@ class Accumulates(nn.Module):
 @seeds(4)
 def test_an_argument_that_changes_in_place_leaves_gradients_exact(seed, inside):
     case = Case(lambda: Accumulates(inside), rows)
-    traced = case.profile()
+    traced = shared_profile(case)
     model = case.model()
     installing.install(model, spell_out(traced, random_choice(traced, seed)))
 

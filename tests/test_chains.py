@@ -210,7 +210,7 @@ def ends(traced):
 
 @each_chain
 def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
-    traced = case.profile()
+    traced = shared_profile(case)
     blocks = ("block", *(f"blocks.{i}" for i in range(DEPTH)))
     enters = [u.call.enter for u in traced.units.candidates if u.fqn in blocks]
 
@@ -236,7 +236,7 @@ def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
 @pytest.mark.slow_but_first
 @each_chain
 def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):
-    traced = case.profile(torch.optim.AdamW)
+    traced = shared_profile(case, torch.optim.AdamW)
 
     for chosen in ends(traced):
         policies = spell_out(traced, chosen)
@@ -298,7 +298,7 @@ def test_steps_with_a_chain_are_bit_identical(case):
 
 def test_a_nest_works_on_less_than_its_module():
     case = CHAINS["blocks in parts"]
-    traced = case.profile()
+    traced = shared_profile(case)
     units = {unit.fqn: unit for unit in traced.units.candidates}
     observed = dict(
         zip(traced.formulation.units, traced.formulation.curves, strict=True)
@@ -320,7 +320,7 @@ def test_a_nest_works_on_less_than_its_module():
 
 def test_a_nest_that_runs_other_ops_still_computes_the_same():
     case = CHAINS["blocks in parts"]
-    traced = case.profile()
+    traced = shared_profile(case)
     model, plain = case.model(), case.model()
     installing.install(model, spell_out(traced, points(traced)[-1]))
     for twin in (model, plain):
@@ -514,7 +514,7 @@ def test_an_op_between_two_blocks_breaks_a_chain():
 
 def test_blocks_whose_input_is_another_tensor_at_run_time_keep_it():
     case = CHAINS["noise"]
-    traced = case.profile()
+    traced = shared_profile(case)
     model, plain = case.model(), case.model()
     installing.install(model, spell_out(traced, points(traced)[-1]))
     model.shift = plain.shift = True
@@ -527,7 +527,7 @@ def test_blocks_whose_input_is_another_tensor_at_run_time_keep_it():
 
 def test_an_argument_that_is_changed_before_backward_is_an_error():
     case = CHAINS["blocks"]
-    traced = case.profile()
+    traced = shared_profile(case)
     model, x = case.model(), case.inputs()
     installing.install(model, spell_out(traced, points(traced)[-1]))
 
@@ -540,7 +540,7 @@ def test_an_argument_that_is_changed_before_backward_is_an_error():
 
 def test_a_chain_of_the_saved_plan_is_found_again(tmp_path):
     case = CHAINS["noise"]
-    traced = case.profile()
+    traced = shared_profile(case)
     plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     plan.save(tmp_path / "plan.json")
 

@@ -16,7 +16,7 @@ from autosac.planning.spelling import spell_out
 from autosac.step.training_step import normalize_inputs
 from autosac.verification.measuring import measure_peak
 from tests.examples import seeds
-from tests.models import BATCH, CASES, WIDTH, Case, random_policy
+from tests.models import BATCH, CASES, WIDTH, Case, random_policy, shared_profile
 from tests.training import Branching, Stack, assert_equal, planned, rows, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,7 +95,7 @@ class Longer(nn.Module):
 @seeds(4)
 def test_what_nobody_was_expected_to_need_is_there_for_a_longer_branch(kind, seed):
     case = Case(lambda: nn.Sequential(Longer(kind), nn.Linear(WIDTH, WIDTH)), rows)
-    traced = case.profile()
+    traced = shared_profile(case)
     (unit,) = (unit for unit in traced.units.candidates if unit.fqn == "0")
     policies = spell_out(traced, {unit: random_policy(unit, seed)})
     plain, model = case.model(), case.model()
@@ -129,7 +129,7 @@ class Overwriting(nn.Module):
 @seeds(12)
 def test_a_departure_that_overwrites_a_result_keeps_gradients_exact(seed):
     case = Case(lambda: nn.Sequential(Overwriting(), nn.Tanh()), rows)
-    traced = case.profile()
+    traced = shared_profile(case)
     (unit,) = (unit for unit in traced.units.candidates if unit.fqn == "0")
     policies = spell_out(traced, {unit: random_policy(unit, seed)})
     plain, model = case.model(), case.model()
@@ -171,7 +171,7 @@ class Shares(nn.Module):
 @seeds(4)
 def test_a_unit_called_inside_a_departed_one_is_a_part_of_it(seed):
     case = Case(Shares, rows)
-    profile = case.profile()
+    profile = shared_profile(case)
     chosen = {
         unit: random_policy(unit, seed)
         for unit in profile.units.candidates
@@ -211,7 +211,7 @@ class Updates(nn.Module):
 
 def updating(reads):
     case = Case(lambda: nn.Sequential(Updates(reads), nn.Tanh()), rows)
-    profile = case.profile()
+    profile = shared_profile(case)
     (unit,) = (unit for unit in profile.units.candidates if unit.fqn == "0")
     (policy,) = spell_out(profile, {unit: random_policy(unit, 0, save_share=0.0)})
     assert policy.names[:2] == ("aten.add.Tensor", "aten.floor.default")
@@ -419,7 +419,7 @@ def test_a_layer_that_was_dropped_for_some_steps_is_recomputed_as_planned_again(
         return output.square().mean()
 
     case = Case(make_model, lambda: torch.randn(256, WIDTH), mean_square)
-    profile = autosac.calibrate(case.profile(), progress=False)
+    profile = autosac.calibrate(shared_profile(case), progress=False)
     plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
     model, x = plan.apply(case.model()), case.inputs()
 

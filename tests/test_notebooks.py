@@ -42,7 +42,7 @@ HOLDS = {  # notebook -> what holds of the names that its cells leave behind
         "best.samples_per_s > 1.03 * plain.samples_per_s",  # recomputation wins
         "best.plan.recompute_ms > 0.0 and best.batch_size < largest.batch_size",
         "best.samples_per_s >= max(row.samples_per_s or 0 for row in best.trials)",
-        "max(best.plan.peak_bytes, largest.plan.peak_bytes) <= 1.7 * 2**30",
+        "max(best.plan.peak_bytes, largest.plan.peak_bytes) <= 2**30",
     ),
     "6_fine_tuning": (
         "budget.plan.recompute_ms > 0.0",

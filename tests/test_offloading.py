@@ -138,10 +138,8 @@ def planned(step, lowest):
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        pytest.param(name, kinds, marks=() if is_fast else pytest.mark.slow)
-        for name in STEPS
-        for kinds in (("late",), ("early",), ("results",), tuple(KINDS))
-        for is_fast in [name == "blocks" or len(kinds) > 1]
+        *(("blocks", (kind,)) for kind in ("late", "early", "results")),
+        *((name, tuple(KINDS)) for name in STEPS),
     ],
 )
 def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(name, kinds):

@@ -5,8 +5,9 @@ from torch.profiler import record_function
 
 from benchmarks import pipeline
 from benchmarks.pipeline import CHECKPOINT, PLAIN, PRECEDING, Overlap
+from benchmarks.rank_server import run_ranks
 from examples import pipeline_two_stages
-from examples.pipeline_two_stages import Setting, Stage, compare, launch
+from examples.pipeline_two_stages import Setting, Stage, compare
 
 TINY = Setting(num_layers=1, width=16, length=8, batch=2, micro_batches=3)
 
@@ -52,7 +53,7 @@ def run(rank):
 @pytest.mark.slow
 def test_two_processes_recompute_before_the_gradient_is_sent_with_equal_gradients():
     # With gradients withheld until then it would hang if backward had to recompute.
-    launch(run)
+    run_ranks(run, 2)
 
 
 MS = 1_000_000

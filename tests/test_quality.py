@@ -65,7 +65,8 @@ def test_a_users_own_solvers_folder_hides_nothing(tmp_path):
 
 
 def test_importing_autosac_loads_nothing_heavy():
-    code = "import autosac, sys; print({'torch', 'numpy', 'pulp'} & set(sys.modules))"
+    heavy = {"torch", "numpy", "pulp", "matplotlib", "plotly"}
+    code = f"import autosac, sys; print({heavy} & set(sys.modules))"
 
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True

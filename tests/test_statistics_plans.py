@@ -107,7 +107,7 @@ def budgets(chain, num=12):
 )
 def test_the_optimum_is_that_of_pytorchs_milp_at_every_budget(chain, backend):
     recomputed = 0
-    for budget in budgets(chain, num=6 if backend == "highs" else 12):
+    for budget in budgets(chain, num=6):
         plan = autosac.plan(chain.statistics, memory_budget=budget, backend=backend)
 
         assert plan.recompute_ms == pytest.approx(chain.optimum_ms(budget), abs=1e-4)
@@ -137,9 +137,9 @@ def test_given_units_and_ranks_count_as_in_pytorchs_milp(chain):
         {"fsdp_units": inner[:2]},
         {"fsdp_units": inner[1:3], "ac_units": inner},
     ]
-    for given, world_size in itertools.product(options, (1, 4)):
+    for given, world_size in zip(options, (1, 4, 4), strict=True):
         named = {k: [f"{root}.{fqn}" for fqn in fqns] for k, fqns in given.items()}
-        for budget in budgets(chain, num=4):
+        for budget in budgets(chain, num=3):
             budget -= int(0.3 * statistics.modules[0].parameter_bytes)
             expected = chain.optimum_ms(budget, world_size=world_size, **named)
             if expected is None:

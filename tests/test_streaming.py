@@ -160,10 +160,11 @@ def test_waits_are_those_of_a_step_that_is_played(step, bytes_per_s):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [n for n in STEPS if n not in ("bert", "gpt")])
 def test_no_plan_is_dearer_than_the_rule_that_all_saved_tensors_are_moved(name):
+    profile = STEPS[name].profile()
     for bytes_per_s in SPEEDS:
-        step = with_link(STEPS[name].profile(), bytes_per_s)
+        step = with_link(profile, bytes_per_s)
         rule = every_saved(step, 511)
         plan = autosac.plan(step.plain, memory_budget=rule.peak_bytes, offload=True)
 

@@ -345,17 +345,12 @@ def test_settings_of_another_tool_have_their_own_peak(tmp_path):
     options = (f"hf:{tmp_path}/config.json", "--optimizer", "adamw", "--length", "64")
     plain = run_json("estimate", *options)
     budget = (plain["floor_bytes"] + 2 * plain["peak_bytes"]) // 3
-    for target, words in {
-        "transformers": "every_n_layers=",
-        "axolotl": "gradient_checkpointing: true",
-        "automodel": "activation_checkpointing: ",
-        "megatron": "--recompute-granularity",
-    }.items():
-        record = run_json("export", *options, "-b", f"{budget}B", "--to", target)
 
-        assert record["fits"]
-        assert record["plan_step_ms"] <= record["step_ms"]
-        assert words in record["settings"]
+    record = run_json("export", *options, "-b", f"{budget}B", "--to", "transformers")
+
+    assert record["fits"]
+    assert record["plan_step_ms"] <= record["step_ms"]
+    assert "every_n_layers=" in record["settings"]
 
 
 def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):
@@ -430,7 +425,7 @@ def test_the_largest_batch_is_that_of_the_python_function(figures):
 
 @pytest.mark.slow
 def test_many_gpus_are_planned_for_and_counted(tmp_path):
-    given = (GPT, "--set", "layers=2", "--optimizer", "adamw", "--cluster", "hgx-h100")
+    given = (GPT, "--set", "layers=1", "--optimizer", "adamw", "--cluster", "hgx-h100")
     least = run("parallel", *given, "--gpus", "2", "-b", "1KiB", "--json")
     assert least.exit_code == cli.EXIT_INFEASIBLE
     fits = f"{json.loads(least.stdout)['lowest_peak_bytes']}B"

@@ -12,7 +12,7 @@ from autosac.fake_tensors.values import (
     run_op,
 )
 from autosac.pytrees import tensors_in
-from tests.models import each_case
+from tests.models import each_case, shared_profile
 
 aten = torch.ops.aten
 
@@ -427,7 +427,7 @@ def test_a_result_that_may_be_either_of_two_arguments_is_not_repeated(mode):
 @pytest.mark.slow_but_first
 @each_case
 def test_a_tape_without_repeated_calls_is_the_same(case, monkeypatch):
-    known = case.profile(torch.optim.AdamW).tape
+    known = shared_profile(case, torch.optim.AdamW).tape
     monkeypatch.setattr(RepeatedCalls, "find", lambda self, *call: None)
     tape = case.profile(torch.optim.AdamW).tape
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.integrations.test_replicas import needs_compiler
-from tests.integrations.two_processes import forked, launched
+from tests.integrations.two_processes import forked
 
 _RUNS = "tests.integrations.fsdp_runs"
 _SCALARS_BYTES = 4096  # of losses, norms and counts; numbers that autograd wraps
@@ -24,19 +24,11 @@ _HELD_BYTES = {  # by the loop beside the batch of the step
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    ("kind", "run"),
-    [
-        ("huggingface", launched),
-        ("lora", forked),
-        ("lightning", forked),
-        ("accelerate", forked),
-    ],
-)
-def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, run, tmp_path):
+@pytest.mark.parametrize("kind", ["huggingface", "lora", "lightning", "accelerate"])
+def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):
     needed = {"lora": "peft", "accelerate": "accelerate", "lightning": "lightning"}
     pytest.importorskip(needed.get(kind, "transformers"))
-    ranks = run(_RUNS, kind, tmp_path)
+    ranks = forked(_RUNS, kind, tmp_path)
 
     plain = ranks[0]["plain"]["weights"]
     for rank in ranks:

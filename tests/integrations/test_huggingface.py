@@ -73,14 +73,14 @@ class MeasuredTrainer(ScalingTrainer):
 
 def gpt2():
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=48, n_head=4, vocab_size=200, n_positions=128
+        n_layer=2, n_embd=48, n_head=4, vocab_size=200, n_positions=128
     )
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama():
     config = transformers.LlamaConfig(
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         hidden_size=48,
         intermediate_size=96,
         num_attention_heads=4,

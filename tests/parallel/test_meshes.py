@@ -49,11 +49,6 @@ def qwen3():
     return transformers.Qwen3ForCausalLM(config(transformers.Qwen3Config, **more))
 
 
-def mistral():
-    more = {"num_key_value_heads": 2, "use_cache": False}
-    return transformers.MistralForCausalLM(config(transformers.MistralConfig, **more))
-
-
 def bert():
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return transformers.BertForMaskedLM(config(transformers.BertConfig, **none))
@@ -177,8 +172,7 @@ FAMILIES = {
     "padded": (
         *((llama, labelled, sequence) for sequence in BOTH),
         *((tied_llama, labelled, sequence) for sequence in BOTH),
-        *((qwen3, labelled, sequence) for sequence in BOTH),
-        (mistral, labelled, False),
+        (qwen3, labelled, True),
         (bert, labelled, False),
         (vit, pictures, False),
     ),

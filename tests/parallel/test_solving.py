@@ -186,7 +186,7 @@ def test_a_large_gap_is_a_warning_that_says_what_to_do(swept):
 _PLANS = """
 from tests.parallel.test_solving import _budgets, _plan, _profile
 profile = _profile()
-for budget in _budgets(profile)[1::3]:
+for budget in _budgets(profile)[1::5]:
     print(_plan(profile, budget))
 """
 
@@ -195,5 +195,5 @@ for budget in _budgets(profile)[1::3]:
 def test_a_busy_machine_gets_the_plans_of_an_idle_one():
     alone, in_turns = alone_and_in_turns(_PLANS)
 
-    assert alone.count("budget") == len(range(1, len(_FRACTIONS) + 2, 3))
+    assert alone.count("budget") == len(range(1, len(_FRACTIONS) + 2, 5))
     assert in_turns == alone

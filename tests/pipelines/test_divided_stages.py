@@ -26,7 +26,16 @@ from autosac.pipelines.rank_memory import part_of
 from benchmarks import stage_mesh_ranks
 from benchmarks.kept_promises import LOSS
 from benchmarks.stage_ranks import can_count
-from tests.pipelines.stages import LENGTH, NUM_TOKENS, WIDTH, language_loss, tokens
+from tests.pipelines.stages import (
+    LENGTH,
+    NUM_TOKENS,
+    WIDTH,
+    language_loss,
+    short_models,
+    tokens,
+)
+
+__all__ = ["short_models"]
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -70,10 +79,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, dropout=0.0):
+    def __init__(self, dropout=0.0, num_blocks=1):
         super().__init__()
         self.tokens = nn.Embedding(NUM_TOKENS + 3, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(num_blocks))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, NUM_TOKENS + 3, bias=False)
 
@@ -197,9 +206,9 @@ DISTRIBUTED = {"model": Activated(), "tp_plan": {"activation": "whole_input"}}
         ({"tp_plan": "tensor", "optimizer": AT_ONCE}, TraceError, "`foreach=False`"),
         (DISTRIBUTED, UnsupportedError, "`activation` hands on a distributed tensor"),
         (
-            {"num_ranks": 7, "schedules": ["GPipe"]},
+            {"num_ranks": 5, "schedules": ["GPipe"]},
             ArgumentError,
-            "6 blocks, too few for 7 stages",
+            "4 blocks, too few for 5 stages",
         ),
     ],
 )
@@ -249,7 +258,7 @@ def test_micro_batches_add_to_gradients_as_backward_left_them():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
-def test_real_ranks_with_shards_keep_cap_prediction_and_gradients():
+def test_real_ranks_with_shards_keep_cap_prediction_and_gradients(short_models):
     cell = next(stage_mesh_ranks.planned("ODD", "1F1B", {"fsdp": 2}, ""))  # tight cap
     assert any(stage.policy for stage in cell.plan.stage_plans)
     row = stage_mesh_ranks.run(cell)
@@ -258,7 +267,9 @@ def test_real_ranks_with_shards_keep_cap_prediction_and_gradients():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
-def test_real_ranks_with_slices_keep_cap_prediction_and_gradients(monkeypatch):
+def test_real_ranks_with_slices_keep_cap_prediction_and_gradients(
+    short_models, monkeypatch
+):
     # An embedding alone: what it hands on is on its way when forward returns it.
     monkeypatch.setattr(MicroBatch, "cuts", [1])
     cell = next(stage_mesh_ranks.planned("LLAMA", "1F1B", {"tp": 2}, LOSS))

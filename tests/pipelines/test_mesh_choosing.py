@@ -12,11 +12,18 @@ from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines import estimating, rank_memory
 from autosac.pipelines.rank_memory import RankReplay
 from autosac.pipelines.schedules import Schedule
-from tests.pipelines.stages import LANGUAGE, language_loss, tokens, traced
+from tests.pipelines.stages import (
+    LANGUAGE,
+    language_loss,
+    tokens,
+    traced,
+    traced_once,
+)
 from tests.pipelines.test_planning import Model
 
+__all__ = ["traced_once"]
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "traced_once"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
 ]
 
@@ -25,7 +32,7 @@ CLUSTER = replace(cluster_spec("pcie-l40s", num_gpus=4), device=device_spec("cpu
 OPEN = {"pp": None, "replicate": None, "fsdp": None}
 
 
-def plan(memory_budget, *, num_layers=4, **options):
+def plan(memory_budget, *, num_layers=2, **options):
     inputs, target = tokens(1)
     with torch.device("meta"):
         model = Model(num_layers)
@@ -36,7 +43,7 @@ def plan(memory_budget, *, num_layers=4, **options):
         loss_fn=language_loss,
         optimizer=torch.optim.AdamW,
         memory_budget=memory_budget,
-        **{"cluster": CLUSTER, "global_batch": 8, **options},
+        **{"cluster": CLUSTER, "global_batch": 4, **options},
     )
 
 
@@ -69,7 +76,7 @@ def test_no_mesh_that_is_given_is_faster_than_the_one_that_is_chosen():
             continue
         times.append(given.step_ms)
     own = plan(budget_bytes, mesh=OPEN)
-    assert own.global_batch == 8
+    assert own.global_batch == 4
     assert any("pp=" in alternative for alternative in own.alternatives)
     assert own.peak_bytes <= budget_bytes
     assert own.bound_ms <= own.step_ms <= 1.005 * min(times)

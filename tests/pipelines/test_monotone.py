@@ -11,42 +11,17 @@ import torch
 import autosac
 from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.parallel.clusters import cluster_spec
-from autosac.pipelines import micro_batches
 from autosac.pipelines.mesh_choosing import parts
-from tests.pipelines.stages import language_loss
+from tests.pipelines.stages import language_loss, traced_once
 from tests.pipelines.test_planning import Model
 
+__all__ = ["traced_once"]
 pytestmark = pytest.mark.usefixtures("one_thread", "traced_once")
 
 NODE = 4
 SPEC = replace(cluster_spec("hgx-h100"), gpus_per_node=NODE)
 OPEN = {"pp": None, "fsdp": None}
 TYPES = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
-
-
-@pytest.fixture(scope="module")
-def traced_once():
-    """Traces of stages do not depend on budgets and clusters: keep them."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("stage_step", "profile_in"):
-            patch.setattr(micro_batches, name, _kept(getattr(micro_batches, name)))
-        yield
-
-
-def _kept(trace):
-    known = {}
-
-    def kept(*args, **options):
-        (module, received), dtypes = args[-2:], args[:-2]
-        blocks = [(fqn, str(child)) for fqn, child in module.named_children()]
-        how = options.get("parallel"), options.get("loss_fn") is None, dtypes
-        key = str((blocks, received.shape, received.dtype, how))
-        if key not in known:
-            known[key] = trace(*args, **options)
-        own = known[key]
-        return replace(own) if trace.__name__ == "stage_step" else own
-
-    return kept
 
 
 def plan(num_layers, budget, *, num_gpus, links=(1, 1), **options):
@@ -100,20 +75,21 @@ def assert_monotone(draw, num_layers, num_gpus, **options):
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan(num_layers, 1000, **case)
     least_bytes = caught.value.lowest_peak_bytes
-    most_bytes = plan(num_layers, 2**40, **case).peak_bytes
-    shares = (0.0, draw.random(), 1.0)
-    budgets = [int(least_bytes + s * (most_bytes - least_bytes)) for s in shares]
-    assert_never_slower([step_ms(num_layers, b, **case) for b in budgets])
-    budget = draw.choice(budgets)
-    faster = [tuple(f * link for link in links) for f in (0.1, 1, 10)]
-    assert_never_slower(
-        [step_ms(num_layers, budget, **{**case, "links": own}) for own in faster]
-    )
+    fastest = plan(num_layers, 2**40, **case)
+    between = int(draw.random() * (fastest.peak_bytes - least_bytes))
+    budgets = least_bytes, least_bytes + between
+    times = [step_ms(num_layers, budget, **case) for budget in budgets]
+    assert_never_slower([*times, fastest.step_ms])
+    budget, own_ms = draw.choice([*zip(budgets, times, strict=True)])
+
+    def other_ms(**changed):
+        return step_ms(num_layers, budget, **{**case, **changed})
+
+    slower, faster = (tuple(f * link for link in links) for f in (0.1, 10))
+    assert_never_slower([other_ms(links=slower), own_ms, other_ms(links=faster)])
     if None in options["mesh"].values():
-        sizes = (NODE, 2 * NODE, 3 * NODE)
-        assert_never_slower(
-            [step_ms(num_layers, budget, **{**case, "num_gpus": n}) for n in sizes]
-        )
+        larger = [other_ms(num_gpus=k * num_gpus) for k in (2, 3)]
+        assert_never_slower([own_ms, *larger])
 
 
 def test_more_memory_bandwidth_or_gpus_is_never_slower():

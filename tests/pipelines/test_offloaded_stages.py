@@ -17,10 +17,11 @@ from autosac.pipelines.stage_choosing import FarBytes, StageChooser
 from autosac.solving.incumbents import far_bytes
 from benchmarks import stage_mesh_ranks
 from benchmarks.stage_ranks import can_count
-from tests.pipelines.stages import LANGUAGE, language_loss, tokens, traced
+from tests.pipelines.stages import LANGUAGE, language_loss, short_models, tokens, traced
 from tests.pipelines.test_planning import CLUSTER, Model
 from tests.pipelines.test_stage_choosing import assert_counted
 
+__all__ = ["short_models"]
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
@@ -166,7 +167,7 @@ def test_ranks_have_of_a_link_what_they_share():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
-def test_real_ranks_that_offload_keep_cap_prediction_and_gradients():
+def test_real_ranks_that_offload_keep_cap_prediction_and_gradients(short_models):
     offload = stage_mesh_ranks.OFFLOAD
     cell = next(stage_mesh_ranks.planned("ODD", "1F1B", {"fsdp": 2}, offload))
     assert cell.plan.far_bytes > 0

@@ -43,8 +43,6 @@ JOBS = (
     job(LANGUAGE, "Interleaved1F1B", 4, (0, 3, 5, 8), 2),
 )
 MORE_JOBS = (
-    job(CONVOLUTIONS, "1F1B", 4, (0, 2)),
-    job(LANGUAGE, "1F1B", 7, (0, 3, 6, 8)),
     job(LANGUAGE, "GPipe", 4, (0, 3, 6, 8)),
     job(LANGUAGE, "Interleaved1F1B", 6, (0, 2, 4, 5, 7, 9), 3),
 )

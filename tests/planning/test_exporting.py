@@ -11,7 +11,7 @@ import autosac
 from autosac.planning.export_targets import frequencies, of_megatron
 from autosac.planning.selective_targets import axolotl_lists, of_automodel
 
-WIDTH, NUM_LAYERS = 32, 6
+WIDTH, NUM_LAYERS, NUM_MEGATRON_LAYERS = 32, 6, 4
 
 
 class Layer(nn.Module):
@@ -61,7 +61,9 @@ class Megatron(nn.Module):
         super().__init__()
         self.embedding = nn.Linear(WIDTH, WIDTH)
         self.decoder = nn.Module()
-        self.decoder.layers = nn.ModuleList(MegatronLayer() for _ in range(NUM_LAYERS))
+        self.decoder.layers = nn.ModuleList(
+            MegatronLayer() for _ in range(NUM_MEGATRON_LAYERS)
+        )
 
     def forward(self, x):
         x, context = self.embedding(x), None
@@ -127,7 +129,7 @@ def test_megatron_gets_the_fastest_flags_that_fit_with_their_own_peak():
     profile, settings = profiled(Megatron()), megatron_settings()
     floor, baseline = autosac.floor(profile), profile.baseline_peak_bytes
     kinds = set()
-    for share in (0.02, 0.3, 0.6, 0.95):
+    for share in (0.02, 0.6, 0.95):
         budget = int(floor + share * (baseline - floor))
         plan = autosac.plan(profile, memory_budget=budget)
         export = plan.export("megatron", profile)
@@ -154,7 +156,7 @@ def test_megatron_gets_the_fastest_flags_that_fit_with_their_own_peak():
         "--recompute-granularity full --recompute-method block"
         " --recompute-num-layers 2",
         "--recompute-granularity full --recompute-method uniform"
-        " --recompute-num-layers 3",
+        " --recompute-num-layers 2",
     ],
 )
 def test_a_model_under_megatrons_flags_really_has_the_peak_and_the_same_gradients(
@@ -188,6 +190,7 @@ def test_a_model_under_megatrons_flags_really_has_the_peak_and_the_same_gradient
         lambda: x,
         make_optimizer="adamw",
         loss_fn=loss_fn,
+        timing_rounds=0,
     )
     assert verification.identical
     assert 0 <= step.baseline_peak_bytes - verification.baseline_peak_bytes <= 1024
@@ -219,7 +222,7 @@ TOKENS = {
 def llama(**options):
     transformers = pytest.importorskip("transformers")
     known = {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "hidden_size": 48,
         "intermediate_size": 96,
         "num_attention_heads": 4,
@@ -246,7 +249,7 @@ def test_layers_that_save_some_ops_really_have_the_peak_and_the_same_gradients()
     for setting in settings:
 
         def make_model(setting=setting):
-            model = llama()
+            model = llama(num_hidden_layers=2)
             setting.switch(model)
             return model
 
@@ -256,13 +259,15 @@ def test_layers_that_save_some_ops_really_have_the_peak_and_the_same_gradients()
             make_model,
             lambda: TOKENS,
             make_optimizer="adamw",
+            timing_rounds=0,
         )
         above = step.baseline_peak_bytes - verification.baseline_peak_bytes
         assert verification.identical
         assert 0 <= above <= 1024
         peaks[setting.words] = step.baseline_peak_bytes
     selective, full, *lists = peaks.values()
-    assert full < selective < autosac.profile(llama(), TOKENS).baseline_peak_bytes
+    plain = autosac.profile(llama(num_hidden_layers=2), TOKENS, optimizer="adamw")
+    assert full < selective < plain.baseline_peak_bytes
     assert lists == sorted(lists, reverse=True)
     assert lists[-1] > full  # it saves attention besides
 
@@ -342,7 +347,7 @@ def test_transformers_gets_a_call_whose_real_step_has_the_peak():
         return made
 
     verification = autosac.verify(
-        plain, make_model, lambda: inputs, make_optimizer="adamw"
+        plain, make_model, lambda: inputs, make_optimizer="adamw", timing_rounds=0
     )
     assert verification.identical
     assert 0 <= export.peak_bytes - verification.baseline_peak_bytes <= 1024

@@ -7,7 +7,17 @@ from autosac.checkpointing import installing
 from autosac.planning import make_plan
 from autosac.tracing.trace import dry_run
 from autosac.units.curves import trade_off
-from tests.models import BATCH, CASES, WIDTH, Case, Mlp, each_case, gpt, random_choice
+from tests.models import (
+    BATCH,
+    CASES,
+    WIDTH,
+    Case,
+    Mlp,
+    each_case,
+    gpt,
+    random_choice,
+    shared_profile,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAMES = ["mlp", "gpt", "convolutions", "list inputs", "noise", "dict outputs"]
@@ -161,7 +171,7 @@ def test_plans_hold_under_autocast_and_accumulation(name, settings):
 
 def test_gradients_of_earlier_micro_steps_count():
     case = CASES["gpt"]
-    once = case.profile()
+    once = shared_profile(case)
 
     thrice = autosac.profile(
         case.model(), case.inputs(), loss_fn=case.loss_fn, accumulate=3
@@ -175,7 +185,7 @@ def test_gradients_of_earlier_micro_steps_count():
 @pytest.mark.slow_but_first
 @each_case
 def test_no_random_plan_peaks_below_the_floor(case):
-    traced = case.profile()
+    traced = shared_profile(case)
     lowest = autosac.floor(traced)
     for seed in range(20):
         chosen = random_choice(traced, seed, save_share=0.0 if seed < 15 else None)
@@ -224,7 +234,7 @@ def test_the_floor_counts_an_argument_that_units_share_once():
 
 def test_a_plan_for_a_shared_argument_trains():
     case = Case(lambda: Shifting(0), _batch)
-    traced = autosac.calibrate(case.profile())
+    traced = autosac.calibrate(shared_profile(case))
 
     plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     verification = autosac.verify(plan, case.model, case.inputs, timing_rounds=1)

@@ -1,10 +1,7 @@
 import copy
 import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,24 +104,6 @@ def test_layers_that_are_treated_alike_share_their_ops(traced, saved):
 
     assert len(json.loads(saved.read_text())["op_sequences"]) == 1
     assert autosac.Plan.load(saved) == plan
-
-
-@pytest.mark.slow
-def test_the_same_plan_makes_the_same_file_in_another_process(saved):
-    code = "import autosac, sys; autosac.Plan.load(sys.argv[1]).save(sys.argv[2])"
-    other = saved.with_name("other.json")
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}
-
-    subprocess.run(
-        [sys.executable, "-c", code, str(saved), str(other)],
-        check=True,
-        env=environment,
-    )
-
-    assert other.read_bytes() == saved.read_bytes()
-    assert sorted(path.name for path in saved.parent.iterdir()) == [
-        "other.json", "plan.json",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -163,17 +163,6 @@ def test_what_is_not_installed_is_named(module, method, pictures, monkeypatch):
         getattr(pictures["ratios"], method)()
 
 
-def test_autosac_itself_needs_neither(monkeypatch):
-    import subprocess
-
-    code = "import autosac, sys; print({'matplotlib', 'plotly'} & set(sys.modules))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True
-    )
-
-    assert result.stdout == "set()\n", result.stderr
-
-
 # --- memory over the step ---------------------------------------------------------
 
 

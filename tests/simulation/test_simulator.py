@@ -19,7 +19,7 @@ NUM_PLANS = 5
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW], ids=["none", "adamw"])
 @each_case
 def test_a_simulated_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
-    traced = case.profile(optimizer)
+    traced = shared_profile(case, optimizer)
     shares = {0: 0.0, 1: 1.0}  # the extremes, then anything between
     num_plans = NUM_PLANS if optimizer is None else len(shares)  # it comes after all
     for seed in range(num_plans):

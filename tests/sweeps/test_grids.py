@@ -300,24 +300,6 @@ def test_closures_defaults_and_arguments_count():
         text_of(threading.Lock())
 
 
-@pytest.mark.slow
-def test_texts_are_the_same_in_another_process():
-    code = (
-        "from tests.grid_steps import make_step; import torch;"
-        "from autosac.devices.specs import KNOWN_DEVICES as known;"
-        "from autosac.sweeps.cell_facts import code_of, text_of;"
-        "value = [make_step, torch.optim.AdamW, {'a', 'b', 'c'}, known['h100']];"
-        "print(code_of(make_step), text_of(value))"
-    )
-
-    out = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    ).stdout
-
-    value = [make_step, torch.optim.AdamW, {"a", "b", "c"}, KNOWN_DEVICES["h100"]]
-    assert out.strip() == f"{code_of(make_step)} {text_of(value)}"
-
-
 # --- tables and pictures ------------------------------------------------------
 
 
@@ -430,7 +412,7 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 if __name__ == "__main__":
     step = functools.partial(make_step, calls=sys.argv[1])
-    grid = {"width": list(range(1, 60)), "batch_size": [64]}
+    grid = {"width": list(range(1, 60)), "batch_size": [8]}
     autosac.sweep_grid(step, grid, n=2, n_jobs=2, directory=sys.argv[2])
 """
 
@@ -453,7 +435,7 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path):
     time.sleep(1.0)  # workers that are left end their cells
     kept = len(list(folder.glob("*.json")))
     done = len(_calls(calls))
-    grid = {"width": list(range(1, kept + 3)), "batch_size": [64]}
+    grid = {"width": list(range(1, kept + 3)), "batch_size": [8]}
 
     swept = autosac.sweep_grid(_counted(calls), grid, n=2, directory=folder)
 
@@ -473,7 +455,7 @@ def test_a_dask_cluster_gives_the_same_table(result, tmp_path):
     distributed = pytest.importorskip("distributed")
 
     with (
-        distributed.Client(n_workers=2, threads_per_worker=1, dashboard_address=None),
+        distributed.Client(n_workers=1, threads_per_worker=1, dashboard_address=None),
         joblib.parallel_config("dask"),
     ):
         assert _on_cluster(tmp_path) == result

@@ -15,7 +15,7 @@ from autosac.profiles.profile import profile
 from autosac.tracing.real_steps import first_departure
 from autosac.tracing.trace import trace
 from autosac.verification.measuring import capture_state, differences
-from tests.models import each_case
+from tests.models import each_case, shared_profile
 from tests.real_ops import real_ops, traced_ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -207,7 +207,7 @@ def test_the_trace_runs_the_ops_of_a_real_step(function):
 @pytest.mark.slow_but_fifth
 @each_case
 def test_the_traces_of_the_test_models_run_the_ops_of_real_steps(case):
-    traced = case.profile(None)
+    traced = shared_profile(case)
 
     assert traced_ops(traced.tape) == real_ops(traced.step)
     assert first_departure(traced.step, traced.tape) is None

@@ -21,7 +21,7 @@ from autosac.verification.measuring import (
     differences,
     measure_peak,
 )
-from tests.models import CASES, WIDTH, ResidualBlock, each_case
+from tests.models import CASES, WIDTH, ResidualBlock, each_case, shared_profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,7 +90,7 @@ def test_tracing_changes_nothing(case):
 @pytest.mark.slow_but_fifth
 @each_case
 def test_a_meta_model_gives_the_same_tape(case):
-    on_cpu = case.profile(torch.optim.AdamW).tape
+    on_cpu = shared_profile(case, torch.optim.AdamW).tape
     with torch.device("meta"):
         model = case.model()
 
@@ -148,7 +148,9 @@ def _persistent(model, args, kwargs, optimizer):
 @each_optimizer
 @each_case
 def test_the_baseline_peak_is_that_of_the_storages_of_a_real_step(case, optimizer):
-    expected = case.profile(optimizer).simulator.peak_bytes({}, workspaces=False)
+    expected = shared_profile(case, optimizer).simulator.peak_bytes(
+        {}, workspaces=False
+    )
     model = case.model()
     args, kwargs = normalize_inputs(case.inputs())
     built = None if optimizer is None else optimizer(model.parameters())
@@ -167,7 +169,7 @@ def test_the_baseline_peak_is_that_of_the_storages_of_a_real_step(case, optimize
 @each_optimizer
 @each_case
 def test_the_baseline_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
-    traced = case.profile(optimizer)
+    traced = shared_profile(case, optimizer)
 
     dry = dry_run(traced.step, lambda model: None)
 
