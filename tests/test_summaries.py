@@ -75,10 +75,10 @@ OF_MODULES = {  # which may have a line for each
     "module graph": lambda num: autosac.graph_info(layers(num), torch.randn(64, WIDTH)),
     "estimate": lambda num: autosac.estimate(traced(num)),
     "statistics": lambda num: traced(num).statistics,
-    "verification": verified,
     "parallel plan": sharded,
 }
 OTHERS = {
+    "verification": verified,
     "sweep": lambda num: autosac.sweep(traced(num), n=64),
     "joint graph": lambda num: autosac.joint_graph(layers(num), torch.randn(64, WIDTH)),
     "advice": lambda num: autosac.advise(traced(num), memory_budget="1GiB"),

