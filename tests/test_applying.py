@@ -24,7 +24,7 @@ from tests.models import (
 from tests.training import Stack, assert_equal, planned, random_policies, rows, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NUM_PLANS = 5
+NUM_PLANS = 4
 
 
 @pytest.mark.slow_but_first

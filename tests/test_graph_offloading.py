@@ -50,7 +50,8 @@ CASES = {
     "views": (ManyViews, (32, 8, 16)),
     "convolutions": (partial(ConvNet, 1), (4, 3, 16, 16)),
 }
-KEYS = ["dropout", "views", pytest.param("convolutions", marks=pytest.mark.slow)]
+KEYS = ["dropout"]
+KEYS += [pytest.param(k, marks=pytest.mark.slow) for k in ("views", "convolutions")]
 
 
 @pytest.fixture(scope="module", params=KEYS)

@@ -30,6 +30,7 @@ def plan():
     return plan_of_readers()
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_follows_the_next_larger_one_and_keeps_the_budget(plan):
     training = Training(plan)
     training.run(step(BATCHES[0]))

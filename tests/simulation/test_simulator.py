@@ -12,7 +12,7 @@ from autosac.units.policies import SAVE, OpPolicy, Policy
 from autosac.verification.verifying import verify
 from tests.models import CASES, each_case, random_choice, shared_profile
 
-NUM_PLANS = 5
+NUM_PLANS = 4
 
 
 @pytest.mark.slow_but_first
