@@ -465,8 +465,8 @@ def test_a_nest_that_departs_stays_near_its_planned_peak():
     )
 
 
-def deep_gpt(num_layers=16):
-    return GPT(vocabulary=64, num_layers=num_layers, width=16, num_heads=2, length=16)
+def deep_gpt():
+    return GPT(vocabulary=64, num_layers=16, width=16, num_heads=2, length=16)
 
 
 @pytest.mark.slow
@@ -488,14 +488,12 @@ def test_a_deep_models_floor_is_below_that_of_every_block_checkpointed():
 @pytest.mark.slow
 def test_a_plan_at_such_a_floor_keeps_it_in_a_real_step():
     tokens = torch.randint(64, (64, 16))
-    traced = autosac.calibrate(autosac.profile(deep_gpt(8), tokens))
+    traced = autosac.calibrate(autosac.profile(deep_gpt(), tokens))
     plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     assert any(policy.chain for policy in plan.op_policies)
     assert "input made again from blocks." in str(plan)
 
-    verification = autosac.verify(
-        plan, lambda: deep_gpt(8), lambda: tokens, timing_rounds=0
-    )
+    verification = autosac.verify(plan, deep_gpt, lambda: tokens, timing_rounds=0)
 
     assert verification.identical
     assert verification.within_budget
