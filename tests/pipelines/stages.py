@@ -105,8 +105,11 @@ CONVOLUTIONS = Recipe(
 )
 
 
-def traced(recipe, starts):
-    """The steps of a recipe's stages, with workspaces as ranks have them."""
+def traced(recipe, starts, *, measured=True):
+    """The steps of a recipe's stages; if measured, with workspaces as ranks have them.
+
+    Measured times differ from run to run.
+    """
     passed, target = recipe.make_batch(1)
     steps, modules = [], recipe.stages(starts)
     for i, module in enumerate(modules):
@@ -118,8 +121,10 @@ def traced(recipe, starts):
             target=target,
             optimizer=recipe.make_optimizer,
         )
-        with torch.backends.mkldnn.flags(enabled=False):
-            steps.append(step.calibrated(cache=False))
+        if measured:
+            with torch.backends.mkldnn.flags(enabled=False):
+                step = step.calibrated(cache=False)
+        steps.append(step)
         passed = module(passed).detach().requires_grad_()
     return steps
 

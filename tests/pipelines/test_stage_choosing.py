@@ -63,7 +63,7 @@ def test_planned_ranks_keep_their_caps_and_train_alike(case, share):
 @pytest.fixture(scope="module")
 def small():
     """The last of two stages: two blocks and the head."""
-    return traced(LANGUAGE, (0, 7))[1]
+    return traced(LANGUAGE, (0, 7), measured=False)[1]
 
 
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
