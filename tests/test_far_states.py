@@ -132,6 +132,16 @@ def test_real_steps_keep_budgets_below_the_plain_floor(name, chunk_bytes):
     assert_kept(plan, WIDE, moved)
 
 
+def test_nothing_in_far_memory_counts_where_hooks_may_keep_more():
+    def hooked(model):
+        optimizer = far(torch.optim.AdamW)(model)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    without = profiled(WIDE, far(torch.optim.AdamW))
+    assert profiled(WIDE, hooked).baseline_peak_bytes == without.baseline_peak_bytes
+
+
 @pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_three_planned_steps_have_the_bits_of_the_plain_ones(name):

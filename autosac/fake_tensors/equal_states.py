@@ -21,7 +21,7 @@ def keeps_state_only(optimizer: torch.optim.Optimizer) -> bool:
 
     Only PyTorch's own are known to, and only without hooks.
     """
-    is_ours = type(optimizer).__module__.startswith("torch.optim.")
+    is_ours = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     return is_ours and not _compat_autograd.has_hooks_of_others(optimizer)
 
 

@@ -24,6 +24,7 @@ from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 from autosac.step.training_step import AnyOptimizer
 from autosac.tracing.account import Account
+from autosac.tracing.far_states import put_away
 from autosac.tracing.learned import Retrace
 from autosac.tracing.recorder import Recorder
 
@@ -109,6 +110,7 @@ def settle(
         else:
             for _ in range(learned.num_later_updates):
                 step()
+    put_away(recorder, optimizer)
     recorder.adopt(made, "optimizer")
 
 

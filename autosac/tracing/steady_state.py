@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat_plain
+from autosac import _compat_autograd, _compat_plain
 from autosac._compat_distributed import are_distributed
 from autosac.fake_tensors.equal_states import EqualStates, keeps_state_only
 from autosac.lens.mode import host_state
@@ -113,6 +113,11 @@ def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
     )
 
 
+def _keeps_state_only(optimizer: torch.optim.Optimizer) -> bool:
+    has_hooks = _compat_autograd.has_hooks_of_others(optimizer)
+    return keeps_state_only(updating(optimizer)) and not has_hooks
+
+
 def make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
     """Give optimizers that step in backward the state they keep over steps."""
 
@@ -125,7 +130,7 @@ def make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
     equal_states = EqualStates(recorder.repeated.mode)
     watch(recorder, optimizer)
     recorder.muted = True
-    are_plain = all(map(keeps_state_only, map(updating, optimizer.optimizers.values())))
+    are_plain = all(map(_keeps_state_only, optimizer.optimizers.values()))
     for parameter, its_own in optimizer.optimizers.items():
         (group,) = its_own.param_groups
         kind = equal_states.kind(updating(its_own), group, parameter)
@@ -182,7 +187,7 @@ def enter_steady_state(
     watch(recorder, optimizer)
     recorder.phase = "optimizer"
     recorder.muted = True
-    if keeps_state_only(updating(optimizer)):
+    if _keeps_state_only(optimizer):
         _make_state(EqualStates(recorder.repeated.mode), optimizer)
     else:
         settle(recorder, optimizer, optimizer.step)

@@ -29,7 +29,8 @@ _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _RISE = 1e-4  # of a relaxation that new rows are worth,
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
-_POLISHED = 1 / 8  # as a share of it
+_POLISHED = 1 / 8  # as a share of it;
+_ROUGH = 0.02  # not where so large a gap will do, as for estimates
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
 
 # Shares of the points of units; the time of a choice in ms.
@@ -122,7 +123,7 @@ class Search(RowSearch):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
-        if self._is_done():
+        if self._is_done() and wanted < _ROUGH:
             self._polish(budget_bytes)
         if self.choice is None:
             return Termination.NO_INCUMBENT

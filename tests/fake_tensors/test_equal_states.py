@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autosac import OptimizerInBackward, profile
 from autosac._compat_distributed import fake_group
-from autosac.fake_tensors.equal_states import EqualStates
+from autosac.fake_tensors.equal_states import EqualStates, keeps_state_only
 
 optim = torch.optim
 
@@ -32,6 +32,18 @@ def trace(make_optimizer, *, device=None, in_backward=True):
 
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     return profile(model, torch.ones(8, 16), optimizer=make, device=device).tape
+
+
+def test_all_of_pytorchs_optimizers_keep_their_state_only_and_no_other_may():
+    weights = [nn.Parameter(torch.ones(2, 2))]
+    own = [c for c in vars(optim).values() if isinstance(c, type)]
+    own = [
+        c for c in own if issubclass(c, optim.Optimizer) and c is not optim.Optimizer
+    ]
+    assert len(own) > 12
+    assert all(keeps_state_only(make(weights)) for make in own)
+    assert not keeps_state_only(Counting(weights))
+    assert not keeps_state_only(hooked(weights))
 
 
 @pytest.mark.slow_but_first
