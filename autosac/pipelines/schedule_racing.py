@@ -63,7 +63,9 @@ class Race:
             micro_batch=micro_batch,
             chooser_of=self._chooser_of,
             cap_bytes=budget_bytes,
-            options=SolveOptions(relative_gap=max(relative_gap, _MARGIN - 1)),
+            options=SolveOptions(
+                relative_gap=max(relative_gap, _MARGIN - 1), polishes=False
+            ),
         )
 
     @property

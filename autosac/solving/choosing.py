@@ -273,6 +273,7 @@ class Chooser:
             backend=options.backend,
             time_limit_s=options.time_limit_s,
             relative_gap=options.relative_gap,
+            polishes=options.polishes,
             mixed_units=[u for u, curve in enumerate(curves) if curve.is_selection],
             least_ms=least_ms,
             most_ms=most_ms,

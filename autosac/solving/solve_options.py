@@ -23,12 +23,15 @@ class SolveOptions:
         relative_gap: A solve stops when proven this close to the least time.
         time_limit_s: A solve stops after this long; None to count work only, which is
             the same in every run.
+        polishes: A solve goes on for a little while when the gap is reached, so that
+            smaller budgets are rarely cheaper; estimates need not.
     """
 
     segments: int | None = None
     backend: Backend = "highs"
     relative_gap: float = RELATIVE_GAP
     time_limit_s: float | None = None
+    polishes: bool = True
 
     def __post_init__(self) -> None:
         if self.segments is not None:

@@ -29,8 +29,7 @@ _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _RISE = 1e-4  # of a relaxation that new rows are worth,
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
-_POLISHED = 1 / 8  # as a share of it;
-_ROUGH = 0.02  # not where so large a gap will do, as for estimates
+_POLISHED = 1 / 8  # as a share of it
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
 
 # Shares of the points of units; the time of a choice in ms.
@@ -49,6 +48,7 @@ class Search(RowSearch):
         rows: Positions that bound a problem like this one.
         finer: Is told units of a solution in which points are mixed, and their shares;
             says the time of a choice that the caller knows by now, in finer points.
+        polishes: Goes on for a little while when the gap is reached.
 
     Attributes:
         prices: Milliseconds that one more byte at each row's position saves, by the
@@ -70,6 +70,7 @@ class Search(RowSearch):
         near: Choice | None = None,
         rows: Collection[int] = (),
         finer: Finer | None = None,
+        polishes: bool = True,
         start: Start | None = None,
     ) -> None:
         super().__init__(
@@ -84,6 +85,7 @@ class Search(RowSearch):
         )
         self._near = near
         self._finer = finer
+        self._polishes = polishes
         self.rows = list(rows) or self.rows
         if start is not None and start.rows:
             self.rows = list(start.rows)
@@ -123,7 +125,7 @@ class Search(RowSearch):
                 ended = self._branch(budget_bytes)
                 if ended is Termination.INFEASIBLE and not self._has_best:
                     return ended
-        if self._is_done() and wanted < _ROUGH:
+        if self._is_done() and self._polishes:
             self._polish(budget_bytes)
         if self.choice is None:
             return Termination.NO_INCUMBENT

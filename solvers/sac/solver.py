@@ -89,6 +89,7 @@ class Solver:
         near: Choice | None = None,
         rows: Collection[int] = (),
         finer: Finer | None = None,
+        polishes: bool = True,
         start: Start | None = None,
         raised_bytes: Ints | None = None,
         least_ms: float = 0.0,
@@ -102,7 +103,8 @@ class Solver:
         A choice `near` one that keeps the budget is repaired, as a first incumbent;
         `rows` are those of a solution with nearly the same budget. `finer` is told
         units and shares of their points near the bound; choices that it makes of them
-        count as `most_ms` does.
+        count as `most_ms` does. A search that `polishes` goes on for a little while
+        when the gap is reached.
         No choice takes less than `least_ms`, as is known already; only one that takes
         less than `most_ms` is of interest, and without one there is no incumbent.
         """
@@ -126,6 +128,7 @@ class Solver:
             near=None if near is None else list(near),
             rows=rows,
             finer=finer,
+            polishes=polishes,
             start=start,
         )
         termination = search.run(budget_bytes)
