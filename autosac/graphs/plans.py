@@ -235,7 +235,8 @@ class GraphPlanner:
             return self._with_moves(moves, budget_bytes, solution, limits, offload_dir)
         if solution.kept is None:
             known = known_plans.known(self.problem)
-            peak_bytes = min(self.lowest[0], known.least_peak_bytes())
+            known.add(self.problem, self.lowest[1])
+            peak_bytes = known.least_peak_bytes()
             hint = self._what_offload_reaches(peak_bytes)
             raise self._infeasible(budget_bytes, peak_bytes, strategy, hint)
         assert solution.bound_ms is not None

@@ -72,8 +72,10 @@ def _check_targets(
     **__: Any,
 ) -> None:
     num_classes = logits.shape[min(logits.dim() - 1, 1)]
-    if weight is None or 0 <= ignore_index < num_classes or _compat.is_fake(target):
+    if weight is None or 0 <= ignore_index < num_classes:
         return
+    if target.is_meta or _compat.is_fake(target):
+        return  # its values are not known
     with _compat.no_modes():
         is_met = bool((target == ignore_index).any())
     if is_met:

@@ -46,7 +46,7 @@ class _Update:
     kept_bytes: int
 
 
-class _Made(_compat.PlainDispatchMode, Account):
+class _UpdateAccount(_compat.PlainDispatchMode, Account):
     """The account of what the steps of an optimizer make while nothing is recorded."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -94,16 +94,16 @@ def settle(
         Retrace: Another of its steps must be traced; `Learned` knows which.
         UnsupportedError: What it keeps does not stop growing.
     """
-    made, learned = _Made(recorder), recorder.learned
+    account, learned = _UpdateAccount(recorder), recorder.learned
 
     def step() -> None:
         with _other_gradients(optimizer):
             update()
 
-    with made:
-        updates = [made.watched(step)]
+    with account:
+        updates = [account.watched(step)]
         if learned.num_later_updates is None:
-            updates += _looked_at(made, step)
+            updates += _looked_at(account, step)
             learned.num_later_updates, is_steady = _largest(updates)
             if not is_steady:
                 raise Retrace
@@ -111,14 +111,14 @@ def settle(
             for _ in range(learned.num_later_updates):
                 step()
     put_away(recorder, optimizer)
-    recorder.adopt(made, "optimizer")
+    recorder.adopt(account, "optimizer")
 
 
-def _looked_at(made: _Made, step: Callable[[], None]) -> Iterator[_Update]:
+def _looked_at(account: _UpdateAccount, step: Callable[[], None]) -> Iterator[_Update]:
     """Steps after the first, until what is kept has not grown in half of them."""
-    kept = [made.live_bytes]
+    kept = [account.live_bytes]
     while True:
-        enough = _FEW if made.num_ops > _MANY_OPS else _MORE
+        enough = _FEW if account.num_ops > _MANY_OPS else _MORE
         if len(kept) > enough and kept[len(kept) // 2] == kept[-1]:
             break
         if len(kept) > _MOST:
@@ -128,8 +128,8 @@ def _looked_at(made: _Made, step: Callable[[], None]) -> Iterator[_Update]:
                 " holds for long: let it, or its hooks, keep a bounded number of"
                 " tensors."
             )
-        yield made.watched(step)
-        kept.append(made.live_bytes)
+        yield account.watched(step)
+        kept.append(account.live_bytes)
 
 
 def _largest(updates: list[_Update]) -> tuple[int, bool]:
@@ -158,15 +158,15 @@ def _other_gradients(optimizer: AnyOptimizer) -> Iterator[None]:
     Afterwards they have those back that they had, and the memory, should the step
     replace it.
     """
-    found = [
+    before = [
         (parameter, parameter.grad, parameter.data)
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    for parameter, gradient, _ in found:
+    for parameter, gradient, _ in before:
         parameter.grad = None if gradient is None else gradient.clone()
     yield
-    for parameter, gradient, data in found:
+    for parameter, gradient, data in before:
         parameter.grad = gradient
         if _address(parameter) != _address(data):
             parameter.data = data

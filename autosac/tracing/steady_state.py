@@ -114,6 +114,7 @@ def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
 
 
 def _keeps_state_only(optimizer: torch.optim.Optimizer) -> bool:
+    """The same of one whose state lies in far memory, which may have hooks itself."""
     has_hooks = _compat_autograd.has_hooks_of_others(optimizer)
     return keeps_state_only(updating(optimizer)) and not has_hooks
 

@@ -323,17 +323,7 @@ def _run_on(
         )
         recorder = new_recorder(only_storages=True)
         try:
-            finds = step.finds_gradients and has_distributed(model)
-            if step.learned.earlier or finds:
-                step.learned.kept_bytes.clear()
-                for _ in range(max(step.learned.earlier, 1)):
-                    with _recorded(recorder, mode):
-                        _one_micro_step(recorder, step, model, args, kwargs)
-                    if not finds:
-                        model.zero_grad(set_to_none=True)
-                    for tensor in held_tensors((args, kwargs)):
-                        tensor.grad = None  # each micro-step gets others
-                    step.learned.kept_bytes.append(_held_bytes(model))
+            _take_earlier_steps(recorder, mode, step, model, args, kwargs)
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
             register_outer(recorder, step, model, (args, kwargs))
@@ -368,6 +358,30 @@ def _run_on(
         return tape, left
 
 
+def _take_earlier_steps(
+    recorder: Recorder,
+    mode: _compat.FakeTensorMode | None,
+    step: Step,
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Take the steps before the one that is traced, for what modules keep of them."""
+    learned = step.learned
+    finds = step.finds_gradients and has_distributed(model)
+    if not learned.earlier and not finds:
+        return
+    learned.kept_bytes.clear()
+    for _ in range(max(learned.earlier, 1)):
+        with _recorded(recorder, mode):
+            _one_micro_step(recorder, step, model, args, kwargs)
+        if not finds:
+            model.zero_grad(set_to_none=True)
+        for tensor in held_tensors((args, kwargs)):
+            tensor.grad = None  # each micro-step gets others
+        learned.kept_bytes.append(_held_bytes(model))
+
+
 def _one_micro_step(
     recorder: Recorder, step: Step, model: torch.nn.Module, args: Any, kwargs: Any
 ) -> torch.Tensor:
@@ -385,11 +399,9 @@ def _one_micro_step(
 
 def _held_bytes(model: torch.nn.Module) -> int:
     """Bytes of the tensors that modules hold, each storage once."""
-    storages = {
-        local(tensor.detach()).untyped_storage()._cdata: local(tensor.detach())
-        for tensor in module_tensors(model)
-    }
-    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    tensors = map(local, (tensor.detach() for tensor in module_tensors(model)))
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _train(

@@ -1,16 +1,12 @@
 """Small models that are cut into stages."""
 
 from dataclasses import replace
-from functools import partial
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from autosac.pipelines import micro_batches
 from autosac.pipelines.stage_steps import stage_step
-from benchmarks import stage_mesh_ranks
 from benchmarks.stage_ranks import Recipe
 
 ROWS, LENGTH, WIDTH, NUM_TOKENS = 4, 16, 32, 101
@@ -105,10 +101,10 @@ CONVOLUTIONS = Recipe(
 )
 
 
-def traced(recipe, starts, *, measured=True):
+def traced(recipe, starts, *, measured=True, calls=None):
     """The steps of a recipe's stages; if measured, with workspaces as ranks have them.
 
-    Measured times differ from run to run.
+    Measured times differ from run to run. ``calls`` are shared by the traces.
     """
     passed, target = recipe.make_batch(1)
     steps, modules = [], recipe.stages(starts)
@@ -120,6 +116,7 @@ def traced(recipe, starts, *, measured=True):
             loss_fn=recipe.loss_fn if is_last else None,
             target=target,
             optimizer=recipe.make_optimizer,
+            calls=calls,
         )
         if measured:
             with torch.backends.mkldnn.flags(enabled=False):
@@ -127,40 +124,3 @@ def traced(recipe, starts, *, measured=True):
         steps.append(step)
         passed = module(passed).detach().requires_grad_()
     return steps
-
-
-@pytest.fixture
-def short_models(monkeypatch):
-    """Those of `stage_mesh_ranks` have two blocks each."""
-    recipes = stage_mesh_ranks.RECIPES
-    for name, make_model in (
-        ("LLAMA", stage_mesh_ranks.small_llama),
-        ("ODD", stage_mesh_ranks.OddGPT),
-    ):
-        short = replace(recipes[name], make_model=partial(make_model, num_blocks=2))
-        monkeypatch.setitem(recipes, name, short)
-
-
-@pytest.fixture(scope="module")
-def traced_once():
-    """Traces of stages do not depend on budgets and clusters: keep them."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("stage_step", "profile_in"):
-            patch.setattr(micro_batches, name, _kept(getattr(micro_batches, name)))
-        yield
-
-
-def _kept(trace):
-    known = {}
-
-    def kept(*args, **options):
-        (module, received), dtypes = args[-2:], args[:-2]
-        blocks = [(fqn, str(child)) for fqn, child in module.named_children()]
-        how = options.get("parallel"), options.get("loss_fn") is None, dtypes
-        key = str((blocks, received.shape, received.dtype, how))
-        if key not in known:
-            known[key] = trace(*args, **options)
-        own = known[key]
-        return replace(own) if trace.__name__ == "stage_step" else own
-
-    return kept

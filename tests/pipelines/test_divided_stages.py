@@ -31,11 +31,8 @@ from tests.pipelines.stages import (
     NUM_TOKENS,
     WIDTH,
     language_loss,
-    short_models,
     tokens,
 )
-
-__all__ = ["short_models"]
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -11,17 +11,16 @@ from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines import estimating, rank_memory
 from autosac.pipelines.rank_memory import RankReplay
+from autosac.pipelines.schedule_racing import Race
 from autosac.pipelines.schedules import Schedule
 from tests.pipelines.stages import (
     LANGUAGE,
     language_loss,
     tokens,
     traced,
-    traced_once,
 )
 from tests.pipelines.test_planning import Model
 
-__all__ = ["traced_once"]
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "traced_once"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
@@ -93,6 +92,23 @@ def test_micro_batches_that_repeat_need_not_be_replayed(monkeypatch):
     short = peaks()
     monkeypatch.setattr(rank_memory, "_ROUNDS", 100)
     assert short == peaks()
+
+
+def test_stages_that_are_not_as_alike_as_taken_are_planned_one_by_one(monkeypatch):
+    options = {"num_layers": 7, "num_ranks": 2, "num_micro_batches": 2}
+    expected = plan(2**40, **options)
+    asked = []
+
+    def fits(race, cutting):
+        asked.append(race.micro_batch.shares)
+        return False
+
+    monkeypatch.setattr(Race, "fits", fits)
+    own = plan(2**40, **options)
+
+    assert asked == [True]  # nothing is shared from then on
+    assert own.rank_peaks == expected.rank_peaks
+    assert own.step_ms <= expected.step_ms * 1.005
 
 
 @pytest.mark.slow

@@ -12,10 +12,9 @@ import autosac
 from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines.mesh_choosing import parts
-from tests.pipelines.stages import language_loss, traced_once
+from tests.pipelines.stages import language_loss
 from tests.pipelines.test_planning import Model
 
-__all__ = ["traced_once"]
 pytestmark = pytest.mark.usefixtures("one_thread", "traced_once")
 
 NODE = 4

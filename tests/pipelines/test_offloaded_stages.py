@@ -17,11 +17,10 @@ from autosac.pipelines.stage_choosing import FarBytes, StageChooser
 from autosac.solving.incumbents import far_bytes
 from benchmarks import stage_mesh_ranks
 from benchmarks.stage_ranks import can_count
-from tests.pipelines.stages import LANGUAGE, language_loss, short_models, tokens, traced
+from tests.pipelines.stages import LANGUAGE, language_loss, tokens, traced
 from tests.pipelines.test_planning import CLUSTER, Model
 from tests.pipelines.test_stage_choosing import assert_counted
 
-__all__ = ["short_models"]
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off

@@ -60,6 +60,21 @@ def test_planned_ranks_keep_their_caps_and_train_alike(case, share):
     assert_alike(case, results)
 
 
+@pytest.mark.parametrize("recipe", [LANGUAGE, CONVOLUTIONS], ids=["gpt", "conv"])
+def test_stages_that_share_calls_of_ops_have_the_traces_that_they_have_alone(recipe):
+    calls = {}
+    alone = traced(recipe, (0, 2), measured=False)
+    first = traced(recipe, (0, 2), measured=False, calls=calls)
+    num_calls = len(calls)
+    again = traced(recipe, (0, 2), measured=False, calls=calls)
+
+    assert len(calls) == num_calls > 0  # nothing is left to learn
+    for steps in zip(alone, first, again, strict=True):
+        for name in ("first", "later"):
+            tapes = [getattr(step, name).tape for step in steps]
+            assert tapes[0] == tapes[1] == tapes[2]
+
+
 @pytest.fixture(scope="module")
 def small():
     """The last of two stages: two blocks and the head."""

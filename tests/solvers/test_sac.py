@@ -386,8 +386,11 @@ def test_what_is_easy_is_solved_beyond_the_gap_that_was_asked_for(seed):
     seven = problem(*units, base=(10, 60, 10), budget=60 - draw.randint(10, 30))
 
     found = solve(seven, integral=True, relative_gap=0.3)
+    rough = Solver(seven).solve(seven.budget_bytes, relative_gap=0.3, polishes=False)
 
     assert found.recompute_ms == least_time(seven)
+    assert found.recompute_ms < rough.recompute_ms <= found.recompute_ms / 0.7
+    assert rough.work < found.work
 
 
 @examples(30)
