@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.progress import (
+from autosac.rich_parts import (
     BarColumn,
+    Console,
     MofNCompleteColumn,
     Progress,
     TextColumn,

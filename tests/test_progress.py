@@ -1,5 +1,9 @@
 """Bars on terminals, silence elsewhere, and Ctrl-C that leaves what is done."""
 
+import importlib
+import random
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -135,3 +139,14 @@ def test_an_interrupted_search_has_its_trials(monkeypatch):
 
     done = stopped.value.done
     assert [row.cell["batch_size"] for row in done if row.step_ms] == [1, 2]
+
+
+def test_the_first_import_of_rich_leaves_pythons_random_numbers_alone(monkeypatch):
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "rich" or name == "autosac.rich_parts":
+            monkeypatch.delitem(sys.modules, name)
+    before = random.getstate()
+
+    importlib.import_module("autosac.rich_parts")
+
+    assert random.getstate() == before

@@ -7,10 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from autosac.planning import explaining
 from autosac.planning.checking import chosen as chosen_by_plan
 from autosac.planning.make_plan import price_ms_per_byte
@@ -19,6 +15,7 @@ from autosac.profiles.memory_history import Place, peak_place
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms
+from autosac.rich_parts import Console, ConsoleOptions, RenderableType, Table, Text
 
 _WIDTH = 120  # of plain text
 _MOST_OPS = 40  # of one table, in a terminal
