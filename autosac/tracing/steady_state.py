@@ -6,6 +6,7 @@ made by the step that is traced.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from autosac import _compat_autograd, _compat_plain
 from autosac._compat_distributed import are_distributed
 from autosac.fake_tensors.equal_states import EqualStates, keeps_state_only
 from autosac.lens.mode import host_state
-from autosac.pytrees import held_tensors
+from autosac.pytrees import held_tensors, module_tensors
 from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import AnyOptimizer, Marker, OptimizerInBackward
 from autosac.tracing.far_states import put_away, updating, watch
@@ -27,43 +28,83 @@ from autosac.tracing.step import Step
 _COUNTED = frozenset({"_parameters", "_buffers", "_modules"})
 
 
+class Copied:
+    """Tensors of a copied model, before steps replace some by others.
+
+    Args:
+        model: The copy; nothing of it is kept alive.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._refs = {id(t): weakref.ref(t) for t in module_tensors(model)}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        ref = self._refs.get(id(tensor))
+        return ref is not None and ref() is tensor
+
+
 def register_outer(
-    recorder: Recorder, step: Step, model: torch.nn.Module, inputs: Any
+    recorder: Recorder, step: Step, model: torch.nn.Module, inputs: Any, copied: Copied
 ) -> None:
-    """Count what exists before the step: copies of the user's tensors, gradients."""
+    """Count what exists before the step: copies of the user's tensors, gradients.
+
+    Args:
+        recorder: Counts it.
+        step: The step.
+        model: A copy of its model, after the steps that come before,
+        inputs: and of its inputs.
+        copied: What the copy held before these.
+    """
     own, given = step.model, (step.args, step.kwargs)
     recorder.register_copies(own.parameters(), model.parameters(), "parameter")
-    _register_buffers(recorder, own, model)
-    _register_attributes(recorder, own, model)
+    _register_buffers(recorder, own, model, copied)
+    _register_attributes(recorder, own, model, copied)
     recorder.register_copies(held_tensors(given), held_tensors(inputs), "input")
     if step.finds_gradients:
         _make_gradients(recorder, model)
 
 
 def _register_buffers(
-    recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module
+    recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module, copied: Copied
 ) -> None:
     """Count buffers: copies of the user's, and those that an earlier step has made."""
     originals = dict(own.named_buffers())
     for name, buffer in model.named_buffers():
-        original = originals.get(name)
-        if original is not None and original.shape == buffer.shape:
-            recorder.register_copies([original], [buffer], "buffer")
-        else:
-            recorder.register(iter([buffer]), "buffer")
+        _register(recorder, originals.get(name), buffer, copied)
+
+
+def _register(
+    recorder: Recorder,
+    original: torch.Tensor | None,
+    tensor: torch.Tensor,
+    copied: Copied,
+) -> None:
+    if original is None or original.shape != tensor.shape or tensor not in copied:
+        _register_made(recorder, tensor)
+    else:
+        recorder.register_copies([original], [tensor], "buffer")
+
+
+def _register_made(recorder: Recorder, tensor: torch.Tensor) -> None:
+    """Count what an earlier step has made, and the gradient that it retains."""
+    recorder.register(iter([tensor]), "buffer")
+    if tensor.retains_grad and tensor.grad is not None:
+        recorder.register(iter([tensor.grad]), "gradient")
 
 
 def _register_attributes(
-    recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module
+    recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module, copied: Copied
 ) -> None:
     """Count tensors that modules keep besides, which the step may never meet."""
     seen: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-    for original, copied in zip(own.modules(), model.modules(), strict=False):
-        kept, copies = _kept_besides(original, seen[0]), _kept_besides(copied, seen[1])
+    for original, copy in zip(own.modules(), model.modules(), strict=False):
+        kept, copies = _kept_besides(original, seen[0]), _kept_besides(copy, seen[1])
         if [tensor.shape for tensor in kept] == [tensor.shape for tensor in copies]:
-            recorder.register_copies(kept, copies, "buffer")
+            for pair in zip(kept, copies, strict=True):
+                _register(recorder, *pair, copied)
         else:  # an earlier step has made some
-            recorder.register(iter(copies), "buffer")
+            for tensor in copies:
+                _register_made(recorder, tensor)
 
 
 def _kept_besides(module: torch.nn.Module, seen: dict[int, Any]) -> list[torch.Tensor]:

@@ -51,6 +51,7 @@ from autosac.tracing.parameters import find_parameters
 from autosac.tracing.probing import DRAWS
 from autosac.tracing.recorder import Recorder
 from autosac.tracing.steady_state import (
+    Copied,
     enter_steady_state,
     has_distributed,
     make_states,
@@ -63,6 +64,7 @@ from autosac.tracing.step import Step
 _LEAST_RUNS, _MOST_RUNS = 3, 9
 _MUCH_BYTES = 2**26
 _MOST_EARLIER = 16  # steps before the one that is traced: a heuristic
+_LITTLE_BYTES = 512  # what modules keep, and nobody traces another step for
 
 
 def trace(step: Step) -> Tape:
@@ -247,11 +249,14 @@ def _run(
 def _later(
     tape: Tape, mode: _compat.FakeTensorMode | None, step: Step, *args: Any, **how: Any
 ) -> Tape:
-    """The tape of a second step, if modules keep what makes it run other ops.
+    """The tape of a second step, if what modules keep makes it another one.
 
-    A model may make a table of positions in its first step only.
+    A model may make a table of positions in its first step only. And a second step may
+    begin with more, such as the weight that `torch.nn.utils.spectral_norm` computed: it
+    is alive until it is replaced.
     """
     learned, is_real = step.learned, step.learned.real
+    begun_bytes = _held_bytes(step.model)
     learned.earlier = 1
     try:
         later, _ = _run_on(mode, step, *args, **how)
@@ -264,7 +269,8 @@ def _later(
     except (Retrace, TraceError):  # a second step may need what the first has lost
         learned.earlier, learned.real = 0, is_real
         return tape
-    learned.earlier = int(_names(later) != _names(tape))
+    begins_with_more = kept_bytes[0] - begun_bytes > _LITTLE_BYTES
+    learned.earlier = int(begins_with_more or _names(later) != _names(tape))
     return later if learned.earlier else tape
 
 
@@ -323,10 +329,11 @@ def _run_on(
         )
         recorder = new_recorder(only_storages=True)
         try:
+            held = Copied(model)
             _take_earlier_steps(recorder, mode, step, model, args, kwargs)
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
-            register_outer(recorder, step, model, (args, kwargs))
+            register_outer(recorder, step, model, (args, kwargs), held)
             with _recorded(recorder, mode):
                 if isinstance(optimizer, OptimizerInBackward):
                     make_states(recorder, optimizer)

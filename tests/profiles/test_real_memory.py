@@ -50,6 +50,19 @@ class Retains(nn.Module):
         return self.down(functional.gelu(hidden)).square().mean()
 
 
+class ReplacesWeight(nn.Module):
+    """Keeps a weight that it computes, and takes most before it computes another."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        with torch.no_grad():
+            most = x.repeat(1, 9).exp().amax()
+        return (self.linear(x) / most).square().mean()
+
+
 def noise():
     return torch.randn(ROWS, WIDTH)
 
@@ -67,6 +80,7 @@ CASES = {
         noise,
         as_loss,
     ),
+    "replaced weight": Case(ReplacesWeight, noise, as_loss),
     "sort": Case(lambda: Applies(lambda x: x.sort(1).values), noise, as_loss),
 }
 
