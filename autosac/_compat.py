@@ -1,6 +1,7 @@
 """Private PyTorch APIs (checked for torch 2.10 to 2.15).
 
-No other file touches them but `_compat_dispatch.py` (what AC units do below autograd),
+No other file touches them but `_compat_autocast.py` (autocast that modes hide),
+`_compat_dispatch.py` (what AC units do below autograd),
 `_compat_gpu.py` (fake CPU tensors that dispatch as a GPU's), `_compat_graphs.py` (joint
 graphs) and `_compat_profiler.py` (whether a profiler is at work).
 """
@@ -28,6 +29,8 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
+
+from autosac import _compat_autocast
 
 __all__ = [
     "DEVICE",
@@ -214,7 +217,16 @@ class PlainDispatchMode(TorchDispatchMode):
 
     The detour keeps calls from being compiled. Under this mode nothing is compiled:
     `ignore_compile_internals` is False, so `torch.compile` runs eagerly.
+
+    Ops whose kernels run others see the autocast that they were called in.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        dispatch = vars(cls).get("__torch_dispatch__")
+        if dispatch is not None:
+            kept: Any = _compat_autocast.runners_under_autocast(dispatch)
+            cls.__torch_dispatch__ = kept  # type: ignore[method-assign]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -43,6 +43,8 @@ def is_the_engines_own() -> bool:
     while frame.f_back is not None and frame.f_code.co_name != "__torch_dispatch__":
         frame = frame.f_back
     caller = frame.f_back
+    while caller is not None and caller.f_code.co_name == "__torch_dispatch__":
+        caller = caller.f_back  # `runners_under_autocast`
     return caller is None or caller.f_code.co_name == "_engine_run_backward"
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autosac import _compat, _compat_dispatch
+from autosac import _compat, _compat_autocast, _compat_dispatch
 from autosac._compat_dispatch import Traits
 from autosac._compat_distributed import finished, local, unwrapped
 from autosac.checkpointing.call_arguments import (
@@ -47,7 +47,8 @@ class Call:
 
     Attributes:
         place: Its place among the unit's ops.
-        func: The op.
+        func: The op,
+        kernel: and what runs it again, under the autocast that it was called in.
         args: Its arguments, with `Part` and `Literal` in place of tensors,
         kwargs: by name.
         runs: For which reruns it runs.
@@ -57,12 +58,14 @@ class Call:
     """
 
     __slots__ = (
-        *("args", "ended", "func", "kwargs", "place", "results", "runs", "state"),
+        *("args", "ended", "func", "kernel", "kwargs", "place", "results", "runs"),
+        "state",
     )
 
     def __init__(self, place: int, func: Any, runs: int) -> None:
         self.place = place
         self.func = func
+        self.kernel = _compat_autocast.as_called(func)
         self.runs = runs
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
@@ -80,10 +83,10 @@ class Call:
         ]
         kwargs = {n: _filled(value, given, fqn) for n, value in self.kwargs.items()}
         if self.state is None:
-            out = self.func(*args, **kwargs)
+            out = self.kernel(*args, **kwargs)
         else:
             with RandomState(self.state, args, kwargs):
-                out = self.func(*args, **kwargs)
+                out = self.kernel(*args, **kwargs)
         out = finished(self.func, out)
         outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
         for result, tensor in zip(self.results, outputs, strict=True):
