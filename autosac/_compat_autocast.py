@@ -18,7 +18,12 @@ __all__ = ["as_called", "is_runner", "runners_under_autocast"]
 
 _Types = tuple[tuple[str, torch.dtype], ...]
 _DEVICES = ("cpu", "cuda")
-_NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "quantized", "_c10d"})
+_NAMESPACES = frozenset(  # PyTorch's own
+    {
+        *("aten", "prim", "prims", "profiler", "quantized", "mkldnn", "onednn"),
+        *("c10d", "_c10d_functional", "fsdp", "higher_order"),
+    }
+)
 # Of PyTorch's own list of ops those with other results under autocast and a mode that
 # only calls them, and with equal ones without autocast.
 _RUNNERS = frozenset(
@@ -44,11 +49,12 @@ def _is_runner(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return False
     name = func.name()
+    is_own = func.namespace in _NAMESPACES and name not in _RUNNERS
+    if is_own or not torch._C._dispatch_has_kernel(name):
+        return False
     # One that has a kernel for autocast opens and closes it by itself.
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    if any(has_kernel(name, f"Autocast{kind.upper()}") for kind in _DEVICES):
-        return False
-    return name in _RUNNERS or func.namespace not in _NAMESPACES
+    return not any(has_kernel(name, f"Autocast{kind.upper()}") for kind in _DEVICES)
 
 
 def as_called(func: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autosac import _compat, _compat_autograd
 from autosac._compat_distributed import WAITS
@@ -169,6 +170,11 @@ def is_plain(kind: type) -> bool:
         return False
     plain_types.add(kind)
     return True
+
+
+def is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory but that of other tensors, which it hides."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def num_modes() -> int:

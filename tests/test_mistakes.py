@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import autosac
@@ -78,6 +79,26 @@ class Multiplied(nn.Sequential):
         super().__init__()
         self.model = mlp()
         self.product = Multiplies()
+
+
+def holding(name, tensor):
+    """A model with such a buffer."""
+    model = mlp()
+    model.register_buffer(name, tensor)
+    return model
+
+
+class Infers(nn.Module):
+    """Runs a part in inference mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(CLASSES, 1)
+
+    def forward(self, x):
+        with torch.inference_mode():
+            scale = self.scale(x).mean()
+        return x * scale.clone()
 
 
 def scripted(make):
@@ -232,6 +253,18 @@ MISTAKES = {
     "a sparse tensor in a module": (
         lambda: plan(Multiplied(), X),
         "`product` at .* computes with a sparse tensor.* Use dense tensors",
+    ),
+    "a sparse buffer": (
+        lambda: plan(holding("product", torch.eye(WIDTH).to_sparse())),
+        "`product` holds a tensor of layout torch.sparse_coo.* make it dense",
+    ),
+    "a tensor made of others": (
+        lambda: plan(holding("pair", TwoTensor(X, X))),
+        "`pair` holds a TwoTensor.* compute with plain tensors",
+    ),
+    "inference mode in forward": (
+        lambda: plan(nn.Sequential(mlp(), Infers())),
+        r"No trace can follow `torch.inference_mode\(\)`.* use `torch.no_grad\(\)`",
     ),
     "a part traced": (
         lambda: plan(nn.Sequential(scripted(lambda: torch.jit.trace(mlp(), X)))),

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from autosac import _compat_compiler
+from autosac import _compat_compiler, _compat_dispatch
+from autosac._compat_distributed import are_distributed
 from autosac.errors import ArgumentError
 from autosac.pytrees import held_tensors
 from autosac.step import source_lines
@@ -99,6 +100,8 @@ def check_tensors(model: torch.nn.Module, inputs: Any) -> None:
             "A nested tensor is among the inputs or in the model, and no plan knows"
             " what its parts take: pad them to one tensor, with a mask."
         )
+    for name, tensor in (*named.items(), *(("inputs", tensor) for tensor in given)):
+        _check_memory(name, tensor)
     if any(tensor.is_inference() for tensor in given):
         raise ArgumentError(
             "`inputs` were made under `torch.inference_mode()`, and no step can save"
@@ -110,6 +113,27 @@ def check_tensors(model: torch.nn.Module, inputs: Any) -> None:
         raise ArgumentError(
             f"`inputs` lie on the meta device and the model on {device}: make both on"
             " one of them."
+        )
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of a model, or of its inputs, whose memory no plan knows.
+
+    Raises:
+        ArgumentError: Says what to use instead.
+    """
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(
+            f"`{name}` holds a tensor of layout {tensor.layout}, whose memory no plan"
+            " knows: make it dense, or keep indices and values as tensors of their own"
+            " and use `index_add` instead of its product."
+        )
+    kind = type(tensor)
+    if _compat_dispatch.is_made_of_others(tensor) and not are_distributed((kind,)):
+        raise ArgumentError(
+            f"`{name}` holds a {kind.__name__}, a tensor that is made of others by its"
+            " `__torch_dispatch__`, and no plan knows their memory: keep these as"
+            " buffers, and compute with plain tensors in `forward`."
         )
 
 
