@@ -191,6 +191,15 @@ class Vectorized(Block):
         return x + torch.vmap(super().forward)(x)
 
 
+class Infers(Block):
+    """Runs its modules in inference mode as well."""
+
+    def forward(self, x):
+        with torch.inference_mode():
+            scale = super().forward(x).mean()
+        return super().forward(x) * scale.clone()
+
+
 class Folds(Block):
     """`fold` keeps the memory of its input."""
 
@@ -291,7 +300,7 @@ HABITS = (
     *(KeepsTable, KeepsBuffers, KeepsLatest, KeepsPlainTensors, ReplacesCache),
     *(GrowsBuffer, FakesQuantization, FillsQueue),
     *(Checkpointed, MarksDirty),
-    *(Vectorized, Folds, Picks, Parametrized, CopiesPart),
+    *(Vectorized, Infers, Folds, Picks, Parametrized, CopiesPart),
 )
 
 

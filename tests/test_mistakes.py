@@ -88,19 +88,6 @@ def holding(name, tensor):
     return model
 
 
-class Infers(nn.Module):
-    """Runs a part in inference mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Linear(CLASSES, 1)
-
-    def forward(self, x):
-        with torch.inference_mode():
-            scale = self.scale(x).mean()
-        return x * scale.clone()
-
-
 def scripted(make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
@@ -261,10 +248,6 @@ MISTAKES = {
     "a tensor made of others": (
         lambda: plan(holding("pair", TwoTensor(X, X))),
         "`pair` holds a TwoTensor.* compute with plain tensors",
-    ),
-    "inference mode in forward": (
-        lambda: plan(nn.Sequential(mlp(), Infers())),
-        r"No trace can follow `torch.inference_mode\(\)`.* use `torch.no_grad\(\)`",
     ),
     "a part traced": (
         lambda: plan(nn.Sequential(scripted(lambda: torch.jit.trace(mlp(), X)))),

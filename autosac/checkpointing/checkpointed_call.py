@@ -21,6 +21,7 @@ from autosac import _compat_autograd
 from autosac.checkpointing.ambient_state import Surroundings
 from autosac.checkpointing.cuda_streams import Moment
 from autosac.checkpointing.reaching import reached
+from autosac.checkpointing.tensor_parts import version_of
 from autosac.pytrees import opaque_type
 from autosac.tracing.probing import random_numbers
 
@@ -283,7 +284,7 @@ class Call:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> _Versions:
-    return [tensor._version for tensor in tensors]
+    return [version_of(tensor) for tensor in tensors]
 
 
 def _layout(tensor: torch.Tensor) -> _Layout:

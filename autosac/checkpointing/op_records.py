@@ -273,7 +273,9 @@ class Record:
         result = self.results.get(key)
         if result is not None:
             saved = result.tensor
-            is_as_made = saved is not None or result.counted(tensor) == tensor._version
+            is_as_made = saved is not None or (
+                result.counted(tensor) == version_of(tensor)
+            )
             is_saved = bool(kept & BACKWARD)  # by autograd
             if missing := is_as_made and (runs | kept) & ~result.available:
                 reader = -1 if kept else len(self.calls)

@@ -37,11 +37,6 @@ _HIGHER_ORDER = (
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
 _SPARSE = "not defined for sparse tensors"  # what PyTorch says of their size
-_INFERENCE = "Inference tensors"  # they have no versions, and cannot be saved
-_NO_GRAD = (
-    " No trace can follow `torch.inference_mode()` in a step: use `torch.no_grad()`"
-    " there, which computes the same."
-)
 _MIXED = "got mixed torch.Tensor and DTensor"
 _ONE_BY_ONE = (
     " Optimizers that step on many tensors at once, as they do on GPUs, take no plain"
@@ -83,8 +78,6 @@ def explanation(error: BaseException, place: str) -> str:
             f"The step cannot be traced: {place}{where} computes with a sparse tensor,"
             " whose memory is not known while tracing. Use dense tensors."
         )
-    if _INFERENCE in str(error):
-        advice = _NO_GRAD
     if _MIXED in str(error) and is_loss_parallel():
         advice = _DIVIDED
     if _MIXED in str(error) and ("_foreach_" in str(error) or "_fused_" in str(error)):
