@@ -243,7 +243,8 @@ def _step(
     """Labels by frontier after a group is decided."""
     reached: dict[int, list[_Labels]] = defaultdict(list)
     bit, is_needed = 1 << g, g in problem.needed
-    inputs = sum(1 << h for h in set(problem.inputs[g]))
+    # What autograd needs is decided in any case, whoever reads it.
+    inputs = sum(1 << h for h in set(problem.inputs[g]) - problem.needed)
     for frontier, labels in states.items():
         if not is_needed and not frontier & bit:
             reached[frontier].append(labels)  # nobody reads it
