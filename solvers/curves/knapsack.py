@@ -29,7 +29,7 @@ from .front import lower_hull, save_front
 from .hull import save_hull
 
 _MOST_LABELS = 524_288  # alive at once in the dynamic program,
-_MOST_WORK = 30_000_000  # and in all: some tenths of a second
+_MOST_WORK = 10_000_000  # and in all: some tenths of a second
 _MOST_CROSSINGS = 1024  # each way, of all neighbours on a hull
 
 _Flags = npt.NDArray[np.bool_]
