@@ -224,8 +224,8 @@ def _is_low(profile: TracedStep, budget_bytes: int, options: SolveOptions) -> bo
     """Whether no choice of units is within a budget."""
     if profile.moved_blocks.cheapest(budget_bytes) is not None:
         return False
-    floor_bytes, _ = profile.chooser.predicted_floor(options.backend)
-    return floor_bytes > budget_bytes
+    floor = profile.chooser.predicted_floor(options.backend)
+    return floor.peak_bytes > budget_bytes
 
 
 def _choose_units(

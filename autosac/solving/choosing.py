@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +49,20 @@ _NEAR_FLOOR = 2**-7  # of the least peak
 _HOST_ROUNDS = 6  # of looking for it where far memory is capped
 
 
+class Floor(NamedTuple):
+    """The choice of least predicted peak.
+
+    Attributes:
+        peak_bytes: That peak.
+        choice: What reaches it.
+        predicted_bytes: Predicted memory under it at every position.
+    """
+
+    peak_bytes: int
+    choice: Choice
+    predicted_bytes: IntArray
+
+
 class Chooser:
     """Finds choices for one step; keeps what holds for all budgets.
 
@@ -75,7 +90,7 @@ class Chooser:
         self._incumbents = incumbents
         self._solver = sac.Solver(formulation.problem(0))
         self._lowest: dict[Backend, Choice] = {}
-        self._predicted_floor: dict[Backend, tuple[int, Choice]] = {}
+        self._predicted_floor: dict[Backend, Floor] = {}
 
     def choose(
         self,
@@ -137,13 +152,13 @@ class Chooser:
             budget_bytes, raised_bytes=raised, num_positions=num_positions
         )
 
-    def predicted_floor(self, backend: Backend) -> tuple[int, Choice]:
+    def predicted_floor(self, backend: Backend) -> Floor:
         """Least predicted peak, and the choice that reaches it."""
         if backend not in self._predicted_floor:
             self._predicted_floor[backend] = self._find_floor(backend)
         return self._predicted_floor[backend]
 
-    def _find_floor(self, backend: Backend) -> tuple[int, Choice]:
+    def _find_floor(self, backend: Backend) -> Floor:
         """As `predicted_floor`; raises the row of far memory until it is kept."""
         peak_bytes, host = 0, self._formulation.host_bytes
         for number in range(1 if host is None else _HOST_ROUNDS):
@@ -153,18 +168,19 @@ class Chooser:
             peak_bytes, solution = found
             choice: Choice = self.decode(solution)
             assert solution.chosen is not None
-            faster = self.decode(
-                replace(solution, chosen=self._solver.trimmed(solution.chosen))
-            )
+            quicker = replace(solution, chosen=self._solver.trimmed(solution.chosen))
+            faster = self.decode(quicker)
             is_faster = self._formulation.keeps_host(faster)
             if is_faster and self.true_peak_bytes(faster) <= self.true_peak_bytes(
                 choice
             ):
-                choice = faster  # else an allocator adds more to it
+                # else an allocator adds more to it
+                solution, choice = quicker, faster
+            predicted_bytes = self.predicted_bytes(solution)
             if self._formulation.keeps_host(choice):
-                return peak_bytes, choice
+                return Floor(peak_bytes, choice, predicted_bytes)
         assert self._plain is not None
-        return peak_bytes, self._plain.lowest(backend)
+        return Floor(peak_bytes, self._plain.lowest(backend), predicted_bytes)
 
     def true_peak_bytes(self, choice: Choice) -> int:
         """True peak of a choice, which the budget caps."""
@@ -195,7 +211,7 @@ class Chooser:
     def _find_lowest(self, backend: Backend) -> Choice:
         if not self._formulation.units:
             return self._incumbents.lowest()
-        least_bytes, choice = self.predicted_floor(backend)
+        least_bytes, choice, _ = self.predicted_floor(backend)
         best = self._incumbents.lowest(choice)
         if self._plain is not None and self._moved is not None:
             plain = self._plain.lowest(backend)
@@ -438,10 +454,10 @@ class _Search:
             if self.is_settled():
                 return None
             if not raised.any() and not self._is_feasible:
-                least_bytes = self.chooser.predicted_floor(self.options.backend)[0]
-                if least_bytes > self.budget_bytes:
+                floor = self.chooser.predicted_floor(self.options.backend)
+                if floor.peak_bytes > self.budget_bytes:
                     # The MILP sees more memory than there is: what it can meet.
-                    return raised + (self.budget_bytes - least_bytes)
+                    return np.minimum(0, self.budget_bytes - floor.predicted_bytes)
             rows.enough = raised
         else:
             choice = self.chooser.decode(solution)
