@@ -23,7 +23,8 @@ from autosac.units.unit import Unit
 _MORE = 1.0 + 1e-12  # of a time: not rounding
 _MOST_PIECES = 2_000_000  # of memory in all simulations
 _FEWEST = 16  # simulations of a long step
-_MOST_REPLAYS = 24  # of the allocator, some 10 ms each
+MOST_REPLAYS = 24  # of the allocator, some 10 ms each
+_ONE_BLOCK = 2**20  # what a block may have left over
 _NEIGHBOURS = 8  # of a unit's point on its curve
 
 
@@ -58,9 +59,10 @@ def mend(
     """
     curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
     left = max(_FEWEST, _MOST_PIECES // max(1, len(simulator.tape.storages)))
-    replays = simulator.num_replays(_MOST_REPLAYS)
+    replays = simulator.num_replays(MOST_REPLAYS)
     peak_bytes = simulator.peak_bytes(choice)
-    if peak_bytes <= budget_bytes:  # but for what an allocator adds
+    excess = simulator.true_peak_bytes(choice) - budget_bytes
+    if peak_bytes <= budget_bytes and 0 < excess <= _ONE_BLOCK:
         for changed in islice(_swapped(curve_of, choice), replays):
             if simulator.peak_bytes(changed) <= budget_bytes:
                 if simulator.true_peak_bytes(changed) <= budget_bytes:
