@@ -36,7 +36,7 @@ _MANY_INTEGERS = 1200
 _MOST_INTEGERS = 400  # of a MILP: larger ones take seconds and find little
 _SMALL_GAP = 0.02  # where that little is not worth the time
 _ANY_WORK = 2**50
-_LEAST_WORK = 200_000  # no MILP is built for less
+_LEAST_WORK = 150_000  # no MILP is built for less
 
 
 class RowSearch:

@@ -29,7 +29,7 @@ _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _RISE = 1e-4  # of a relaxation that new rows are worth,
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
-_POLISHED = 1 / 8  # as a share of it
+_POLISHED = 1 / 64  # as a share of it
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
 
 # Shares of the points of units; the time of a choice in ms.
