@@ -9,7 +9,7 @@ that other systems were measured on; real: real steps of every rival. Results of
 part are written as soon as it is done, beside those of parts that are not run.
 settings, which runs for hours and only when it is named: the zoo and sixty drawn models
 on CPU and GPU in two precisions, see `benchmarks.comparing.settings`; on a page of its
-own.
+own. With `--models` (and `--settings`) only these rows of it are made again.
 """
 
 from __future__ import annotations
@@ -110,22 +110,33 @@ def _settings(options: argparse.Namespace) -> Iterator[Record]:
     models = settings.fixed_models()
     if options.models:  # those and no drawn ones
         models, quotas = options.models, {}
-    started = time.perf_counter()
-    records: list[Record] = []
+    # With models that are named, other rows stay as they are.
+    whole = _stored_settings(options.output) if options.models else {}
+    whole = whole or {
+        "num_budgets": jobs.num_budgets,
+        "calibrated": jobs.calibrate,
+        "command": f"python -m benchmarks.compare {_without_paths(options.given)}",
+        "minutes": 0.0,
+        "where": environment(),
+        "records": [],
+    }
+    started, before = time.perf_counter(), whole["minutes"]
     for of_model in settings.run(jobs, models, quotas):
-        records += map(settings.compact, of_model)
-        for record in records[-len(of_model) :]:
+        date = environment()["date"][: len("2026-01-01")]
+        records = [{**settings.compact(job), "date": date} for job in of_model]
+        for record in records:
             print(settings_page.row(record), flush=True)
-        whole = {
-            "num_budgets": jobs.num_budgets,
-            "calibrated": jobs.calibrate,
-            "command": f"python -m benchmarks.compare {_without_paths(options.given)}",
-            "minutes": (time.perf_counter() - started) / 60,
-            "where": environment(),
-            "records": records,
-        }
+        whole["records"] = settings.replaced(whole["records"], records)
+        whole["minutes"] = before + (time.perf_counter() - started) / 60
         _write_settings(whole, options.output)
-        yield {"summary": settings_page.summary(records)}
+        yield {"summary": settings_page.summary(whole["records"])}
+
+
+def _stored_settings(folder: Path) -> Record:
+    """The part `settings` of an earlier run."""
+    path = folder / "settings.json"
+    record: Record = json.loads(path.read_text()) if path.exists() else {}
+    return record
 
 
 def _without_paths(given: Sequence[str]) -> str:

@@ -192,6 +192,22 @@ def test_a_choice_that_breaks_the_budget_by_little_is_mended_at_little_cost(sett
     assert chooser.mend(choice, peak_bytes - 1, recompute_ms(choice)) is None
 
 
+def test_a_choice_that_breaks_the_budget_by_a_block_moves_to_a_unit_that_is_alike():
+    # The allocator adds 0.8 MB to the last of three equal blocks.
+    chooser = (step := _profile("wide gpt", "h100 bf16").traced()).chooser
+    blocks = [u for u in step.units.candidates if u.fqn in ("blocks.0", "blocks.2")]
+    first, last = blocks
+    policy = trade_off(first, step.fronts[first.key]).policies[0]
+    choice, budget = {last: policy}, chooser.true_peak_bytes({first: policy})
+    assert chooser.simulated_peak_bytes(choice) < budget
+    assert budget < chooser.true_peak_bytes(choice)
+
+    mended = chooser.mend(choice, budget, recompute_ms(choice))
+
+    assert chooser.true_peak_bytes(mended) <= budget
+    assert recompute_ms(mended) == recompute_ms(choice) > 0
+
+
 def test_a_mixture_becomes_the_fastest_known_point_that_frees_as_much():
     step = _profile("wide gpt", "h100 bf16").traced()
     finer_than_the_milp = 0

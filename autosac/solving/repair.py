@@ -64,9 +64,9 @@ def mend(
     excess = simulator.true_peak_bytes(choice) - budget_bytes
     if peak_bytes <= budget_bytes and 0 < excess <= _ONE_BLOCK:
         for changed in islice(_swapped(curve_of, choice), replays):
-            if simulator.peak_bytes(changed) <= budget_bytes:
-                if simulator.true_peak_bytes(changed) <= budget_bytes:
-                    return changed
+            may_fit = simulator.peak_bytes(changed) <= budget_bytes
+            if may_fit and simulator.true_peak_bytes(changed) <= budget_bytes:
+                return changed
     while (excess := simulator.true_peak_bytes(choice) - budget_bytes) > 0:
         best: tuple[float, _Move, int] | None = None
         for move in _moves(curve_of, choice, most_ms):

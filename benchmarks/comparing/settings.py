@@ -136,6 +136,13 @@ def takes_place(records: list[Record], settings: tuple[str, ...]) -> bool:
 
 # --- what is kept -------------------------------------------------------------
 
+
+def replaced(records: list[Record], newer: list[Record]) -> list[Record]:
+    """Records with newer ones in the place of those of the same job."""
+    by_job = {(r["model"], r["setting"]): r for r in records}
+    return list((by_job | {(r["model"], r["setting"]): r for r in newer}).values())
+
+
 COLUMNS = (
     "fraction",
     "budget_bytes",

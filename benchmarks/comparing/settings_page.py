@@ -142,6 +142,18 @@ def page(record: Record) -> Iterator[str]:
     yield from _reasons(records)
     where = ", ".join(f"{name} {value}" for name, value in record["where"].items())
     yield f"\nTaken in {record['minutes']:.0f} minutes: {where}.\n"
+    yield from _later(records, record["where"].get("date", ""))
+
+
+def _later(records: list[Record], date: str) -> Iterator[str]:
+    """Which rows were taken on another day than the others."""
+    by_date: dict[str, list[str]] = {}
+    for record in records:
+        if (own := record.get("date", "")) and not date.startswith(own):
+            name = f"{record['model']} {record['setting']}"
+            by_date.setdefault(own, []).append(name)
+    for own, names in sorted(by_date.items()):
+        yield f"{len(names)} rows are of {own}: {', '.join(names)}.\n"
 
 
 _MODELLED = "times are modelled in every setting, not measured"

@@ -224,3 +224,24 @@ def test_the_part_writes_its_page_and_says_whether_all_is_kept(tmp_path, monkeyp
     assert code == 0
     assert "| asked for | found | |" in (tmp_path / "settings.md").read_text()
     assert "## Every setting" in (tmp_path / "compare.md").read_text()
+
+
+def test_models_that_are_named_leave_other_rows_as_they_are(tmp_path, monkeypatch):
+    def of_model(self, model):
+        return [record(model=model, setting=s) for s in self.settings]
+
+    monkeypatch.setattr(settings.Jobs, "of_model", of_model)
+    monkeypatch.setattr(settings, "fixed_models", lambda: ["zoo/a", "zoo/b"])
+    arguments = ["--parts", "settings", "--output", str(tmp_path), "--settings"]
+    path = tmp_path / "settings.json"
+
+    compare.main([*arguments, "cpu fp32,cpu bf16", "--draw", "0"])
+    before = json.loads(path.read_text())
+    for row in before["records"]:
+        row["date"] = before["where"]["date"] = "2026-01-01"
+    path.write_text(json.dumps(before))
+    compare.main([*arguments, "cpu bf16", "--models", "zoo/a"])
+
+    after = json.loads(path.read_text())
+    assert [r["date"] == "2026-01-01" for r in after["records"]] == [1, 0, 1, 1]
+    assert "1 rows are of" in (tmp_path / "settings.md").read_text()

@@ -239,6 +239,22 @@ def front_of_few_frontiers(problem):
         return front(problem)
 
 
+def test_what_backward_reads_anyway_tells_no_frontiers_apart():
+    # Groups read the second, third and seventh before them: what reruns read are
+    # hundreds of sets of groups, all of which are decided in any case.
+    problem = SaveProblem(
+        saved_bytes=(1,) * 24,
+        runtime_ms=(1.0,) * 24,
+        inputs=tuple(tuple(g - d for d in (2, 3, 7) if d <= g) for g in range(24)),
+        needed=frozenset(range(24)),
+        capacity_bytes=24,
+    )
+
+    followed = save_front(problem, most_labels=10**6, most_frontiers=24)
+
+    assert math.isinf(followed.complete_below_ms) and len(followed.saved) == 25
+
+
 def front_after_little_work(problem):
     """The front of a problem whose dynamic program may do next to nothing."""
     little = partial(save_front, most_work=0)
