@@ -193,11 +193,6 @@ class Simulator:
         is_known = (self.cap, frozenset(chosen.items())) in self._allocator_peaks
         return self.tape.device_type == "cuda" and not is_known
 
-    @property
-    def num_replayed(self) -> int:
-        """How many true peaks took a replay so far."""
-        return len(self._allocator_peaks)
-
     def num_replays(self, most: int) -> int:
         """How many true peaks to ask for: as many as `most`, fewer of a long step."""
         affordable = _MOST_BLOCKS // max(1, len(self.tape.storages))

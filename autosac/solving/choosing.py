@@ -29,7 +29,7 @@ from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, recompute_ms
 from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.path_relinking import relink
-from autosac.solving.repair import MOST_REPLAYS, mend
+from autosac.solving.repair import mend
 from autosac.solving.rules_of_thumb import Choice, FloatArray
 from autosac.solving.segmented import search_segments
 from autosac.solving.slack import spend_slack
@@ -41,8 +41,7 @@ from autosac.units.unit import Unit
 _ROUNDS = 6  # of moving the rows
 _MOST_WORK = 6_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
-_MOST_MENDS = 14  # of choices that break the budget;
-_FULL_MENDS = 4  # of them may take all the replays of an allocator that one may take
+_MOST_MENDS = 14  # a tenth of a second each where an allocator is replayed
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
@@ -195,15 +194,6 @@ class Chooser:
     def simulated_peak_bytes(self, choice: Choice) -> int:
         """Simulated peak of a choice: without what an allocator adds."""
         return self._simulator.peak_bytes(choice)
-
-    def num_replays(self, most: int) -> int:
-        """How many replays of an allocator to ask for: fewer of a long step."""
-        return self._simulator.num_replays(most)
-
-    @property
-    def num_replayed(self) -> int:
-        """How many true peaks took a replay of an allocator so far."""
-        return self._simulator.num_replayed
 
     def spend(self, choice: Choice, budget_bytes: int) -> Choice:
         """The choice, with more saved where the budget allows it."""
@@ -363,11 +353,9 @@ class _Search:
     _last_rows: tuple[int, ...] = ()  # of the last solve: positions
     _understated: IntArray | None = None  # memory of the last mixture that broke it
     _rows: Rows = field(init=False)
-    _replays_left: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._rows = Rows(_NEAR * self.budget_bytes)
-        self._replays_left = _FULL_MENDS * self.chooser.num_replays(MOST_REPLAYS)
 
     def offer(self, choice: Choice | None) -> None:
         """Keep a choice if it fits and none is known that is cheaper."""
@@ -382,11 +370,7 @@ class _Search:
         if not choice or recompute_ms(choice) >= self.time_ms or not self.mends_left:
             return
         self.mends_left -= 1
-        before = self.chooser.num_replayed
         mended = self.chooser.mend(choice, self.budget_bytes, self.time_ms)
-        self._replays_left -= self.chooser.num_replayed - before
-        if self._replays_left <= 0:
-            self.mends_left = 0
         if mended is not None:
             self.offer(self.chooser.spend(mended, self.budget_bytes))
 

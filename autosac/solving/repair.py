@@ -23,7 +23,7 @@ from autosac.units.unit import Unit
 _MORE = 1.0 + 1e-12  # of a time: not rounding
 _MOST_PIECES = 2_000_000  # of memory in all simulations
 _FEWEST = 16  # simulations of a long step
-MOST_REPLAYS = 24  # of the allocator, some 10 ms each
+_MOST_REPLAYS = 24  # of the allocator, some 10 ms each
 _ONE_BLOCK = 2**20  # what a block may have left over
 _NEIGHBOURS = 8  # of a unit's point on its curve
 
@@ -59,7 +59,7 @@ def mend(
     """
     curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
     left = max(_FEWEST, _MOST_PIECES // max(1, len(simulator.tape.storages)))
-    replays = simulator.num_replays(MOST_REPLAYS)
+    replays = simulator.num_replays(_MOST_REPLAYS)
     peak_bytes = simulator.peak_bytes(choice)
     excess = simulator.true_peak_bytes(choice) - budget_bytes
     if peak_bytes <= budget_bytes and 0 < excess <= _ONE_BLOCK:

@@ -15,7 +15,7 @@ from typing import Any
 
 import autosac
 from autosac import Plan, Profile
-from autosac.solving import choosing
+from autosac.solving import solve_options
 from benchmarks.comparing.profiles import budget_at, calibrated_profile
 from benchmarks.environment import MIB
 from benchmarks.models import zoo
@@ -242,7 +242,7 @@ def page(record: Record) -> Iterator[str]:
         f" each of {len(models)} models, on one calibrated profile each. Of every rival"
         " the cheapest setting that fits counts. Solves go on to a gap of"
         f" {RELATIVE_GAP:.3%} or ten seconds (`relative_gap`; by default they stop at"
-        f" {choosing.RELATIVE_GAP:.1%}).\n"
+        f" {solve_options.RELATIVE_GAP:.1%}).\n"
     )
     yield "| asked for | found | |"
     yield "| --- | --- | --- |"
