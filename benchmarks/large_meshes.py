@@ -253,7 +253,10 @@ def _of_stages(setting: Published, micro_batch: MicroBatch) -> Predicted:
                 backward_ms=step.phase_ms["backward"] + rerun_ms,
                 optimizer_ms=step.phase_ms["optimizer"] + reduce_ms,
                 gather_ms=gather_ms,
-                send_ms=micro_batch.send_ms(stage, own[1] if is_inner else end),
+                send_ms=micro_batch.send_ms(
+                    (schedule.rank_of(stage), schedule.rank_of(stage + 1)),
+                    own[1] if is_inner else end,
+                ),
             )
         )
     ledgers = []

@@ -20,11 +20,20 @@ from autosac.parallel.mesh_racing import (
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.parallel.tp_tracing import fake_ranks
 from autosac.pipelines.blocks import check_cuts
+from autosac.pipelines.fastest import fastest
+from autosac.pipelines.interleaved_racing import race_of
 from autosac.pipelines.mesh_choosing import MeshSearch
 from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.plans import PipelinePlan
-from autosac.pipelines.schedule_racing import Race, fastest
-from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
+from autosac.pipelines.schedule_racing import Race
+from autosac.pipelines.schedules import (
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    SCHEDULES,
+    Schedule,
+    can_have,
+)
 from autosac.pipelines.sharded_stages import ALONE, DataParallel
 from autosac.pipelines.stage_choosing import FarBytes
 from autosac.quantities import parse_bytes
@@ -47,6 +56,7 @@ class AskedMesh:
     num_micro_batches: int | Sequence[int] | None = None
     global_batch: int | None = None
     schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE)
+    stages_per_rank: int | Sequence[int] = 2
     tp_plan: TpPlan = None
     loss_parallel: bool = False
     param_dtype: str | None = None
@@ -60,6 +70,23 @@ class AskedMesh:
                 " None, 'fsdp': None, 'tp': None} to choose it and the rest for all"
                 " GPUs."
             )
+        for name in self.schedules:
+            if name not in SCHEDULES:
+                raise ArgumentError(
+                    f"There is no schedule {name!r} to plan with; use one of"
+                    f" {', '.join(SCHEDULES)}."
+                )
+
+    @property
+    def stage_numbers(self) -> list[int]:
+        """Numbers of stages that a rank may have under interleaved 1F1B."""
+        numbers = _several(self.stages_per_rank)
+        if not numbers or min(numbers) < 2:
+            raise ArgumentError(
+                "`stages_per_rank` must be a whole number of at least 2, or some, got"
+                f" {self.stages_per_rank!r}: with 1 name '1F1B' in `schedules`."
+            )
+        return numbers
 
     @property
     def has_slices(self) -> bool:
@@ -106,6 +133,7 @@ class AskedMesh:
             self.global_batch and num_rows,
             num_ranks,
             self.schedules,
+            self.stage_numbers,
         )
         _check_cut(num_rows, candidates)
         asked = _Asked(
@@ -129,8 +157,6 @@ class AskedMesh:
         Raises:
             ArgumentError: What is asked for cannot be searched.
         """
-        for name in self.schedules:
-            Schedule(name=name, num_ranks=1, num_micro_batches=1)  # checks it
         if given.cluster is None or self.global_batch is None:
             raise ArgumentError(
                 "`mesh` leaves degrees open, which are chosen for all GPUs of a cluster"
@@ -168,6 +194,7 @@ class AskedMesh:
             tp_plan=self.tp_plan,
             loss_parallel=self.loss_parallel,
             schedules=self.schedules,
+            stages_per_rank=self.stage_numbers,
             budget_bytes=parse_bytes(self.memory_budget, total_bytes=base.memory_bytes),
             relative_gap=self.relative_gap,
         )
@@ -229,11 +256,17 @@ class _Asked:
         """The plan of one division of tensors."""
         with _ranks(tensor):
             own = self._divided(tensor)
+            least = min(schedule.num_stages for schedule in self.schedules)
             for micro_batch in own.values():
                 micro_batch.check_mesh()
-                fqns, num_ranks = list(micro_batch.chain), self.schedules[0].num_ranks
-                check_cuts(micro_batch.model, fqns, micro_batch.cuts, num_ranks)
-            return fastest([self._race(own, schedule) for schedule in self.schedules])
+                fqns = list(micro_batch.chain)
+                check_cuts(micro_batch.model, fqns, micro_batch.cuts, least)
+            able = (
+                schedule
+                for schedule in self.schedules
+                if schedule.num_stages <= len(own[schedule.num_micro_batches].cuts) + 1
+            )
+            return fastest([self._race(own, schedule) for schedule in able])
 
     def _divided(self, tensor: TensorParallel) -> dict[int, MicroBatch]:
         """The micro-batches on the first rank of the group that is there."""
@@ -249,7 +282,7 @@ class _Asked:
         micro_batch = own[schedule.num_micro_batches]
         total_bytes = micro_batch.memory_bytes
         budget_bytes = parse_bytes(self.memory_budget, total_bytes=total_bytes)
-        return Race(micro_batch, schedule, budget_bytes, self.relative_gap)
+        return race_of(micro_batch, schedule, budget_bytes, self.relative_gap)
 
 
 def _ranks(tensor: TensorParallel) -> AbstractContextManager[None]:
@@ -325,15 +358,22 @@ def _schedules(
     global_batch: int | None,
     num_ranks: int,
     names: Sequence[str],
+    stages_per_rank: Sequence[int],
 ) -> tuple[Schedule, ...]:
     """Schedules to choose from, those of few micro-batches first."""
     numbers = _numbers(num_micro_batches, global_batch)
     return tuple(
-        Schedule(name=name, num_ranks=num_ranks, num_micro_batches=number)
+        Schedule(
+            name=name,
+            num_ranks=num_ranks,
+            num_micro_batches=number,
+            stages_per_rank=stages,
+        )
         for number in numbers
         for name in names
+        for stages in (stages_per_rank if name == INTERLEAVED else (1,))
         # Of all numbers that there are, those that the schedule can have.
-        if num_micro_batches is not None or name == GPIPE or number >= num_ranks
+        if num_micro_batches is not None or can_have(name, num_ranks, number)
     )
 
 
@@ -347,17 +387,19 @@ def _numbers(
                 " `global_batch`, the rows of a step, to try all that divide it."
             )
         return [n for n in range(1, global_batch + 1) if global_batch % n == 0]
-    numbers = (
-        [num_micro_batches]
-        if isinstance(num_micro_batches, int)
-        else list(num_micro_batches)
-    )
-    if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers):
+    numbers = _several(num_micro_batches)
+    if not numbers or not all(number >= 1 for number in numbers):
         raise ArgumentError(
             "`num_micro_batches` must be a whole number of at least 1, or some, got"
             f" {num_micro_batches!r}."
         )
     return numbers
+
+
+def _several(numbers: int | Sequence[int]) -> list[int]:
+    """A number, or some; nothing if one of them is no whole number."""
+    own = [numbers] if isinstance(numbers, int) else list(numbers)
+    return own if all(isinstance(number, int) for number in own) else []
 
 
 def _num_rows(

@@ -266,18 +266,21 @@ def _check_all_called(model: nn.Module, order: Mapping[str, Passed]) -> None:
 def possible_cuts(model: nn.Module, chain: Mapping[str, Passed]) -> list[int]:
     """Blocks before which a model may be cut.
 
-    What is handed on there can have a gradient, and no parameter is on both sides.
+    What is handed on there can have a gradient, and no parameter is on both sides. Each
+    stage has parameters: blocks without any are not cut off those before them.
     """
     fqns, handed_on = list(chain), list(chain.values())
     last_use: dict[nn.Parameter, int] = {}
     first_use: dict[nn.Parameter, int] = {}
+    with_parameters: list[int] = []
     for i, fqn in enumerate(fqns):
         for parameter in model.get_submodule(fqn).parameters():
             first_use.setdefault(parameter, i)
             last_use[parameter] = i
+            with_parameters.append(i)
     return [
         cut
-        for cut in range(1, len(fqns))
+        for cut in sorted(set(with_parameters))[1:]
         if handed_on[cut - 1].is_floating
         and not any(first_use[p] < cut <= last for p, last in last_use.items())
     ]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,18 @@ _Array = npt.NDArray[np.float64]
 # Work, not time: steps played to the end, the most promising first, and their actions.
 _MOST_PLAYED = 100
 _MOST_ACTIONS = 2**21
+
+
+class Cuts(NamedTuple):
+    """Where a chain is cut.
+
+    Attributes:
+        step_ms: Time of a step with these stages.
+        starts: First block of each of them; empty if none is faster than what is known.
+    """
+
+    step_ms: float
+    starts: tuple[int, ...]
 
 
 @dataclass(kw_only=True)
@@ -130,33 +143,30 @@ class Cutting:
         ]
         if not stages or len(own_ms) < len(stages):
             return False
-        marks = [self._place_of[first] for first in self.starts]
-        marks.append(self._place_of[len(self.block_ms)])
         order = np.argsort(own_ms, kind="stable").tolist()
-        moved = (self._with_moved(marks, order[-1], taker) for taker in order[:-1])
-        return any(self._play(stages) for stages in moved)
+        moved = (self.moved(self.starts, order[-1], taker) for taker in order[:-1])
+        return any(self._play(self._stages_at(starts)) for starts in moved if starts)
 
-    def _with_moved(
-        self, marks: Sequence[int], sender: int, taker: int
-    ) -> list[tuple[int, int, int]]:
-        """Stages of which one has a place to cut less and another one more.
+    def moved(self, starts: Sequence[int], sender: int, taker: int) -> tuple[int, ...]:
+        """First blocks of stages one of which has a place to cut less, and one more.
 
         Those between the two begin at the next place, or at the one before.
 
         Args:
-            marks: Where stages begin and the last one ends, as numbers of places.
+            starts: First blocks of the stages.
             sender: Index of the stage that has less,
             taker: and of that which has more.
 
         Returns:
-            The stages; none if one would have no block.
+            First blocks; none if a stage would have no block.
         """
+        marks = [self._place_of[first] for first in (*starts, len(self.block_ms))]
         step = -1 if sender < taker else 1
         between = range(min(sender, taker) + 1, max(sender, taker) + 1)
         moved = [m + step if i in between else m for i, m in enumerate(marks)]
         if any(mark >= after for mark, after in pairwise(moved)):
-            return []
-        return self._stages_at([self._places[mark] for mark in moved[:-1]])
+            return ()
+        return tuple(self._places[mark] for mark in moved[:-1])
 
     def _stages_at(self, starts: Sequence[int]) -> list[tuple[int, int, int]]:
         """Index, first block and end of each stage, given the first blocks."""

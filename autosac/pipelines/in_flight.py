@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -65,15 +66,26 @@ class InFlightSimulator(Simulator):
             one = replace(one, nbytes=np.where(left_out, 0, one.nbytes))
         if not workspaces or not self.count:
             return one
-        held = part.of_micro_batch & (one.born <= part.backward_key)
-        held &= one.died > part.backward_key
-        nbytes = self.count * one.nbytes[held]
+        nbytes = self.count * one.nbytes[part.is_held(one)]
         return replace(
             one,
             born=np.concatenate([one.born, np.ones_like(nbytes)]),
             died=np.concatenate([one.died, np.full_like(nbytes, part.optimizer_key)]),
             nbytes=np.concatenate([one.nbytes, nbytes]),
         )
+
+    def held_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
+        """What a micro-batch in flight holds."""
+        part = part_of(self.profile, chosen, is_last=self._is_last)
+        one = super().ledger(chosen)
+        return int(one.nbytes[part.is_held(one)].sum())
+
+    @cached_property
+    def moments(self) -> tuple[int, int]:
+        """Positions at which backward begins and the optimizer does."""
+        phases, edges = self.tape.phases, self.profile.formulation.edges
+        moment = int(np.searchsorted(edges, phases["backward"], side="right")) - 1
+        return moment, int(np.searchsorted(edges, phases["optimizer"]))
 
     def true_peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
         """What is asked of the allocator; see `RankReplay`, which counts so too."""
@@ -89,16 +101,15 @@ def with_others(simulator: InFlightSimulator) -> Formulation:
     formulation, count = simulator.profile.formulation, simulator.count
     if not count and simulator.sharded is None:
         return formulation
-    phases, edges = simulator.tape.phases, formulation.edges
+    edges = formulation.edges
     live = simulator.ledger({}).after_ticks(simulator.tape.num_ticks, simulator.span)
     base_bytes = tuple(np.maximum.reduceat(live, edges).tolist())
     base_bytes += formulation.base_bytes[len(edges) :]  # of far memory
     if not count:
         return replace(formulation, base_bytes=base_bytes)
-    moment = int(np.searchsorted(edges, phases["backward"], side="right")) - 1
-    stop = int(np.searchsorted(edges, phases["optimizer"]))
+    moment, stop = simulator.moments
     units = (_beside(u, moment, stop, count) for u in formulation.solver_units)
-    again = (_once_more(hold, moment, stop, count) for hold in formulation.holds)
+    again = (once_more(h, moment, range(stop), count) for h in formulation.holds)
     return replace(
         formulation,
         solver_units=tuple(units),
@@ -114,8 +125,7 @@ def _beside(unit: sac.Unit, moment: int, stop: int, count: int) -> sac.Unit:
     for position, extras in unit.working:
         added = np.array(extras, dtype=np.int64)
         working[position] = working.get(position, np.zeros_like(own)) + added
-    is_freed = unit.freed_from <= moment < unit.freed_until
-    change = (-own if is_freed else 0 * own) + working.get(moment, 0 * own)
+    change = change_at(unit, moment)
     for position in range(unit.freed_from, unit.freed_until):
         working[position] = working.get(position, 0) - own
     points = zip(unit.points, (-count * change).tolist(), strict=True)
@@ -128,8 +138,32 @@ def _beside(unit: sac.Unit, moment: int, stop: int, count: int) -> sac.Unit:
     )
 
 
-def _once_more(hold: sac.Hold, moment: int, stop: int, count: int) -> sac.Hold | None:
-    """What the others hold of a hold; None if it is not there between passes."""
+def change_at(unit: sac.Unit, moment: int) -> IntArray:
+    """What each point of a unit adds to the memory at a position."""
+    change = np.zeros(len(unit.points), dtype=np.int64)
+    if unit.freed_from <= moment < unit.freed_until:
+        change -= np.array([point.freed_bytes for point in unit.points])
+    for position, extras in unit.working:
+        if position == moment:
+            change += np.array(extras)
+    return change
+
+
+def once_more(
+    hold: sac.Hold, moment: int, positions: range, count: int
+) -> sac.Hold | None:
+    """What others hold of a hold, at some positions all along.
+
+    Args:
+        hold: The hold.
+        moment: When they hold what they do.
+        positions: Where they are in flight.
+        count: How many there are.
+
+    Returns:
+        That; None if it is not there between passes.
+    """
+    start, stop = positions.start, positions.stop
     if hold.held_from > moment:
         return None
     holders = tuple((u, stop) for u, end in hold.holders if end > moment)
@@ -137,14 +171,14 @@ def _once_more(hold: sac.Hold, moment: int, stop: int, count: int) -> sac.Hold |
         return None
     return sac.Hold(
         nbytes=count * hold.nbytes,
-        held_from=0,
+        held_from=start,
         holders=holders,
         freed_by=tuple(
-            (u, tuple(0 if first <= moment else stop for first in froms))
+            (u, tuple(start if first <= moment else stop for first in froms))
             for u, froms in hold.freed_by
         ),
         kept_by=tuple(
-            (u, tuple(stop if until > moment else 0 for until in untils))
+            (u, tuple(stop if until > moment else start for until in untils))
             for u, untils in hold.kept_by
         ),
     )

@@ -31,10 +31,18 @@ from autosac.parallel.mesh_racing import (
 )
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.parallel.tp_tracing import fake_ranks
+from autosac.pipelines.fastest import Runners
+from autosac.pipelines.interleaved_racing import race_of
 from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.plans import PipelinePlan
-from autosac.pipelines.schedule_racing import Race, Runners
-from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B, Schedule
+from autosac.pipelines.schedule_racing import Race
+from autosac.pipelines.schedules import (
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    Schedule,
+    can_have,
+)
 from autosac.pipelines.sharded_stages import DataParallel
 from autosac.quantities import format_bytes, format_ms
 
@@ -77,6 +85,7 @@ class MeshSearch:
         num_micro_batches: Those to choose from, None for all.
         global_batch: Rows of a step.
         schedules: Names to choose from; GPipe where 1F1B has too few micro-batches.
+        stages_per_rank: Under interleaved 1F1B, those to choose from.
         relative_gap: As in `plan_pipeline`.
         budget_bytes: Cap on the peak of a rank.
     """
@@ -90,6 +99,7 @@ class MeshSearch:
     num_micro_batches: Sequence[int] | None
     global_batch: int
     schedules: Sequence[str]
+    stages_per_rank: Sequence[int]
     relative_gap: float
     loss_parallel: bool
     budget_bytes: int
@@ -226,20 +236,32 @@ class MeshSearch:
             yield parallel
 
     def _schedules(self, stages: int, rows: int) -> Iterator[Schedule]:
-        """Schedules of stages, one for each number of micro-batches."""
+        """Schedules of stages, for each number of micro-batches."""
         for number in _divisors(rows):
             if self.num_micro_batches and number not in self.num_micro_batches:
                 continue
-            able = (ONE_F_ONE_B, GPIPE) if number >= stages else (GPIPE,)
-            name = next((name for name in able if name in self.schedules), None)
-            if name is not None:
+            able = [
+                name
+                for name in (ONE_F_ONE_B, GPIPE)
+                if name in self.schedules and can_have(name, stages, number)
+            ]
+            for name in able[:1]:
                 yield Schedule(name=name, num_ranks=stages, num_micro_batches=number)
+            if INTERLEAVED in self.schedules and can_have(INTERLEAVED, stages, number):
+                for per_rank in self.stages_per_rank:
+                    yield Schedule(
+                        name=INTERLEAVED,
+                        num_ranks=stages,
+                        num_micro_batches=number,
+                        stages_per_rank=per_rank,
+                    )
 
     def _least_ms(self, cell: _Cell) -> float:
         """No step of a cell is faster: by the FLOPs of its rows, spread evenly."""
         own_ms = self._micro_batch(cell.tensor, 1).flops_ms * cell.rows
         stages, number = cell.schedule.num_ranks, cell.schedule.num_micro_batches
-        return own_ms * (stages + number - 1) / stages
+        waits = 0 if cell.schedule.is_looped else stages - 1
+        return own_ms * (number + waits) / stages
 
     def _least_on(self, cluster: ClusterSpec) -> float:
         """No step on so many GPUs is faster, likewise."""
@@ -267,7 +289,7 @@ class MeshSearch:
 
     def _race(self, cell: _Cell) -> Race:
         micro_batch = self._micro_batch(cell.tensor, cell.rows)
-        return Race(
+        return race_of(
             micro_batch.among(cell.parallel, cell.cluster),
             cell.schedule,
             self.budget_bytes,

@@ -366,8 +366,13 @@ class MicroBatch:
         later = self.step(first, end).later
         return exchange_ms(later, self.tensor.degree, optimizer=False)
 
-    def send_ms(self, stage: int, end: int) -> float:
-        """Time in which what a stage hands on arrives; stages fill node after node."""
+    def send_ms(self, ranks: tuple[int, int], end: int) -> float:
+        """Time in which what a stage hands on arrives; ranks fill node after node.
+
+        Args:
+            ranks: Of the pipeline, that of the stage and that of the next one.
+            end: Block behind the stage's last one.
+        """
         if self.cluster is None or end == len(self.chain):
             return 0.0
         passed, links = list(self.chain.values())[end - 1], self.cluster.fabric
@@ -377,7 +382,7 @@ class MicroBatch:
             links.intra_latency_ms,
             links.intra_bandwidth_bytes_per_s,
         )
-        if not per_node or stage // per_node != (stage + 1) // per_node:
+        if not per_node or ranks[0] // per_node != ranks[1] // per_node:
             latency_ms = links.inter_latency_ms
             bandwidth = links.inter_bandwidth_bytes_per_s
         return links.base_latency_ms + latency_ms + 1e3 * nbytes / bandwidth

@@ -45,6 +45,7 @@ def plan_pipeline(
     global_batch: int | None = None,
     memory_budget: int | str,
     schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE),
+    stages_per_rank: int | Sequence[int] = 2,
     cluster: str | ClusterSpec | None = None,
     num_gpus: int | None = None,
     mesh: Mapping[str, int | None] | None = None,
@@ -67,14 +68,16 @@ def plan_pipeline(
             it is what one of these gets: each trains on a batch of its own.
         target: Likewise, of the batch.
         loss_fn: Output and target of a micro-batch -> their mean loss.
-        num_ranks: Ranks of the pipeline, one for each stage; with `mesh` groups. None
-            for ``"pp"`` of `mesh`.
+        num_ranks: Ranks of the pipeline, one for each stage, or several under
+            interleaved 1F1B; with `mesh` groups. None for ``"pp"`` of `mesh`.
         num_micro_batches: Of a step; several numbers to choose the best. None for all
             that divide `global_batch`.
         global_batch: Rows of a step, those of all micro-batches of all replicas and
             shards together; None for as many as `inputs` has for each of these.
         memory_budget: Cap on the peak of a rank: bytes, or text such as "72GiB".
-        schedules: Of ``"1F1B"`` and ``"GPipe"``.
+        schedules: Of ``"1F1B"``, ``"GPipe"`` and ``"Interleaved1F1B"``.
+        stages_per_rank: Under interleaved 1F1B, where stage i is on rank i modulo their
+            number; several numbers to choose the best.
         cluster: A `ClusterSpec`, or the name of a known one, whose GPUs the ranks are:
             stages fill one node after the other. None for `device`, with sending taken
             to cost nothing.
@@ -125,6 +128,7 @@ def plan_pipeline(
         global_batch=global_batch,
         memory_budget=memory_budget,
         schedules=schedules,
+        stages_per_rank=stages_per_rank,
         tp_plan=tp_plan,
         loss_parallel=loss_parallel,
         param_dtype=param_dtype,

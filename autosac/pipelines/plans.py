@@ -83,7 +83,8 @@ class PipelinePlan(Summarized):
 
     Attributes:
         pipeline: The schedule and its numbers.
-        stage_plans: The stages in order; stage i is on rank i of the mesh's ``"pp"``.
+        stage_plans: The stages in order; stage i is on rank i of the mesh's ``"pp"``,
+            modulo the size of that.
         budget_bytes: The cap on the peak of a rank, with what slow threads may hold.
         step_ms: Predicted time of a step, played action by action.
         alternatives: Other schedules, numbers of micro-batches and meshes, and why they
@@ -149,8 +150,9 @@ class PipelinePlan(Summarized):
 
     @property
     def rank_peaks(self) -> tuple[int, ...]:
-        """Predicted peak of the ranks of each stage."""
-        return tuple(stage.peak_bytes for stage in self.stage_plans)
+        """Predicted peak of the ranks of each place in the mesh's ``"pp"``."""
+        first_of_each = self.stage_plans[: self.pipeline.num_ranks]
+        return tuple(stage.peak_bytes for stage in first_of_each)
 
     @property
     def peak_bytes(self) -> int:
@@ -170,7 +172,11 @@ class PipelinePlan(Summarized):
     @property
     def bubble_fraction(self) -> float:
         """Share of the step in which the busiest rank waits."""
-        busy_ms = max(s.forward_ms + s.backward_ms for s in self.stage_plans)
+        each_ms = [s.forward_ms + s.backward_ms for s in self.stage_plans]
+        busy_ms = max(
+            sum(each_ms[stage] for stage in self.pipeline.stages_of(rank))
+            for rank in range(self.pipeline.num_ranks)
+        )
         return max(0.0, 1 - self.pipeline.num_micro_batches * busy_ms / self.step_ms)
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
@@ -320,7 +326,9 @@ class PipelinePlan(Summarized):
             (
                 "pipeline",
                 f"{pipeline.name}, {pipeline.num_micro_batches} micro-batches of"
-                f" {self.stage_plans[0].received.shape[0]} on {ranks} {self.device}",
+                f" {self.stage_plans[0].received.shape[0]} on {ranks} {self.device}"
+                + f", {pipeline.stages_per_rank} stages a rank"
+                * pipeline.is_looped,
             ),
             ("budget", f"{format_bytes(self.budget_bytes)} a rank"),
             ("peak", f"{format_bytes(self.peak_bytes)} predicted{late}"),

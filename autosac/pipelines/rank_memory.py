@@ -81,6 +81,15 @@ class Part:
     output_bytes: int
     loss_bytes: int
 
+    def is_held(self, ledger: Ledger) -> _Mask:
+        """Which entries a micro-batch holds between its forward and its backward.
+
+        Args:
+            ledger: The part's own, or one of other sizes.
+        """
+        born_before: _Mask = ledger.born <= self.backward_key
+        return self.of_micro_batch & born_before & (ledger.died > self.backward_key)
+
 
 def part_of(
     profile: Profile,
@@ -198,8 +207,34 @@ class RankReplay:
         """Live memory of the rank over a step; keys count on from action to action."""
         return self.ledger(chosen or {}).timeline()
 
+    def stage_peaks(
+        self, chosen: Mapping[int, Choice], *, adding: bool
+    ) -> dict[int, int]:
+        """Most bytes while each stage computes.
+
+        Args:
+            chosen: AC units of each stage's later step.
+            adding: In backwards that add to gradients, or else in all other actions.
+        """
+        replay, constant_bytes = self._replayed(chosen)
+        own = replay.ledger()
+        timeline = own.timeline()
+        starts = np.array([replay.starts[action] for action in self.actions])
+        most = timeline.most_from(starts * PLACES) + constant_bytes
+        peaks: dict[int, int] = {}
+        for action, peak_bytes in zip(self.actions, most.tolist(), strict=True):
+            if action.adds == adding:
+                peaks[action.stage] = max(peaks.get(action.stage, 0), peak_bytes)
+        return peaks
+
     def ledger(self, chosen: Mapping[int, Choice]) -> Ledger:
         """All that the rank allocates in a step."""
+        replay, constant_bytes = self._replayed(chosen)
+        ledger = replay.ledger()
+        return replace(ledger, constant_bytes=ledger.constant_bytes + constant_bytes)
+
+    def _replayed(self, chosen: Mapping[int, Choice]) -> tuple[_Replay, int]:
+        """The replay, and what is there besides all the time."""
         pairs = {}
         for stage, step in self.stages.items():
             choice = chosen.get(stage, {})
@@ -210,11 +245,11 @@ class RankReplay:
                 ),
                 part_of(step.later, choice, is_last=step.is_last),
             )
-        ledger = _Replay(self.schedule, self.actions, pairs, self.stages).ledger()
-        constant_bytes = ledger.constant_bytes + self.besides_bytes
+        constant_bytes = self.besides_bytes
         for stage, (_, later) in pairs.items():
             constant_bytes += self._left_out * self._of_each(stage, later)
-        return replace(ledger, constant_bytes=constant_bytes)
+        replay = _Replay(self.schedule, self.actions, pairs, self.stages)
+        return replay, constant_bytes
 
     def _of_each(self, stage: int, later: Part) -> int:
         """What a stage has all the time of each micro-batch, at most."""

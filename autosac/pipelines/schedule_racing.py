@@ -1,4 +1,4 @@
-"""Schedules of a pipeline against each other: the fastest step that fits."""
+"""One schedule of a pipeline: the cuts whose step is fastest and fits."""
 
 from __future__ import annotations
 
@@ -7,31 +7,64 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple
 
 import torch
 
-from autosac.errors import InfeasibleBudgetError, SolverError
-from autosac.parallel.racing import LATE
+from autosac.errors import SolverError
 from autosac.parallel.tp_tracing import draws
-from autosac.pipelines.cutting import Cutting
+from autosac.pipelines.cutting import Cuts, Cutting
 from autosac.pipelines.estimating import Estimates, Shortened, extended, shortened
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.plans import PipelinePlan, StagePlan
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.schedules import GPIPE, Schedule
 from autosac.pipelines.stage_choosing import StageChoice, StageChooser
+from autosac.pipelines.stage_steps import StageStep
 from autosac.planning.make_plan import difference_in_dry_run, policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.profiles.fingerprints import fingerprint
-from autosac.quantities import format_bytes, format_ms
 from autosac.solving.incumbents import far_bytes
 from autosac.solving.solve_options import SolveOptions
 
-_FEW_LOWEST = 4  # schedules whose least peak is asked for if nothing fits
-_MARGIN = 1.02  # by which an estimate may be wrong and still win
+MARGIN = 1.02  # by which an estimate may be wrong and still win
 # Stages that take by this more or less time than on average have not the least peak,
 _UNEVEN = 1.75
 _SHORT_CHAIN = 32  # unless there are less blocks than these.
+
+
+class PlannedStage(NamedTuple):
+    """A stage, and what it recomputes.
+
+    Attributes:
+        step: Its step,
+        choice: what of it is recomputed, and the peak of its rank.
+        late_bytes: What slow threads may hold on that besides.
+    """
+
+    step: StageStep
+    choice: StageChoice
+    late_bytes: int
+
+
+class Lowest(NamedTuple):
+    """The least peak of a rank.
+
+    Attributes:
+        peak_bytes: It, with what slow threads may hold.
+        stage: Index of a stage of the rank,
+        first: its first block,
+        end: and the one behind its last.
+        composition: Bytes by category of one of its micro-batches,
+        late_bytes: and what slow threads may hold.
+    """
+
+    peak_bytes: int
+    stage: int
+    first: int
+    end: int
+    composition: dict[str, int]
+    late_bytes: int
 
 
 class Race:
@@ -64,7 +97,7 @@ class Race:
             chooser_of=self._chooser_of,
             cap_bytes=budget_bytes,
             options=SolveOptions(
-                relative_gap=max(relative_gap, _MARGIN - 1), polishes=False
+                relative_gap=max(relative_gap, MARGIN - 1), polishes=False
             ),
         )
 
@@ -84,25 +117,34 @@ class Race:
         is_short = shortened(self.micro_batch, 0, len(self.micro_batch.chain)) is None
         return 0.0 if is_short else self.relative_gap
 
-    def run(self, best_ms: float) -> Cutting:
+    def run(self, best_ms: float) -> Cuts:
         """Find the best cuts, if they are faster than the best known step.
 
         Long stages are estimated until cuts with them win, and planned then.
         """
-        cutting = self.guess(best_ms)
+        cuts = self.guess(best_ms)
         while unplanned := [
-            s for s in self._stages(cutting) if not self._is_planned(s)
+            s for s in self.stages_at(cuts.starts) if not self._is_planned(s)
         ]:
             for stage in unplanned:
                 self._plan_like(*stage)
-            cutting = self.guess(best_ms)
-        if not cutting.starts and best_ms == inf and self._lowest_fits():
+            cuts = self.guess(best_ms)
+        if not cuts.starts and best_ms == inf and self._lowest_fits():
             return self.run(best_ms)
-        return cutting
+        return cuts
 
-    def fits(self, cutting: Cutting) -> bool:
-        """Whether all stages fit as they are, not only those that they are like."""
-        return all(self.choice(*stage) is not None for stage in self._stages(cutting))
+    def planned(self, cuts: Cuts) -> list[PlannedStage] | None:
+        """All stages as they are, not only those that they are like; None if any does
+        not fit."""
+        planned = []
+        for stage in self.stages_at(cuts.starts):
+            choice = self.choice(*stage)
+            if choice is None:
+                return None
+            late_bytes = self.micro_batch.late_bytes(*stage[1:])
+            step = self.chooser(*stage).step
+            planned.append(PlannedStage(step, choice, late_bytes))
+        return planned
 
     def _new_cutting(self, best_ms: float) -> Cutting:
         return Cutting(
@@ -120,24 +162,21 @@ class Race:
         """No cuts give a faster step, by the times of blocks alone."""
         return self._new_cutting(inf).bound_ms
 
-    def guess(self, best_ms: float) -> Cutting:
+    def guess(self, best_ms: float) -> Cuts:
         """The best cuts by what is known and estimated."""
         cutting = self._new_cutting(best_ms)
         if self._fitting:
-            stages = self._stages_at(self._fitting)
+            stages = self.stages_at(self._fitting)
             times = [t for t in (self._guessed_times(*s) for s in stages) if t]
             if len(times) == len(stages):
                 own_ms = step_ms(self.schedule, times)
                 if own_ms < (1 - self.gap) * best_ms:
                     cutting.best_ms, cutting.starts = own_ms, self._fitting
         cutting.run()
-        return cutting
+        return Cuts(cutting.best_ms, cutting.starts)
 
-    def _stages(self, cutting: Cutting) -> list[tuple[int, int, int]]:
-        """Index, first block and end of each stage; none if nothing fits."""
-        return self._stages_at(cutting.starts)
-
-    def _stages_at(self, starts: Sequence[int]) -> list[tuple[int, int, int]]:
+    def stages_at(self, starts: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Index, first block and end of each stage; none if there are no starts."""
         ends = (*starts[1:], len(self.micro_batch.chain))
         pairs = zip(starts, ends, strict=False)
         return [(i, first, end) for i, (first, end) in enumerate(pairs)]
@@ -158,7 +197,7 @@ class Race:
 
     def _lowest_fits(self) -> bool:
         """Plan the cuts of the least peak; whether they fit, and nobody knew."""
-        stages = self._stages_at(self.lowest_cut)
+        stages = self.stages_at(self.lowest_cut)
         if self._fitting or None in [self._plan_like(*stage) for stage in stages]:
             return False
         self._fitting = self.lowest_cut
@@ -207,9 +246,9 @@ class Race:
         if recompute_ms == inf:
             return None
         if short is None:
-            return self._times_of_step(stage, tuple(range(*like)), recompute_ms, end)
+            return self.times_of_step(stage, tuple(range(*like)), recompute_ms, end)
         few, more = (
-            self._times_of_step(stage, self.micro_batch.first_like(blocks), 0.0, end)
+            self.times_of_step(stage, self.micro_batch.first_like(blocks), 0.0, end)
             for blocks in (short.few, short.more)
         )
         return extended(few, more, short, recompute_ms)
@@ -244,9 +283,9 @@ class Race:
         if choice is None:
             return None
         blocks = tuple(range(first, end))
-        return self._times_of_step(stage, blocks, choice.recompute_ms, end)
+        return self.times_of_step(stage, blocks, choice.recompute_ms, end)
 
-    def _times_of_step(
+    def times_of_step(
         self, stage: int, blocks: tuple[int, ...], recompute_ms: float, end: int
     ) -> StageTimes:
         phase_ms = self.micro_batch.step_of(blocks).phase_ms
@@ -256,7 +295,9 @@ class Race:
             backward_ms=phase_ms["backward"] + recompute_ms,
             optimizer_ms=phase_ms["optimizer"] + reduce_ms,
             gather_ms=gather_ms,
-            send_ms=self.micro_batch.send_ms(stage, end),
+            send_ms=self.micro_batch.send_ms(
+                (self.schedule.rank_of(stage), self.schedule.rank_of(stage + 1)), end
+            ),
         )
 
     @property
@@ -270,7 +311,7 @@ class Race:
     @property
     def guessed_lowest_bytes(self) -> float:
         """The least peak of a rank by estimates."""
-        stages = self._stages_at(self.lowest_cut)
+        stages = self.stages_at(self.lowest_cut)
         return max(self._guessed_lowest(*stage) for stage in stages)
 
     @cached_property
@@ -300,10 +341,19 @@ class Race:
             best = reached
         return best.get(ends[-1], (inf, ()))[1]
 
-    def lowest(self) -> tuple[int, int, int, int]:
-        """Least peak of a rank that any cuts reach, with the stage that has it."""
-        stages = self._stages_at(self.lowest_cut)
-        return max((self._lowest(*stage), *stage) for stage in stages)
+    def lowest(self) -> Lowest:
+        """Least peak of a rank that any cuts reach, and the stage that has it."""
+        stages = self.stages_at(self.lowest_cut)
+        lowest_bytes, stage = max((self._lowest(*stage), stage) for stage in stages)
+        choice = self.chooser(*stage).lowest()
+        late_bytes = self.micro_batch.late_bytes(*stage[1:])
+        step = self.micro_batch.step(*stage[1:])
+        return Lowest(
+            max(lowest_bytes, choice.peak_bytes + late_bytes),
+            *stage,
+            step.later.composition(choice.choice),
+            late_bytes,
+        )
 
     def _lowest(self, stage: int, first: int, end: int) -> int:
         """Least peak of a stage, with what slow threads may hold."""
@@ -324,17 +374,37 @@ class Race:
         return self._lowest_bytes[key]
 
     def plan(
-        self, cutting: Cutting, alternatives: tuple[str, ...], bound_ms: float
+        self,
+        cuts: Cuts,
+        planned: Sequence[PlannedStage],
+        alternatives: tuple[str, ...],
+        bound_ms: float,
     ) -> PipelinePlan:
-        """The plan of the best cuts."""
-        whole, stages = self.micro_batch.whole, self._stages(cutting)
-        times = [t for t in (self.times_of(*s) for s in stages) if t is not None]
+        """The plan of the best cuts.
+
+        Args:
+            cuts: Where stages begin.
+            planned: What they do, as `planned` says.
+            alternatives: What lost, and why.
+            bound_ms: No step is faster.
+        """
+        whole = self.micro_batch.whole
+        pairs = list(zip(self.stages_at(cuts.starts), planned, strict=True))
+        times = [
+            self.times_of_step(
+                s, tuple(range(first, end)), own.choice.recompute_ms, end
+            )
+            for (s, first, end), own in pairs
+        ]
         tensor = self.micro_batch.tensor
         if tensor.degree > 1:
             tensor = replace(tensor, draws=draws(whole))
         return PipelinePlan(
             pipeline=self.schedule,
-            stage_plans=tuple(self._stage(*stage) for stage in stages),
+            stage_plans=tuple(
+                self._stage_plan(*stage, own, its_times)
+                for (stage, own), its_times in zip(pairs, times, strict=True)
+            ),
             budget_bytes=self.budget_bytes,
             step_ms=step_ms(self.schedule, times),
             bound_ms=bound_ms,
@@ -347,140 +417,28 @@ class Race:
             parallel=self.micro_batch.parallel,
         )
 
-    def _stage(self, stage: int, first: int, end: int) -> StagePlan:
-        choice, times = self.choice(stage, first, end), self.times_of(stage, first, end)
-        step = self.chooser(stage, first, end).step
-        assert choice is not None
-        assert times is not None
-        if choice.choice:
-            difference = difference_in_dry_run(step.later, choice.choice)
+    def _stage_plan(
+        self, stage: int, first: int, end: int, own: PlannedStage, times: StageTimes
+    ) -> StagePlan:
+        step, choice = own.step.later, own.choice.choice
+        if choice:
+            difference = difference_in_dry_run(step, choice)
             if difference:
                 raise SolverError(difference)
         return StagePlan(
             fqns=tuple(self.micro_batch.chain)[first:end],
-            policy=policy_ratios(step.later, choice.choice),
-            op_policies=spell_out(step.later, choice.choice),
-            peak_bytes=choice.peak_bytes,
+            policy=policy_ratios(step, choice),
+            op_policies=spell_out(step, choice),
+            peak_bytes=own.choice.peak_bytes,
             forward_ms=times.forward_ms,
             backward_ms=times.backward_ms,
-            recompute_ms=choice.recompute_ms,
-            late_bytes=self.micro_batch.late_bytes(first, end),
+            recompute_ms=own.choice.recompute_ms,
+            late_bytes=own.late_bytes,
             exchange_ms=self.micro_batch.exchange_ms(first, end),
             gather_ms=times.gather_ms,
             reduce_ms=self.micro_batch.sharding_ms(tuple(range(first, end)))[1],
-            waits_ms=sum(unit.waits_ms(own) for unit, own in choice.choice.items()),
-            far_bytes=self.schedule.most_in_flight(stage) * far_bytes(choice.choice),
+            waits_ms=sum(unit.waits_ms(policy) for unit, policy in choice.items()),
+            far_bytes=self.schedule.most_in_flight(stage) * far_bytes(choice),
             received=self.micro_batch.received(first),
             sent=self.micro_batch.received(end),
         )
-
-
-class Runners:
-    """Schedules one after the other, on estimates first.
-
-    Attributes:
-        bound_ms: No step of those that entered is faster.
-    """
-
-    def __init__(self) -> None:
-        self.bound_ms = inf
-        self._races: list[Race] = []
-        self._guessed: list[tuple[float, int]] = []
-        self._lost: dict[str, str] = {}
-
-    @property
-    def best_ms(self) -> float:
-        """The best step by estimates, or a little more than that."""
-        return _MARGIN * min((ms for ms, _ in self._guessed), default=inf)
-
-    @property
-    def has_any(self) -> bool:
-        """Whether any entered."""
-        return bool(self._races)
-
-    def enter(self, race: Race) -> None:
-        """Guess what one more takes."""
-        self.bound_ms = min(self.bound_ms, race.bound_ms)
-        self._races.append(race)
-        best_ms = self.best_ms
-        cutting = race.guess(best_ms)
-        if cutting.starts or best_ms == inf:
-            self._guessed.append((cutting.best_ms, len(self._races) - 1))
-        else:
-            self._lost[race.name] = "nothing faster fits"
-
-    def plan(self, others: Sequence[str] = ()) -> PipelinePlan:
-        """Plan the fastest.
-
-        Args:
-            others: What lost before it entered, and why.
-
-        Raises:
-            InfeasibleBudgetError: Nothing fits.
-            SolverError: As `plan_pipeline`.
-        """
-        best: tuple[Race, Cutting] | None = None
-        fitting = sorted(pair for pair in self._guessed if pair[0] < inf)
-        tried = [(guessed_ms, self._races[place]) for guessed_ms, place in fitting]
-        for guessed_ms, race in tried or [(inf, race) for race in self._lowest()]:
-            best_ms = best[1].best_ms if best else inf
-            if best and guessed_ms >= (1 - race.gap) * best_ms:
-                self._lost[race.name] = f"about {format_ms(guessed_ms)} a step"
-                continue
-            cutting = race.run(best_ms)
-            if not cutting.starts:
-                faster = " faster" * bool(best)
-                self._lost[race.name] = f"nothing{faster} fits"
-                continue
-            if best is not None:
-                self._lost[best[0].name] = f"{format_ms(best[1].best_ms)} a step"
-            best = race, cutting
-        if best is None:
-            raise _infeasible(self._lowest())
-        race, cutting = best
-        if race.micro_batch.shares and not race.fits(cutting):
-            race.micro_batch.shares = False  # stages were not so alike
-            return self.plan(others)
-        self._lost.pop(race.name, None)
-        lost = tuple(f"{name}: {why}" for name, why in self._lost.items())
-        return race.plan(cutting, (*lost, *others), self.bound_ms)
-
-    def _lowest(self) -> list[Race]:
-        """Some of those that come with least memory, by what is known and guessed."""
-        kept = sorted(self._races, key=lambda race: race.least_bytes)[:_FEW_LOWEST]
-        return sorted(kept, key=lambda race: race.guessed_lowest_bytes)[:2]
-
-
-def fastest(races: Sequence[Race]) -> PipelinePlan:
-    """The plan of the fastest step that fits."""
-    runners = Runners()
-    for race in races:
-        runners.enter(race)
-    return runners.plan()
-
-
-def _infeasible(races: Sequence[Race]) -> InfeasibleBudgetError:
-    race = min(races, key=lambda race: race.guessed_lowest_bytes)
-    lowest_bytes, stage, first, end = race.lowest()
-    choice = race.chooser(stage, first, end).lowest()
-    late = race.micro_batch.late_bytes(first, end)
-    lowest_bytes = max(lowest_bytes, choice.peak_bytes + late)
-    step, budget_bytes = race.micro_batch.step(first, end), race.budget_bytes
-    fqns, degree = list(race.micro_batch.chain), race.micro_batch.tensor.degree
-    sizes = {
-        **race.micro_batch.parallel.sizes,
-        **({"tp": degree} if degree > 1 else {}),
-    }
-    times = "".join(f" x {name}={size}" for name, size in sizes.items())
-    composition = step.later.composition(choice.choice)
-    return InfeasibleBudgetError(
-        f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}) on"
-        f" {race.schedule.num_ranks}{times} ranks: the lowest peak is"
-        f" {lowest_bytes} bytes ({format_bytes(lowest_bytes)}), of stage {stage}"
-        f" (`{fqns[first]}` to `{fqns[end - 1]}`) under {race.schedule.name} with"
-        f" {race.schedule.num_micro_batches} micro-batches. Raise the budget to that,"
-        " or use more micro-batches or ranks.",
-        budget_bytes=budget_bytes,
-        lowest_peak_bytes=lowest_bytes,
-        composition={**composition, **({LATE: late} if late else {})},
-    )

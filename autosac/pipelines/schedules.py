@@ -27,6 +27,11 @@ class Action(NamedTuple):
     stage: int
     micro_batch: int
 
+    @property
+    def adds(self) -> bool:
+        """Whether it is a backward but the first, which adds to gradients."""
+        return bool(self.micro_batch) and not self.is_forward
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -66,18 +71,18 @@ class Schedule:
                 f"{self.name} has {'several stages' if self.is_looped else '1 stage'}"
                 f" per rank, not {self.stages_per_rank}."
             )
-        if self.name == ONE_F_ONE_B and self.num_micro_batches < self.num_ranks:
+        if can_have(self.name, self.num_ranks, self.num_micro_batches):
+            return
+        if self.name == ONE_F_ONE_B:
             raise ArgumentError(
                 f"1F1B needs a micro-batch for each of {self.num_ranks} ranks, not"
                 f" {self.num_micro_batches}; use smaller ones."
             )
-        num_rounds = max(1, self.num_micro_batches // self.num_ranks)
-        if self.is_looped and self.num_micro_batches % num_rounds:
-            raise ArgumentError(
-                f"Interleaved 1F1B runs {self.num_micro_batches} micro-batches on"
-                f" {self.num_ranks} ranks in {num_rounds} rounds, which does not"
-                " divide them; use a multiple of the ranks."
-            )
+        raise ArgumentError(
+            f"Interleaved 1F1B runs {self.num_micro_batches} micro-batches on"
+            f" {self.num_ranks} ranks in {self.num_micro_batches // self.num_ranks}"
+            " rounds, which does not divide them; use a multiple of the ranks."
+        )
 
     @property
     def is_looped(self) -> bool:
@@ -101,23 +106,56 @@ class Schedule:
         """What a rank computes in a step, in order."""
         return _actions(self, rank)
 
-    def most_in_flight(self, stage: int, *, adding: bool = False) -> int:
-        """Most micro-batches that a stage has gone forward with and not yet backward.
+    def in_flight(
+        self, stage: int, *, adding: bool = False
+    ) -> frozenset[tuple[int, ...]]:
+        """Micro-batches in flight on a stage's rank while it computes, each time.
 
-        The one whose backward is running counts.
+        Those that a stage has gone forward with and not yet backward; the one whose
+        backward is running counts.
 
         Args:
             stage: The stage.
             adding: Only while a backward but the first runs, which adds to gradients.
+
+        Returns:
+            Numbers of each of `stages_of` the rank.
         """
-        number = most = 0
-        for action in self.actions(self.rank_of(stage)):
-            if action.stage == stage:
-                number += action.is_forward
-                if not adding or (action.micro_batch and not action.is_forward):
-                    most = max(most, number)
-                number -= not action.is_forward
-        return most
+        return _in_flight(self, stage, adding)
+
+    def most_in_flight(self, stage: int, *, adding: bool = False) -> int:
+        """Most micro-batches of a stage that are in flight while it computes.
+
+        Args:
+            stage: The stage,
+            adding: and when, as in `in_flight`.
+        """
+        own = self.stages_of(self.rank_of(stage)).index(stage)
+        numbers = self.in_flight(stage, adding=adding)
+        return max((each[own] for each in numbers), default=0)
+
+
+def can_have(name: str, num_ranks: int, num_micro_batches: int) -> bool:
+    """Whether a schedule of so many ranks can have so many micro-batches."""
+    if name == ONE_F_ONE_B:
+        return num_micro_batches >= num_ranks
+    if name == INTERLEAVED:
+        return num_micro_batches % max(1, num_micro_batches // num_ranks) == 0
+    return True
+
+
+@cache
+def _in_flight(
+    schedule: Schedule, stage: int, adding: bool
+) -> frozenset[tuple[int, ...]]:
+    rank = schedule.rank_of(stage)
+    numbers, seen = dict.fromkeys(schedule.stages_of(rank), 0), set()
+    for action in schedule.actions(rank):
+        numbers[action.stage] += action.is_forward
+        if action.stage == stage and (action.adds or not adding):
+            seen.add(tuple(numbers.values()))
+        numbers[action.stage] -= not action.is_forward
+    return frozenset(seen)
 
 
 @cache

@@ -1,20 +1,26 @@
-"""What one stage of a pipeline recomputes under a cap on its rank.
+"""What the stages of a rank recompute under a cap on it.
 
 The MILP plans one micro-batch beside the most that are in flight with it: one whose
 backward adds to gradients, and if more are in flight in the first backward, which makes
-them, that one too. What it chooses is replayed action by action. The MILP's budget then
-moves by what the replay has more or less, until nothing is to be gained.
+them, that one too. Where a rank has several stages, it plans one of each, beside what
+the others hold (`shared_ranks`). What it chooses is replayed action by action. The
+MILP's budget then moves by what the replay has more or less, until nothing is to be
+gained.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
-from autosac.errors import UnsupportedError
+import numpy as np
+
 from autosac.pipelines.in_flight import InFlightSimulator, with_others
 from autosac.pipelines.rank_memory import RankReplay
 from autosac.pipelines.schedules import Schedule
+from autosac.pipelines.shared_ranks import SharedRankSimulator, Window, of_windows
 from autosac.pipelines.stage_steps import StageStep
 from autosac.profiles.profile import Profile
 from autosac.solving.choosing import Chooser
@@ -24,6 +30,8 @@ from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.solve_options import SolveOptions
 from autosac.tracing.collecting import no_collections
 from autosac.units.far_units import within
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
 
 _ROUNDS = 6  # of moving the budget
 _NEAR = 2**-10  # of the cap: budgets this close to each other give the same choice
@@ -46,17 +54,31 @@ class FarBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoice:
-    """What a stage recomputes.
+    """What a stage recomputes, or all stages of a rank.
 
     Attributes:
-        choice: Its AC units and their policies, of the step that adds gradients.
+        choice: AC units and their policies, of the step that adds gradients.
         recompute_ms: What that takes for each micro-batch.
-        peak_bytes: Of its rank, replayed.
+        peak_bytes: Of the rank, replayed.
     """
 
     choice: Choice
     recompute_ms: float
     peak_bytes: int
+
+
+class _Planned(Protocol):
+    """What a MILP plans."""
+
+    @property
+    def chooser(self) -> Chooser:
+        """Finds choices."""
+
+    def more_bytes(self, choice: Choice, replayed: StageChoice) -> int:
+        """What a replay has more than the MILP's step."""
+
+    def in_later(self, choice: Choice) -> Choice:
+        """The choice as units of steps that add to gradients."""
 
 
 class _View:
@@ -117,51 +139,17 @@ def _view(step: StageStep, profile: Profile, count: int) -> _View:
     return view
 
 
-class StageChooser:
-    """Finds choices for one stage at one place of a schedule, under any cap.
+class RankChooser:
+    """Finds choices for the stages of one rank, under any cap.
 
     Args:
-        schedule: Of the pipeline; one stage per rank.
-        stage: Its index.
-        step: Its step.
-        besides_bytes: What else is on the rank all the time.
-        far: What its units may have in far memory; None for nothing.
-
-    Attributes:
-        step: The step whose units it chooses.
-
-    Raises:
-        UnsupportedError: Ranks have several stages, or collectives may hold what is
-            moved.
-        ArgumentError: The device has no known link to far memory.
+        replay: Of the rank.
+        views: What MILPs plan, each for a part of the step; with the units of all.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stage: int,
-        step: StageStep,
-        *,
-        besides_bytes: int = 0,
-        far: FarBytes | None = None,
-    ) -> None:
-        if schedule.is_looped:
-            raise UnsupportedError(
-                f"Under {schedule.name} a rank's stages share its memory, which is not"
-                " planned; use 1F1B or GPipe."
-            )
-        in_first = schedule.most_in_flight(stage)
-        in_later = schedule.most_in_flight(stage, adding=True)
-        if far is not None:
-            step = step.offloading(far.of_each(in_first))
-        self._stage, self.step = stage, step
-        self._replay = RankReplay(
-            schedule, stage, {stage: step}, besides_bytes=besides_bytes
-        )
+    def __init__(self, replay: RankReplay, views: Sequence[_Planned]) -> None:
+        self._replay, self._views = replay, views
         self._seen: dict[frozenset[object], StageChoice] = {}
-        self._views = [_view(step, step.later, max(1, in_later) - 1)]
-        if in_first > in_later:
-            self._views.append(_view(step, step.first, in_first - 1))
 
     @property
     def plain(self) -> StageChoice:
@@ -186,14 +174,32 @@ class StageChooser:
             return self.lowest()
         return min(fitting, key=lambda s: s.recompute_ms, default=None)
 
-    def taken_over(self, twin: StageChooser, other: StageChoice) -> StageChoice | None:
-        """The choice of a stage of like blocks in this one; None if it has none such.
+    @cached_property
+    def _units(self) -> list[Unit]:
+        """Of all stages, one after the other."""
+        steps = self._replay.stages.values()
+        return [unit for step in steps for unit in step.later.candidates]
+
+    @cached_property
+    def _stage_of(self) -> dict[Unit, int]:
+        stages = self._replay.stages.items()
+        return {unit: s for s, step in stages for unit in step.later.candidates}
+
+    def by_stage(self, choice: Choice) -> dict[int, Choice]:
+        """A choice of units of all stages, by stage."""
+        parts: dict[int, dict[Unit, Policy]] = {s: {} for s in self._replay.stages}
+        for unit, policy in choice.items():
+            parts[self._stage_of[unit]][unit] = policy
+        return {**parts}
+
+    def taken_over(self, twin: RankChooser, other: StageChoice) -> StageChoice | None:
+        """The choice of stages of like blocks in these; None if they have none such.
 
         Args:
-            twin: The chooser of that stage, at the same place of the schedule,
+            twin: The chooser of those stages, at the same places of the schedule,
             other: and its choice.
         """
-        own, theirs = self.step.later.candidates, twin.step.later.candidates
+        own, theirs = self._units, twin._units
         if len(own) != len(theirs):
             return None
         twins = dict(zip(theirs, own, strict=True))
@@ -208,17 +214,21 @@ class StageChooser:
             self._replayed(view.in_later(view.chooser.lowest()))
         return min(self._seen.values(), key=lambda s: s.peak_bytes)
 
-    def _search(self, view: _View, cap_bytes: int, options: SolveOptions) -> None:
+    def _search(self, view: _Planned, cap_bytes: int, options: SolveOptions) -> None:
         near_bytes = int(_NEAR * cap_bytes)
         budget_bytes = cap_bytes - view.more_bytes({}, self.plain)
         for _ in range(_ROUNDS):
             choice, _ = view.chooser.choose(budget_bytes, options)
-            if choice is None:
-                return
-            tried = self._replayed(view.in_later(choice))
-            next_bytes = cap_bytes - view.more_bytes(choice, tried)
+            lowest = view.chooser.lowest() if choice is None else choice
+            tried = self._replayed(view.in_later(lowest))
+            next_bytes = cap_bytes - view.more_bytes(lowest, tried)
             excess_bytes = tried.peak_bytes - cap_bytes
-            if excess_bytes > 0:
+            if (
+                choice is None
+            ):  # at the floor it is off elsewhere than in the plain step
+                if next_bytes <= budget_bytes:
+                    return
+            elif excess_bytes > 0:
                 next_bytes = min(next_bytes, budget_bytes - max(1, excess_bytes))
             elif next_bytes <= budget_bytes + near_bytes:
                 return
@@ -230,6 +240,136 @@ class StageChooser:
             self._seen[key] = StageChoice(
                 choice=choice,
                 recompute_ms=recompute_ms(choice),
-                peak_bytes=self._replay.peak_bytes({self._stage: choice}),
+                peak_bytes=self._replay.peak_bytes(self.by_stage(choice)),
             )
         return self._seen[key]
+
+
+class StageChooser(RankChooser):
+    """Finds choices for one stage at one place of a schedule, under any cap.
+
+    Args:
+        schedule: Of the pipeline; one stage per rank.
+        stage: Its index.
+        step: Its step.
+        besides_bytes: What else is on the rank all the time.
+        far: What its units may have in far memory; None for nothing.
+
+    Attributes:
+        step: The step whose units it chooses.
+
+    Raises:
+        UnsupportedError: Collectives may hold what is moved.
+        ArgumentError: The device has no known link to far memory.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: int,
+        step: StageStep,
+        *,
+        besides_bytes: int = 0,
+        far: FarBytes | None = None,
+    ) -> None:
+        in_first = schedule.most_in_flight(stage)
+        in_later = schedule.most_in_flight(stage, adding=True)
+        if far is not None:
+            step = step.offloading(far.of_each(in_first))
+        self.step = step
+        views = [_view(step, step.later, max(1, in_later) - 1)]
+        if in_first > in_later:
+            views.append(_view(step, step.first, in_first - 1))
+        replay = RankReplay(schedule, stage, {stage: step}, besides_bytes=besides_bytes)
+        super().__init__(replay, views)
+
+
+class SharedRankChooser(RankChooser):
+    """Finds choices for all stages of a rank, under any cap.
+
+    Args:
+        schedule: Of the pipeline; several stages per rank.
+        rank: The rank.
+        steps: Of its stages, by their index; of each one of its own.
+        besides_bytes: What else is on the rank all the time.
+
+    Attributes:
+        steps: The steps whose units it chooses.
+
+    Raises:
+        UnsupportedError: As `RankReplay`.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        steps: Mapping[int, StageStep],
+        *,
+        besides_bytes: int = 0,
+    ) -> None:
+        self.steps = steps
+        replay = RankReplay(schedule, rank, steps, besides_bytes=besides_bytes)
+        views = [_SharedView(replay, adding=adding) for adding in (True, False)]
+        super().__init__(replay, views)
+
+
+class _SharedView:
+    """A micro-batch of each stage of a rank beside others: what a MILP plans.
+
+    What is there besides all the time, such as what is received, is as much as in the
+    replay where nothing is recomputed.
+    """
+
+    def __init__(self, replay: RankReplay, *, adding: bool) -> None:
+        self._steps = list(replay.stages.values())
+        self._adding = adding
+        alone = [self._simulator(step, 0) for step in self._steps]
+        held_bytes = [one.held_bytes({}) for one in alone]
+        peaks = replay.stage_peaks({}, adding=adding)
+        windows = []
+        for place, stage in enumerate(replay.stages):
+            numbers = max(
+                replay.schedule.in_flight(stage, adding=adding) or [(0,) * len(alone)],
+                key=lambda each: (np.dot(each, held_bytes), each),
+            )
+            others = (*numbers[:place], 0, *numbers[place + 1 :])
+            own = self._simulator(self._steps[place], max(1, numbers[place]) - 1)
+            beside = int(np.dot(others, held_bytes))
+            always = peaks.get(stage, 0) - own.peak_bytes({}) - beside
+            windows.append(Window(own, others, always))
+        self._rank = SharedRankSimulator(windows)
+
+    def _simulator(self, step: StageStep, count: int) -> InFlightSimulator:
+        profile = step.later if self._adding else step.first
+        return InFlightSimulator(
+            profile, count, is_last=step.is_last, sharded=step.sharded
+        )
+
+    @cached_property
+    def chooser(self) -> Chooser:
+        """Finds choices of units of all stages."""
+        with no_collections():
+            incumbents = Incumbents(self._rank, self._rules())
+            return Chooser(self._rank, of_windows(self._rank), incumbents)
+
+    def _rules(self) -> Iterator[Choice]:
+        """Choices by the same rule in all stages."""
+        profiles = [step.later if self._adding else step.first for step in self._steps]
+        most = most_rules(self._rank)
+        for parts in zip(*(p.rules.some(most) for p in profiles), strict=False):
+            yield {unit: own for part in parts for unit, own in part.items()}
+
+    def more_bytes(self, choice: Choice, replayed: StageChoice) -> int:
+        """What a replay has more than the MILP's step."""
+        return replayed.peak_bytes - self._rank.peak_bytes(choice)
+
+    def in_later(self, choice: Choice) -> Choice:
+        """The choice as units of steps that add to gradients."""
+        if self._adding:
+            return choice
+        later: dict[Unit, Policy] = {}
+        parts = self._rank.split(choice)
+        for step, part in zip(self._steps, parts, strict=True):
+            later.update(step.in_later(part))
+        return later

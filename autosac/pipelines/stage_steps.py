@@ -29,7 +29,7 @@ from autosac.profiles.profile import (
     profile_of_step,
     read_step,
 )
-from autosac.profiles.restricting import restricted
+from autosac.profiles.restricting import restricted, with_own_units
 from autosac.simulation.varied_simulator import name_of
 from autosac.solving.rules_of_thumb import Choice
 from autosac.tracing.learned import Learned
@@ -115,6 +115,20 @@ class StageStep:
         if key not in self.views:
             may = partial(restricted, offload=True, host_bytes=host_bytes)
             self.views[key] = replace(self.each(may), plain=self)._with_equal_units()
+        step: StageStep = self.views[key]
+        return step
+
+    def twin(self, number: int) -> StageStep:
+        """A step of like blocks with units of its own; itself for number 0.
+
+        Args:
+            number: Which of them; each is the same one each time.
+        """
+        if not number:
+            return self
+        key = "twin", number
+        if key not in self.views:
+            self.views[key] = self.each(with_own_units)
         step: StageStep = self.views[key]
         return step
 

@@ -54,6 +54,14 @@ def restricted(
     return _offloading(step, host_bytes) if offload else step
 
 
+def with_own_units(step: _Step) -> _Step:
+    """The step with units of its own, for two of them on one device."""
+    new = replace(step)
+    _ = step.left_out, step.simulator, step.fronts
+    _share(step, new, (*_OF_ANY_UNITS, "simulator", "fronts"))
+    return new
+
+
 def _given(step: _Step, ac_units: Marks | None, fsdp_units: Marks | None) -> _Step:
     """The step with given units, the same one each time."""
     if ac_units is None and fsdp_units is None:

@@ -1,0 +1,285 @@
+"""Interleaved 1F1B: the cuts whose step is fastest, where a rank has several stages.
+
+What a stage recomputes depends on the others of its rank, so no stage can be asked for
+alone. Cuts begin as those that are fastest by the times of blocks. All stages of a rank
+are planned together (`stage_choosing.SharedRankChooser`), and then a block moves from
+the rank that does not fit, or takes longest, to another one, while that is better.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+from autosac.pipelines.cutting import Cuts, Cutting
+from autosac.pipelines.micro_batches import MicroBatch
+from autosac.pipelines.playing import StageTimes, step_ms
+from autosac.pipelines.schedule_racing import Lowest, PlannedStage, Race
+from autosac.pipelines.schedules import Schedule
+from autosac.pipelines.stage_choosing import SharedRankChooser, StageChoice
+from autosac.pipelines.stage_steps import StageStep
+from autosac.solving.incumbents import recompute_ms
+from autosac.solving.solve_options import SolveOptions
+
+_Stage = tuple[int, int, int]  # index, first block and end
+_MOST_TRIED = 64  # cuts whose ranks are planned
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """Cuts whose ranks were planned.
+
+    Attributes:
+        starts: First blocks of stages.
+        times: Of the stages.
+        step_ms: Of a step; inf if a rank does not fit.
+        excess_bytes: By which the lowest peak of each rank is above the budget.
+    """
+
+    starts: tuple[int, ...]
+    times: tuple[StageTimes, ...]
+    step_ms: float
+    excess_bytes: tuple[float, ...]
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """What is made least: what ranks lack, and then the time."""
+        return max(0.0, *self.excess_bytes), self.step_ms
+
+
+class InterleavedRace(Race):
+    """Interleaved 1F1B under one budget; see `Race`."""
+
+    @property
+    def name(self) -> str:
+        """The schedule in words."""
+        return f"{super().name}, {self.schedule.stages_per_rank} stages a rank"
+
+    @cached_property
+    def bound_ms(self) -> float:
+        """No cuts give a faster step: every rank works on all its stages."""
+        number, ranks = self.schedule.num_micro_batches, self.schedule.num_ranks
+        work_ms = number * sum(self.micro_batch.block_ms) / ranks
+        return max(work_ms, self._by_time.bound_ms)
+
+    def run(self, best_ms: float) -> Cuts:
+        """The best cuts found, if they are faster than the best known step."""
+        return self.guess(best_ms)
+
+    def guess(self, best_ms: float) -> Cuts:
+        """Likewise: nothing is estimated."""
+        found = self._found
+        if found.step_ms < (1 - self.gap) * best_ms:
+            return Cuts(found.step_ms, found.starts)
+        return Cuts(best_ms, ())
+
+    def planned(self, cuts: Cuts) -> list[PlannedStage] | None:
+        """All stages as they are; None if a rank does not fit."""
+        planned: dict[int, PlannedStage] = {}
+        for rank, stages in enumerate(self._by_rank(cuts.starts)):
+            chooser, late_bytes = self._own_chooser(rank, stages)
+            choice = None
+            left_bytes = self.budget_bytes - late_bytes
+            known = self._choice(rank, stages)
+            if known is not None:
+                choice = chooser.taken_over(self._chooser(rank, stages), known)
+            if choice is None or choice.peak_bytes > left_bytes:
+                choice = chooser.choose(left_bytes, self._options)
+            if choice is None:
+                return None
+            for stage, own in chooser.by_stage(choice.choice).items():
+                planned[stage] = PlannedStage(
+                    chooser.steps[stage],
+                    StageChoice(
+                        choice=own,
+                        recompute_ms=recompute_ms(own),
+                        peak_bytes=choice.peak_bytes,
+                    ),
+                    late_bytes,
+                )
+        return [planned[stage] for stage in range(self.schedule.num_stages)]
+
+    @property
+    def least_bytes(self) -> int:
+        """What the fullest rank keeps at least; also what schedules differ in."""
+        handed_bytes = max(self.micro_batch.handed_bytes)
+        own_bytes = self.micro_batch.least_bytes // self.schedule.num_ranks
+        return own_bytes + self.schedule.num_stages * handed_bytes
+
+    @property
+    def guessed_lowest_bytes(self) -> float:
+        """The least peak of a rank that was found."""
+        return self.budget_bytes + max(self._found.excess_bytes)
+
+    def lowest(self) -> Lowest:
+        """Likewise, with the rank's first stage."""
+        excess = self._found.excess_bytes
+        rank = excess.index(max(excess))
+        stages = self._by_rank(self._found.starts)[rank]
+        chooser, late_bytes = self._own_chooser(rank, stages)
+        lowest = chooser.lowest()
+        choice = chooser.by_stage(lowest.choice)[rank]
+        return Lowest(
+            lowest.peak_bytes + late_bytes,
+            *stages[0],
+            chooser.steps[rank].later.composition(choice),
+            late_bytes,
+        )
+
+    @property
+    def _options(self) -> SolveOptions:
+        return SolveOptions(relative_gap=self.relative_gap)
+
+    @cached_property
+    def _by_time(self) -> Cutting:
+        """The search for cuts by the times of blocks that recompute nothing."""
+        return Cutting(
+            schedule=self.schedule,
+            block_ms=self.micro_batch.block_ms,
+            cuts=self.micro_batch.cuts,
+            times_of=lambda *stage: self._times_of(stage, 0.0),
+            relative_gap=self.relative_gap,
+        )
+
+    def _times_of(self, stage: _Stage, rerun_ms: float) -> StageTimes:
+        index, first, end = stage
+        like = range(*self.micro_batch.like(first, end))
+        return self.times_of_step(index, tuple(like), rerun_ms, end)
+
+    @cached_property
+    def _found(self) -> _Tried:
+        """The best cuts that were found."""
+        self._by_time.run()
+        best = self._try(self._by_time.starts)
+        left = _MOST_TRIED
+        neighbours = self._neighbours(best)
+        while left and (starts := next(neighbours, None)):
+            left -= 1
+            other = self._try(starts)
+            if other.cost < best.cost:
+                best, neighbours = other, self._neighbours(other)
+        return best
+
+    def _neighbours(self, tried: _Tried) -> Iterator[tuple[int, ...]]:
+        """Cuts with a block moved, from the worst ranks first, if they may be better."""
+        ranks = range(self.schedule.num_ranks)
+        worst: list[float] = list(tried.excess_bytes)
+        if tried.step_ms < inf:
+            busy = [own.forward_ms + own.backward_ms for own in tried.times]
+            worst = [sum(busy[s] for s in self.schedule.stages_of(r)) for r in ranks]
+        order = sorted(ranks, key=lambda rank: -worst[rank])
+        ordered = [s for rank in order for s in self.schedule.stages_of(rank)]
+        for sender in ordered:
+            for taker in ordered[::-1]:
+                starts = self._by_time.moved(tried.starts, sender, taker)
+                if starts and self._may_be_faster(starts, tried):
+                    yield starts
+
+    def _may_be_faster(self, starts: tuple[int, ...], tried: _Tried) -> bool:
+        """Whether a step is faster if blocks recompute as much as their stages did."""
+        if tried.step_ms == inf:
+            return True
+        pairs = zip(self.stages_at(tried.starts), self.stages_at(starts), strict=True)
+        times = []
+        for (before, after), own in zip(pairs, tried.times, strict=True):
+            plain, was = self._times_of(after, 0.0), self._times_of(before, 0.0)
+            rerun_ms = own.backward_ms - was.backward_ms
+            share = plain.forward_ms / was.forward_ms if was.forward_ms else 1.0
+            times.append(self._times_of(after, rerun_ms * share))
+        return step_ms(self.schedule, times) < tried.step_ms
+
+    def _try(self, starts: tuple[int, ...]) -> _Tried:
+        """Plan all ranks."""
+        rerun_ms: dict[int, float] = {}
+        excess: list[float] = []
+        for rank, stages in enumerate(self._by_rank(starts)):
+            choice, chooser = self._choice(rank, stages), self._chooser(rank, stages)
+            needed = chooser.lowest() if choice is None else choice
+            excess.append(
+                needed.peak_bytes + self._late_bytes(stages) - self.budget_bytes
+            )
+            for stage, own in chooser.by_stage(needed.choice).items():
+                rerun_ms[stage] = recompute_ms(own)
+        times = tuple(
+            self._times_of(stage, rerun_ms[stage[0]])
+            for stage in self.stages_at(starts)
+        )
+        fits = max(excess) <= 0
+        return _Tried(
+            starts=starts,
+            times=times,
+            step_ms=step_ms(self.schedule, times) if fits else inf,
+            excess_bytes=tuple(excess),
+        )
+
+    def _by_rank(self, starts: Sequence[int]) -> list[list[_Stage]]:
+        stages = self.stages_at(starts)
+        ranks = range(self.schedule.num_ranks)
+        return [[stages[s] for s in self.schedule.stages_of(r)] for r in ranks]
+
+    def _choice(self, rank: int, stages: Sequence[_Stage]) -> StageChoice | None:
+        """What stages like these recompute; None if they do not fit."""
+        key = self._key(rank, stages)
+        if key not in self._of_ranks:
+            left_bytes = self.budget_bytes - self._late_bytes(stages)
+            chooser = self._chooser(rank, stages)
+            self._of_ranks[key] = chooser.choose(left_bytes, self._options)
+        return self._of_ranks[key]
+
+    @cached_property
+    def _of_ranks(self) -> dict[tuple[object, ...], StageChoice | None]:
+        return {}
+
+    @cached_property
+    def _rank_choosers(self) -> dict[tuple[object, ...], SharedRankChooser]:
+        return {}
+
+    def _key(self, rank: int, stages: Sequence[_Stage]) -> tuple[object, ...]:
+        return rank, *(self.micro_batch.like(*stage[1:]) for stage in stages)
+
+    def _late_bytes(self, stages: Sequence[_Stage]) -> int:
+        """What slow threads may hold of what stages like these exchange."""
+        like = (self.micro_batch.like(*stage[1:]) for stage in stages)
+        return sum(self.micro_batch.late_bytes(*own) for own in like)
+
+    def _chooser(self, rank: int, stages: Sequence[_Stage]) -> SharedRankChooser:
+        """Of stages like these; two that are alike have units of their own."""
+        key = self._key(rank, stages)
+        if key not in self._rank_choosers:
+            seen: Counter[tuple[int, int]] = Counter()
+            steps: dict[int, StageStep] = {}
+            for stage, first, end in stages:
+                like = self.micro_batch.like(first, end)
+                steps[stage] = self.micro_batch.step(*like).twin(seen[like])
+                seen[like] += 1
+            self._rank_choosers[key] = self._new_chooser(rank, steps)
+        return self._rank_choosers[key]
+
+    def _own_chooser(
+        self, rank: int, stages: Sequence[_Stage]
+    ) -> tuple[SharedRankChooser, int]:
+        """Of just these stages, and what slow threads may hold."""
+        steps = {s: self.micro_batch.step(first, end) for s, first, end in stages}
+        late_bytes = sum(self.micro_batch.late_bytes(*stage[1:]) for stage in stages)
+        return self._new_chooser(rank, steps), late_bytes
+
+    def _new_chooser(self, rank: int, steps: dict[int, StageStep]) -> SharedRankChooser:
+        besides_bytes = self.micro_batch.mesh_bytes(self.schedule.num_ranks)
+        return SharedRankChooser(
+            self.schedule, rank, steps, besides_bytes=besides_bytes
+        )
+
+
+def race_of(
+    micro_batch: MicroBatch,
+    schedule: Schedule,
+    budget_bytes: int,
+    relative_gap: float,
+    mesh: str = "",
+) -> Race:
+    """The race of a schedule; see `Race`."""
+    kind = InterleavedRace if schedule.is_looped else Race
+    return kind(micro_batch, schedule, budget_bytes, relative_gap, mesh)
