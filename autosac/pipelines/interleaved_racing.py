@@ -9,23 +9,25 @@ the rank that does not fit, or takes longest, to another one, while that is bett
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
 from autosac.pipelines.cutting import Cuts, Cutting
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes, step_ms
-from autosac.pipelines.schedule_racing import Lowest, PlannedStage, Race
-from autosac.pipelines.schedules import Schedule
+from autosac.pipelines.schedule_racing import MARGIN, Lowest, PlannedStage, Race
+from autosac.pipelines.schedules import ONE_F_ONE_B, Schedule
 from autosac.pipelines.stage_choosing import SharedRankChooser, StageChoice
 from autosac.pipelines.stage_steps import StageStep
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.solve_options import SolveOptions
 
 _Stage = tuple[int, int, int]  # index, first block and end
-_MOST_TRIED = 64  # cuts whose ranks are planned
+_MOST_PLAYED = 1024  # cuts by times alone
+_MOST_TRIED = 48  # cuts whose ranks are planned
+_LONG = 4  # micro-batches for each stage, with which the longest one counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class InterleavedRace(Race):
         """No cuts give a faster step: every rank works on all its stages."""
         number, ranks = self.schedule.num_micro_batches, self.schedule.num_ranks
         work_ms = number * sum(self.micro_batch.block_ms) / ranks
-        return max(work_ms, self._by_time.bound_ms)
+        return max(work_ms, self._new_cutting(inf).bound_ms)
 
     def run(self, best_ms: float) -> Cuts:
         """The best cuts found, if they are faster than the best known step."""
@@ -81,13 +83,11 @@ class InterleavedRace(Race):
         planned: dict[int, PlannedStage] = {}
         for rank, stages in enumerate(self._by_rank(cuts.starts)):
             chooser, late_bytes = self._own_chooser(rank, stages)
-            choice = None
             left_bytes = self.budget_bytes - late_bytes
             known = self._choice(rank, stages)
-            if known is not None:
-                choice = chooser.taken_over(self._chooser(rank, stages), known)
-            if choice is None or choice.peak_bytes > left_bytes:
-                choice = chooser.choose(left_bytes, self._options)
+            if known is not None:  # which is looked at as well then
+                chooser.taken_over(self._chooser(rank, stages), known)
+            choice = chooser.choose(left_bytes, self._options)
             if choice is None:
                 return None
             for stage, own in chooser.by_stage(choice.choice).items():
@@ -133,16 +133,34 @@ class InterleavedRace(Race):
     def _options(self) -> SolveOptions:
         return SolveOptions(relative_gap=self.relative_gap)
 
+    @property
+    def _roughly(self) -> SolveOptions:
+        gap = max(self.relative_gap, MARGIN - 1)
+        return SolveOptions(relative_gap=gap, polishes=False)
+
     @cached_property
-    def _by_time(self) -> Cutting:
-        """The search for cuts by the times of blocks that recompute nothing."""
+    def _even(self) -> Cutting:
+        """The search for stages that take about as long, by the times of blocks.
+
+        Of those of a pipeline with a rank for each the longest one says how long a step
+        takes.
+        """
+        stages = self.schedule.num_stages
+        alone = Schedule(
+            name=ONE_F_ONE_B, num_ranks=stages, num_micro_batches=_LONG * stages
+        )
         return Cutting(
-            schedule=self.schedule,
+            schedule=alone,
             block_ms=self.micro_batch.block_ms,
             cuts=self.micro_batch.cuts,
-            times_of=lambda *stage: self._times_of(stage, 0.0),
-            relative_gap=self.relative_gap,
+            times_of=self._plain_times,
+            relative_gap=0.0,
         )
+
+    def _plain_times(self, _: int, first: int, end: int) -> StageTimes:
+        """What blocks take that recompute nothing, as a stage."""
+        own_ms = sum(self.micro_batch.block_ms[first:end])
+        return StageTimes(forward_ms=own_ms / 3, backward_ms=own_ms * 2 / 3)
 
     def _times_of(self, stage: _Stage, rerun_ms: float) -> StageTimes:
         index, first, end = stage
@@ -152,19 +170,30 @@ class InterleavedRace(Race):
     @cached_property
     def _found(self) -> _Tried:
         """The best cuts that were found."""
-        self._by_time.run()
-        best = self._try(self._by_time.starts)
-        left = _MOST_TRIED
+        self._even.run()
+        by_time = self._descend(self._even.starts, self._plain, _MOST_PLAYED)
+        return self._descend(by_time.starts, self._try, _MOST_TRIED)
+
+    def _descend(
+        self,
+        starts: tuple[int, ...],
+        try_: Callable[[tuple[int, ...]], _Tried],
+        most: int,
+    ) -> _Tried:
+        """Move one block after the other, so many times at most."""
+        best = try_(starts)
         neighbours = self._neighbours(best)
-        while left and (starts := next(neighbours, None)):
-            left -= 1
-            other = self._try(starts)
+        for _ in range(most):
+            neighbour = next(neighbours, None)
+            if neighbour is None:
+                break
+            other = try_(neighbour)
             if other.cost < best.cost:
                 best, neighbours = other, self._neighbours(other)
         return best
 
     def _neighbours(self, tried: _Tried) -> Iterator[tuple[int, ...]]:
-        """Cuts with a block moved, from the worst ranks first, if they may be better."""
+        """Cuts with one block moved that may be better, from the worst ranks first."""
         ranks = range(self.schedule.num_ranks)
         worst: list[float] = list(tried.excess_bytes)
         if tried.step_ms < inf:
@@ -174,22 +203,36 @@ class InterleavedRace(Race):
         ordered = [s for rank in order for s in self.schedule.stages_of(rank)]
         for sender in ordered:
             for taker in ordered[::-1]:
-                starts = self._by_time.moved(tried.starts, sender, taker)
+                starts = self._even.moved(tried.starts, sender, taker)
                 if starts and self._may_be_faster(starts, tried):
                     yield starts
 
     def _may_be_faster(self, starts: tuple[int, ...], tried: _Tried) -> bool:
-        """Whether a step is faster if blocks recompute as much as their stages did."""
+        """Whether a step is faster if blocks take as long as those of their stages."""
         if tried.step_ms == inf:
             return True
+        block_ms = self.micro_batch.block_ms
         pairs = zip(self.stages_at(tried.starts), self.stages_at(starts), strict=True)
         times = []
         for (before, after), own in zip(pairs, tried.times, strict=True):
-            plain, was = self._times_of(after, 0.0), self._times_of(before, 0.0)
-            rerun_ms = own.backward_ms - was.backward_ms
-            share = plain.forward_ms / was.forward_ms if was.forward_ms else 1.0
-            times.append(self._times_of(after, rerun_ms * share))
-        return step_ms(self.schedule, times) < tried.step_ms
+            was_ms, is_ms = (
+                sum(block_ms[slice(*each[1:])]) for each in (before, after)
+            )
+            share = is_ms / was_ms if was_ms else 1.0
+            forward_ms, backward_ms = share * own.forward_ms, share * own.backward_ms
+            times.append(replace(own, forward_ms=forward_ms, backward_ms=backward_ms))
+        may_be_off = MARGIN if self.gap == 0 else 1.0  # long chains have many cuts
+        return step_ms(self.schedule, times) < may_be_off * tried.step_ms
+
+    def _plain(self, starts: tuple[int, ...]) -> _Tried:
+        """Play what takes no recomputation, as if all fitted."""
+        times = tuple(self._plain_times(*stage) for stage in self.stages_at(starts))
+        return _Tried(
+            starts=starts,
+            times=times,
+            step_ms=step_ms(self.schedule, times),
+            excess_bytes=(0.0,) * self.schedule.num_ranks,
+        )
 
     def _try(self, starts: tuple[int, ...]) -> _Tried:
         """Plan all ranks."""
@@ -226,7 +269,7 @@ class InterleavedRace(Race):
         if key not in self._of_ranks:
             left_bytes = self.budget_bytes - self._late_bytes(stages)
             chooser = self._chooser(rank, stages)
-            self._of_ranks[key] = chooser.choose(left_bytes, self._options)
+            self._of_ranks[key] = chooser.choose(left_bytes, self._roughly)
         return self._of_ranks[key]
 
     @cached_property

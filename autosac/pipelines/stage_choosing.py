@@ -310,8 +310,12 @@ class SharedRankChooser(RankChooser):
     ) -> None:
         self.steps = steps
         replay = RankReplay(schedule, rank, steps, besides_bytes=besides_bytes)
-        views = [_SharedView(replay, adding=adding) for adding in (True, False)]
-        super().__init__(replay, views)
+        highest = {
+            adding: max(replay.stage_peaks({}, adding=adding).values(), default=0)
+            for adding in (True, False)
+        }
+        adding = highest[True] >= highest[False]
+        super().__init__(replay, [_SharedView(replay, adding=adding)])
 
 
 class _SharedView:
