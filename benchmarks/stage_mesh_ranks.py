@@ -1,8 +1,9 @@
 """Ranks of pipelines whose stages lie on several: caps, peaks, gradients.
 
     python -m benchmarks.stage_mesh_ranks [--models LLAMA,GPT,ODD] [--output DIR]
+        [--schedules 1F1B,GPipe]
 
-`plan_pipeline` plans models of 2 stages for 4 ranks and for 8 (`CASES`): FSDP2 shards
+`plan_pipeline` plans models of 2 stages (4 under ``Interleaved1F1B``) for 4 ranks and for 8 (`CASES`): FSDP2 shards
 each stage, copies of it train on batches of their own, ranks share slices of tensors
 with or without parts of the sequence between blocks and with losses of divided logits,
 FSDP2 with slices, and with mixed precision, whose truth is one process that computes in
@@ -37,7 +38,7 @@ from autosac._compat_pipelining import HOLDS_LESS
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines.plans import PipelinePlan
-from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B
+from autosac.pipelines.schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from autosac.quantities import format_bytes
 from benchmarks.kept_promises import (
     KINDS,
@@ -57,6 +58,7 @@ from benchmarks.stage_ranks import SEED, Job, Recipe, reference, run_ranks
 NUM_STAGES, NUM_MICRO_BATCHES = 2, 4
 _VOCABULARY, _LENGTH, _ROWS, _WIDTH = 1024, 64, 2, 96
 _LARGE = 2**40
+_SCHEDULES = f"{ONE_F_ONE_B},{GPIPE}"
 # What torch 2.15 lets go of earlier than others is an upper bound.
 _MOST = math.inf if HOLDS_LESS else LARGEST_ERROR
 
@@ -305,6 +307,7 @@ def main() -> int:
     """Plan, run and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(RECIPES))
+    parser.add_argument("--schedules", default=_SCHEDULES)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -313,15 +316,18 @@ def main() -> int:
         cell
         for name, mesh, kind in CASES
         if name in models
-        for schedule in (ONE_F_ONE_B, GPIPE)
+        for schedule in options.schedules.split(",")
+        if kind != OFFLOAD or schedule != INTERLEAVED  # which is not planned
         for cell in planned(name, schedule, mesh, kind)
     )
+    which = "" if options.schedules == _SCHEDULES else f"_{options.schedules}"
     return write_table(
-        options.output / "stage_mesh_ranks.md",
+        options.output / f"stage_mesh_ranks{which}.md",
         "Ranks of pipelines whose stages lie on several",
         [run(cell) for cell in cells],
-        f"{NUM_STAGES} stages, {NUM_MICRO_BATCHES} micro-batches for each replica and"
-        " shard. *predicted*, *measured*: of the ranks of each stage.",
+        f"{NUM_STAGES} stages (twice as many under {INTERLEAVED}), {NUM_MICRO_BATCHES}"
+        " micro-batches for each replica and shard. *predicted*, *measured*: of the ranks of each place in"
+        " the pipeline.",
         _refused("TIED", {"fsdp": 2}),
     )
 

@@ -32,6 +32,7 @@ from autosac.cli.step_options import (
     ParamDtype,
     ReduceDtype,
     Schedules,
+    StagesPerRank,
     TpPlan,
     asks_for_stages,
     read_mesh,
@@ -102,6 +103,7 @@ def parallel(
     global_batch: GlobalBatch = None,
     micro_batches: MicroBatches = None,
     schedule: Schedules = None,
+    stages_per_rank: StagesPerRank = None,
     param_dtype: ParamDtype = "",
     reduce_dtype: ReduceDtype = "",
     out: Annotated[
@@ -124,7 +126,12 @@ def parallel(
         plan: ParallelPlan | PipelinePlan
         with usage():
             stages = _stages(
-                typed["mesh"], given, global_batch, micro_batches, schedule
+                typed["mesh"],
+                given,
+                global_batch,
+                micro_batches,
+                schedule,
+                stages_per_rank,
             )
             far: dict[str, Any] = {"offload": offload, "host_budget": host_budget}
             if stages is None:
@@ -147,13 +154,18 @@ def _stages(
     global_batch: int | None,
     micro_batches: list[int] | None,
     schedules: list[str] | None,
+    stages_per_rank: list[int] | None,
 ) -> dict[str, Any] | None:
     """Arguments of a pipeline, or None if none is asked for.
 
     Raises:
         UsageError: Some are given that do not go together.
     """
-    typed = {"micro_batches": micro_batches, "schedule": schedules}
+    typed = {
+        "micro_batches": micro_batches,
+        "schedule": schedules,
+        "stages_per_rank": stages_per_rank,
+    }
     if not asks_for_stages(mesh, global_batch=global_batch, **typed):
         return None
     if any(given.values()):
@@ -166,6 +178,8 @@ def _stages(
         stages["num_micro_batches"] = micro_batches
     if schedules:
         stages["schedules"] = schedules
+    if stages_per_rank:
+        stages["stages_per_rank"] = stages_per_rank
     return stages
 
 
@@ -184,6 +198,7 @@ def min_gpus(
     global_batch: GlobalBatch = None,
     micro_batches: MicroBatches = None,
     schedule: Schedules = None,
+    stages_per_rank: StagesPerRank = None,
     param_dtype: ParamDtype = "",
     reduce_dtype: ReduceDtype = "",
     as_json: Json = False,
@@ -197,7 +212,9 @@ def min_gpus(
         }  # fmt: skip
         degrees = read_mesh(mesh)
         with usage():
-            stages = _stages(degrees, given, global_batch, micro_batches, schedule)
+            stages = _stages(
+                degrees, given, global_batch, micro_batches, schedule, stages_per_rank
+            )
             if stages is None and (mesh or tp_plan or loss_parallel):
                 raise UsageError(
                     "--mesh of min-gpus has pp, such as --mesh pp=any,fsdp=any,tp=any;"

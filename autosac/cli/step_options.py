@@ -81,7 +81,18 @@ MicroBatches = Annotated[
 Schedules = Annotated[
     list[str] | None,
     typer.Option(
-        "--schedule", metavar="NAME", help="1F1B or GPipe, of stages. [default: both]"
+        "--schedule",
+        metavar="NAME",
+        help="1F1B, GPipe or Interleaved1F1B, of stages; repeat to choose. [default:"
+        " the first two]",
+    ),
+]
+StagesPerRank = Annotated[
+    list[int] | None,
+    typer.Option(
+        min=2,
+        metavar="N",
+        help="Stages of a rank under Interleaved1F1B; repeat to choose. [default: 2]",
     ),
 ]
 TpPlan = Annotated[

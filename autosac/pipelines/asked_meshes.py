@@ -89,22 +89,32 @@ class AskedMesh:
         return numbers
 
     @property
-    def has_slices(self) -> bool:
+    def may_offload(self) -> bool:
+        """Whether what is asked for can be planned with offload."""
+        return not self._has_slices and INTERLEAVED not in self.schedules
+
+    @property
+    def _has_slices(self) -> bool:
         """Whether tensors must be divided."""
         degree = (self.mesh or {}).get("tp", 1)
         return degree not in (1, None) or self.tp_plan is not None or self.loss_parallel
 
-    def without_slices(self) -> AskedMesh:
+    def with_offload(self) -> AskedMesh:
         """The same with tensors that are whole, as collectives may hold what is moved.
 
         Raises:
-            UnsupportedError: They must be divided.
+            UnsupportedError: They must be divided, or ranks may have several stages.
         """
-        if self.has_slices:
+        if self._has_slices:
             raise UnsupportedError(
                 "`offload` is not planned in pipelines with tensor parallelism, whose"
                 " collectives may hold what is moved: leave it, or 'tp' of `mesh`,"
                 " `tp_plan` and `loss_parallel`, out."
+            )
+        if INTERLEAVED in self.schedules:
+            raise UnsupportedError(
+                f"`offload` is not planned under {INTERLEAVED}: leave it out, or name"
+                " other `schedules`."
             )
         if self.mesh is None:
             return self

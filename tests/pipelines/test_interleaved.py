@@ -1,117 +1,174 @@
-"""Interleaved 1F1B on meshes: real ranks hold what the replay says, to 0.1 %."""
+"""Interleaved 1F1B: stages that share a rank, planned together, on real ranks."""
 
-import math
-from dataclasses import replace
+import itertools
+from math import inf
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import autosac
+from autosac._compat_distributed import fake_group
 from autosac._compat_pipelining import HOLDS_LESS
-from autosac.devices.specs import device_spec
-from autosac.parallel.clusters import cluster_spec
-from autosac.parallel.tp_tracing import fake_ranks
-from autosac.pipelines.micro_batches import MicroBatch, rows_of
+from autosac.errors import ArgumentError, UnsupportedError
+from autosac.pipelines.interleaved_racing import InterleavedRace
+from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.rank_memory import RankReplay
 from autosac.pipelines.schedules import Schedule
-from autosac.planning.make_plan import policy_ratios
-from autosac.planning.spelling import spell_out
+from autosac.pipelines.shared_ranks import of_windows
+from autosac.pipelines.stage_choosing import SharedRankChooser
 from benchmarks import stage_mesh_ranks
-from benchmarks.parallel_rules import ALL_RECOMPUTED, policy
-from benchmarks.stage_mesh_ranks import RECIPES
-from benchmarks.stage_ranks import SEED, Job, can_count, reference, run_ranks
+from benchmarks.stage_ranks import can_count
+from tests.pipelines.stages import LANGUAGE, SHORT, language_loss, tokens, traced
+from tests.pipelines.test_planning import CLUSTER, Model, least_peak, plan
+from tests.pipelines.test_stage_choosing import all_choices, assert_counted
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
-    pytest.mark.skipif(not can_count(), reason="counting takes a C compiler"),
 ]
-
-SCHEDULE = Schedule(
-    name="Interleaved1F1B", num_ranks=2, num_micro_batches=4, stages_per_rank=2
-)
+LOOPED = {"schedules": ["Interleaved1F1B"]}
 
 
-def micro_batch(name, plan):
-    """What the first rank of each group has of the model of a plan."""
-    recipe = RECIPES[name]
-    torch.manual_seed(SEED)
-    inputs, target = map(rows_of, recipe.make_batch(1), (2, 2))
-    spec = cluster_spec(stage_mesh_ranks.LINKS, num_gpus=plan.num_ranks)
-    device = device_spec("cpu")
-    whole = MicroBatch(
-        model=recipe.make_model(),
-        inputs=inputs,
-        target=target,
-        loss_fn=recipe.loss_fn,
-        options={"optimizer": recipe.make_optimizer, "device": device},
-        cluster=replace(spec, device=device),
-        parallel=plan.parallel,
+def interleaved(num_micro_batches=4):
+    return Schedule(
+        name="Interleaved1F1B",
+        num_ranks=2,
+        num_micro_batches=num_micro_batches,
+        stages_per_rank=2,
     )
-    return whole.on_rank(plan.tensor, whole) if plan.tensor.degree > 1 else whole
 
 
-def interleaved(name, mesh, kind):
-    """A plan whose ranks have two stages each, every second one recomputed; peaks."""
-    plan = stage_mesh_ranks._plan(name, "1F1B", mesh, kind, 2**40)
-    with torch.backends.mkldnn.flags(enabled=False):
-        own = micro_batch(name, plan)
-        if plan.tensor.degree == 1:
-            return _replayed(own, plan)
-        with fake_ranks(plan.tensor.degree, divides_loss=plan.tensor.divides_loss):
-            return _replayed(own, plan)
+def chooser_of(starts, rank, num_micro_batches=4, recipe=LANGUAGE):
+    steps = traced(recipe, starts, measured=False)
+    schedule = interleaved(num_micro_batches)
+    own = {stage: steps[stage] for stage in schedule.stages_of(rank)}
+    return SharedRankChooser(schedule, rank, own)
 
 
-def _replayed(own, plan):
-    steps, chosen, stages, first = {}, {}, [], 0
-    for i, stage in enumerate(plan.stage_plans):
-        step = steps[i] = own.step(first, first + len(stage.fqns))
-        first += len(stage.fqns)
-        blocks = [u for u in step.later.candidates if u.fqn in stage.fqns] * (i % 2)
-        chosen[i] = {u: policy(step.later.tape, u, ALL_RECOMPUTED) for u in blocks}
-        ops = spell_out(step.later, chosen[i])
-        ratios = policy_ratios(step.later, chosen[i])
-        stages.append(replace(stage, op_policies=ops, policy=ratios))
-    assert any(stage.policy for stage in stages)
+@pytest.fixture(scope="module", params=[(SHORT, (0, 1, 2, 4), 0)], ids=["short"])
+def shared(request):
+    recipe, starts, rank = request.param
+    return chooser_of(starts, rank, recipe=recipe)
+
+
+@given(data=st.data())
+def test_the_milp_counts_what_other_stages_hold_as_it_is(shared, data):
+    rank = shared._views[0]._rank
+    formulation = of_windows(rank)
+    u = data.draw(st.sampled_from(range(len(formulation.units))))
+    k = data.draw(st.sampled_from(range(len(formulation.curves[u].policies))))
+    assert_counted(formulation, rank, u, k)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
+def test_no_choice_of_all_stages_of_a_rank_takes_less_and_fits(shared, share):
+    lowest, plain = shared.lowest().peak_bytes, shared.plain.peak_bytes
+    cap_bytes = lowest + int(share * (plain - lowest))
+
+    found = shared.choose(cap_bytes)
+
+    replay = RankReplay(interleaved(), 0, shared.steps)
+    choices = itertools.product(*(all_choices(s) for s in shared.steps.values()))
+    best_ms = min(
+        sum(time_ms for _, time_ms in combined)
+        for combined in choices
+        if replay.peak_bytes(
+            dict(zip(shared.steps, (own for own, _ in combined), strict=True))
+        )
+        <= cap_bytes
+    )
+    assert found.peak_bytes <= cap_bytes
+    assert found.recompute_ms <= 1.005 * best_ms
     peaks = [
-        RankReplay(
-            SCHEDULE,
-            rank,
-            {i: steps[i] for i in SCHEDULE.stages_of(rank)},
-            besides_bytes=own.mesh_bytes(SCHEDULE.num_ranks),
-        ).peak_bytes(chosen)
-        for rank in range(SCHEDULE.num_ranks)
+        replay.stage_peaks(shared.by_stage(found.choice), adding=a) for a in (0, 1)
     ]
-    return replace(plan, pipeline=SCHEDULE, stage_plans=tuple(stages)), peaks
+    assert found.peak_bytes == max(max(own.values()) for own in peaks)
+
+
+def race_of(model, budget_bytes, num_micro_batches=4):
+    inputs, target = tokens(4)
+    micro_batch = MicroBatch(
+        model=model.to("meta"),
+        inputs=inputs[: len(inputs) // num_micro_batches],
+        target=target[: len(inputs) // num_micro_batches],
+        loss_fn=language_loss,
+        options={"optimizer": torch.optim.AdamW, "device": CLUSTER.device},
+        cluster=CLUSTER,
+    )
+    return InterleavedRace(
+        micro_batch, interleaved(num_micro_batches), budget_bytes, 0.0
+    )
 
 
 @pytest.mark.slow
+def test_no_other_cuts_of_stages_that_share_ranks_are_found_to_be_faster():
+    lowest_bytes = race_of(Model(5), 1000).lowest().peak_bytes
+    budgets = [int(share * lowest_bytes) for share in (1, 1.05, 1.3, 2)]
+    times = []
+    for budget_bytes in budgets:
+        race = race_of(Model(5), budget_bytes)
+        found = race.guess(inf)
+        cuts = itertools.combinations(race.micro_batch.cuts, 3)
+        all_costs = [race._try((0, *own)).cost for own in cuts]
+        assert (0.0, found.step_ms) <= (0.0, 1.005 * min(all_costs)[1])
+        assert race.bound_ms <= found.step_ms
+        times.append(found.step_ms)
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+def test_a_looped_plan_says_what_its_ranks_do_and_is_run_by_pytorch(tmp_path):
+    model = Model(6)
+    own = plan(model, "1GiB", cluster=CLUSTER, schedules=["1F1B", "Interleaved1F1B"])
+    assert own.pipeline.is_looped  # less of it is bubble
+    assert own.alternatives[0].startswith("1F1B, 4 micro-batches: ")
+    own.save(tmp_path / "plan.json")
+    loaded = autosac.PipelinePlan.load(tmp_path / "plan.json")
+    assert loaded == own
+    assert 0 < own.bubble_fraction < 1
+    assert own.bound_ms <= own.step_ms
+    assert len(own.rank_peaks) == 2 and len(own.stage_plans) == 4
+    assert "2 stages a rank" in own.report()
+    with fake_group(2):
+        mesh = loaded.make_mesh("cpu")
+        own = loaded.stages(model, mesh)
+        assert [stage.stage_index for stage in own] == [0, 2]
+        schedule = loaded.schedule(own, language_loss)
+    assert type(schedule).__name__ == "ScheduleInterleaved1F1B"
+
+
+def test_stages_that_share_a_rank_lie_within_its_budget_together():
+    model = Model(2).to("meta")
+    lowest_bytes = least_peak(model, cluster=CLUSTER, **LOOPED)
+    own = plan(model, lowest_bytes, cluster=CLUSTER, **LOOPED)
+    assert own.peak_bytes <= lowest_bytes
+    assert any(stage.policy for stage in own.stage_plans)
+    assert own.stage_plans[0].peak_bytes == own.stage_plans[2].peak_bytes
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh", "kind"),
+    ("options", "error", "message"),
     [
-        ("GPT", {"fsdp": 2}, "bfloat16"),
-        ("LLAMA", {"fsdp": 2, "tp": 2}, "sequence"),
+        ({"stages_per_rank": 1}, ArgumentError, "at least 2, or some, got 1"),
+        ({"stages_per_rank": []}, ArgumentError, "at least 2, or some"),
+        ({"stages_per_rank": 3}, ArgumentError, "5 blocks, too few for 6 stages"),
+        ({"offload": True}, UnsupportedError, "not planned under Interleaved1F1B"),
+        ({"num_micro_batches": 5}, ArgumentError, "in 2 rounds, which does not divide"),
     ],
 )
-def test_ranks_peak_as_replayed_and_train_alike(name, mesh, kind, monkeypatch):
-    monkeypatch.setattr(stage_mesh_ranks, "NUM_STAGES", SCHEDULE.num_stages)
-    plan, peaks = interleaved(name, mesh, kind)
-    job = Job(recipe=RECIPES[name], schedule=SCHEDULE, starts=(), plan=plan)
+def test_what_cannot_be_looped_is_said_in_a_sentence(options, error, message):
+    with pytest.raises(error, match=message):
+        plan(Model(), "1GiB", **LOOPED, **options)
 
-    results = run_ranks(job)
 
-    each = math.prod(mesh.values())
-    for i, result in enumerate(results):
-        expected = peaks[i // each]
-        assert result.peak_bytes <= expected
-        assert HOLDS_LESS or result.peak_bytes >= 0.999 * expected
-    losses, gradients = reference(job)
-    for result in results:
-        begin = result.share * SCHEDULE.num_micro_batches
-        for i, loss in enumerate(result.losses):
-            assert loss == pytest.approx(losses[begin + i], rel=1e-5)
-    own = {key: g for result in results for key, g in result.gradients.items()}
-    assert own.keys() == gradients.keys()
-    tolerance = 1e-2 if kind == "bfloat16" else 1e-5
-    for key, gradient in gradients.items():
-        largest = gradient.abs().max()
-        assert (own[key] - gradient).abs().max() <= tolerance * largest, key
+@pytest.mark.slow
+@pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
+def test_real_ranks_with_two_stages_keep_cap_prediction_and_gradients(short_models):
+    name, mesh, kind = "LLAMA", {"fsdp": 2}, "bfloat16"
+    cell = next(stage_mesh_ranks.planned(name, "Interleaved1F1B", mesh, kind))
+    assert any(stage.policy for stage in cell.plan.stage_plans)
+    row = stage_mesh_ranks.run(cell)
+    assert row.is_kept, row
+    assert HOLDS_LESS or max(row.errors) < 1e-3

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosac.errors import UnsupportedError
 from autosac.pipelines.in_flight import InFlightSimulator, with_others
 from autosac.pipelines.rank_memory import RankReplay
 from autosac.pipelines.schedules import Schedule
@@ -149,11 +148,3 @@ def test_more_room_is_never_slower(small):
     assert times == sorted(times, reverse=True)
     assert times[-1] == 0
     assert chooser.choose(lowest - 1) is None
-
-
-def test_stages_that_share_a_rank_are_not_planned(small):
-    schedule = Schedule(
-        name="Interleaved1F1B", num_ranks=2, num_micro_batches=4, stages_per_rank=2
-    )
-    with pytest.raises(UnsupportedError, match="use 1F1B or GPipe"):
-        StageChooser(schedule, 3, small)
