@@ -3,12 +3,13 @@
     python -m benchmarks.stage_mesh_ranks [--models LLAMA,GPT,ODD] [--output DIR]
         [--schedules 1F1B,GPipe]
 
-`plan_pipeline` plans models of 2 stages (4 under ``Interleaved1F1B``) for 4 ranks and for 8 (`CASES`): FSDP2 shards
-each stage, copies of it train on batches of their own, ranks share slices of tensors
-with or without parts of the sequence between blocks and with losses of divided logits,
-FSDP2 with slices, and with mixed precision, whose truth is one process that computes in
-that type; some have activations in far memory, a file; under 1F1B and GPipe, each under
-two caps: near the least peak and in the middle between that and the fastest plan's.
+`plan_pipeline` plans models of 2 stages (4 under ``Interleaved1F1B``) for 4 ranks and
+for 8 (`CASES`): FSDP2 shards each stage, copies of it train on batches of their own,
+ranks share slices of tensors with or without parts of the sequence between blocks and
+with losses of divided logits, FSDP2 with slices, and with mixed precision, whose truth
+is one process that computes in that type; some have activations in far memory, a file;
+under each schedule, each under two caps: near the least peak and in the middle between
+that and the fastest plan's.
 Ranks are processes that gloo connects (`stage_ranks`). What they hold is counted by
 `allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
 switched off: it keeps memory between steps that no plan knows of.
@@ -326,8 +327,8 @@ def main() -> int:
         "Ranks of pipelines whose stages lie on several",
         [run(cell) for cell in cells],
         f"{NUM_STAGES} stages (twice as many under {INTERLEAVED}), {NUM_MICRO_BATCHES}"
-        " micro-batches for each replica and shard. *predicted*, *measured*: of the ranks of each place in"
-        " the pipeline.",
+        " micro-batches for each replica and shard. *predicted*, *measured*: of the"
+        " ranks of each place in the pipeline.",
         _refused("TIED", {"fsdp": 2}),
     )
 
