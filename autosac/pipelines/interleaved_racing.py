@@ -167,12 +167,21 @@ class InterleavedRace(Race):
         like = range(*self.micro_batch.like(first, end))
         return self.times_of_step(index, tuple(like), rerun_ms, end)
 
-    @cached_property
+    @property
     def _found(self) -> _Tried:
         """The best cuts that were found."""
-        self._even.run()
-        by_time = self._descend(self._even.starts, self._plain, _MOST_PLAYED)
-        return self._descend(by_time.starts, self._try, _MOST_TRIED)
+        shares = self.micro_batch.shares
+        if shares not in self._searched:
+            self._even.run()
+            by_time = self._descend(self._even.starts, self._plain, _MOST_PLAYED)
+            own = self._descend(by_time.starts, self._try, _MOST_TRIED)
+            self._searched[shares] = own
+        return self._searched[shares]
+
+    @cached_property
+    def _searched(self) -> dict[bool, _Tried]:
+        """Likewise, with like stages taken to be alike and without."""
+        return {}
 
     def _descend(
         self,

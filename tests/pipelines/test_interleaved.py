@@ -139,6 +139,19 @@ def test_a_looped_plan_says_what_its_ranks_do_and_is_run_by_pytorch(tmp_path):
     assert type(schedule).__name__ == "ScheduleInterleaved1F1B"
 
 
+def test_stages_that_are_not_as_alike_as_taken_are_looked_for_again(monkeypatch):
+    planned = InterleavedRace.planned
+
+    def planned_if_alone(race, cuts):
+        return None if race.micro_batch.shares else planned(race, cuts)
+
+    model = Model(2).to("meta")
+    expected = plan(model, "1GiB", cluster=CLUSTER, **LOOPED)
+    monkeypatch.setattr(InterleavedRace, "planned", planned_if_alone)
+    own = plan(model, "1GiB", cluster=CLUSTER, **LOOPED)
+    assert own.stage_plans == expected.stage_plans
+
+
 def test_stages_that_share_a_rank_lie_within_its_budget_together():
     model = Model(2).to("meta")
     lowest_bytes = least_peak(model, cluster=CLUSTER, **LOOPED)
