@@ -47,6 +47,7 @@ from autosac.pipelines.sharded_stages import DataParallel
 from autosac.quantities import format_bytes, format_ms
 
 _FEW = 2  # meshes whose least peak is asked for if none can fit
+_MOST_LOOPED = 4  # meshes under interleaved 1F1B that race, those of least bound
 # Nodes that may be used besides all of them: so few, or a power of two.
 _FEW_NODES = 8
 
@@ -109,6 +110,7 @@ class MeshSearch:
     _runners: Runners = field(default_factory=Runners, init=False)
     # What meshes keep that cannot fit, with one of the schedules.
     _least: dict[str, tuple[int, _Cell]] = field(default_factory=dict, init=False)
+    _looped_left: int = field(default=_MOST_LOOPED, init=False)
 
     def degrees(self) -> tuple[int, ...]:
         """Degrees of tensor parallelism to look at."""
@@ -177,8 +179,11 @@ class MeshSearch:
     def _enter(self, cells: Sequence[_Cell]) -> None:
         """Let those of one number of GPUs race that may be fastest."""
         runners = self._runners
-        by_bound = sorted(((self._least_ms(c), c) for c in cells), key=itemgetter(0))
-        for bound_ms, cell in by_bound:
+        by_bound = sorted(
+            ((cell.schedule.is_looped, self._least_ms(cell), cell) for cell in cells),
+            key=itemgetter(0, 1),
+        )
+        for is_looped, bound_ms, cell in by_bound:
             if bound_ms >= runners.best_ms:
                 self._note(cell, f"takes {format_ms(bound_ms)} a step at least")
                 continue
@@ -187,10 +192,14 @@ class MeshSearch:
                 self._least.setdefault(cell.mesh, (kept_bytes, cell))
                 self._note(cell, f"keeps {format_bytes(kept_bytes)} all the time")
                 continue
+            if is_looped and not self._looped_left:
+                self._note(cell, "was not looked at under interleaved 1F1B")
+                continue
             race = self._race(cell)
             if race.bound_ms >= runners.best_ms:
                 self._note(cell, f"takes {format_ms(race.bound_ms)} a step at least")
             else:
+                self._looped_left -= is_looped
                 runners.enter(race)
 
     def _divide(self, degrees: Sequence[int]) -> list[AutosacError]:
