@@ -47,9 +47,10 @@ class _Tried:
     excess_bytes: tuple[float, ...]
 
     @property
-    def cost(self) -> tuple[float, float]:
-        """What is made least: what ranks lack, and then the time."""
-        return max(0.0, *self.excess_bytes), self.step_ms
+    def cost(self) -> tuple[list[float], float]:
+        """What is made least: what ranks lack, the most first, and then the time."""
+        lacking = (excess for excess in self.excess_bytes if excess > 0)
+        return sorted(lacking, reverse=True), self.step_ms
 
 
 class InterleavedRace(Race):
@@ -175,6 +176,9 @@ class InterleavedRace(Race):
             self._even.run()
             by_time = self._descend(self._even.starts, self._plain, _MOST_PLAYED)
             own = self._descend(by_time.starts, self._try, _MOST_TRIED)
+            if own.step_ms == inf:  # even stages may need less memory
+                even = self._descend(self._even.starts, self._try, _MOST_TRIED)
+                own = min(own, even, key=lambda tried: tried.cost)
             self._searched[shares] = own
         return self._searched[shares]
 
