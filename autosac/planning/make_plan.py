@@ -164,8 +164,14 @@ def _make_plan(
 ) -> Plan:
     if not profile.calibrated:
         warn_of_other_formulas(profile.tape)
+    least: Choice | None = None  # confirmed, of units of which some are none any more
     for _ in range(_MOST_LEFT_OUT):
-        chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
+        try:
+            chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
+        except InfeasibleBudgetError:
+            if least is None:
+                raise
+            chosen, bound_ms = least, 0.0
         policies = spell_out(profile, chosen)
         if not (_wants_dry_run(profile, chosen) if dry_run is None else dry_run):
             break
@@ -174,9 +180,15 @@ def _make_plan(
                 "`dry_run`=True needs the model: pass the `Profile`, not the step that"
                 " a plan keeps of it."
             )
-        difference = _confirm(profile, chosen)
-        if not difference:
+        if chosen is least:
+            profile.dry_runs.add(frozenset(chosen.items()))
             break
+        difference = difference_in_dry_run(profile, chosen)
+        if not difference:
+            profile.dry_runs.add(frozenset(chosen.items()))
+            break
+        least = least or _exact_lowest(profile, budget_bytes)
+        _leave_out(profile, chosen, difference)
         start = None  # it knows of units that are none any more
     else:
         raise SolverError(difference)
@@ -257,6 +269,15 @@ def _confirmed_lowest(profile: TracedStep) -> Choice:
         while _wants_dry_run(profile, chosen) and _confirm(profile, chosen):
             chosen = lowest(profile)
     return chosen
+
+
+def _exact_lowest(profile: Profile, budget_bytes: int) -> Choice | None:
+    """The choice of least peak, if it fits and is as simulated."""
+    chosen = lowest(profile)
+    if profile.peak_bytes(chosen) > budget_bytes:
+        return None
+    is_known = frozenset(chosen.items()) in profile.dry_runs
+    return None if not is_known and difference_in_dry_run(profile, chosen) else chosen
 
 
 def lowest(profile: TracedStep) -> Choice:

@@ -360,6 +360,36 @@ def test_units_whose_dry_run_disagrees_are_left_out_and_nothing_is_confirmed(
     assert not any(traced.dry_runs)  # of the plain step at most
 
 
+def test_what_the_floor_takes_is_planned_though_other_policies_are_left_out(
+    monkeypatch,
+):
+    traced, difference = profile_of("mlp"), make_plan.difference_in_dry_run
+    lowest = make_plan.lowest(traced)
+    floor = autosac.floor(traced)
+
+    def of_others(profile, chosen):
+        return difference(profile, chosen) if chosen in ({}, lowest) else "It differs."
+
+    monkeypatch.setattr(make_plan, "difference_in_dry_run", of_others)
+    other = dict([*lowest.items()][:1])
+    monkeypatch.setattr(make_plan, "choose", _first_this(other, make_plan.choose))
+    with pytest.warns(UserWarning, match="It is left out"):
+        own = autosac.plan(traced, memory_budget=floor)
+
+    assert own.peak_bytes == floor
+    assert own.dry_run
+
+
+def _first_this(choice, choose):
+    """Finds a choice once that is not as simulated, and then what there is."""
+    choices = iter([(choice, 0.0)])
+
+    def chosen(*args, **options):
+        return next(choices, None) or choose(*args, **options)
+
+    return chosen
+
+
 # --- the answer -------------------------------------------------------------------
 
 
