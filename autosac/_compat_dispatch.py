@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -175,6 +177,20 @@ def is_plain(kind: type) -> bool:
 def is_made_of_others(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory but that of other tensors, which it hides."""
     return is_traceable_wrapper_subclass(tensor)
+
+
+def is_in_transform() -> bool:
+    """Whether a transform such as ``torch.vmap`` is at work, by the frames there are.
+
+    Its levels are hidden while an op runs, and a mode that begins or ends then does so
+    for some of them only: they put back what the ops around them had.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch._functorch."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def num_modes() -> int:

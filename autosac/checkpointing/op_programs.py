@@ -39,9 +39,10 @@ class Program:
         last: and of the last one.
         start: How many tensors autograd saves before a mode must begin,
         place: and the place of the first op that it sees.
+        packs: As in `RecordingMode`.
     """
 
-    __slots__ = ("first", "funcs", "kinds", "last", "place", "start")
+    __slots__ = ("first", "funcs", "kinds", "last", "packs", "place", "start")
 
     def __init__(self, mode: RecordingMode) -> None:
         record = mode.record
@@ -60,9 +61,14 @@ class Program:
             if self.kinds[place] == _PASS and _compat_dispatch.traits(func).is_hidden:
                 self.kinds[place] = _NOTE
         self.start = self.place = 0
+        self.packs = mode.packs
         for number, place in enumerate(mode.packs, start=1):
             if 0 <= place <= self.first:
                 self.start, self.place = number, place
+
+    def may_switch(self, number: int) -> bool:
+        """Whether a mode may begin or end when so many tensors are saved."""
+        return number <= len(self.packs) and self.packs[number - 1] >= 0
 
 
 def _results_in(value: Any) -> list[Result]:
@@ -126,7 +132,7 @@ class KnownMode(_compat.PlainDispatchMode):
         if not self._is_on:
             if self._packs == program.start and program.first >= 0:
                 self._enter()
-        elif self._place > program.last:
+        elif self._place > program.last and program.may_switch(self._packs):
             # Behind the kernel of the latest op; before one, it would still be asked.
             is_behind = _compat_autograd.next_sequence_nr() == self._next_node
             if is_behind and _compat_dispatch.num_modes() == self._depth + 1:

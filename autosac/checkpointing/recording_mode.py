@@ -71,7 +71,7 @@ class RecordingMode(_compat.PlainDispatchMode):
     Attributes:
         history: What the unit did.
         packs: For each tensor that autograd saved: the place of the next op, or -1 if
-            a mode must not begin there.
+            a mode must not begin or end there.
         paused: What runs now does not belong to the unit.
     """
 
@@ -147,7 +147,8 @@ class RecordingMode(_compat.PlainDispatchMode):
         # It does so before the kernel of an op, which then has its node already, or
         # behind it. What begins before a kernel would see the ops inside.
         is_behind = _compat_autograd.next_sequence_nr() == self._next_node
-        self.packs.append(len(self.history.funcs) if is_behind else -1)
+        may_begin = is_behind and not _compat_dispatch.is_in_transform()
+        self.packs.append(len(self.history.funcs) if may_begin else -1)
 
     def finish(self, output: Any) -> None:
         """Called when the unit has returned."""
