@@ -32,7 +32,7 @@ from benchmarks.rivals import Rival, rivals
 Record = dict[str, Any]
 _T = TypeVar("_T")
 # What autosac raises on purpose, each with one sentence.
-_INSTALLED = re.compile(r"\S*/site-packages/")
+_INSTALLED = re.compile(r"\S*/(site-packages|lib/python3\.\d+)/")
 _IMAGES = 64  # in a batch of models of their own size: nothing is allocated
 
 

@@ -42,7 +42,7 @@ BUILD, TRACE, CALIBRATE, FLOOR, PLANS, STEPS = (
     *("build", "trace", "calibrate", "floor", "plans", "real steps"),
 )
 PLANNING = (TRACE, CALIBRATE, FLOOR, PLANS)
-_INSTALLED = re.compile(r"\S*/site-packages/")
+_INSTALLED = re.compile(r"\S*/(site-packages|lib/python3\.\d+)/")
 _MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
 _MOST_WARNINGS, _LONGEST = 4, 300
 
