@@ -56,7 +56,7 @@ class AskedMesh:
     num_micro_batches: int | Sequence[int] | None = None
     global_batch: int | None = None
     schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE)
-    stages_per_rank: int | Sequence[int] = 2
+    stages_per_rank: int | Sequence[int] | None = None
     tp_plan: TpPlan = None
     loss_parallel: bool = False
     param_dtype: str | None = None
@@ -80,6 +80,13 @@ class AskedMesh:
     @property
     def stage_numbers(self) -> list[int]:
         """Numbers of stages that a rank may have under interleaved 1F1B."""
+        if self.stages_per_rank is None:
+            return [2]
+        if INTERLEAVED not in self.schedules:
+            raise ArgumentError(
+                f"`stages_per_rank` is for {INTERLEAVED}, which `schedules` does not"
+                " name: name it there, or leave `stages_per_rank` out."
+            )
         numbers = _several(self.stages_per_rank)
         if not numbers or min(numbers) < 2:
             raise ArgumentError(
@@ -271,12 +278,8 @@ class _Asked:
                 micro_batch.check_mesh()
                 fqns = list(micro_batch.chain)
                 check_cuts(micro_batch.model, fqns, micro_batch.cuts, least)
-            able = (
-                schedule
-                for schedule in self.schedules
-                if schedule.num_stages <= len(own[schedule.num_micro_batches].cuts) + 1
-            )
-            return fastest([self._race(own, schedule) for schedule in able])
+            races = [self._race(own, schedule) for schedule in self.schedules]
+            return fastest(races)
 
     def _divided(self, tensor: TensorParallel) -> dict[int, MicroBatch]:
         """The micro-batches on the first rank of the group that is there."""

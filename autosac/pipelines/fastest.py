@@ -94,10 +94,14 @@ class Runners:
 
 def fastest(races: Sequence[Race]) -> PipelinePlan:
     """The plan of the fastest step that fits."""
-    runners = Runners()
+    runners, too_long = Runners(), list[str]()
     for race in races:
-        runners.enter(race)
-    return runners.plan()
+        most = len(race.micro_batch.cuts) + 1
+        if race.schedule.num_stages <= most:
+            runners.enter(race)
+        else:
+            too_long.append(f"{race.name}: only {most} stages are possible")
+    return runners.plan(too_long)
 
 
 def _infeasible(races: Sequence[Race]) -> InfeasibleBudgetError:

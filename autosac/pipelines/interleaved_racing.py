@@ -74,9 +74,9 @@ class InterleavedRace(Race):
 
     def guess(self, best_ms: float) -> Cuts:
         """Likewise: nothing is estimated."""
-        found = self._found
-        if found.step_ms < (1 - self.gap) * best_ms:
-            return Cuts(found.step_ms, found.starts)
+        best = self._best
+        if best.step_ms < (1 - self.gap) * best_ms:
+            return Cuts(best.step_ms, best.starts)
         return Cuts(best_ms, ())
 
     def planned(self, cuts: Cuts) -> list[PlannedStage] | None:
@@ -113,13 +113,13 @@ class InterleavedRace(Race):
     @property
     def guessed_lowest_bytes(self) -> float:
         """The least peak of a rank that was found."""
-        return self.budget_bytes + max(self._found.excess_bytes)
+        return self.budget_bytes + max(self._best.excess_bytes)
 
     def lowest(self) -> Lowest:
         """Likewise, with the rank's first stage."""
-        excess = self._found.excess_bytes
+        excess = self._best.excess_bytes
         rank = excess.index(max(excess))
-        stages = self._by_rank(self._found.starts)[rank]
+        stages = self._by_rank(self._best.starts)[rank]
         chooser, late_bytes = self._own_chooser(rank, stages)
         lowest = chooser.lowest()
         choice = chooser.by_stage(lowest.choice)[rank]
@@ -159,7 +159,7 @@ class InterleavedRace(Race):
         )
 
     def _plain_times(self, _: int, first: int, end: int) -> StageTimes:
-        """What blocks take that recompute nothing, as a stage."""
+        """What blocks take without recomputation, taken to be 2/3 backward."""
         own_ms = sum(self.micro_batch.block_ms[first:end])
         return StageTimes(forward_ms=own_ms / 3, backward_ms=own_ms * 2 / 3)
 
@@ -169,7 +169,7 @@ class InterleavedRace(Race):
         return self.times_of_step(index, tuple(like), rerun_ms, end)
 
     @property
-    def _found(self) -> _Tried:
+    def _best(self) -> _Tried:
         """The best cuts that were found."""
         shares = self.micro_batch.shares
         if shares not in self._searched:

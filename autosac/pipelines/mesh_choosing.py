@@ -35,6 +35,7 @@ from autosac.pipelines.fastest import Runners
 from autosac.pipelines.interleaved_racing import race_of
 from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.plans import PipelinePlan
+from autosac.pipelines.rank_memory import MOST_GATHERED
 from autosac.pipelines.schedule_racing import Race
 from autosac.pipelines.schedules import (
     GPIPE,
@@ -110,7 +111,7 @@ class MeshSearch:
     _runners: Runners = field(default_factory=Runners, init=False)
     # What meshes keep that cannot fit, with one of the schedules.
     _least: dict[str, tuple[int, _Cell]] = field(default_factory=dict, init=False)
-    _looped_left: int = field(default=_MOST_LOOPED, init=False)
+    _looped_left: int = field(default_factory=lambda: _MOST_LOOPED, init=False)
 
     def degrees(self) -> tuple[int, ...]:
         """Degrees of tensor parallelism to look at."""
@@ -193,6 +194,7 @@ class MeshSearch:
                 self._note(cell, f"keeps {format_bytes(kept_bytes)} all the time")
                 continue
             if is_looped and not self._looped_left:
+                runners.bound_ms = min(runners.bound_ms, bound_ms)
                 self._note(cell, "was not looked at under interleaved 1F1B")
                 continue
             race = self._race(cell)
@@ -227,6 +229,12 @@ class MeshSearch:
                 rows, left = divmod(self.global_batch, parallel.degree)
                 if not left and parallel.fits(cluster, tensor.degree):
                     for schedule in self._schedules(stages, rows):
+                        per_rank = schedule.stages_per_rank
+                        is_sharded = parallel.degree > 1
+                        if schedule.num_stages > most or (
+                            is_sharded and per_rank > MOST_GATHERED
+                        ):
+                            continue
                         own = rows // schedule.num_micro_batches
                         yield _Cell(cluster, tensor, parallel, schedule, own)
 

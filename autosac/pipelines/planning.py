@@ -45,7 +45,7 @@ def plan_pipeline(
     global_batch: int | None = None,
     memory_budget: int | str,
     schedules: Sequence[str] = (ONE_F_ONE_B, GPIPE),
-    stages_per_rank: int | Sequence[int] = 2,
+    stages_per_rank: int | Sequence[int] | None = None,
     cluster: str | ClusterSpec | None = None,
     num_gpus: int | None = None,
     mesh: Mapping[str, int | None] | None = None,
@@ -77,7 +77,7 @@ def plan_pipeline(
         memory_budget: Cap on the peak of a rank: bytes, or text such as "72GiB".
         schedules: Of ``"1F1B"``, ``"GPipe"`` and ``"Interleaved1F1B"``.
         stages_per_rank: Under interleaved 1F1B, where stage i is on rank i modulo their
-            number; several numbers to choose the best.
+            number; several numbers to choose the best, None for 2.
         cluster: A `ClusterSpec`, or the name of a known one, whose GPUs the ranks are:
             stages fill one node after the other. None for `device`, with sending taken
             to cost nothing.

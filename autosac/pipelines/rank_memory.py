@@ -38,7 +38,7 @@ from autosac.solving.rules_of_thumb import Choice
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import IntArray, Tape
 
-_MOST_GATHERED = 3  # stages of a rank: `max_active_stages` of `_add_unshard_reshard`
+MOST_GATHERED = 3  # stages of a rank: `max_active_stages` of `_add_unshard_reshard`
 _ROUNDS, _BESIDES = 4, 16  # of micro-batches that are replayed at most under 1F1B
 
 _Mask = npt.NDArray[np.bool_]
@@ -188,10 +188,10 @@ class RankReplay:
         besides_bytes: int = 0,
     ) -> None:
         assert set(stages) == set(schedule.stages_of(rank))
-        if len(stages) > _MOST_GATHERED and any(s.sharded for s in stages.values()):
+        if len(stages) > MOST_GATHERED and any(s.sharded for s in stages.values()):
             raise UnsupportedError(
                 f"A rank has {len(stages)} stages that FSDP2 shards, and PyTorch keeps"
-                f" {_MOST_GATHERED} gathered: use no more, or no shards."
+                f" {MOST_GATHERED} gathered: use no more, or no shards."
             )
         self.schedule = _few_alike(schedule)
         self._left_out = schedule.num_micro_batches - self.schedule.num_micro_batches

@@ -183,9 +183,8 @@ def _make_plan(
         if chosen is least:
             profile.dry_runs.add(frozenset(chosen.items()))
             break
-        difference = difference_in_dry_run(profile, chosen)
+        difference = _confirm(profile, chosen)
         if not difference:
-            profile.dry_runs.add(frozenset(chosen.items()))
             break
         least = least or _exact_lowest(profile, budget_bytes)
         _leave_out(profile, chosen, difference)
@@ -266,7 +265,10 @@ def _confirmed_lowest(profile: TracedStep) -> Choice:
     """
     chosen = lowest(profile)
     if isinstance(profile, Profile) and len(profile.tape.ops) <= _MANY_OPS:
-        while _wants_dry_run(profile, chosen) and _confirm(profile, chosen):
+        while _wants_dry_run(profile, chosen):
+            if not (difference := _confirm(profile, chosen)):
+                break
+            _leave_out(profile, chosen, difference)
             chosen = lowest(profile)
     return chosen
 
@@ -274,10 +276,8 @@ def _confirmed_lowest(profile: TracedStep) -> Choice:
 def _exact_lowest(profile: Profile, budget_bytes: int) -> Choice | None:
     """The choice of least peak, if it fits and is as simulated."""
     chosen = lowest(profile)
-    if profile.peak_bytes(chosen) > budget_bytes:
-        return None
-    is_known = frozenset(chosen.items()) in profile.dry_runs
-    return None if not is_known and difference_in_dry_run(profile, chosen) else chosen
+    fits = profile.peak_bytes(chosen) <= budget_bytes
+    return chosen if fits and not _confirm(profile, chosen) else None
 
 
 def lowest(profile: TracedStep) -> Choice:
@@ -364,18 +364,9 @@ def _late_bytes(tape: Tape) -> int:
 
 
 def _confirm(profile: Profile, chosen: Choice) -> str:
-    """Dry-run a choice; leave out the units of it that are not as simulated.
-
-    Returns:
-        How it differed; empty if it is confirmed.
-
-    Raises:
-        SolverError: It differs, and by no unit alone.
-    """
+    """Dry-run a choice; how it differed from its simulation, empty if it did not."""
     difference = difference_in_dry_run(profile, chosen)
-    if difference:
-        _leave_out(profile, chosen, difference)
-    else:
+    if not difference:
         profile.dry_runs.add(frozenset(chosen.items()))
     return difference
 

@@ -12,6 +12,7 @@ import autosac
 from autosac._compat_distributed import fake_group
 from autosac._compat_pipelining import HOLDS_LESS
 from autosac.errors import ArgumentError, UnsupportedError
+from autosac.pipelines import mesh_choosing
 from autosac.pipelines.interleaved_racing import InterleavedRace
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.rank_memory import RankReplay
@@ -167,13 +168,18 @@ def test_stages_that_share_a_rank_lie_within_its_budget_together():
         ({"stages_per_rank": 1}, ArgumentError, "at least 2, or some, got 1"),
         ({"stages_per_rank": []}, ArgumentError, "at least 2, or some"),
         ({"stages_per_rank": 3}, ArgumentError, "5 blocks, too few for 6 stages"),
+        (
+            {"stages_per_rank": 2, "schedules": ["1F1B"]},
+            ArgumentError,
+            "which `schedules` does not name",
+        ),
         ({"offload": True}, UnsupportedError, "not planned under Interleaved1F1B"),
         ({"num_micro_batches": 5}, ArgumentError, "in 2 rounds, which does not divide"),
     ],
 )
 def test_what_cannot_be_looped_is_said_in_a_sentence(options, error, message):
     with pytest.raises(error, match=message):
-        plan(Model(), "1GiB", **LOOPED, **options)
+        plan(Model(), "1GiB", **{**LOOPED, **options})
 
 
 @pytest.mark.slow
@@ -185,3 +191,33 @@ def test_real_ranks_with_two_stages_keep_cap_prediction_and_gradients(short_mode
     row = stage_mesh_ranks.run(cell)
     assert row.is_kept, row
     assert HOLDS_LESS or max(row.errors) < 1e-3
+
+
+def test_open_meshes_have_no_more_stages_than_blocks_and_a_bound_on_all(monkeypatch):
+    def planned():
+        inputs, target = tokens(1)
+        return autosac.plan_pipeline(
+            Model(2).to("meta"),
+            inputs[:1],
+            target=target[:1],
+            loss_fn=language_loss,
+            optimizer=torch.optim.AdamW,
+            cluster="hgx-h100",
+            num_gpus=4,
+            global_batch=4,
+            memory_budget="1GiB",
+            mesh={"pp": None, "fsdp": None},
+            schedules=["1F1B", "Interleaved1F1B"],
+        )
+
+    looked_at = planned()
+    monkeypatch.setattr(mesh_choosing, "_MOST_LOOPED", 0)
+    own = planned()
+    assert looked_at.pipeline.num_stages <= 4
+    assert own.bound_ms <= looked_at.step_ms <= own.step_ms
+
+
+def test_numbers_of_stages_that_no_cuts_have_are_said():
+    own = plan(Model(2), "1GiB", cluster=CLUSTER, stages_per_rank=(2, 3), **LOOPED)
+    assert own.pipeline.stages_per_rank == 2
+    assert any("only 4 stages are possible" in why for why in own.alternatives)
