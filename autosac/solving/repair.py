@@ -7,6 +7,8 @@ The same policy in another unit that is alike takes exactly as long.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
@@ -98,18 +100,20 @@ def _swapped(
     curve_of: Mapping[Unit, curves.UnitCurve], choice: Mapping[Unit, Policy]
 ) -> Iterator[Choice]:
     """The choice with another unit of the same curve instead of one of its units."""
+    chosen = sorted(choice, key=lambda unit: unit.call.enter)  # none in another one
+    enters = [unit.call.enter for unit in chosen]
+    exits = [unit.call.exit for unit in chosen]
+    alike = defaultdict[int, list[tuple[Unit, list[Unit]]]](list)
+    for twin, curve in curve_of.items():
+        first = bisect_left(exits, twin.call.enter)
+        beside = chosen[first : bisect_right(enters, twin.call.exit)]
+        if len(beside) < 2:
+            alike[id(curve)].append((twin, beside))
     for unit, policy in choice.items():
-        others = {other: own for other, own in choice.items() if other is not unit}
-        for twin, curve in curve_of.items():
-            is_alike = twin is not unit and curve is curve_of[unit]
-            if is_alike and not any(_overlap(twin, other) for other in others):
+        for twin, beside in alike[id(curve_of[unit])]:
+            if twin is not unit and beside in ([], [unit]):
+                others = {u: own for u, own in choice.items() if u is not unit}
                 yield {**others, twin: policy}
-
-
-def _overlap(one: Unit, other: Unit) -> bool:
-    """Whether one of two units lies in the other, or is it."""
-    first, second = sorted((one.call, other.call), key=lambda call: call.enter)
-    return second.enter <= first.exit
 
 
 def _moves(
