@@ -116,20 +116,26 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def outside_autocast(device_type: str) -> Iterator[None]:
-    """Run as if no autocast were open around it: an inner one drops its copies."""
+def as_a_step_begins() -> Iterator[None]:
+    """Run with gradients and outside of autocast, whatever is open around it.
+
+    An autocast inside drops its copies of weights, as the outermost one does.
+    """
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    is_enabled = torch.is_autocast_enabled(device_type)
-    torch.set_autocast_enabled(device_type, False)
+    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in enabled:
+        torch.set_autocast_enabled(kind, False)
     for _ in range(depth):
         torch.autocast_decrement_nesting()
     try:
-        yield
+        with torch.enable_grad():
+            yield
     finally:
         for _ in range(depth):
             torch.autocast_increment_nesting()
-        torch.set_autocast_enabled(device_type, is_enabled)
+        for kind in enabled:
+            torch.set_autocast_enabled(kind, True)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

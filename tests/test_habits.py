@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import warnings
 
 import pytest
@@ -29,6 +30,19 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(functional.gelu(self.up(x)))
+
+
+class MakesAttribute(Block):
+    """Makes an attribute and a buffer when it is called first."""
+
+    @functools.cached_property
+    def table(self):
+        return torch.linspace(-1, 1, WIDTH)
+
+    def forward(self, x):
+        if not hasattr(self, "weights"):
+            self.register_buffer("weights", torch.linspace(0, 1, WIDTH))
+        return super().forward(x * self.table + self.weights)
 
 
 class KeepsTable(Block):
@@ -297,7 +311,14 @@ def of(block):
 
 
 HABITS = (
-    *(KeepsTable, KeepsBuffers, KeepsLatest, KeepsPlainTensors, ReplacesCache),
+    *(
+        MakesAttribute,
+        KeepsTable,
+        KeepsBuffers,
+        KeepsLatest,
+        KeepsPlainTensors,
+        ReplacesCache,
+    ),
     *(GrowsBuffer, FakesQuantization, FillsQueue),
     *(Checkpointed, MarksDirty),
     *(Vectorized, Infers, Folds, Picks, Parametrized, CopiesPart),

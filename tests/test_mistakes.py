@@ -148,6 +148,16 @@ MISTAKES = {
         ),
         "`make_optimizer` must be a class of torch.optim or a function",
     ),
+    "verify with a function of parameters": (
+        lambda: autosac.verify(
+            tiny_plan(),
+            mlp,
+            lambda: X,
+            loss_fn=loss,
+            make_optimizer=lambda parameters: torch.optim.SGD(parameters),
+        ),
+        "`make_optimizer` is called with the model, and says TypeError: .* Pass a",
+    ),
     "verify with the optimizer of another model": (
         lambda: autosac.verify(
             tiny_plan(),

@@ -19,6 +19,7 @@ import autosac
 from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
 from autosac.step.training_step import normalize_inputs
+from autosac.tracing.collecting import no_collections
 from autosac.verification.measuring import storage_bytes
 from tests.alive import tensors_alive
 from tests.examples import at_most, seeds
@@ -545,3 +546,18 @@ def test_a_step_leaves_nothing_behind(name, way):
         model.zero_grad()
 
     assert Left.of_process() == before
+
+
+@pytest.mark.parametrize("name", ["mlp", "chain of blocks in parts"])
+def test_a_call_that_never_goes_backward_leaves_nothing_to_collect(name):
+    # As steps do that are skipped for a loss that is not finite.
+    case, model = MODELS[name], planned(name, seed=0, save_share=0.5)
+    args, kwargs = normalize_inputs(case.inputs())
+    follow(case, model, [next(iter(WAYS))])
+    model.zero_grad()
+    gc.collect()
+    with no_collections():
+        before = storage_bytes(tensors_alive())
+        model(*args, **kwargs)
+
+        assert storage_bytes(tensors_alive()) == before

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ class _Owner:
 
     Attributes:
         own: All of them.
-        types: Their types when they were sorted,
+        names: Their names when they were sorted,
+        types: their types,
         plain: and the names of plain values, `None` among them,
         tensors: of tensors other than parameters and buffers,
         containers: and of containers of the model's own.
     """
 
-    __slots__ = ("containers", "own", "plain", "tensors", "types")
+    __slots__ = ("containers", "names", "own", "plain", "tensors", "types")
 
     def __init__(self, own: _Attributes) -> None:
         self.own = own
@@ -42,6 +43,7 @@ class _Owner:
     def sort(self) -> None:
         """Sort all attributes by their types."""
         own = self.own
+        self.names = frozenset(own)
         self.types = tuple(map(type, own.values()))
         self.plain = tuple(name for name, v in own.items() if isinstance(v, _PLAIN))
         self.tensors = tuple(n for n, v in own.items() if isinstance(v, torch.Tensor))
@@ -71,7 +73,7 @@ class _Owner:
             buffers = _Copy(own["_buffers"])  # which forward may set
             contents.append((own, "_buffers", buffers))
         refs = [(place, name, weakref.ref(tensor)) for place, name, tensor in held]
-        return own, self.plain, plain, refs, contents
+        return own, self.names, self.plain, plain, refs, contents
 
 
 def _nested(values: Iterable[Any], depth: int = _DEEPEST) -> Iterator[Any]:
@@ -194,7 +196,10 @@ def _refill(container: Any, content: Any) -> None:
 
 _Reference = tuple[_Attributes, str, weakref.ref[torch.Tensor]]
 _Contents = list[tuple[_Attributes, str, _Copy]]
-_Taken = tuple[_Attributes, tuple[str, ...], list[Any], list[_Reference], _Contents]
+_Names = tuple[str, ...]
+_Taken = tuple[
+    _Attributes, frozenset[str], _Names, list[Any], list[_Reference], _Contents
+]
 
 
 class Attributes:
@@ -231,14 +236,18 @@ class Attributes:
     def resume(self) -> _Present:
         """Set plain values and living tensors back to the snapshot, and containers.
 
-        One that held a tensor which is gone stays as it is.
+        What was not there goes. A container of a tensor that is gone stays as it is.
 
         Returns:
             What restores the present.
         """
         present = _Present([own for own, *_ in self._taken])
-        for own, names, values, refs, contents in self._taken:
-            own.update(zip(names, values, strict=True))
+        for own, names, plain, values, refs, contents in self._taken:
+            _keep_only(own, names)
+            own.update(zip(plain, values, strict=True))
+            buffers = own["_buffers"]
+            if all(name != "_buffers" for _, name, _ in contents):
+                _keep_only(buffers, {n for place, n, _ in refs if place is buffers})
             for place, name, ref in refs:
                 tensor = ref()
                 if tensor is not None:
@@ -297,6 +306,11 @@ class _Present:
             for container, content in containers:
                 if not _same(container, content):
                     _refill(container, content)
+
+
+def _keep_only(attributes: _Attributes, names: Set[str]) -> None:
+    for name in attributes.keys() - names:
+        del attributes[name]
 
 
 def _same(container: Any, content: Any) -> bool:

@@ -195,7 +195,7 @@ class Record:
         self._uncounted: set[int] = set()  # what changes without being counted
         self._held: list[Result] = []  # saved ones that somebody else may hold
         self._watched: dict[int, tuple[weakref.ref[Any], int, Result]] = {}
-        self._on_end: Callable[[Any], None] = self._end
+        self._on_end: Callable[[Any], None] | None = self._end
 
     @property
     def is_exact(self) -> bool:
@@ -453,6 +453,7 @@ class Record:
     def close(self) -> None:
         """The forward pass is over: watch nothing any more."""
         self._watched.clear()
+        self._on_end = None  # no cycle: backward may never come
         self._held.clear()
         self.results.clear()
         self._numbers.clear()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from autosac import _compat
+from autosac import _compat, _compat_dispatch
 from autosac._compat_profiler import a_profiler_is_active
 from autosac.costs import synthetic_inputs
 from autosac.devices.allocator_events import cpu_events, recorded_events
@@ -145,7 +145,8 @@ def measure_ops(
             failures[signature] = reason
     first_runs = _first_runs_on_gpu if device.type == "cuda" else _first_runs_on_cpu
     used = [_index_of(device)] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=used), torch.no_grad():
+    random = torch.random.fork_rng(devices=used)
+    with random, _compat_dispatch.as_a_step_begins(), torch.no_grad():
         costs, failed, is_cut = first_runs(allowed, device, progress)
         short = [s for s, cost in costs.items() if cost.runtime_ms < _SHORT_MS]
         rough = dict.fromkeys(short)  # timed beside the profiler only

@@ -408,7 +408,7 @@ def _replan(
     """
     step, (units, solving) = profiled.step, how
     options = options_of(profiled)
-    loss_fn, device_type = step.loss_fn, step.traced_type
+    loss_fn = step.loss_fn
     del profiled, step  # neither model nor inputs stay alive
     is_pair = isinstance(form, tuple) and len(form) == 2 and isinstance(form[1], dict)
     kind = type(form)
@@ -425,7 +425,7 @@ def _replan(
         model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan:
         loss = loss_fn if make_loss_fn is None else make_loss_fn(shaped(args, kwargs))
-        with _compat_dispatch.outside_autocast(device_type):
+        with _compat_dispatch.as_a_step_begins():
             step = profile(model, (args, kwargs), loss_fn=loss, **options)
             step = calibrated_if_present(step, progress=False, real_step=False)
             step = restricted(step, **units)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
-from autosac import _compat_autograd
+from autosac import _compat_autograd, _compat_dispatch
 from autosac._compat_profiler import a_profiler_is_active
 from autosac.devices.allocator_events import cpu_events, recorded_events
 from autosac.errors import AutosacError, TraceError
@@ -223,7 +223,7 @@ def measured(step: Step) -> dict[str, Stretch]:
     with (
         seeded_streams(step.learned.seed),
         no_collections(),
-        torch.enable_grad(),
+        _compat_dispatch.as_a_step_begins(),
         cpu_events() as recording,  # of the copies, too: some are freed in the step
         copied(replace(step, optimizer=None), None) as copies,
     ):

@@ -282,7 +282,17 @@ def optimizer_for(make_optimizer: Any, model: torch.nn.Module) -> AnyOptimizer |
         takes_parameters = isinstance(of_class, type) and issubclass(
             of_class, torch.optim.Optimizer
         )
-        built = make_optimizer(model.parameters() if takes_parameters else model)
+        given = model.parameters() if takes_parameters else model
+        try:
+            built = make_optimizer(given)
+        except (TypeError, AttributeError) as error:
+            what = "the model's parameters" if takes_parameters else "the model"
+            raise ArgumentError(
+                f"`make_optimizer` is called with {what}, and says"
+                f" {type(error).__name__}: {error}. Pass a class of torch.optim or a"
+                " function of the model, as in"
+                " `lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)`."
+            ) from error
     if not isinstance(built, (torch.optim.Optimizer, OptimizerInBackward)):
         raise ArgumentError(
             "`make_optimizer` must be a class of torch.optim or a function that builds"

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from autosac import _compat_dispatch
 from autosac.errors import ArgumentError, TraceError, UnsupportedError
 from autosac.step.batches import first_batch
 
@@ -258,10 +259,11 @@ def training_step(
 
     first = drop_gradients if gradients_in_forward else _ignore
     *earlier, last = [first, *[_ignore] * (accumulate - 1)]
-    for mark in earlier:
-        one_micro_step(mark)
-    loss = one_micro_step(last)
-    finish_step(model, optimizer, clip_grad_norm)
+    with _compat_dispatch.as_a_step_begins():
+        for mark in earlier:
+            one_micro_step(mark)
+        loss = one_micro_step(last)
+        finish_step(model, optimizer, clip_grad_norm)
     return loss
 
 

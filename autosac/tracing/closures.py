@@ -71,7 +71,9 @@ class _Own:
 
     def __init__(self, memo: dict[int, Any], is_real: bool) -> None:
         self.memo = memo
-        self.copies = set(map(id, memo.values()))
+        # Copied methods are of copies, but their functions are the user's.
+        copies = (v for v in memo.values() if not isinstance(v, types.MethodType))
+        self.copies = set(map(id, copies))
         self.is_real = is_real
         self.cells: dict[int, types.CellType] = {}
         self.namespaces: dict[int, dict[str, Any]] = {}
@@ -111,7 +113,7 @@ class _Own:
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, of(value.__self__))
+            return types.MethodType(of(value.__func__), of(value.__self__))
         if isinstance(value, partial):
             named = {name: of(item) for name, item in value.keywords.items()}
             return partial(of(value.func), *map(of, value.args), **named)
@@ -152,7 +154,7 @@ class _Own:
         if isinstance(value, types.FunctionType):
             parts = self._met_in(value)
         elif isinstance(value, types.MethodType):
-            parts = [value.__self__]
+            parts = [value.__func__, value.__self__]
         elif isinstance(value, partial):
             parts = [value.func, value.args, value.keywords]
         elif type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_dispatch
 from autosac._compat_distributed import WAITS, are_distributed
 from autosac.errors import AutosacError, TraceError
 from autosac.pytrees import tensors_in
@@ -161,7 +161,7 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
     )
     try:
         streams = seeded_streams(step.learned.seed)
-        with streams, torch.enable_grad(), hooks, puts_back:
+        with streams, _compat_dispatch.as_a_step_begins(), hooks, puts_back:
             for _ in range(step.learned.earlier):
                 run()
             follower.probe(model)

@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_compiler, _compat_distributed, _compat_plain
+from autosac import (
+    _compat,
+    _compat_compiler,
+    _compat_dispatch,
+    _compat_distributed,
+    _compat_plain,
+)
 from autosac._compat_distributed import local
 from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
@@ -455,7 +461,7 @@ def _recorded(
         _compat_compiler.without_compiled_code(on_fakes=mode is not None),
         _compat_plain.fakes_of(mode),
         _compat_distributed.short_lists(),
-        torch.enable_grad(),
+        _compat_dispatch.as_a_step_begins(),
         one_thread,
         recorder.recording(),
     ):

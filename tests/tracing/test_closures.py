@@ -42,6 +42,16 @@ class Wrapped(Block):
         self.forward = lambda x: own(x) * 0.5
 
 
+class Rebound(Block):
+    """Its ``forward`` is replaced by a function that is bound to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward = types.MethodType(
+            lambda self, x, own=self.forward: own(x) * 0.5, self
+        )
+
+
 class Blocks(nn.Sequential):
     """Blocks whose results hooks collect in a dict of the model, for its loss."""
 
@@ -73,7 +83,7 @@ def rows():
     return torch.randn(64, WIDTH)
 
 
-@pytest.mark.parametrize("block", [Block, Activates, Wrapped])
+@pytest.mark.parametrize("block", [Block, Activates, Wrapped, Rebound])
 def test_functions_that_close_over_the_model_are_traced_with_it(block):
     trainers = []
 
