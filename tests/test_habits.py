@@ -45,6 +45,24 @@ class MakesAttribute(Block):
         return super().forward(x * self.table + self.weights)
 
 
+@functools.lru_cache
+def positions(length):
+    table = torch.empty(length, 1)
+    table[:, 0] = torch.arange(length) / length
+    return table.expand(length, WIDTH)
+
+
+class SharesTable(Block):
+    """Reads a table that the first call in the process makes."""
+
+    def __init__(self):
+        super().__init__()
+        positions.cache_clear()
+
+    def forward(self, x):
+        return super().forward(x + positions(len(x)))
+
+
 class KeepsTable(Block):
     """Makes a table of positions in its first step, and keeps it in a dict."""
 
@@ -311,15 +329,8 @@ def of(block):
 
 
 HABITS = (
-    *(
-        MakesAttribute,
-        KeepsTable,
-        KeepsBuffers,
-        KeepsLatest,
-        KeepsPlainTensors,
-        ReplacesCache,
-    ),
-    *(GrowsBuffer, FakesQuantization, FillsQueue),
+    *(MakesAttribute, SharesTable, KeepsTable, KeepsBuffers, KeepsLatest),
+    *(KeepsPlainTensors, ReplacesCache, GrowsBuffer, FakesQuantization, FillsQueue),
     *(Checkpointed, MarksDirty),
     *(Vectorized, Infers, Folds, Picks, Parametrized, CopiesPart),
 )
@@ -348,6 +359,21 @@ def test_a_plan_keeps_its_budget_and_every_bit(block):
     assert done.predicted_peak_bytes == pytest.approx(
         done.measured_peak_bytes, rel=0.002, abs=64
     )
+
+
+def test_a_table_that_changes_before_backward_is_an_error():
+    case = of(SharesTable)
+    profile = case.profile()
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    model = case.model()
+    plan.apply(model)
+
+    with pytest.warns(UserWarning, match="where its plan expects"):
+        loss = mean_square(model(rows()))
+    positions(ROWS)._base.mul_(2)
+
+    with pytest.raises(RuntimeError, match="changed in between"):
+        loss.backward()
 
 
 def test_modules_that_keep_more_with_every_step_are_said():

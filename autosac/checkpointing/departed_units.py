@@ -4,6 +4,7 @@ A unit that does what its plan expects runs again op by op, from its record. One
 departs from it runs again as under plain checkpointing, but under a mode that keeps it
 from doing harm: random ops draw what they drew, memory from outside is not changed
 twice, and it must run the same ops on the same tensors as in forward.
+It need not make again what outlived forward, such as a table in a cache that was empty.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from autosac.checkpointing.tensor_parts import (
     copy_of,
     equal_bytes,
     key_of,
+    layout_in,
     layout_of,
     version_of,
 )
@@ -129,6 +131,7 @@ class RerunMode(_compat.PlainDispatchMode):
         self._storages: dict[int, object] = {}
         self.memory = Memory()
         self.own: set[int] = set()
+        self.skipped: set[int] = set()  # results, by their ids
         self.fresh: set[int] = set()  # of what nobody was expected to need,
         self.twins: dict[int, int] = {}  # by what it is that forward made of it
         copied: dict[int, int] = {}
@@ -183,9 +186,9 @@ class RerunMode(_compat.PlainDispatchMode):
             return func(*args, **kwargs)
         if self._is_another_cast(func, args, kwargs):
             return func(*args, **kwargs)
-        place = self._next(func)
+        before, place = self.place, self._next(func, args, kwargs)
         out = self._again(place, traits, args, kwargs)
-        if self.place == self.history.departure:
+        if before < self.history.departure <= self.place:
             for key in self.memory.put(self.history.kept):
                 self.stale.pop(key, None)
         return out
@@ -304,12 +307,44 @@ class RerunMode(_compat.PlainDispatchMode):
             return _compat.pick_arguments(func, traits.returned, own_args, own_kwargs)
         return out
 
-    def _next(self, func: Any) -> int:
-        funcs, place = self.history.funcs, self.place
-        if place >= len(funcs) or funcs[place] is not func:
-            raise self._error(f"runs {func}", "did not in forward at that place")
-        self.place += 1
-        return place
+    def _next(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Place in forward of an op that runs now."""
+        funcs = self.history.funcs
+        for place in range(self.place, len(funcs)):
+            if funcs[place] is func and (
+                place == self.place or self._may_be(place, args, kwargs)
+            ):
+                self.place = place + 1
+                return place
+            if not self._skips(place):
+                break
+        raise self._error(f"runs {func}", "did not in forward at that place")
+
+    def _may_be(self, place: int, args: Any, kwargs: Any) -> bool:
+        """Whether an op that runs now did so at a later place of forward."""
+        if self.history.num_packed[place] != self.num_packed:
+            return False  # what autograd saved of others is not made again
+        call = self.calls.get(place)
+        return call is None or self._reads_the_same(call, args, kwargs)
+
+    def _skips(self, place: int) -> bool:
+        """Leave an op out that the code does not run again, if that does no harm.
+
+        Its results must have outlived forward where others read them.
+        """
+        if self.history.kept:
+            return False
+        if self.history.actions[place] == VIEW:
+            return True
+        call = self.calls.get(place)
+        if call is None:
+            return False
+        traits = _compat_dispatch.traits(call.func)
+        targets = leaves(traits.targets(tuple(call.args), call.kwargs), Part)
+        if any(id(part.source) not in self.skipped for part in targets):
+            return False
+        self.skipped.update(id(result) for result in call.results if result)
+        return True
 
     def _is_another_cast(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether autocast had a tensor at hand in forward that it casts again now."""
@@ -392,6 +427,8 @@ class RerunMode(_compat.PlainDispatchMode):
         if not _compat_dispatch.is_plain(type(tensor)):
             return True
         if isinstance(part.source, Result):
+            if id(part.source) in self.skipped:
+                return self._has_outlived(part, part.source, tensor)
             key, layout = self.results.get(id(part.source), (0, ()))
         else:
             whole = self._whole(part)
@@ -414,6 +451,18 @@ class RerunMode(_compat.PlainDispatchMode):
         if is_fresh:
             self.twins[key] = self._pinned(tensor)
         return True
+
+    def _has_outlived(self, part: Part, result: Result, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is what forward made and somebody kept, as it was."""
+        outlived = self.record.outlived.get(id(result))
+        storage = None if outlived is None else outlived()
+        if storage is None or storage._cdata != key_of(tensor):
+            return False
+        if part.layout is None:
+            is_same = result.whole() is tensor
+        else:
+            is_same = part.layout == layout_in(tensor, result.dtype)
+        return is_same and result.counted(tensor) == version_of(tensor)
 
     def _copied(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

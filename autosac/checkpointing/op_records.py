@@ -166,6 +166,7 @@ class Record:
             reruns it is missing. And what autograd saves of that: -1, likewise, and
             the part, which is gone if the unit has dropped that part of its graph.
         code: How to run the unit again as Python code; None if it need not be.
+        outlived: By ids of results: storages that somebody held behind forward.
         outward: What the unit returned, if other blocks may want that made again:
             nested, with `Outward` in place of tensors.
     """
@@ -186,6 +187,7 @@ class Record:
         self.missed: list[tuple[int, int, weakref.ref[Any] | None]] = []
         self.code: Code | None = None
         self.outward: Any = None
+        self.outlived: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._given = given
         self._relayed = relayed
         self._numbers: dict[int, int] = {}
@@ -452,6 +454,8 @@ class Record:
 
     def close(self) -> None:
         """The forward pass is over: watch nothing any more."""
+        if not self.is_exact:
+            self.outlived = {id(r): weakref.ref(held) for r, held in self.alive()}
         self._watched.clear()
         self._on_end = None  # no cycle: backward may never come
         self._held.clear()

@@ -37,7 +37,8 @@ class History:
 
     Attributes:
         funcs: Its ops,
-        actions: and what becomes of each.
+        actions: what becomes of each,
+        num_packed: and how many tensors autograd had saved before it.
         copies: Arguments (by number) and tensors from elsewhere that it changed after
             it departed, each with a copy of what it was before, and its version then.
         packed: Shape, type and version of each tensor that autograd saved.
@@ -53,6 +54,7 @@ class History:
     def __init__(self) -> None:
         self.funcs: list[Any] = []
         self.actions: list[str] = []
+        self.num_packed: list[int] = []
         self.copies: list[tuple[int | torch.Tensor, torch.Tensor, int]] = []
         self.packed: list[tuple[torch.Size, torch.dtype, int]] = []
         self.kept: list[KeptResult] = []
@@ -103,6 +105,7 @@ class RecordingMode(_compat.PlainDispatchMode):
         action = self._action(place, traits, args, kwargs)
         self.history.funcs.append(func)
         self.history.actions.append(action)
+        self.history.num_packed.append(len(self.history.packed))
         self._next_node = _compat_dispatch.next_node_behind(func)
         record = self.record
         if action in (VIEW, DETACHED):
