@@ -22,6 +22,37 @@ from tests.training import Branching, Stack, assert_equal, planned, rows, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+class Dropping(nn.Sequential):
+    def __init__(self):
+        layers = (
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Dropout(),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
+        super().__init__(*layers)
+
+
+def test_a_unit_in_the_other_mode_than_its_model_departs():
+    # As a backbone that is frozen after planning.
+    def make_model():
+        return nn.Sequential(*(Dropping() for _ in range(3)))
+
+    case = Case(make_model, lambda: torch.randn(512, WIDTH), torch.sum)
+    profile = case.profile()
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    model, plain = case.model(), case.model()
+    plan.apply(model)
+    for twin in (model, plain):
+        twin[1].eval()
+    expected = train(case, plain)
+
+    with pytest.warns(UserWarning, match=r"`1` ran aten.*where its plan expects"):
+        trained = train(case, model)
+
+    assert "1" in plan.policy
+    assert_equal(expected, trained)
+
+
 def branching(branch, seed, num_rows=BATCH):
     """A model planned for the usual branch that takes another one, and its twin."""
     case = Case(Stack, lambda: torch.randn(num_rows, WIDTH))

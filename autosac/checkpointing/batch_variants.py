@@ -90,6 +90,7 @@ class Variants:
         training: The mode that the plans are for.
         current: Number of the plan that forward follows,
         rerun: and of the one that a rerun in backward follows, if one runs modules.
+        is_step: The model runs forward for a step that is planned.
         said: What was warned of.
     """
 
@@ -108,7 +109,7 @@ class Variants:
                 self.by_signature[signature] = (*earlier, number)
         self.current = 0
         self.rerun: int | None = None
-        self.is_running = False
+        self.is_running = self.is_step = False
         self.said: set[str] = set()
         self._opening: _Opening | None = None
 
@@ -226,15 +227,16 @@ class BatchForward(StandIn):
         variants = self.variants
         if thread.is_inside or variants.is_running or self.by_hand:
             return self._forward()(*args, **kwargs)
-        if torch.is_grad_enabled() and self.module.training == variants.training:
+        is_step = torch.is_grad_enabled() and self.module.training == variants.training
+        if is_step:
             self.begin(args, kwargs)
         else:
             self.steps[variants.current].calls.clear()
-        variants.is_running = True
+        variants.is_running, variants.is_step = True, is_step
         try:
             return self._forward()(*args, **kwargs)
         finally:
-            variants.is_running = False
+            variants.is_running = variants.is_step = False
             variants.close()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -45,9 +45,11 @@ class Followed(Protocol):
 
     Attributes:
         rerun: Number of the plan that a rerun follows, if one runs modules.
+        is_step: The model runs forward for a step that is planned.
     """
 
     rerun: int | None
+    is_step: bool
 
 
 class Step:
@@ -93,6 +95,18 @@ class Step:
     def __reduce__(self) -> tuple[type[Step], tuple[Followed | None, int, str | None]]:
         # A copy has begun no step.
         return Step, (self.variants, self.number, self.memory.directory)
+
+    def is_of(self, training: bool, planned: bool) -> bool:
+        """Whether a module in some mode does what is planned.
+
+        In a step of the whole model it does in any mode: it may depart.
+
+        Args:
+            training: Its mode now,
+            planned: and in the step that was planned.
+        """
+        is_step = self.variants is not None and self.variants.is_step
+        return training == planned or is_step
 
     def park(self, source: FarArguments, fqn: str) -> None:
         """Let go of a call's arguments at the end of the next call of a module."""
@@ -160,7 +174,7 @@ class CheckpointedForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         may_compile = torch.compiler.is_compiling() and torch.is_grad_enabled()
-        if may_compile and self.module.training == self.training:
+        if may_compile and self.step.is_of(self.module.training, self.training):
             compiled_parts.refuse(self.fqn)  # before all that Dynamo cannot follow
         forward = self.__wrapped__
         if self.step.onward is not None:
@@ -249,7 +263,7 @@ class CheckpointedForward(StandIn):
 
     def _policy(self) -> OpPolicy | None:
         """The policy of this call; a part of another unit has none, but counts."""
-        if self.module.training != self.training:
+        if not self.step.is_of(self.module.training, self.training):
             return None
         if self.num_calls == 1:
             return None if thread.is_inside else self.policies[0]
@@ -289,7 +303,8 @@ class _NestForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
-        is_planned = torch.is_grad_enabled() and self.module.training == self.training
+        is_planned = self.step.is_of(self.module.training, self.training)
+        is_planned &= torch.is_grad_enabled()
         if thread.is_inside or not is_planned or _compat_dispatch.is_transformed():
             return forward(*args, **kwargs)
         nest = Nest(self.fqn, forward, self.snapshots, self.fqns, (args, kwargs))
