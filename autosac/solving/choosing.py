@@ -28,6 +28,7 @@ from autosac.solving.corrections import Rows
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, recompute_ms
 from autosac.solving.moved_blocks import MovedBlocks
+from autosac.solving.one_by_one import OneByOne
 from autosac.solving.path_relinking import relink
 from autosac.solving.repair import mend
 from autosac.solving.rules_of_thumb import Choice, FloatArray
@@ -89,6 +90,8 @@ class Chooser:
         self._formulation = formulation
         self._incumbents = incumbents
         self._solver = sac.Solver(formulation.problem(0))
+        curves = enumerate(formulation.curves)
+        self._mixed_units = [u for u, curve in curves if curve.is_selection]
         self._lowest: dict[Backend, Choice] = {}
         self._predicted_floor: dict[Backend, Floor] = {}
 
@@ -208,6 +211,23 @@ class Chooser:
         """The fitting choice, with parts of a cheaper one that breaks the budget."""
         return relink(self._simulator, fitting, cheaper, budget_bytes)
 
+    def one_by_one(
+        self, budget_bytes: int, raised: IntArray, options: SolveOptions
+    ) -> OneByOne:
+        """Choices that keep some rows."""
+        enumeration = self._solver.enumeration(
+            budget_bytes,
+            raised_bytes=self._formulation.with_host(raised, budget_bytes),
+            mixed_units=self._mixed_units,
+        )
+        return OneByOne(
+            self._simulator,
+            self._formulation,
+            enumeration,
+            budget_bytes,
+            options.relative_gap,
+        )
+
     def _find_lowest(self, backend: Backend) -> Choice:
         if not self._formulation.units:
             return self._incumbents.lowest()
@@ -278,7 +298,6 @@ class Chooser:
         finer: sac.Finer | None = None,
     ) -> sac.SacSolution:
         """Choose among the exact points of all candidates."""
-        curves = self._formulation.curves
         raised = self._formulation.with_host(
             self.no_bytes() if raised is None else raised, budget_bytes
         )
@@ -290,7 +309,7 @@ class Chooser:
             time_limit_s=options.time_limit_s,
             relative_gap=options.relative_gap,
             polishes=options.polishes,
-            mixed_units=[u for u, curve in enumerate(curves) if curve.is_selection],
+            mixed_units=self._mixed_units,
             least_ms=least_ms,
             most_ms=most_ms,
             most_work=most_work,
@@ -421,6 +440,18 @@ class _Search:
             self.offer(
                 self.chooser.relink(self.choice, self._breaking, self.budget_bytes)
             )
+            if lowest is not None and self.bound_ms < self.time_ms * (1 - _SMALL_GAP):
+                self._look_one_by_one(lowest)
+
+    def _look_one_by_one(self, raised: IntArray) -> None:
+        """Look at what takes less than the best choice, as the bound of rows allows."""
+        looking = self.chooser.one_by_one(self.budget_bytes, raised, self.options)
+        looking.bound_ms = self.bound_ms
+        cheaper = looking.cheapest(self.time_ms)
+        if cheaper is not None:
+            self.offer(cheaper)
+            self.offer(self.chooser.spend(cheaper, self.budget_bytes))
+        self.bound_ms = looking.bound_ms
 
     def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:
         most_work = int(_FIRST_SHARE * self._work_left)

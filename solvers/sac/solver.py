@@ -17,6 +17,7 @@ import numpy as np
 
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
+from .enumeration import Enumeration
 from .greedy import trimmed
 from .holds import Ints
 from .least_peak import LeastPeak
@@ -177,6 +178,19 @@ class Solver:
         peak_bytes = int(self.live(choice).max())
         units = range(len(self.problem.units))
         return tuple(trimmed(self._table, peak_bytes, units, choice))
+
+    def enumeration(
+        self,
+        budget_bytes: int,
+        *,
+        mixed_units: Collection[int] = (),
+        raised_bytes: Ints | None = None,
+    ) -> Enumeration:
+        """All choices that keep a budget, one by one; arguments are as in `solve`."""
+        table = self._table
+        if raised_bytes is not None:
+            table = table.raised(raised_bytes)
+        return Enumeration(table, budget_bytes, mixed=mixed_units)
 
     def price(
         self,

@@ -234,7 +234,7 @@ def _knapsack(
 ) -> Least:
     """Least times of points that fill a grid."""
     order = [u for u in table.depth_first if u in items and len(items[u].at)]
-    behind = _behind(table, order)
+    behind = behind_of(table, order)
     in_cells = [_in_cells(items[u].amounts * per_amount, cells) for u in order]
     fronts = [
         _front(own, items[u].times) for u, own in zip(order, in_cells, strict=True)
@@ -291,7 +291,7 @@ def _front(in_cells: list[int], times: Floats) -> list[tuple[int, float]]:
     return front
 
 
-def _behind(table: Table, order: list[int]) -> list[int]:
+def behind_of(table: Table, order: list[int]) -> list[int]:
     """For each unit in an order, the place behind all that is inside it."""
     place = {u: i for i, u in enumerate(order)}
     behind = [i + 1 for i in range(len(order))]

@@ -1,0 +1,129 @@
+"""Choices that the MILP takes to fit, looked at one by one, the fastest first.
+
+A GPU's allocator adds to a choice what the MILP does not know: the cheapest choice that
+keeps the budget in its rows may break it. Where few choices lie between the bound and
+the best one that fits, each of them is replayed. The first one that fits is the best of
+all; up to the one that was replayed last, the bound holds for what the allocator hands
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autosac.simulation.simulator import Simulator
+from autosac.solvers import sac
+from autosac.solving.formulation import Formulation
+from autosac.solving.incumbents import recompute_ms
+from autosac.solving.rules_of_thumb import Choice
+
+_MOST_LOOKED_AT = 2000  # choices, some tenths of a millisecond each
+_MOST_REPLAYS = 400
+_MOST_BLOCKS = 300_000  # of an allocator in all of these: a second
+_FEWEST_REPLAYS = 16  # of a long step: where they are dear, few prove nothing
+_FIRST_SHARE = 1 / 32  # above the bound, at first
+
+
+@dataclass(slots=True)
+class OneByOne:
+    """Looks at choices for one budget.
+
+    Attributes:
+        simulator: Of the step.
+        formulation: Its units.
+        enumeration: Of the choices that keep the budget in the MILP's rows.
+        budget_bytes: Cap on the true peak.
+        relative_gap: How near to the best known choice none is of interest.
+        bound_ms: No choice that fits takes less.
+        replays_left: How many choices may still be replayed,
+        looks_left: and how many be looked at.
+    """
+
+    simulator: Simulator
+    formulation: Formulation
+    enumeration: sac.Enumeration
+    budget_bytes: int
+    relative_gap: float
+    bound_ms: float = 0.0
+    replays_left: int = 0
+    looks_left: int = _MOST_LOOKED_AT
+
+    def __post_init__(self) -> None:
+        affordable = _MOST_BLOCKS // max(1, len(self.simulator.tape.storages))
+        self.replays_left = min(_MOST_REPLAYS, affordable)
+
+    def cheapest(self, best_ms: float) -> Choice | None:
+        """The first choice found that takes less than a time and fits.
+
+        Those are looked at first of which no unit can be left out. They are few, and
+        one that fits makes the rest fewer.
+
+        Args:
+            best_ms: Time of the best known one.
+        """
+        if self.replays_left < _FEWEST_REPLAYS or not self.bound_ms:
+            return None
+        best = self._first_fitting(best_ms, is_minimal=True)
+        if best is not None:
+            best_ms = recompute_ms(best)
+        self.enumeration.nodes_left = sac.MOST_NODES
+        better = self._first_fitting(best_ms, is_minimal=False)
+        return best if better is None else better
+
+    def _first_fitting(self, best_ms: float, *, is_minimal: bool) -> Choice | None:
+        start_ms = self.bound_ms
+        for ms, parts in self._ascending(best_ms, is_minimal=is_minimal):
+            if not is_minimal:  # then what takes less was looked at
+                self.bound_ms = max(start_ms, min(ms, best_ms))
+            if not parts:
+                continue
+            if not self.looks_left:
+                break
+            self.looks_left -= 1
+            choice = self._decode(parts)
+            if self.simulator.peak_bytes(choice) > self.budget_bytes:
+                continue
+            if not self.enumeration.keeps_budget(parts):
+                continue
+            if self.simulator.takes_replay(choice):
+                if not self.replays_left:
+                    break
+                self.replays_left -= 1
+            if self._fits(choice):
+                return choice
+        return None
+
+    def _ascending(
+        self, best_ms: float, *, is_minimal: bool
+    ) -> Iterator[tuple[float, Sequence[sac.Part]]]:
+        """Choices by their time, in stretches; after each no parts with its end."""
+        most_ms = best_ms * (1.0 - self.relative_gap)
+        most_ms = min(most_ms, self.enumeration.complete_below_ms)
+        share, start_ms, done_ms = _FIRST_SHARE, self.bound_ms, 0.0
+        while done_ms < most_ms:
+            limit_ms = min(most_ms, start_ms * (1.0 + share))
+            found = self.enumeration.below(limit_ms, is_minimal=is_minimal)
+            if found is None:
+                return
+            yield from ((ms, parts) for ms, parts in found if ms >= done_ms and parts)
+            yield limit_ms, ()
+            done_ms, share = limit_ms, 2 * share
+
+    def _decode(self, parts: Sequence[sac.Part]) -> Choice:
+        """Units and policies; between two points of the MILP the known one there."""
+        choice = {}
+        for part in parts:
+            unit = self.formulation.units[part.unit]
+            curve = self.formulation.curves[part.unit]
+            if part.share:
+                shares = [0.0] * len(curve.policies)
+                shares[part.point : part.point + 2] = 1.0 - part.share, part.share
+                choice[unit] = curve.between(shares)
+            else:
+                choice[unit] = curve.policies[part.point]
+        return choice
+
+    def _fits(self, choice: Choice) -> bool:
+        peak_bytes = self.simulator.true_peak_bytes(choice)
+        return peak_bytes <= self.budget_bytes and self.formulation.keeps_host(choice)
