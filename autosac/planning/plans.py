@@ -54,7 +54,8 @@ class Plan(Summarized):
         bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
             their Pareto-optimal save sets, in the MILP's memory model: on the CPU that
             of the tape, on a GPU with blocks as large as the allocator's in the plain
-            step. Of a streamed model no more than what is proven of all streaming.
+            step, but for choices that break the budget where they are replayed. Of a
+            streamed model no more than what is proven of all streaming.
         composition: Bytes alive at the peak per category.
         device: Name of the device that times are for.
         calibrated: Times and workspaces were measured, not modelled.
