@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
 from autosac.solving.formulation import Formulation
-from autosac.solving.incumbents import recompute_ms
 from autosac.solving.rules_of_thumb import Choice
 
 _MOST_LOOKED_AT = 2000  # choices, some tenths of a millisecond each
@@ -64,14 +63,17 @@ class OneByOne:
         """
         if self.replays_left < _FEWEST_REPLAYS or not self.bound_ms:
             return None
-        best = self._first_fitting(best_ms, is_minimal=True)
-        if best is not None:
-            best_ms = recompute_ms(best)
-        self.enumeration.nodes_left = sac.MOST_NODES
-        better = self._first_fitting(best_ms, is_minimal=False)
-        return best if better is None else better
+        best: Choice | None = None
+        for is_minimal in (True, False):
+            self.enumeration.nodes_left = sac.MOST_NODES
+            fitting = self._first_fitting(best_ms, is_minimal=is_minimal)
+            if fitting is not None:
+                best_ms, best = fitting
+        return best
 
-    def _first_fitting(self, best_ms: float, *, is_minimal: bool) -> Choice | None:
+    def _first_fitting(
+        self, best_ms: float, *, is_minimal: bool
+    ) -> tuple[float, Choice] | None:
         start_ms = self.bound_ms
         for ms, parts in self._ascending(best_ms, is_minimal=is_minimal):
             if not is_minimal:  # then what takes less was looked at
@@ -91,7 +93,7 @@ class OneByOne:
                     break
                 self.replays_left -= 1
             if self._fits(choice):
-                return choice
+                return ms, choice
         return None
 
     def _ascending(

@@ -1,0 +1,97 @@
+"""Choices that are looked at one by one against trying every one."""
+
+import random
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosac.solvers.sac import Enumeration
+from autosac.solvers.sac.table import Table
+from autosac.solving.one_by_one import OneByOne
+from tests.solvers import oracles
+from tests.solvers.test_enumeration import fitting, problems
+
+GAP = 0.01
+
+
+class Step:
+    """A step whose device takes a little more than is predicted, who knows why.
+
+    Its units and policies are numbers.
+    """
+
+    def __init__(self, problem, seed):
+        self.tape = SimpleNamespace(storages=())
+        self.units = range(len(problem.units))
+        self.curves = [
+            SimpleNamespace(policies=range(len(unit.points))) for unit in problem.units
+        ]
+        self._problem, self._seed = problem, seed
+        self.replayed = set()
+
+    def peak_bytes(self, choice):
+        return oracles.peak_of(self._problem, tuple(map(choice.get, self.units)))
+
+    def true_peak_bytes(self, choice):
+        self.replayed.add(frozenset(choice.items()))
+        drawn = random.Random(f"{self._seed} {sorted(choice.items())}")
+        added = drawn.choice((0, self._problem.budget_bytes))
+        return self.peak_bytes(choice) + added
+
+    def takes_replay(self, choice):
+        return frozenset(choice.items()) not in self.replayed
+
+    def keeps_host(self, choice):
+        return True
+
+
+def looking(problem, step, bound_ms):
+    enumeration = Enumeration(Table(problem), problem.budget_bytes, mixed=())
+    return OneByOne(step, step, enumeration, problem.budget_bytes, GAP, bound_ms)
+
+
+def time_of(problem, choice):
+    return sum(problem.units[u].points[k].recompute_ms for u, k in choice.items())
+
+
+@given(problem=problems, seed=st.integers(0, 99), share=st.floats(0.5, 1.2))
+def test_the_first_that_fits_is_the_best_of_all(problem, seed, share):
+    predicted = [dict(choice) for choice in fitting(problem, 1e9)]
+    times = sorted(time_of(problem, choice) for choice in predicted)
+    if not times or not times[0] or problem.budget_bytes <= 0:
+        return
+    step, bound_ms, best_ms = Step(problem, seed), times[0], times[-1] * share
+    true = [c for c in predicted if step.true_peak_bytes(c) <= problem.budget_bytes]
+    least_ms = min((time_of(problem, c) for c in true), default=1e9)
+    step.replayed.clear()
+    search = looking(problem, step, bound_ms)
+
+    choice = search.cheapest(best_ms)
+
+    wanted_ms = best_ms * (1 - GAP)
+    if choice is None:
+        assert least_ms > wanted_ms * (1 - 1e-9)
+        assert search.bound_ms >= min(wanted_ms, least_ms) * (1 - 1e-9)
+    else:
+        assert step.true_peak_bytes(choice) <= problem.budget_bytes
+        assert time_of(problem, choice) <= least_ms / (1 - GAP) * (1 + 1e-9)
+        assert search.bound_ms >= time_of(problem, choice) * (1 - GAP) * (1 - 1e-9)
+    assert search.bound_ms <= max(bound_ms, min(best_ms, least_ms)) * (1 + 1e-9)
+
+
+@given(problem=problems, seed=st.integers(0, 99))
+def test_the_bound_ends_where_nothing_more_is_replayed(problem, seed):
+    predicted = [dict(choice) for choice in fitting(problem, 1e9)]
+    times = sorted(time_of(problem, choice) for choice in predicted)
+    if len(times) < 2 or not times[0]:
+        return
+    step = Step(problem, seed)
+    search = looking(problem, step, times[0])
+    step.true_peak_bytes = lambda choice: problem.budget_bytes + 1
+    step.takes_replay = lambda choice: True
+    search.looks_left = 1
+
+    assert search.cheapest(times[-1] * 2) is None
+
+    assert search.bound_ms <= times[1] * (1 + 1e-9)
