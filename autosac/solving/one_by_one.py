@@ -9,6 +9,7 @@ out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ class OneByOne:
     bound_ms: float = 0.0
     replays_left: int = 0
     looks_left: int = _MOST_LOOKED_AT
+    _most_ms: float = math.inf  # there are too many that take less
 
     def __post_init__(self) -> None:
         affordable = _MOST_BLOCKS // max(1, len(self.simulator.tape.storages))
@@ -105,8 +107,11 @@ class OneByOne:
         share, start_ms, done_ms = _FIRST_SHARE, self.bound_ms, 0.0
         while done_ms < most_ms:
             limit_ms = min(most_ms, start_ms * (1.0 + share))
+            if limit_ms >= self._most_ms:
+                return
             found = self.enumeration.below(limit_ms, is_minimal=is_minimal)
             if found is None:
+                self._most_ms = limit_ms
                 return
             yield from ((ms, parts) for ms, parts in found if ms >= done_ms and parts)
             yield limit_ms, ()
