@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -265,6 +265,14 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+class _FakeMode(FakeTensorMode):
+    """A mode that asks the driver for devices once, not in every op."""
+
+    @cached_property
+    def avoid_device_init(self) -> bool:  # type: ignore[override]
+        return bool(super().avoid_device_init)
+
+
 def fake_mode(*, plain: bool = False) -> FakeTensorMode:
     """A mode for fake tensors beside which real ones may be used.
 
@@ -273,7 +281,7 @@ def fake_mode(*, plain: bool = False) -> FakeTensorMode:
     Args:
         plain: Autograd takes its fakes for plain tensors: see `autosac._compat_plain`.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _FakeMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     vars(mode)["autosac_plain"] = plain
     return mode

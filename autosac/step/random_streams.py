@@ -16,7 +16,7 @@ def random_streams_kept() -> Iterator[None]:
 
     Of PyTorch's those of the CPU and, once CUDA is in use, of each GPU.
     """
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    in_use = torch.cuda.is_initialized()
     devices = range(torch.cuda.device_count()) if in_use else ()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
@@ -32,7 +32,7 @@ def seeded_streams(seed: int = 0) -> Iterator[None]:
     """Restore the global streams; inside, they begin where those of every trace do."""
     with random_streams_kept():
         torch.default_generator.manual_seed(seed)  # the CPU's: no GPU needs to be there
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         np.random.seed(seed)

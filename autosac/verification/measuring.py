@@ -184,7 +184,7 @@ def capture_state(
     if optimizer is not None:
         entries += _optimizer_entries(model, optimizer)
     entries.append(("random state of cpu", torch.get_rng_state()))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         states = enumerate(torch.cuda.get_rng_state_all())
         entries += [(f"random state of cuda:{index}", state) for index, state in states]
     return {

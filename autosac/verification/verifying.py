@@ -373,7 +373,7 @@ def _time(recipe: Recipe, plan: AppliesToModel | None) -> float:
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    in_use = torch.cuda.is_initialized()
     devices = range(torch.cuda.device_count()) if in_use else ()
     with torch.random.fork_rng(devices=devices):
         yield
