@@ -96,6 +96,7 @@ class Tied(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_gradients_of_a_tied_layer_are_those_of_autograd_and_take_less_memory():
     torch.manual_seed(0)
     model, x = Tied(), torch.randn(8, 32)

@@ -265,6 +265,7 @@ def test_flops_are_those_that_pytorch_counts_in_a_real_step(one_thread):
         assert one.fwd_flop == sum(counts.get(f"GPT.{one.fqn}", {}).values()), one.fqn
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", WATCHED)
 def test_parts_are_never_larger_than_the_whole(name, one_thread):
     info = autosac.graph_info(CASES[name].make_model(), CASES[name].make_inputs())

@@ -220,6 +220,7 @@ def test_an_argument_that_changes_in_place_leaves_gradients_exact(seed, inside):
 # --- misuse -----------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "noise", "gpt"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_second_backward_recomputes_again(name, share):

@@ -142,6 +142,7 @@ def test_numbers_that_other_threads_draw_are_not_taken_for_a_module_s():
     assert "0" in {unit.fqn for unit in traced.units.candidates}
 
 
+@pytest.mark.slow
 def test_a_module_that_draws_in_python_is_refused():
     traced = AWKWARD["draws in Python"].profile()
 
@@ -159,6 +160,7 @@ def test_traces_agree_whatever_order_autocast_drops_its_weights_in(monkeypatch):
     assert any(op.name == "aten._to_copy.default" for op in traced.tape.ops)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("disturbed", [[1, 0, 0], [0, 2, 1, 1], range(20)])
 def test_traces_that_other_threads_may_disturb_must_agree(disturbed, monkeypatch):
     case, run = AWKWARD["own checkpointing"], trace._run

@@ -208,6 +208,7 @@ def ends(traced):
     return wanted
 
 
+@pytest.mark.slow_but_fifth
 @each_chain
 def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
     traced = shared_profile(case)
@@ -383,7 +384,7 @@ def in_nests(case):
     return spell_out(traced, {nest: curves_of[nest].policies[-1] for nest in nests})
 
 
-@pytest.mark.slow_but_fifth
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("place", range(3))
 def test_a_nest_that_does_between_its_parts_what_no_rerun_may_is_exact(between, place):

@@ -144,6 +144,7 @@ def test_a_busy_machine_gets_the_plans_of_an_idle_one():
     assert in_turns == alone
 
 
+@pytest.mark.slow
 def test_a_large_gap_is_a_warning_that_says_what_to_do():
     profile = _profile("small gpt", "cpu")
     budget = _budgets(profile)[3]
@@ -177,6 +178,7 @@ def test_rules_that_all_peak_in_the_optimizer_are_not_all_replayed(monkeypatch):
     assert 0 < len(replays) < len(rules) / 2
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("setting", ["h100", "cpu"])
 def test_a_choice_that_breaks_the_budget_by_little_is_mended_at_little_cost(setting):
     profile = _profile("wide gpt", setting)
@@ -230,6 +232,7 @@ def test_a_mixture_becomes_the_fastest_known_point_that_frees_as_much():
     assert finer_than_the_milp > 3
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("setting", _each(_SETTINGS, ("cpu", "h100 bf16")))
 def test_the_floor_is_the_lowest_of_what_was_found_before_and_after_trimming(setting):
     profile = _profile("wide gpt", setting)

@@ -160,6 +160,7 @@ def test_a_budget_that_no_plan_fits_names_one_that_does(dropout_limits):
     assert autosac.compiled_plans(compiled)[0].peak_bytes == low < high
 
 
+@pytest.mark.slow
 def test_what_is_alive_beside_the_model_counts(dropout_limits):
     low, _ = dropout_limits
     model, inputs = made("dropout")
@@ -174,6 +175,7 @@ def test_what_is_alive_beside_the_model_counts(dropout_limits):
     assert raised.value.lowest_peak_bytes == low + 100 + gradients
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_within_the_budget(dropout_limits):
     _, high = dropout_limits
     model, inputs = made("dropout")
@@ -195,6 +197,7 @@ def test_accumulated_gradients_are_within_the_budget(dropout_limits):
     assert peak <= high + gradients
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_counted_are_refused():
     model, inputs = made("dropout")
     compiled = autosac.compile(model, memory_budget="1GiB")
@@ -204,6 +207,7 @@ def test_gradients_that_are_not_counted_are_refused():
         compiled(inputs)
 
 
+@pytest.mark.slow
 def test_a_second_forward_before_backward_is_refused():
     model, inputs = made("dropout")
     compiled = autosac.compile(model, memory_budget="1GiB")

@@ -92,6 +92,7 @@ def test_a_shorter_branch_keeps_gradients_exact(seed):
     assert_equal(train(case, plain, steps=1), train(case, model, steps=1))
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "noise", "gpt"])
 @pytest.mark.parametrize("seed", range(3))
 def test_another_batch_size_keeps_gradients_exact(name, seed):

@@ -92,6 +92,7 @@ def test_detection_gets_images_and_targets():
     assert targets[0]["boxes"].shape == (2, 4)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_built_says_what_was_tried(monkeypatch):
     monkeypatch.setattr(of_transformers, "batches", lambda *_: iter([{}]))
 

@@ -76,6 +76,7 @@ def test_later_steps_take_what_the_first_one_takes_and_the_simulation_says():
     assert 0 <= predicted - peaks[0] <= profile_of_step().simulator.number_bytes
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
 def test_plans_keep_their_budget_and_all_bits(share):
     floor, highest = (

@@ -132,6 +132,7 @@ def test_real_steps_keep_budgets_below_the_plain_floor(name, chunk_bytes):
     assert_kept(plan, WIDE, moved)
 
 
+@pytest.mark.slow
 def test_nothing_in_far_memory_counts_where_hooks_may_keep_more():
     def hooked(model):
         optimizer = far(torch.optim.AdamW)(model)
@@ -174,7 +175,7 @@ def test_slow_copies_give_the_same_peak(name):
     assert_kept(plan, WIDE, slow)
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
 def test_optimizers_in_backward_fetch_one_parameters_state(name):
     make = OPTIMIZERS[name]
@@ -186,7 +187,7 @@ def test_optimizers_in_backward_fetch_one_parameters_state(name):
     assert_kept(plan, WIDE, in_backward(make))
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -259,6 +260,7 @@ def test_the_step_takes_as_long_as_its_copies(step):
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_keeps_the_state_on_its_host():
     def on_gpu(make):
         return autosac.profile(

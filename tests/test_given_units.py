@@ -27,6 +27,7 @@ def halfway(profile, **given):
     return (error.value.lowest_peak_bytes + profile.baseline_peak_bytes) // 2
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("given", "allowed"),
     [
@@ -60,6 +61,7 @@ def test_marks_may_come_from_a_generator(profile):
     assert set(plan.policy) <= set(BLOCKS)
 
 
+@pytest.mark.slow
 def test_the_same_modules_are_excluded_by_what_is_left(profile):
     others = [m.fqn for m in profile.tape.modules.nodes if m.fqn not in BLOCKS]
     model = profile.step.model
@@ -254,6 +256,7 @@ def small_step(width):
     return nn.Sequential(*layers), torch.randn(64, width)
 
 
+@pytest.mark.slow
 def test_cells_of_a_grid_plan_with_given_units():
     given = {"ac_units": (f"{i}" for i in (1, 2)), "fsdp_units": "3"}
 
@@ -288,7 +291,7 @@ def test_kept_cells_of_other_units_are_done_again(tmp_path):
     assert given.rows[0].floor_bytes > free.rows[0].floor_bytes
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("search", [autosac.max_batch_size, autosac.best_batch_size])
 def test_batch_sizes_are_searched_with_given_units(search):
     model, _ = small_step(64)

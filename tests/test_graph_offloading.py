@@ -373,6 +373,7 @@ def test_two_backward_passes_get_the_same_values_twice():
     assert all(torch.equal(2 * one, other.grad) for one, other in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_hooks_that_replace_what_is_saved_are_refused_in_a_sentence():
     compiled, _, inputs = compiled_at_floor()

@@ -62,6 +62,7 @@ def test_numbers_of_a_graph_have_its_peak(planner):
     assert plain == planner.baseline_peak_bytes
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("strategy", ["milp", "capuchin"])
 def test_real_peak_is_the_predicted_one_and_within_the_budget(planner, strategy):
     peaks = []
@@ -162,6 +163,7 @@ def budgets_between(planner, count):
     return [low + (high - low) * k // count for k in range(1, count)]
 
 
+@pytest.mark.slow_but_first
 def test_a_larger_budget_is_never_dearer_and_bounds_agree(planner):
     plans = [planner.plan(budget) for budget in budgets_between(planner, 6)]
 
@@ -242,6 +244,7 @@ def test_a_plan_of_modules_is_a_start_that_is_never_missed(one_thread):
         assert found.peak_bytes <= peak
 
 
+@pytest.mark.slow
 def test_what_never_runs_twice_is_kept_by_a_start_of_modules(one_thread):
     torch.manual_seed(0)
     blocks = [
@@ -338,7 +341,7 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0])
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_captured_as_plain_ops(kind, one_thread):
     torch.manual_seed(0)
@@ -371,6 +374,7 @@ def test_compiling_a_recurrent_layer_is_refused_in_a_sentence():
         autosac.compile(Recurrent(nn.GRU), memory_budget="1GiB")
 
 
+@pytest.mark.slow
 def test_a_budget_below_what_is_proven_is_refused_without_a_search(
     monkeypatch, one_thread
 ):
@@ -388,6 +392,7 @@ def test_a_budget_below_what_is_proven_is_refused_without_a_search(
     assert refused.value.lowest_peak_bytes == floor_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_between_the_bound_and_the_floor_is_looked_for(
     monkeypatch, one_thread
 ):

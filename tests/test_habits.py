@@ -376,6 +376,7 @@ def test_a_table_that_changes_before_backward_is_an_error():
         loss.backward()
 
 
+@pytest.mark.slow
 def test_modules_that_keep_more_with_every_step_are_said():
     with pytest.warns(UserWarning, match="keep 32.0 KiB more with every step"):
         of(Collects).profile()
@@ -405,6 +406,7 @@ def test_a_function_that_marks_tensors_as_dirty_makes_no_unit():
     assert "dirty" in refused["blocks.0"]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("block", [KeepsTable, KeepsLatest])
 def test_units_that_depart_find_containers_as_forward_did(block):
     case = of(block)

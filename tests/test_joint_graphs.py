@@ -42,6 +42,7 @@ def step(request, one_thread_throughout):
     return model, inputs, loss_fn, joint_graph(model, inputs, loss_fn=loss_fn)
 
 
+@pytest.mark.slow
 def test_capture_runs_nothing():
     model, inputs, loss_fn = step_of("convolutions")
     torch.manual_seed(3)

@@ -504,6 +504,7 @@ def test_checkpointing_that_was_left_on_is_said_once():
     assert "own checkpointing (switch that off" in hints[0]
 
 
+@pytest.mark.slow
 def test_a_cache_that_was_left_on_is_said_once():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

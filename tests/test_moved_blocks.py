@@ -74,6 +74,7 @@ def test_choices_fit_are_never_dearer_with_more_memory_and_no_plan_is_dearer(
     assert blocks.cheapest(budgets[0] // 2) is None
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_gpu_says_what_offload_would_take(step, budgets):
     floor = budgets[2]
     plan = autosac.plan(step, memory_budget=floor)

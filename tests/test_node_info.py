@@ -174,7 +174,10 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module", params=STEPS)
+CASES = ["residual", "convolutions", pytest.param("gpt", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def step(request, one_thread_throughout):
     torch.manual_seed(0)
     make_model, make_inputs = STEPS[request.param]

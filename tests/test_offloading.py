@@ -135,6 +135,7 @@ def planned(step, lowest):
     return model, applied(step, lowest).apply(model).memory
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
@@ -401,6 +402,7 @@ def test_offload_lowers_the_floor_and_costs_no_more_above_it(step):
             assert far.offloaded_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_slower_link_never_makes_a_plan_cheaper(step):
     budget = budgets(step)[2]
     times = []
@@ -427,6 +429,7 @@ def test_a_real_step_keeps_a_budget_below_the_floor_without(step):
     assert plan.peak_bytes == plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_far_memory_keeps_its_cap_and_more_of_it_never_costs_more(step):
     floor = budgets(step)[2]
     most_bytes = autosac.plan(
@@ -483,6 +486,7 @@ def test_plan_files_hold_what_is_offloaded(step, tmp_path):
     assert "offload" in str(loaded.report(step.plain))
 
 
+@pytest.mark.slow
 def test_every_kind_of_batch_offloads_to_the_same_place(tmp_path):
     batches = [torch.randn(number, WIDTH) for number in (ROWS, ROWS // 2)]
     step = far_step(STEPS["blocks"])
@@ -588,6 +592,7 @@ def every_choice(step):
     return choices
 
 
+@pytest.mark.slow
 def test_no_choice_within_the_cap_on_far_memory_takes_less(three):
     nbytes = 4 * ROWS * WIDTH
     choices = every_choice(restricted(three, offload=True))

@@ -174,6 +174,7 @@ def test_an_opaque_module_runs_once_a_step_however_small_the_budget(
     assert runs_of_last_step() == NUM_BLOCKS
 
 
+@pytest.mark.slow
 def test_without_a_mark_it_runs_again_and_either_way_the_bits_are_the_same(tmp_path):
     models = {}
     for marks in ((), Gate):

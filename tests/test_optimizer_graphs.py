@@ -242,6 +242,7 @@ def test_the_optimizer_is_the_last_stage(case):
     assert list(graph.stage_peaks()) == order[1:]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "share"),
     [
@@ -285,6 +286,7 @@ def test_the_optimizer_peaks_as_its_real_step(name):
     assert graph.stage_peaks()["optimizer"] == measured + loss_and_its_gradient
 
 
+@pytest.mark.slow
 def test_accesses_of_the_optimizer_are_none_of_forward_or_backward():
     plain = captured("mlp", None).intermediates()
     found = captured("mlp", OPTIMIZERS["adamw"]).intermediates()
@@ -373,6 +375,7 @@ class Straightened(nn.Module):
 
 
 # Dynamo makes an instance of such functions, in torch 2.10
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_gradients_that_forward_makes_are_kept_past_updates_of_what_made_them():
     torch.manual_seed(0)
@@ -504,6 +507,7 @@ def test_what_cannot_be_captured_is_refused(key):
         captured_step(make_optimizer, model, list(model.parameters()))
 
 
+@pytest.mark.slow
 def test_optimizers_of_other_models_in_backward_and_hooks_are_refused():
     model, inputs, loss_fn = step_of("mlp")
     others = torch.optim.SGD(Mlp().parameters(), lr=0.1)

@@ -110,6 +110,7 @@ def test_it_can_be_inside_a_checkpoint_of_pytorch():
     assert all(map(torch.equal, expected, gradients))
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("call", [preceded, by_itself])
 @pytest.mark.parametrize("name", STAGES)
 def test_gradients_buffers_and_random_streams_are_those_of_a_plain_call(

@@ -260,6 +260,7 @@ def test_outputs_may_go_backward_one_after_the_other(retain, seed):
     assert are_equal(*observed)
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("what", ["weight", "input"])
 @seeds(4)
@@ -356,6 +357,7 @@ def two_batches():
     return torch.randn(64, WIDTH), torch.randn(64, WIDTH)
 
 
+@pytest.mark.slow
 def test_a_penalty_in_forward_is_planned_around():
     profile = autosac.profile(critic(), two_batches(), loss_fn=lambda loss: loss)
     floor, peak = autosac.floor(profile), profile.baseline_peak_bytes
@@ -466,6 +468,7 @@ def exported(model):
     return lambda x: torch.export.export(model, (x,))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("how", [whole, in_place, a_part, in_a_function, exported])
 def test_a_planned_model_that_is_compiled_says_what_to_do(how, monkeypatch):
     # Before torch 2.14 an export that fails leaves its hook for all modules behind.

@@ -58,6 +58,7 @@ def test_plans_on_segments_are_near_those_on_exact_points(profile):
         assert fitted.bound_ms <= exact.recompute_ms
 
 
+@pytest.mark.slow
 def test_ratios_lie_on_segments_and_are_rounded_to_points(profile, monkeypatch):
     form, budget = profile.formulation, budgets(profile)[1]
     solutions, mixtures, solve = [], [], sac.solve

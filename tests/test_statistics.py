@@ -140,7 +140,16 @@ def watched(make_model, make_inputs):
     return model, memory, runtime, sac
 
 
-@pytest.fixture(scope="module", params=STEPS)
+_SLOW = ("gpt",)  # without dropout it is as large
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ())
+        for name in STEPS
+    ],
+)
 def both(request):
     """Statistics of one step from the tape and from the trackers."""
     make_model, make_inputs = STEPS[request.param]

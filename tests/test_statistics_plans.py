@@ -117,6 +117,7 @@ def test_the_optimum_is_that_of_pytorchs_milp_at_every_budget(chain, backend):
     assert recomputed > 3
 
 
+@pytest.mark.slow_but_first
 def test_what_pytorchs_milp_cannot_fit_is_infeasible(chain):
     lowest = floor(chain)
 
@@ -197,6 +198,7 @@ def test_statistics_hold_all_of_pytorchs_module_info():
     np.testing.assert_array_equal(matrix, graph.ad_matrix)
 
 
+@pytest.mark.slow
 def test_fits_that_the_estimator_lacks_are_those_of_pytorch():
     model, *trackers = watched(*STEPS["gated"])
     np.random.seed(3)

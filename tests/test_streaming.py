@@ -159,7 +159,7 @@ def test_waits_are_those_of_a_step_that_is_played(step, bytes_per_s):
 # --- plans --------------------------------------------------------------------------
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in STEPS if n not in ("bert", "gpt")])
 def test_no_plan_is_dearer_than_the_rule_that_all_saved_tensors_are_moved(name):
     profile = STEPS[name].profile()
@@ -173,6 +173,7 @@ def test_no_plan_is_dearer_than_the_rule_that_all_saved_tensors_are_moved(name):
         assert plan.bound_ms <= plan.recompute_ms <= rule.waits_ms
 
 
+@pytest.mark.slow
 def test_more_memory_never_costs_more(step):
     low, peak = autosac.floor(step), step.baseline_peak_bytes
     budgets = [low + (peak - low) * share // 24 for share in range(24)]

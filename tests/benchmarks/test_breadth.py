@@ -110,6 +110,7 @@ def test_a_model_is_planned_and_trained_at_three_budgets(
     assert set(judgement["cpu_s"]) == {job.BUILD, *job.PLANNING, job.STEPS}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
@@ -167,6 +168,7 @@ def test_a_process_for_each_model_and_none_for_what_is_done(tmp_path, capsys):
     assert capsys.readouterr().out == ""  # nothing was left to do
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_records_beside_the_page(tmp_path, capsys):
     known = record(*[cell()] * 3, model="modules/nn.ReLU")
     (tmp_path / "breadth.json").write_text(json.dumps([known]))

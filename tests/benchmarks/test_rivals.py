@@ -64,6 +64,7 @@ def test_stages_of_blocks_are_no_blocks():
     assert fqns == ["blocks.0", "blocks.1", "blocks.2"]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "name",
     [
@@ -235,6 +236,7 @@ def test_of_a_rival_with_settings_the_cheapest_that_fits_counts(every_rival):
         assert rival.at(setting.peak_bytes).recompute_ms == min(fitting)
 
 
+@pytest.mark.slow
 def test_our_plan_at_a_rivals_peak_is_never_dearer(step_profile, every_rival):
     compared = 0
     for rival in every_rival.values():

@@ -79,6 +79,7 @@ def loss(output):
 
 
 # What a kernel takes inside is measured without autocast, and what differs is said.
+@pytest.mark.slow_but_first
 @pytest.mark.filterwarnings("ignore:A real step takes")
 @pytest.mark.parametrize("kind", [Custom, Bilinear, Transforms])
 def test_a_plan_keeps_every_bit_of_an_op_that_autocast_changes_inside(kind):

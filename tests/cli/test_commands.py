@@ -454,6 +454,7 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
 STAGES = ("tests.factories:chain", "--on", "meta", "--cluster", "hgx-h100")
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_are_planned_for_and_counted(tmp_path):
     path = tmp_path / "plan.json"
     given = (*STAGES, "-b", "1GiB", "--global-batch", "4", "--mesh", "pp=,fsdp=1")

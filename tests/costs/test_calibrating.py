@@ -274,6 +274,7 @@ HARD = {
 }
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", HARD)
 def test_ops_with_arguments_that_must_fit_each_other_run(name):
     make_model, make_inputs = HARD[name]

@@ -92,7 +92,7 @@ def _call(op, args, traced):
     return signature(op, args, {}), sizes, cpu_workspaces.op_bytes(op, args)
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @dtypes
 def test_workspaces_of_convolutions_are_those_of_the_allocator(dtype, last):

@@ -65,6 +65,7 @@ def test_a_real_trace_is_the_trace_of_fakes(case):
         assert event == expected
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,12 +124,14 @@ def test_a_dry_run_confirms_what_was_simulated(case):
         assert chosen.peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_what_values_decide_is_traced_for_real():
     real = {n for n, case in VALUE_CASES.items() if case.profile().step.learned.real}
 
     assert real == VALUE_CASES.keys() - {"Drops"}  # draws are known to fakes, too
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("name", "decide"), [("Routes", True), ("Peeks", False)])
 def test_a_plan_says_that_values_decide_sizes(name, decide):
     traced = VALUE_CASES[name].profile()
@@ -301,7 +304,7 @@ def test_a_plan_leaves_room_for_what_a_router_learns():
         assert done.measured_peak_bytes <= chosen.budget_bytes
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_step_after_training_is_the_real_one_after_it(in_backward):
     x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(1))

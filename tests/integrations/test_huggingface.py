@@ -251,6 +251,7 @@ def test_batches_up_to_the_largest_are_planned_for_with_the_first(tmp_path, how)
     assert [len(plan.signatures) for plan in budget.plan.each] == [1, 1]
 
 
+@pytest.mark.slow
 def test_what_was_planned_is_in_the_log_of_the_trainer(tmp_path):
     budget = silent("1GiB")
     trainer = train(tmp_path, budget, max_steps=1)

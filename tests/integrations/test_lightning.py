@@ -219,6 +219,7 @@ def test_larger_batches_are_planned_anew_and_keep_the_budget():
     assert max(peaks) <= budget.memory_budget < max(plain_peaks)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_planned_for_with_the_first_and_logged():
     class Logger(lightning.loggers.logger.DummyLogger):
         logged = ()
@@ -248,6 +249,7 @@ def test_the_module_is_left_as_it_was_found_and_the_report_says_what_was_done():
     assert "Nothing has to be recomputed" in said[0]
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_leaves_no_plan_behind():
     class Stops(Exception):
         pass

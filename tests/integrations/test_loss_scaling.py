@@ -60,6 +60,7 @@ class Loop:
         ]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     ("num_layers", "width", "batch"),

@@ -302,6 +302,7 @@ def _numbers(*shape, dtype=FLOAT32):
     return torch.zeros(*shape, dtype=dtype)
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [

@@ -90,6 +90,7 @@ def test_gradients_are_clipped_with_foreach_kernels():
     assert [op.workspace_bytes for op in norms] == [512]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", ["SGD", "NAdam", "RAdam", "Adagrad", "RMSprop"])
 def test_other_optimizers_step_too(kind):
     make = getattr(torch.optim, kind)
@@ -285,6 +286,7 @@ def _outside():
     )
 
 
+@pytest.mark.slow
 def test_leaves_nothing_behind():
     before = _outside()
 

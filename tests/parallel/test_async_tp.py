@@ -56,6 +56,7 @@ def test_a_product_hides_one_collective_only():
     assert exposed_ms(ops, [4.0, 8, 4], kinds, 2) == {0: 0.0, 2: 4.0}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_traced_rank_waits_less_and_has_the_same_memory():
     with torch.device("meta"):

@@ -45,6 +45,7 @@ def plan(loss_fn=cross_entropy, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_part_of_logits(tmp_path):
     whole, divided = (plan(loss_parallel=is_divided) for is_divided in (False, True))
     part_bytes = 2 * LENGTH * VOCABULARY // 2 * 4  # of two rows

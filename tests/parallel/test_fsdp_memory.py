@@ -133,6 +133,7 @@ def test_every_phase_peaks_at_the_very_byte_of_the_allocator(traced, units, degr
     assert sum(timeline.composition.values()) == timeline.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_last_gradient_of_a_unit_may_live_until_it_is_reduced():
     recipe = RECIPES["giant embedding"]
     sharding = Sharding(units=fsdp_units(["table"]), shard_degree=4)
@@ -164,7 +165,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.slow_but_fifth
+@pytest.mark.slow
 @pytest.mark.parametrize("units, shard_degree, replicate_degree, reduce_dtype", MIXED)
 def test_mixed_precision_peaks_at_the_very_byte(
     made_in_bf16, units, shard_degree, replicate_degree, reduce_dtype
@@ -261,18 +262,14 @@ def test_shards_kept_for_a_backward_that_never_comes_stay_until_the_next_forward
 
 EARLIER = [
     ({"accumulate": 3}, "blocks", (4, 1), None),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            ({"accumulate": 2}, "nested", (2, 2), None),
-            ({"accumulate": 2}, "blocks", (2, 2), "float32"),
-            ({"gradients_in_forward": True}, "model only", (4, 1), None),
-            ({"gradients_in_forward": True, "accumulate": 2}, "kept", (4, 1), None),
-        )
-    ),
+    ({"accumulate": 2}, "nested", (2, 2), None),
+    ({"accumulate": 2}, "blocks", (2, 2), "float32"),
+    ({"gradients_in_forward": True}, "model only", (4, 1), None),
+    ({"gradients_in_forward": True, "accumulate": 2}, "kept", (4, 1), None),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options, units, degrees, reduce_dtype", EARLIER)
 def test_shards_of_earlier_gradients_are_there(options, units, degrees, reduce_dtype):
     recipe = replace(RECIPE, **options)
@@ -299,6 +296,7 @@ def test_shards_of_earlier_gradients_are_there(options, units, degrees, reduce_d
     assert set(spare.values()) == {0} or recipe.accumulate > 1
 
 
+@pytest.mark.slow
 def test_clipping_and_momentum_are_sharded(traced):
     recipe = Recipe(
         make_model=wide_gpt,

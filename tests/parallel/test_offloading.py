@@ -50,6 +50,7 @@ def budgets(step):
     return floor(step, offload=True), floor(step), free
 
 
+@pytest.mark.slow
 def test_offload_lowers_the_floor_and_costs_no_more_above_it(step, budgets):
     low, plain_low, free = budgets
     assert low < plain_low
@@ -82,6 +83,7 @@ def test_no_allocator_sees_more_than_the_peak_of_a_rank(step, budgets):
         assert 0 <= peak_bytes / result.peak_bytes - 1 <= LARGEST_ERROR
 
 
+@pytest.mark.slow
 def test_far_memory_has_its_cap_its_place_and_its_share_of_the_link(
     step, budgets, tmp_path
 ):

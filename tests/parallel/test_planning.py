@@ -166,7 +166,8 @@ def test_a_giant_embedding_leaves_room_to_recompute_its_blocks():
     assert least.highest_peak_bytes <= peak_by_hand + late_by_hand
 
 
-@pytest.mark.parametrize("num_gpus", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_gpus", [2, 4])
 def test_slow_threads_of_gloo_have_room_in_the_cap(num_gpus):
     step_profile = RECIPES["giant embedding"].profile()
     chooser, spec = chooser_for(step_profile), on_cpu(num_gpus)
@@ -323,6 +324,7 @@ def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
         )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("degrees", [[4], [2]], ids=["all", "replicas"])
 def test_mixed_precision_and_replicas_keep_the_cap_too(degrees):
     spec = on_cpu(4)

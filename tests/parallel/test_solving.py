@@ -98,6 +98,7 @@ def test_no_rule_of_thumb_that_fits_is_faster(swept, degree):
         assert plan.step_ms <= min(fitting, default=1e99) * (1 + slack)
 
 
+@pytest.mark.slow
 def test_nothing_fits_below_the_least_peak(swept):
     profile, budgets, _ = swept
 

@@ -135,6 +135,7 @@ def test_blocks_hand_on_what_a_rank_has(by_sequence):
     assert "tensor and sequence parallelism over 2 ranks" in str(by_sequence)
 
 
+@pytest.mark.slow
 def test_a_rank_gets_its_slices_of_its_own_blocks(by_sequence, tmp_path):
     path = tmp_path / "plan.json"
     by_sequence.save(path)

@@ -63,6 +63,7 @@ def test_the_milp_counts_what_other_stages_hold_as_it_is(shared, data):
     assert_counted(formulation, rank, u, k)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.6])
 def test_no_choice_of_all_stages_of_a_rank_takes_less_and_fits(shared, share):
     lowest, plain = shared.lowest().peak_bytes, shared.plain.peak_bytes
@@ -120,6 +121,7 @@ def test_no_other_cuts_of_stages_that_share_ranks_are_found_to_be_faster():
     assert times[0] > times[-1]
 
 
+@pytest.mark.slow
 def test_a_looped_plan_says_what_its_ranks_do_and_is_run_by_pytorch(tmp_path):
     model = Model(6)
     own = plan(model, "1GiB", cluster=CLUSTER, schedules=["1F1B", "Interleaved1F1B"])
@@ -140,6 +142,7 @@ def test_a_looped_plan_says_what_its_ranks_do_and_is_run_by_pytorch(tmp_path):
     assert type(schedule).__name__ == "ScheduleInterleaved1F1B"
 
 
+@pytest.mark.slow
 def test_stages_that_are_not_as_alike_as_taken_are_looked_for_again(monkeypatch):
     planned = InterleavedRace.planned
 
@@ -193,6 +196,7 @@ def test_real_ranks_with_two_stages_keep_cap_prediction_and_gradients(short_mode
     assert HOLDS_LESS or max(row.errors) < 1e-3
 
 
+@pytest.mark.slow
 def test_open_meshes_have_no_more_stages_than_blocks_and_a_bound_on_all(monkeypatch):
     def planned():
         inputs, target = tokens(1)

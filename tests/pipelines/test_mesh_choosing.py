@@ -94,6 +94,7 @@ def test_micro_batches_that_repeat_need_not_be_replayed(monkeypatch):
     assert short == peaks()
 
 
+@pytest.mark.slow
 def test_stages_that_are_not_as_alike_as_taken_are_planned_one_by_one(monkeypatch):
     options = {"num_layers": 7, "num_ranks": 2, "num_micro_batches": 2}
     expected = plan(2**40, **options)

@@ -110,6 +110,7 @@ def test_likewise_of_more_meshes_and_longer_stages(num_layers, num_gpus, options
     assert_monotone(random.Random(num_layers), num_layers, num_gpus, **options)
 
 
+@pytest.mark.slow
 def test_gpus_that_no_mesh_makes_faster_are_left_idle():
     # Between nodes links are so slow that one node is fastest.
     own = plan(1, 2**40, num_gpus=8, links=(1, 1e-4), mesh=OPEN, global_batch=4)
@@ -127,6 +128,7 @@ def test_parts_of_clusters_do_not_depend_on_how_large_they_are():
         assert sizes[large][-len(sizes[small]) :] == sizes[small]
 
 
+@pytest.mark.slow
 def test_on_the_fewest_gpus_a_plan_fits_and_on_fewer_none():
     options = {"mesh": OPEN, "global_batch": 4}
     with pytest.raises(InfeasibleBudgetError) as caught:

@@ -33,6 +33,7 @@ def step():
     return traced(LANGUAGE, (0, 4))[0]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("host_bytes", [None, 50_000])
 @given(data=st.data())
@@ -46,6 +47,7 @@ def test_the_milp_counts_others_in_flight_as_they_are(step, count, host_bytes, d
     assert_counted(formulation, simulator, u, k)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
 def test_far_memory_lowers_floors_and_is_never_dearer(step, name):
     schedule = Schedule(name=name, num_ranks=2, num_micro_batches=4)
@@ -62,6 +64,7 @@ def test_far_memory_lowers_floors_and_is_never_dearer(step, name):
         assert without is None or own_ms <= without.recompute_ms
 
 
+@pytest.mark.slow
 def test_micro_batches_in_flight_share_the_hosts_cap(step):
     schedule = Schedule(name="GPipe", num_ranks=2, num_micro_batches=4)
     far = StageChooser(schedule, 0, step, far=FarBytes())

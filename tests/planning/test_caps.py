@@ -115,6 +115,7 @@ def test_a_cap_of_another_name_is_refused(traced):
         autosac.sweep(traced, n=3, cap="active")
 
 
+@pytest.mark.slow
 def test_advice_says_what_a_simulation_of_it_shows(traced):
     plan = autosac.plan(traced, memory_budget="80GB")
 

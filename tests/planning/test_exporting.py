@@ -204,6 +204,7 @@ def test_a_budget_that_the_plain_step_keeps_asks_for_nothing():
     assert export.peak_bytes == profile.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_settings_that_do_not_fit_are_those_of_least_peak_and_say_so():
     profile = profiled(Titan())
     floor = autosac.floor(profile)

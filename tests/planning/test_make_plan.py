@@ -286,6 +286,7 @@ def _plans(traced, num_plans, **options):
     return [autosac.plan(traced, memory_budget=size, **options) for size in sizes]
 
 
+@pytest.mark.slow
 def test_every_plan_of_a_small_step_is_dry_run_once(dry_runs):
     traced = profile_of("mlp")
 
@@ -318,6 +319,7 @@ def test_the_plan_that_recomputes_nothing_confirms_no_other_one(dry_runs, monkey
     assert len(dry_runs) == 2
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("wanted", "num_runs"), [(True, 6), (False, 0)])
 def test_dry_runs_are_made_as_asked_for(wanted, num_runs, dry_runs, monkeypatch):
     traced = profile_of("mlp")
@@ -360,6 +362,7 @@ def test_units_whose_dry_run_disagrees_are_left_out_and_nothing_is_confirmed(
     assert not any(traced.dry_runs)  # of the plain step at most
 
 
+@pytest.mark.slow
 def test_what_the_floor_takes_is_planned_though_other_policies_are_left_out(
     monkeypatch,
 ):

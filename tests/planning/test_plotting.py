@@ -94,6 +94,7 @@ def test_neighbouring_layers_differ_in_hatch_or_in_lightness():
         assert _HATCHES[i] != _HATCHES[j] or abs(greys[i] - greys[j]) > 0.2
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["memory", "trade-offs", "budgets", "ratios"])
 def test_matplotlib_and_plotly_draw_the_same_panels(name, pictures):
     pytest.importorskip("plotly")
@@ -116,6 +117,7 @@ def test_matplotlib_and_plotly_draw_the_same_panels(name, pictures):
             assert wanted <= legend and wanted <= named
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("suffix", "begin"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<svg")]
 )

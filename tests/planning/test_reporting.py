@@ -277,6 +277,7 @@ def test_names_are_escaped(plan, tmp_path):
     assert "&lt;b&gt;&amp;" in (tmp_path / "plan.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_of_a_plan_of_chains_adds_up(traced):
     plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     assert any(one.chain for one in plan.op_policies)

@@ -57,6 +57,7 @@ def test_a_larger_batch_is_said_once_with_its_peak(plan):
     assert len([one for one in caught if "AC unit" in str(one.message)]) == 0
 
 
+@pytest.mark.slow
 def test_a_larger_batch_is_not_recomputed_where_the_budget_is_ample():
     planned = autosac.plan(
         make_model(), BATCHES[1:3], memory_budget="1GiB", optimizer="adamw"

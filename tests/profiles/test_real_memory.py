@@ -85,6 +85,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", CASES)
 def test_what_backward_takes_besides_its_trace_is_counted(name):
     case = CASES[name]

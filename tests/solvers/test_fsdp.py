@@ -393,6 +393,7 @@ def test_problems_that_are_out_of_order_are_errors():
         replace(problem, compute_ms=(1.0,))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("budget_gib", [40, 60, 90])
 def test_many_equal_layers_are_solved_with_few_rows(budget_gib):
     problem = layers(48, budget_bytes=budget_gib * 2**30)

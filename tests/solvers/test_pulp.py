@@ -240,6 +240,7 @@ def test_a_model_of_infinite_or_huge_numbers_is_refused(number):
         pulp_runner.run(model)
 
 
+@pytest.mark.slow_but_first
 @both
 def test_a_limit_on_work_ends_a_solve_at_the_same_place_each_time(backend):
     ends = []

@@ -143,6 +143,7 @@ def test_state_is_far_between_steps_and_a_chunk_at_a_time_is_there(name):
     assert all(t.dim() == 0 for t in optimizer_tensors(far))
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_checkpoints_load_with_and_without(name, tmp_path):
     make = OPTIMIZERS[name]

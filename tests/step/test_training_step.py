@@ -88,11 +88,13 @@ def test_the_peak_with_any_optimizer_is_that_of_a_real_step(name):
     assert_exact(OPTIMIZERS[name])
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_peak_in_any_setting_is_that_of_a_real_step(name):
     assert_exact(optim.AdamW, **SETTINGS[name])
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["adamw in backward", "adafactor", "adamw, fused"])
 def test_a_plan_trains_identically_with_any_optimizer(name):
     verification = autosac.verify(

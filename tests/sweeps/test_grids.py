@@ -225,6 +225,7 @@ def test_what_changes_the_result_makes_another_cell(tmp_path):
     assert swept() == 0
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("damage", ["", "[]", '{"format": 1}', '{"format": 1, "facts"'])
 def test_a_damaged_file_is_done_again_with_a_warning(tmp_path, damage):
     calls, folder = tmp_path / "calls", tmp_path / "cells"
@@ -350,6 +351,7 @@ def test_the_picture_has_a_panel_for_each_width_and_a_line_for_each_size(result)
     assert list(drawn) == [row.step_ms for row in result.rows[-3:]]
 
 
+@pytest.mark.slow
 def test_under_one_budget_the_picture_goes_along_the_last_axis():
     swept = autosac.sweep_grid(
         make_step, {"width": [8, 16], "batch_size": [32, 64]}, memory_budgets=["1GiB"]

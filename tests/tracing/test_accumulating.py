@@ -135,7 +135,7 @@ class Towers(nn.Module):
         return one.mean(1) @ other.mean(1).T
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_a_rerun_in_backward_makes_sums_of_its_own(share, one_thread):
     # A residual is added in it, to what only the rerun holds: the dry run confirms it.

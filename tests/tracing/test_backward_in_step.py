@@ -150,6 +150,7 @@ def test_the_peak_of_all_backward_passes_is_predicted(name, share):
     assert 0 <= plan.peak_bytes - verification.measured_peak_bytes <= scalars_bytes
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", [name for name in STEPS if STEPS[name].has_units])
 def test_a_dry_run_of_any_policies_peaks_where_the_simulation_does(name):
     traced = profile_of(name)

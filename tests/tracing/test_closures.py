@@ -83,6 +83,7 @@ def rows():
     return torch.randn(64, WIDTH)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("block", [Block, Activates, Wrapped, Rebound])
 def test_functions_that_close_over_the_model_are_traced_with_it(block):
     trainers = []
@@ -195,6 +196,7 @@ class Momentum(torch.optim.Optimizer):
             parameter.add_(state["mean"], alpha=-group["lr"])
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_keeps_in_attributes_is_there_all_the_time():
     def peak(make_optimizer):
         model = Blocks()

@@ -122,6 +122,7 @@ def loss_fn(output):
     return output.square().mean()
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     "make_optimizer",
     [

@@ -196,6 +196,7 @@ def mean_square(output):
     return output.square().mean()
 
 
+@pytest.mark.slow_but_fifth
 @each_function
 def test_the_trace_runs_the_ops_of_a_real_step(function):
     result = profile_of_step(function)

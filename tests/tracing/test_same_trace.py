@@ -25,6 +25,7 @@ def traced(name, in_the_way=0):
     )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["gpt", "convolutions", "mlp"])
 def test_a_step_under_autocast_has_one_trace_wherever_its_tensors_lie(name):
     # Autocast drops its copies of the weights in the order of their addresses.
@@ -33,6 +34,7 @@ def test_a_step_under_autocast_has_one_trace_wherever_its_tensors_lie(name):
     assert tapes[0] == tapes[1] == tapes[2] == tapes[3]
 
 
+@pytest.mark.slow
 def test_it_has_one_plan():
     plans = []
     for in_the_way in (0, 100):

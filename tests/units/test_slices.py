@@ -68,6 +68,7 @@ def slices_of(plan):
     return [one for one in plan.op_policies if one.until]
 
 
+@pytest.mark.slow_but_first
 def test_slices_train_bit_identically(case, one_thread):
     _, plans, make_model, make_inputs = case
 

@@ -201,6 +201,7 @@ def test_gradients_that_are_dropped_after_forward_count_in_it(accumulate):
     assert dropped_before.measured_peak_bytes <= planned.peak_bytes
 
 
+@pytest.mark.slow
 def test_gradients_that_are_never_dropped_count_all_the_time():
     how = {"keeps_gradients": True}
     traced = calibrate(
@@ -281,6 +282,7 @@ class Remembering(torch.nn.Module):
         return self.after(torch.relu(self.before(x)).sigmoid())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "how", ["from the start", "from the first step", "of the last step"]
 )
@@ -295,6 +297,7 @@ def test_tensors_that_modules_keep_count_in_the_peak(how):
     assert found.prediction_error == 0.0 and found.identical
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_are_those_of_one_step():
     def make_inputs():
         return torch.randn(BATCH, WIDTH, requires_grad=True)
@@ -341,6 +344,7 @@ class KeepsBeside(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.slow
 def test_what_objects_hold_counts_in_batches_and_optimizers():
     unread = torch.randn(64, WIDTH)
 
