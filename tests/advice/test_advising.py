@@ -13,7 +13,7 @@ WIDTH, CLASSES, BATCH, LENGTH = 32, 600, 8, 24
 
 
 class Model(nn.Module):
-    def __init__(self, chunk_bytes=None, num_blocks=2):
+    def __init__(self, chunk_bytes=None, num_blocks=1):
         super().__init__()
         self.chunk_bytes = chunk_bytes
         self.embedding = nn.Embedding(CLASSES, WIDTH)

@@ -7,7 +7,7 @@ from torch import nn
 from autosac.errors import SolverError, TraceError, UnsupportedError
 from benchmarks import breadth
 from benchmarks.judging import job, verdicts
-from benchmarks.models.drawn import NotBuiltError, every, small_vision
+from benchmarks.models.drawn import NotBuiltError, every
 from benchmarks.models.workload import Workload, adamw, normal
 
 
@@ -138,7 +138,10 @@ def test_what_is_raised_while_planning_is_a_verdict(
     assert judgement["reason"].endswith(str(error)) and judgement["phase"] == job.FLOOR
 
 
+@pytest.mark.slow
 def test_a_batch_of_equal_layers_is_cut_to_two():
+    from benchmarks.models.drawn import small_vision  # imports all models of timm
+
     blocks = [nn.Linear(8, 8) for _ in range(5)]
     model = nn.Sequential(nn.Linear(4, 8), *blocks, nn.ReLU(), nn.Linear(8, 2))
 
