@@ -4,7 +4,7 @@ import contextlib
 import gc
 import warnings
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -212,11 +212,16 @@ def experts():
     return nn.Sequential(*(Experts() for _ in range(4)))
 
 
+@cache
+def traced_experts():
+    model, x = experts(), torch.randn(256, WIDTH)
+    return x, profile(model, x, loss_fn=_mean_square)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_a_plan_leaves_room_for_other_draws(share):
-    x = torch.randn(256, WIDTH)
-    traced = profile(experts(), x, loss_fn=_mean_square)
+    x, traced = traced_experts()
     least, most = floor(traced), traced.baseline_peak_bytes
     chosen = plan(traced, memory_budget=least + int(share * (most - least)))
 
