@@ -12,10 +12,8 @@ from torch.utils._pytree import tree_leaves
 from autosac.cli.demo import GPT
 from autosac.errors import TraceError
 from autosac.profiles.profile import calibrate, profile
-from autosac.simulation.simulator import Simulator
 from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import normalize_inputs, training_step
-from autosac.tracing.trace import dry_run
 from autosac.verification.measuring import (
     capture_state,
     differences,
@@ -163,18 +161,6 @@ def test_the_baseline_peak_is_that_of_the_storages_of_a_real_step(case, optimize
         training_step(model, args, kwargs, **options)
 
     assert expected == counter.peak
-
-
-@pytest.mark.slow_but_first
-@each_optimizer
-@each_case
-def test_the_baseline_peak_is_the_dry_runs_byte_for_byte(case, optimizer):
-    traced = shared_profile(case, optimizer)
-
-    dry = dry_run(traced.step, lambda model: None)
-
-    expected = Simulator(dry).baseline.peak_bytes
-    assert traced.simulator.peak_bytes({}, workspaces=False) == expected
 
 
 def _gpt():
