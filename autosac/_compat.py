@@ -269,7 +269,7 @@ class _FakeMode(FakeTensorMode):
     """A mode that asks the driver for devices once, not in every op."""
 
     @cached_property
-    def avoid_device_init(self) -> bool:  # type: ignore[override]
+    def avoid_device_init(self) -> bool:
         return bool(super().avoid_device_init)
 
 
