@@ -56,8 +56,16 @@ class InFlightSimulator(Simulator):
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
     ) -> Ledger:
         """All that the step allocates, and what the others hold."""
-        part = part_of(self.profile, chosen, is_last=self._is_last)
-        one = super().ledger(chosen, workspaces=workspaces)
+        return self.with_held(chosen, workspaces=workspaces)[0]
+
+    def with_held(
+        self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
+    ) -> tuple[Ledger, int]:
+        """Likewise, and the bytes that each of the others holds."""
+        one = self.profile.simulator.ledger(chosen, workspaces=workspaces)
+        part = part_of(self.profile, one, is_last=self._is_last)
+        held = one.nbytes[part.is_held]
+        held_bytes = int(held.sum())
         if self.sharded is not None:
             # No choice changes what of these there is, and a rank has less of it.
             left_out = one.born >= part.optimizer_key
@@ -65,20 +73,15 @@ class InFlightSimulator(Simulator):
                 left_out |= part.gradients
             one = replace(one, nbytes=np.where(left_out, 0, one.nbytes))
         if not workspaces or not self.count:
-            return one
-        nbytes = self.count * one.nbytes[part.is_held(one)]
-        return replace(
+            return one, held_bytes
+        until = np.full_like(held, part.optimizer_key)
+        beside = replace(
             one,
-            born=np.concatenate([one.born, np.ones_like(nbytes)]),
-            died=np.concatenate([one.died, np.full_like(nbytes, part.optimizer_key)]),
-            nbytes=np.concatenate([one.nbytes, nbytes]),
+            born=np.concatenate([one.born, np.ones_like(held)]),
+            died=np.concatenate([one.died, until]),
+            nbytes=np.concatenate([one.nbytes, self.count * held]),
         )
-
-    def held_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
-        """What a micro-batch in flight holds."""
-        part = part_of(self.profile, chosen, is_last=self._is_last)
-        one = super().ledger(chosen)
-        return int(one.nbytes[part.is_held(one)].sum())
+        return beside, held_bytes
 
     @cached_property
     def moments(self) -> tuple[int, int]:

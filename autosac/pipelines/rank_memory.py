@@ -36,7 +36,7 @@ from autosac.pipelines.stage_steps import StageStep
 from autosac.profiles.profile import Profile
 from autosac.solving.rules_of_thumb import Choice
 from autosac.step.ledger import Ledger, Timeline
-from autosac.step.tape import IntArray, Tape
+from autosac.step.tape import CATEGORIES, IntArray, Tape
 
 MOST_GATHERED = 3  # stages of a rank: `max_active_stages` of `_add_unshard_reshard`
 _ROUNDS, _BESIDES = 4, 16  # of micro-batches that are replayed at most under 1F1B
@@ -81,33 +81,23 @@ class Part:
     output_bytes: int
     loss_bytes: int
 
-    def is_held(self, ledger: Ledger) -> _Mask:
-        """Which entries a micro-batch holds between its forward and its backward.
-
-        Args:
-            ledger: The part's own, or one of other sizes.
-        """
-        born_before: _Mask = ledger.born <= self.backward_key
-        return self.of_micro_batch & born_before & (ledger.died > self.backward_key)
+    @property
+    def is_held(self) -> _Mask:
+        """Which entries a micro-batch holds between its forward and its backward."""
+        born, died = self.ledger.born, self.ledger.died
+        born_before: _Mask = born <= self.backward_key
+        return self.of_micro_batch & born_before & (died > self.backward_key)
 
 
-def part_of(
-    profile: Profile,
-    chosen: Choice,
-    *,
-    is_last: bool,
-    sharded: ShardedStage | None = None,
-) -> Part:
+def part_of(profile: Profile, ledger: Ledger, *, is_last: bool) -> Part:
     """Sort what the step of one micro-batch allocates.
 
     Args:
         profile: Of the stage.
-        chosen: Its AC units and their policies.
+        ledger: Of the step of the profile.
         is_last: Whether it has the loss.
-        sharded: How the stage is sharded, if the profile is the one that it knows.
     """
     tape, span = profile.tape, profile.simulator.span
-    ledger = (sharded or profile.simulator).ledger(chosen)
     loss_key, backward_key, optimizer_key = (
         tape.phases[phase] * span for phase in ("loss", "backward", "optimizer")
     )
@@ -117,8 +107,9 @@ def part_of(
     stays = of_micro_batch & (ledger.died >= optimizer_key)
     in_loss = (ledger.born >= loss_key) & (ledger.born < backward_key)
     in_backward = ledger.born >= backward_key
-    category = _categories(tape, len(ledger.born))
-    is_gradient, is_input = category == "gradient", category == "input"
+    is_gradient, is_input = (
+        _of_category(tape, name, len(ledger.born)) for name in ("gradient", "input")
+    )
     sent = np.zeros(len(ledger.born), dtype=bool)
     sent[list(_outputs(tape))] = True
     if not is_last:
@@ -145,9 +136,11 @@ def _sum(ledger: Ledger, mask: _Mask) -> int:
     return int(ledger.nbytes[mask].sum())
 
 
-def _categories(tape: Tape, size: int) -> npt.NDArray[np.str_]:
-    of_tape = [storage.category for storage in tape.storages]
-    return np.array(of_tape + [""] * (size - len(of_tape)))
+def _of_category(tape: Tape, name: str, size: int) -> _Mask:
+    """Which entries of a ledger of so many are storages of a category."""
+    mask = np.zeros(size, dtype=bool)
+    mask[: len(tape.storages)] = tape.categories == CATEGORIES.index(name)
+    return mask
 
 
 def _outputs(tape: Tape) -> tuple[int, ...]:
@@ -239,11 +232,11 @@ class RankReplay:
         for stage, step in self.stages.items():
             choice = chosen.get(stage, {})
             of_first = step.in_first(choice)
+            ledger = (step.sharded or step.first.simulator).ledger(of_first)
+            again = step.later.simulator.ledger(choice)
             pairs[stage] = (
-                part_of(
-                    step.first, of_first, is_last=step.is_last, sharded=step.sharded
-                ),
-                part_of(step.later, choice, is_last=step.is_last),
+                part_of(step.first, ledger, is_last=step.is_last),
+                part_of(step.later, again, is_last=step.is_last),
             )
         constant_bytes = self.besides_bytes
         for stage, (_, later) in pairs.items():

@@ -69,13 +69,15 @@ class SharedRankSimulator(Simulator):
     ) -> Ledger:
         """All that is allocated in the windows, and what other stages hold in each."""
         parts = self.split(chosen)
-        held = [
-            one.held_bytes(part)
-            for one, part in zip(self._simulators, parts, strict=True)
-        ]
+        ledgers, held = zip(
+            *(
+                one.with_held(part, workspaces=workspaces)
+                for one, part in zip(self._simulators, parts, strict=True)
+            ),
+            strict=True,
+        )
         columns = []
-        for w, (window, part) in enumerate(zip(self.windows, parts, strict=True)):
-            one = window.simulator.ledger(part, workspaces=workspaces)
+        for w, (window, one) in enumerate(zip(self.windows, ledgers, strict=True)):
             columns.append(self._moved(one, w))
             begin, end = self.ticks[w], self.ticks[w + 1]
             stop = begin + window.simulator.tape.phases["optimizer"]
@@ -95,6 +97,11 @@ class SharedRankSimulator(Simulator):
         for unit, policy in chosen.items():
             parts[self._places[unit]][unit] = policy
         return parts
+
+    @property
+    def num_storages(self) -> int:
+        """Of all windows."""
+        return sum(one.num_storages for one in self._simulators)
 
     @cached_property
     def _places(self) -> dict[Unit, int]:

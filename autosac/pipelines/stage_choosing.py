@@ -329,7 +329,7 @@ class _SharedView:
         self._steps = list(replay.stages.values())
         self._adding = adding
         alone = [self._simulator(step, 0) for step in self._steps]
-        held_bytes = [one.held_bytes({}) for one in alone]
+        held_bytes = [one.with_held({})[1] for one in alone]
         peaks = replay.stage_peaks({}, adding=adding)
         windows = []
         for place, stage in enumerate(replay.stages):

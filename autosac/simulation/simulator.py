@@ -193,9 +193,14 @@ class Simulator:
         is_known = (self.cap, frozenset(chosen.items())) in self._allocator_peaks
         return self.tape.device_type == "cuda" and not is_known
 
+    @property
+    def num_storages(self) -> int:
+        """What a simulation takes is about proportional to it."""
+        return max(1, len(self.tape.storages))
+
     def num_replays(self, most: int) -> int:
         """How many true peaks to ask for: as many as `most`, fewer of a long step."""
-        affordable = _MOST_BLOCKS // max(1, len(self.tape.storages))
+        affordable = _MOST_BLOCKS // self.num_storages
         return max(_FEWEST_REPLAYS, min(most, affordable))
 
     def true_peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
@@ -278,10 +283,9 @@ class Simulator:
         effects = self._effects_of(chosen)
         copied = sum(len(effect.copies) for effect in effects)
         num_works = len(self._always) + sum(len(effect.works) for effect in effects)
-        of_tape = [CATEGORIES.index(s.category) for s in self.tape.storages]
         return np.concatenate(
             [
-                np.array(of_tape, dtype=np.int64),
+                self.tape.categories,
                 np.full(copied, CATEGORIES.index("activation"), dtype=np.int64),
                 np.full(num_works, CATEGORIES.index("workspace"), dtype=np.int64),
             ]

@@ -33,7 +33,7 @@ def far_bytes(choice: Choice) -> int:
 
 def most_rules(simulator: Simulator) -> int:
     """How many choices may be simulated: fewer of a long step."""
-    return max(16, _MOST_PIECES // max(1, len(simulator.tape.storages)))
+    return max(16, _MOST_PIECES // simulator.num_storages)
 
 
 @dataclass(slots=True, eq=False)

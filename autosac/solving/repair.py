@@ -60,7 +60,7 @@ def mend(
         A choice that fits; None if none was found.
     """
     curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
-    left = max(_FEWEST, _MOST_PIECES // max(1, len(simulator.tape.storages)))
+    left = max(_FEWEST, _MOST_PIECES // simulator.num_storages)
     replays = simulator.num_replays(_MOST_REPLAYS)
     peak_bytes = simulator.peak_bytes(choice)
     excess = simulator.true_peak_bytes(choice) - budget_bytes

@@ -246,6 +246,12 @@ class Tape:
         return np.array([s.nbytes for s in self.storages], dtype=np.int64)
 
     @cached_property
+    def categories(self) -> IntArray:
+        """Index into `CATEGORIES` of every storage, shape (num_storages,)."""
+        own = [CATEGORIES.index(s.category) for s in self.storages]
+        return np.array(own, dtype=np.int64)
+
+    @cached_property
     def saved_storage(self) -> IntArray:
         """Storage of every saved tensor, shape (num_saved,)."""
         return np.array([s.storage for s in self.saved], dtype=np.int64)

@@ -249,7 +249,7 @@ def test_micro_batches_add_to_gradients_as_backward_left_them():
     assert first == later == 4 * (NUM_TOKENS + 3) * WIDTH
     # Each sends a gradient of its own back, also where others are added to.
     for own in (block.first, block.later):
-        part = part_of(own, {}, is_last=False)
+        part = part_of(own, own.simulator.ledger({}), is_last=False)
         (sent_back,) = part.ledger.nbytes[part.sent_back]
         assert sent_back == part.input_bytes == 4 * inputs.numel() * WIDTH
 
