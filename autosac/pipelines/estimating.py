@@ -1,16 +1,17 @@
-"""What long stages recompute, estimated from short ones: guides the search for cuts.
+"""What ranks of long stages recompute, estimated from short ones, to search for cuts.
 
 Of like blocks a stage keeps and recomputes as many times more as it has more of them,
-but for what does not depend on their number. So its peak is taken to lie on the line
-through those of two short stages, and what it recomputes to be that of the longer one
-of these under its share of the cap: on lines between a few caps, as very many are asked
-for. No estimate is part of a plan: the stages of the cuts that win are planned
-themselves, and correct the estimates of others.
+but for what does not depend on their number. So the peak of its rank is taken to lie on
+the line through those of two short stages, and what it recomputes to be that of the
+longer one of these under its share of the cap: on lines between a few caps, as very
+many are asked for. Where a rank has several stages they are short together. No estimate
+is part of a plan: the ranks of the cuts that win are planned themselves, and correct
+the estimates of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf
@@ -20,13 +21,15 @@ import numpy as np
 
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes
-from autosac.pipelines.stage_choosing import StageChooser
+from autosac.pipelines.stage_choosing import RankChooser
 from autosac.solving.solve_options import SolveOptions
 
 _FEW, _MORE = 2, 5  # like blocks of stages that stand for longer ones,
 _LONG = 6  # of so many like blocks and more
 # Caps between the least peak and that of nothing recomputed: times fall ever less fast.
 _KNOTS = (0.0, *(2.0**-power for power in range(4, -1, -1)))
+
+_Parts = tuple[tuple[int, ...], ...]  # blocks of each stage of a rank
 
 
 class Shortened(NamedTuple):
@@ -58,80 +61,93 @@ def shortened(micro_batch: MicroBatch, first: int, end: int) -> Shortened | None
     )
 
 
+class _Shortened(NamedTuple):
+    """Likewise of a rank; the number is the mean of its stages."""
+
+    num_like: float
+    few: _Parts
+    more: _Parts
+
+
 @dataclass(kw_only=True)
 class Estimates:
     """Estimates for one schedule under one cap.
 
     Attributes:
         micro_batch: Says which stages are like longer ones.
-        chooser_of: Makes the chooser of some blocks as a stage of an index.
+        chooser_of: Makes the chooser of a rank whose stages have some blocks.
         cap_bytes: On the peak of a rank.
         options: How to solve.
     """
 
     micro_batch: MicroBatch
-    chooser_of: Callable[[int, tuple[int, ...]], StageChooser]
+    chooser_of: Callable[[int, _Parts], RankChooser]
     cap_bytes: int
     options: SolveOptions
-    _choosers: dict[tuple[int, tuple[int, ...]], StageChooser] = field(
-        default_factory=dict
-    )
-    _estimates: dict[tuple[int, tuple[int, ...], int], float] = field(
-        default_factory=dict
-    )
-    _knots: dict[tuple[int, tuple[int, ...], int], float] = field(default_factory=dict)
-    # Of stages that were planned, by what they were estimated from.
-    _planned: dict[tuple[int, tuple[int, ...]], dict[int, float]] = field(
-        default_factory=dict
-    )
+    _choosers: dict[tuple[int, _Parts], RankChooser] = field(default_factory=dict)
+    _estimates: dict[tuple[int, _Parts, float], float] = field(default_factory=dict)
+    _knots: dict[tuple[int, _Parts, int], float] = field(default_factory=dict)
+    # Of ranks that were planned, by what they were estimated from.
+    _planned: dict[tuple[int, _Parts], dict[float, float]] = field(default_factory=dict)
 
-    def recompute_ms(self, stage: int, short: Shortened) -> float:
-        """What a stage recomputes; inf if it is taken not to fit."""
-        own = self._of(stage, short)
-        planned = self._planned.get((stage, self._alike(short.more)), {})
+    def recompute_ms(self, rank: int, stages: Sequence[Shortened]) -> float:
+        """What a rank recomputes; inf if its stages are taken not to fit."""
+        short = self._together(stages)
+        own = self._of(rank, short)
+        planned = self._planned.get((rank, short.more), {})
         if not planned:
             return own
         number = short.num_like
         near = min(planned, key=lambda other: (abs(other - number), other))
         if planned[near] == inf:
             return inf if number >= near else own
-        other = self._of(stage, short._replace(num_like=near))
+        other = self._of(rank, short._replace(num_like=near))
         if inf in (own, other):
             if number > near:
                 return own
             return planned[near] * number / near
         return max(0.0, planned[near] + own - other)
 
-    def learn(self, stage: int, short: Shortened, recompute_ms: float) -> None:
-        """What a stage does recompute; inf if it does not fit."""
-        key = stage, self._alike(short.more)
-        self._planned.setdefault(key, {})[short.num_like] = recompute_ms
+    def learn(
+        self, rank: int, stages: Sequence[Shortened], recompute_ms: float
+    ) -> None:
+        """What a rank does recompute; inf if its stages do not fit."""
+        short = self._together(stages)
+        self._planned.setdefault((rank, short.more), {})[short.num_like] = recompute_ms
 
-    def _of(self, stage: int, short: Shortened) -> float:
+    def lowest_bytes(self, rank: int, stages: Sequence[Shortened]) -> float:
+        """The least peak of a rank."""
+        return self._lowest_bytes(rank, self._together(stages))
+
+    def _together(self, stages: Sequence[Shortened]) -> _Shortened:
+        """Stages of a rank, each as the first that is like it."""
+        like = self.micro_batch.first_like
+        return _Shortened(
+            num_like=sum(own.num_like for own in stages) / len(stages),
+            few=tuple(like(own.few) for own in stages),
+            more=tuple(like(own.more) for own in stages),
+        )
+
+    def _of(self, rank: int, short: _Shortened) -> float:
         """An estimate by short stages alone."""
-        more = self._alike(short.more)
-        key = stage, more, short.num_like
+        key = rank, short.more, short.num_like
         if key not in self._estimates:
-            few = self._alike(short.few)
-            self._estimates[key] = self._estimated(stage, few, more, short)
+            self._estimates[key] = self._estimated(rank, short)
         return self._estimates[key]
 
-    def lowest_bytes(self, stage: int, short: Shortened) -> float:
-        """The least peak of a stage's rank."""
-        few, more = map(self._alike, (short.few, short.more))
+    def _lowest_bytes(self, rank: int, short: _Shortened) -> float:
         low, high = (
-            self._chooser(stage, blocks).lowest().peak_bytes for blocks in (few, more)
+            self._chooser(rank, parts).lowest().peak_bytes
+            for parts in (short.few, short.more)
         )
         each, fixed = _line(low, high)
         return fixed + short.num_like * each
 
-    def _estimated(
-        self, stage: int, few: tuple[int, ...], more: tuple[int, ...], short: Shortened
-    ) -> float:
-        fewer, chooser = self._chooser(stage, few), self._chooser(stage, more)
+    def _estimated(self, rank: int, short: _Shortened) -> float:
+        fewer, chooser = self._chooser(rank, short.few), self._chooser(rank, short.more)
         times = short.num_like / _MORE
 
-        if self.lowest_bytes(stage, short) > self.cap_bytes:
+        if self._lowest_bytes(rank, short) > self.cap_bytes:
             return inf
         each, fixed = _line(fewer.plain.peak_bytes, chooser.plain.peak_bytes)
         if fixed + short.num_like * each <= self.cap_bytes:
@@ -141,27 +157,24 @@ class Estimates:
         most_bytes = chooser.plain.peak_bytes - least_bytes
         share = min(1.0, max(0.0, room_bytes / max(1, most_bytes)))
         high = next(i for i in range(1, len(_KNOTS)) if share <= _KNOTS[i])
-        at_knots = [self._at_knot(stage, more, knot) for knot in (high - 1, high)]
+        at_knots = [self._at_knot(rank, short.more, knot) for knot in (high - 1, high)]
         return times * float(np.interp(share, _KNOTS[high - 1 : high + 1], at_knots))
 
-    def _at_knot(self, stage: int, blocks: tuple[int, ...], knot: int) -> float:
-        """What a short stage recomputes in ms with so much memory."""
-        key = stage, blocks, knot
+    def _at_knot(self, rank: int, parts: _Parts, knot: int) -> float:
+        """What short stages recompute in ms with so much memory."""
+        key = rank, parts, knot
         if key not in self._knots:
-            chooser = self._chooser(stage, blocks)
+            chooser = self._chooser(rank, parts)
             low, high = chooser.lowest().peak_bytes, chooser.plain.peak_bytes
             cap_bytes = low + int(_KNOTS[knot] * (high - low))
             choice = chooser.choose(cap_bytes, self.options)
             self._knots[key] = inf if choice is None else choice.recompute_ms
         return self._knots[key]
 
-    def _alike(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        return self.micro_batch.first_like(blocks)
-
-    def _chooser(self, stage: int, blocks: tuple[int, ...]) -> StageChooser:
-        key = stage, blocks
+    def _chooser(self, rank: int, parts: _Parts) -> RankChooser:
+        key = rank, parts
         if key not in self._choosers:
-            self._choosers[key] = self.chooser_of(stage, blocks)
+            self._choosers[key] = self.chooser_of(rank, parts)
         return self._choosers[key]
 
 

@@ -9,17 +9,22 @@ the rank that does not fit, or takes longest, to another one, while that is bett
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
 from autosac.pipelines.cutting import Cuts, Cutting
+from autosac.pipelines.estimating import Shortened, shortened
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.schedule_racing import MARGIN, Lowest, PlannedStage, Race
 from autosac.pipelines.schedules import ONE_F_ONE_B, Schedule
-from autosac.pipelines.stage_choosing import SharedRankChooser, StageChoice
+from autosac.pipelines.stage_choosing import (
+    RankChooser,
+    SharedRankChooser,
+    StageChoice,
+)
 from autosac.pipelines.stage_steps import StageStep
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.solve_options import SolveOptions
@@ -69,14 +74,32 @@ class InterleavedRace(Race):
         return max(work_ms, self._new_cutting(inf).bound_ms)
 
     def run(self, best_ms: float) -> Cuts:
-        """The best cuts found, if they are faster than the best known step."""
-        return self.guess(best_ms)
+        """The best cuts found, if they are faster than the best known step.
+
+        Long stages are estimated until cuts with them win, and planned then.
+        """
+        cuts = self.guess(best_ms)
+        while cuts.starts or best_ms == inf:
+            unplanned = [
+                (rank, stages)
+                for rank, stages in enumerate(self._by_rank(self._best.starts))
+                if self._key(rank, stages) not in self._of_ranks
+            ]
+            if not unplanned:
+                break
+            for rank, stages in unplanned:
+                self._plan_rank(rank, stages)
+            self._searched.clear()
+            cuts = self.guess(best_ms)
+        return cuts
 
     def guess(self, best_ms: float) -> Cuts:
-        """Likewise: nothing is estimated."""
-        best = self._best
-        if best.step_ms < (1 - self.gap) * best_ms:
-            return Cuts(best.step_ms, best.starts)
+        """The best cuts by what is known and estimated."""
+        faster_ms = (1 - self.gap) * best_ms
+        if self._by_time.step_ms < faster_ms:
+            best = self._best
+            if best.step_ms < faster_ms:
+                return Cuts(best.step_ms, best.starts)
         return Cuts(best_ms, ())
 
     def planned(self, cuts: Cuts) -> list[PlannedStage] | None:
@@ -163,24 +186,23 @@ class InterleavedRace(Race):
         own_ms = sum(self.micro_batch.block_ms[first:end])
         return StageTimes(forward_ms=own_ms / 3, backward_ms=own_ms * 2 / 3)
 
-    def _times_of(self, stage: _Stage, rerun_ms: float) -> StageTimes:
-        index, first, end = stage
-        like = range(*self.micro_batch.like(first, end))
-        return self.times_of_step(index, tuple(like), rerun_ms, end)
-
     @property
     def _best(self) -> _Tried:
         """The best cuts that were found."""
         shares = self.micro_batch.shares
         if shares not in self._searched:
-            self._even.run()
-            by_time = self._descend(self._even.starts, self._plain, _MOST_PLAYED)
-            own = self._descend(by_time.starts, self._try, _MOST_TRIED)
+            own = self._descend(self._by_time.starts, self._try, _MOST_TRIED)
             if own.step_ms == inf:  # even stages may need less memory
                 even = self._descend(self._even.starts, self._try, _MOST_TRIED)
                 own = min(own, even, key=lambda tried: tried.cost)
             self._searched[shares] = own
         return self._searched[shares]
+
+    @cached_property
+    def _by_time(self) -> _Tried:
+        """The best cuts that were found if nothing is recomputed."""
+        self._even.run()
+        return self._descend(self._even.starts, self._plain, _MOST_PLAYED)
 
     @cached_property
     def _searched(self) -> dict[bool, _Tried]:
@@ -248,28 +270,64 @@ class InterleavedRace(Race):
         )
 
     def _try(self, starts: tuple[int, ...]) -> _Tried:
-        """Plan all ranks."""
-        rerun_ms: dict[int, float] = {}
+        """What all ranks do, by what is known and estimated."""
+        times: dict[int, StageTimes] = {}
         excess: list[float] = []
         for rank, stages in enumerate(self._by_rank(starts)):
-            choice, chooser = self._choice(rank, stages), self._chooser(rank, stages)
-            needed = chooser.lowest() if choice is None else choice
-            excess.append(
-                needed.peak_bytes + self._late_bytes(stages) - self.budget_bytes
-            )
-            for stage, own in chooser.by_stage(needed.choice).items():
-                rerun_ms[stage] = recompute_ms(own)
-        times = tuple(
-            self._times_of(stage, rerun_ms[stage[0]])
-            for stage in self.stages_at(starts)
-        )
+            rerun_ms, excess_bytes = self._rank(rank, stages)
+            excess.append(excess_bytes)
+            for (stage, first, end), own_ms in zip(stages, rerun_ms, strict=True):
+                like = self.micro_batch.like(first, end)
+                short = self._shortened((stage, first, end))
+                times[stage] = self._estimated_times(stage, like, short, own_ms, end)
+        in_order = tuple(times[stage] for stage in range(len(times)))
         fits = max(excess) <= 0
         return _Tried(
             starts=starts,
-            times=times,
-            step_ms=step_ms(self.schedule, times) if fits else inf,
+            times=in_order,
+            step_ms=step_ms(self.schedule, in_order) if fits else inf,
             excess_bytes=tuple(excess),
         )
+
+    def _rank(
+        self, rank: int, stages: Sequence[_Stage]
+    ) -> tuple[Sequence[float], float]:
+        """What stages of a rank recompute, and by what their peak is above the budget.
+
+        The peak is the least one if they do not fit.
+        """
+        shorts = [s for s in map(self._shortened, stages) if s is not None]
+        is_planned = self._key(rank, stages) in self._of_ranks
+        if is_planned or len(shorts) < len(stages):
+            choice, chooser = self._choice(rank, stages), self._chooser(rank, stages)
+            needed = chooser.lowest() if choice is None else choice
+            by_stage = chooser.by_stage(needed.choice).values()
+            late_bytes = self._late_bytes(stages)
+            excess_bytes = needed.peak_bytes + late_bytes - self.budget_bytes
+            return [recompute_ms(own) for own in by_stage], excess_bytes
+        own_ms = self._estimates.recompute_ms(rank, shorts)
+        if own_ms == inf:
+            lowest_bytes = self._estimates.lowest_bytes(rank, shorts)
+            return [0.0] * len(stages), max(1.0, lowest_bytes - self.budget_bytes)
+        total = sum(short.num_like for short in shorts)
+        return [own_ms * short.num_like / total for short in shorts], 0.0
+
+    def _plan_rank(self, rank: int, stages: Sequence[_Stage]) -> None:
+        """Plan stages like these, and learn from it."""
+        choice = self._choice(rank, stages)
+        shorts = [s for s in map(self._shortened, stages) if s is not None]
+        if len(shorts) == len(stages):
+            own_ms = inf if choice is None else choice.recompute_ms
+            self._estimates.learn(rank, shorts, own_ms)
+
+    def _shortened(self, stage: _Stage) -> Shortened | None:
+        return shortened(self.micro_batch, *self.micro_batch.like(*stage[1:]))
+
+    def _chooser_of_parts(
+        self, rank: int, parts: tuple[tuple[int, ...], ...]
+    ) -> RankChooser:
+        indices = self.schedule.stages_of(rank)
+        return self._new_chooser(rank, self._steps(zip(indices, parts, strict=True)))
 
     def _by_rank(self, starts: Sequence[int]) -> list[list[_Stage]]:
         stages = self.stages_at(starts)
@@ -305,14 +363,23 @@ class InterleavedRace(Race):
         """Of stages like these; two that are alike have units of their own."""
         key = self._key(rank, stages)
         if key not in self._rank_choosers:
-            seen: Counter[tuple[int, int]] = Counter()
-            steps: dict[int, StageStep] = {}
-            for stage, first, end in stages:
-                like = self.micro_batch.like(first, end)
-                steps[stage] = self.micro_batch.step(*like).twin(seen[like])
-                seen[like] += 1
-            self._rank_choosers[key] = self._new_chooser(rank, steps)
+            parts = (
+                (stage, tuple(range(*self.micro_batch.like(first, end))))
+                for stage, first, end in stages
+            )
+            self._rank_choosers[key] = self._new_chooser(rank, self._steps(parts))
         return self._rank_choosers[key]
+
+    def _steps(
+        self, parts: Iterable[tuple[int, tuple[int, ...]]]
+    ) -> dict[int, StageStep]:
+        """Steps of stages of some blocks; like ones have units of their own."""
+        seen: Counter[tuple[int, ...]] = Counter()
+        steps: dict[int, StageStep] = {}
+        for stage, blocks in parts:
+            steps[stage] = self.micro_batch.step_of(blocks).twin(seen[blocks])
+            seen[blocks] += 1
+        return steps
 
     def _own_chooser(
         self, rank: int, stages: Sequence[_Stage]

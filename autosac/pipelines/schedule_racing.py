@@ -19,7 +19,11 @@ from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.plans import PipelinePlan, StagePlan
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.schedules import GPIPE, Schedule
-from autosac.pipelines.stage_choosing import StageChoice, StageChooser
+from autosac.pipelines.stage_choosing import (
+    RankChooser,
+    StageChoice,
+    StageChooser,
+)
 from autosac.pipelines.stage_steps import StageStep
 from autosac.planning.make_plan import difference_in_dry_run, policy_ratios
 from autosac.planning.spelling import spell_out
@@ -94,7 +98,7 @@ class Race:
         self._lowest_bytes: dict[tuple[int, int, int], float] = {}
         self._estimates = Estimates(
             micro_batch=micro_batch,
-            chooser_of=self._chooser_of,
+            chooser_of=self._chooser_of_parts,
             cap_bytes=budget_bytes,
             options=SolveOptions(
                 relative_gap=max(relative_gap, MARGIN - 1), polishes=False
@@ -192,7 +196,7 @@ class Race:
         short = shortened(self.micro_batch, *like)
         if short is not None:
             own_ms = inf if choice is None else choice.recompute_ms
-            self._estimates.learn(stage, short, own_ms)
+            self._estimates.learn(stage, (short,), own_ms)
         return choice
 
     def _lowest_fits(self) -> bool:
@@ -206,6 +210,13 @@ class Race:
     def chooser(self, stage: int, first: int, end: int) -> StageChooser:
         """Of some blocks as a stage of that index."""
         return self._chooser_of(stage, tuple(range(first, end)))
+
+    def _chooser_of_parts(
+        self, rank: int, parts: tuple[tuple[int, ...], ...]
+    ) -> RankChooser:
+        """Of a rank whose stages have these blocks."""
+        (blocks,) = parts
+        return self._chooser_of(rank, blocks)
 
     def _chooser_of(self, stage: int, blocks: tuple[int, ...]) -> StageChooser:
         key = stage, blocks
@@ -245,6 +256,25 @@ class Race:
         recompute_ms = self._guessed_recompute_ms(stage, like, short)
         if recompute_ms == inf:
             return None
+        return self._estimated_times(stage, like, short, recompute_ms, end)
+
+    def _estimated_times(
+        self,
+        stage: int,
+        like: tuple[int, int],
+        short: Shortened | None,
+        recompute_ms: float,
+        end: int,
+    ) -> StageTimes:
+        """What blocks like these take that recompute so long.
+
+        Args:
+            stage: Index of the stage.
+            like: First block and end of those.
+            short: What stands for them, if they are many.
+            recompute_ms: What they recompute.
+            end: Block behind the stage's own last one.
+        """
         if short is None:
             return self.times_of_step(stage, tuple(range(*like)), recompute_ms, end)
         few, more = (
@@ -273,7 +303,7 @@ class Race:
                 share = (stage - before) / (behind - before)
                 return high_ms + share * (low_ms - high_ms)
         if short is not None and not self._is_planned((stage, *like)):
-            return self._estimates.recompute_ms(stage, short)
+            return self._estimates.recompute_ms(stage, (short,))
         choice = self.choice(stage, *like)
         return inf if choice is None else choice.recompute_ms
 
@@ -369,7 +399,7 @@ class Race:
             self._lowest_bytes[key] = (
                 self._lowest(stage, *like)
                 if short is None
-                else self._estimates.lowest_bytes(stage, short)
+                else self._estimates.lowest_bytes(stage, (short,))
             )
         return self._lowest_bytes[key]
 
