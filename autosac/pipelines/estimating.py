@@ -21,6 +21,7 @@ import numpy as np
 
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes
+from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.stage_choosing import RankChooser
 from autosac.solving.solve_options import SolveOptions
 
@@ -62,7 +63,7 @@ def shortened(micro_batch: MicroBatch, first: int, end: int) -> Shortened | None
 
 
 class _Shortened(NamedTuple):
-    """Likewise of a rank; the number is the mean of its stages."""
+    """Likewise of a rank; the number is the mean of all that it has in flight."""
 
     num_like: float
     few: _Parts
@@ -75,12 +76,14 @@ class Estimates:
 
     Attributes:
         micro_batch: Says which stages are like longer ones.
+        schedule: The schedule.
         chooser_of: Makes the chooser of a rank whose stages have some blocks.
         cap_bytes: On the peak of a rank.
         options: How to solve.
     """
 
     micro_batch: MicroBatch
+    schedule: Schedule
     chooser_of: Callable[[int, _Parts], RankChooser]
     cap_bytes: int
     options: SolveOptions
@@ -92,7 +95,7 @@ class Estimates:
 
     def recompute_ms(self, rank: int, stages: Sequence[Shortened]) -> float:
         """What a rank recomputes; inf if its stages are taken not to fit."""
-        short = self._together(stages)
+        short = self._together(rank, stages)
         own = self._of(rank, short)
         planned = self._planned.get((rank, short.more), {})
         if not planned:
@@ -112,18 +115,20 @@ class Estimates:
         self, rank: int, stages: Sequence[Shortened], recompute_ms: float
     ) -> None:
         """What a rank does recompute; inf if its stages do not fit."""
-        short = self._together(stages)
+        short = self._together(rank, stages)
         self._planned.setdefault((rank, short.more), {})[short.num_like] = recompute_ms
 
     def lowest_bytes(self, rank: int, stages: Sequence[Shortened]) -> float:
         """The least peak of a rank."""
-        return self._lowest_bytes(rank, self._together(stages))
+        return self._lowest_bytes(rank, self._together(rank, stages))
 
-    def _together(self, stages: Sequence[Shortened]) -> _Shortened:
+    def _together(self, rank: int, stages: Sequence[Shortened]) -> _Shortened:
         """Stages of a rank, each as the first that is like it."""
-        like = self.micro_batch.first_like
+        like, schedule = self.micro_batch.first_like, self.schedule
+        in_flight = [schedule.most_in_flight(s) for s in schedule.stages_of(rank)]
+        pairs = zip(in_flight, stages, strict=True)
         return _Shortened(
-            num_like=sum(own.num_like for own in stages) / len(stages),
+            num_like=sum(n * own.num_like for n, own in pairs) / sum(in_flight),
             few=tuple(like(own.few) for own in stages),
             more=tuple(like(own.more) for own in stages),
         )

@@ -31,7 +31,8 @@ from autosac.solving.solve_options import SolveOptions
 
 _Stage = tuple[int, int, int]  # index, first block and end
 _MOST_PLAYED = 1024  # cuts by times alone
-_MOST_TRIED = 48  # cuts whose ranks are planned
+_MOST_TRIED = 48  # cuts whose ranks are estimated, or planned if they are short,
+_MOST_PLANNED = 8  # and cuts like the best ones whose ranks are planned
 _LONG = 4  # micro-batches for each stage, with which the longest one counts
 
 
@@ -80,17 +81,14 @@ class InterleavedRace(Race):
         """
         cuts = self.guess(best_ms)
         while cuts.starts or best_ms == inf:
-            unplanned = [
-                (rank, stages)
-                for rank, stages in enumerate(self._by_rank(self._best.starts))
-                if self._key(rank, stages) not in self._of_ranks
-            ]
-            if not unplanned:
-                break
-            for rank, stages in unplanned:
-                self._plan_rank(rank, stages)
+            starts = self._best.starts
+            planned = self._try_planned(starts)
             self._searched.clear()
             cuts = self.guess(best_ms)
+            if self._best.starts == starts:
+                best = self._descend(planned, self._try_planned, _MOST_PLANNED)
+                self._searched[self.micro_batch.shares] = best
+                return self.guess(best_ms)
         return cuts
 
     def guess(self, best_ms: float) -> Cuts:
@@ -191,9 +189,11 @@ class InterleavedRace(Race):
         """The best cuts that were found."""
         shares = self.micro_batch.shares
         if shares not in self._searched:
-            own = self._descend(self._by_time.starts, self._try, _MOST_TRIED)
+            begun = self._try(self._by_time.starts)
+            own = self._descend(begun, self._try, _MOST_TRIED)
             if own.step_ms == inf:  # even stages may need less memory
-                even = self._descend(self._even.starts, self._try, _MOST_TRIED)
+                begun = self._try(self._even.starts)
+                even = self._descend(begun, self._try, _MOST_TRIED)
                 own = min(own, even, key=lambda tried: tried.cost)
             self._searched[shares] = own
         return self._searched[shares]
@@ -202,7 +202,8 @@ class InterleavedRace(Race):
     def _by_time(self) -> _Tried:
         """The best cuts that were found if nothing is recomputed."""
         self._even.run()
-        return self._descend(self._even.starts, self._plain, _MOST_PLAYED)
+        even = self._plain(self._even.starts)
+        return self._descend(even, self._plain, _MOST_PLAYED)
 
     @cached_property
     def _searched(self) -> dict[bool, _Tried]:
@@ -211,12 +212,11 @@ class InterleavedRace(Race):
 
     def _descend(
         self,
-        starts: tuple[int, ...],
+        best: _Tried,
         try_: Callable[[tuple[int, ...]], _Tried],
         most: int,
     ) -> _Tried:
-        """Move one block after the other, so many times at most."""
-        best = try_(starts)
+        """Move one block after the other from the best cuts, so many times at most."""
         neighbours = self._neighbours(best)
         for _ in range(most):
             neighbour = next(neighbours, None)
@@ -289,6 +289,16 @@ class InterleavedRace(Race):
             excess_bytes=tuple(excess),
         )
 
+    def _try_planned(self, starts: tuple[int, ...]) -> _Tried:
+        """Plan all ranks, and learn from it."""
+        for rank, stages in enumerate(self._by_rank(starts)):
+            choice = self._choice(rank, stages)
+            shorts = [s for s in map(self._shortened, stages) if s is not None]
+            if len(shorts) == len(stages):
+                own_ms = inf if choice is None else choice.recompute_ms
+                self._estimates.learn(rank, shorts, own_ms)
+        return self._try(starts)
+
     def _rank(
         self, rank: int, stages: Sequence[_Stage]
     ) -> tuple[Sequence[float], float]:
@@ -311,14 +321,6 @@ class InterleavedRace(Race):
             return [0.0] * len(stages), max(1.0, lowest_bytes - self.budget_bytes)
         total = sum(short.num_like for short in shorts)
         return [own_ms * short.num_like / total for short in shorts], 0.0
-
-    def _plan_rank(self, rank: int, stages: Sequence[_Stage]) -> None:
-        """Plan stages like these, and learn from it."""
-        choice = self._choice(rank, stages)
-        shorts = [s for s in map(self._shortened, stages) if s is not None]
-        if len(shorts) == len(stages):
-            own_ms = inf if choice is None else choice.recompute_ms
-            self._estimates.learn(rank, shorts, own_ms)
 
     def _shortened(self, stage: _Stage) -> Shortened | None:
         return shortened(self.micro_batch, *self.micro_batch.like(*stage[1:]))

@@ -98,6 +98,7 @@ class Race:
         self._lowest_bytes: dict[tuple[int, int, int], float] = {}
         self._estimates = Estimates(
             micro_batch=micro_batch,
+            schedule=schedule,
             chooser_of=self._chooser_of_parts,
             cap_bytes=budget_bytes,
             options=SolveOptions(
