@@ -74,6 +74,11 @@ class InterleavedRace(Race):
         work_ms = number * sum(self.micro_batch.block_ms) / ranks
         return max(work_ms, self._new_cutting(inf).bound_ms)
 
+    @property
+    def plain_ms(self) -> float:
+        """Of the best cuts that were found if nothing is recomputed."""
+        return self._by_time.step_ms
+
     def run(self, best_ms: float) -> Cuts:
         """The best cuts found, if they are faster than the best known step.
 
@@ -94,7 +99,7 @@ class InterleavedRace(Race):
     def guess(self, best_ms: float) -> Cuts:
         """The best cuts by what is known and estimated."""
         faster_ms = (1 - self.gap) * best_ms
-        if self._by_time.step_ms < faster_ms:
+        if self.plain_ms < faster_ms:
             best = self._best
             if best.step_ms < faster_ms:
                 return Cuts(best.step_ms, best.starts)

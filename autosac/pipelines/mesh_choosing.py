@@ -48,7 +48,7 @@ from autosac.pipelines.sharded_stages import DataParallel
 from autosac.quantities import format_bytes, format_ms
 
 _FEW = 2  # meshes whose least peak is asked for if none can fit
-_MOST_LOOPED = 4  # meshes under interleaved 1F1B that race, those of least bound
+_MOST_LOOPED = 6  # meshes under interleaved 1F1B that race, those likely to be fastest
 # Nodes that may be used besides all of them: so few, or a power of two.
 _FEW_NODES = 8
 
@@ -180,11 +180,12 @@ class MeshSearch:
     def _enter(self, cells: Sequence[_Cell]) -> None:
         """Let those of one number of GPUs race that may be fastest."""
         runners = self._runners
-        by_bound = sorted(
-            ((cell.schedule.is_looped, self._least_ms(cell), cell) for cell in cells),
+        likely = sorted(
+            ((cell.schedule.is_looped, self._likely_ms(cell), cell) for cell in cells),
             key=itemgetter(0, 1),
         )
-        for is_looped, bound_ms, cell in by_bound:
+        for is_looped, _, cell in likely:
+            bound_ms = self._least_ms(cell)
             if bound_ms >= runners.best_ms:
                 self._note(cell, f"takes {format_ms(bound_ms)} a step at least")
                 continue
@@ -200,6 +201,9 @@ class MeshSearch:
             race = self._race(cell)
             if race.bound_ms >= runners.best_ms:
                 self._note(cell, f"takes {format_ms(race.bound_ms)} a step at least")
+            elif race.plain_ms >= runners.best_ms:
+                runners.bound_ms = min(runners.bound_ms, race.bound_ms)
+                self._note(cell, f"takes about {format_ms(race.plain_ms)} a step")
             else:
                 self._looped_left -= is_looped
                 runners.enter(race)
@@ -210,12 +214,22 @@ class MeshSearch:
         self._tensors.clear()
         for degree in degrees:
             try:
-                self._tensors += divisions(
+                found = divisions(
                     self.base.model, degree, self.tp_plan, self.loss_parallel
                 )
             except AutosacError as error:
                 refused.append(error)
                 self._lost[f"tp={degree}"] = str(error)
+                continue
+            for tensor in found:
+                try:
+                    _ = self._micro_batch(tensor, 1).whole
+                except AutosacError as error:
+                    refused.append(error)
+                    kind = ", parts of sequences" * tensor.cuts_sequences
+                    self._lost[f"tp={degree}{kind}"] = str(error)
+                else:
+                    self._tensors.append(tensor)
         return refused
 
     def _cells(self, cluster: ClusterSpec, tensor: TensorParallel) -> Iterator[_Cell]:
@@ -279,6 +293,13 @@ class MeshSearch:
         stages, number = cell.schedule.num_ranks, cell.schedule.num_micro_batches
         waits = 0 if cell.schedule.is_looped else stages - 1
         return own_ms * (number + waits) / stages
+
+    def _likely_ms(self, cell: _Cell) -> float:
+        """Likewise if stages are even, of which a rank with several waits less."""
+        schedule = cell.schedule
+        own_ms = self._micro_batch(cell.tensor, 1).flops_ms * cell.rows
+        waits = (schedule.num_ranks - 1) / schedule.stages_per_rank
+        return own_ms * (schedule.num_micro_batches + waits) / schedule.num_ranks
 
     def _least_on(self, cluster: ClusterSpec) -> float:
         """No step on so many GPUs is faster, likewise."""

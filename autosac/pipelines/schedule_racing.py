@@ -167,6 +167,11 @@ class Race:
         """No cuts give a faster step, by the times of blocks alone."""
         return self._new_cutting(inf).bound_ms
 
+    @property
+    def plain_ms(self) -> float:
+        """A step takes no less, or hardly, even if nothing is recomputed."""
+        return self.bound_ms
+
     def guess(self, best_ms: float) -> Cuts:
         """The best cuts by what is known and estimated."""
         cutting = self._new_cutting(best_ms)

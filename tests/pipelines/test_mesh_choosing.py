@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 import autosac
 from autosac.devices.specs import device_spec
@@ -13,6 +14,7 @@ from autosac.pipelines import estimating, rank_memory
 from autosac.pipelines.rank_memory import RankReplay
 from autosac.pipelines.schedule_racing import MARGIN, Race
 from autosac.pipelines.schedules import INTERLEAVED, Schedule
+from benchmarks.large_meshes import Llama, token_loss
 from tests.pipelines.stages import (
     LANGUAGE,
     language_loss,
@@ -130,3 +132,37 @@ def test_estimates_of_long_stages_lead_to_plans_as_good_as_without(
     for budget, own in zip(budgets, guessed, strict=True):
         assert own.peak_bytes <= budget
         assert own.step_ms <= margin * plan(budget, **options).step_ms
+
+
+@pytest.mark.slow
+def test_ways_to_divide_that_the_optimizer_cannot_step_on_are_left_out_and_said():
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
+    with torch.device("meta"):
+        model = Llama(config)
+    rows = torch.zeros(1, 16, dtype=torch.int64)
+    own = autosac.plan_pipeline(
+        model,
+        rows,
+        target=rows,
+        loss_fn=token_loss,
+        optimizer=torch.optim.AdamW,  # on GPUs all at once: no plain norms by slices
+        memory_budget="1GiB",
+        mesh={"pp": 2, "fsdp": None, "tp": 2},
+        num_micro_batches=2,
+        cluster="hgx-h100",
+        num_gpus=4,
+        global_batch=4,
+        loss_parallel=True,
+    )
+    assert own.num_gpus == 4
+    refused = [text for text in own.alternatives if text.startswith("tp=2: ")]
+    assert "foreach=False" in refused[0]
+    assert own.tensor.cuts_sequences
