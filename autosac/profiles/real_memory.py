@@ -227,7 +227,7 @@ def measured(step: Step) -> dict[str, Stretch]:
         cpu_events() as recording,  # of the copies, too: some are freed in the step
         copied(replace(step, optimizer=None), None) as copies,
     ):
-        model, _, args, kwargs, loss_fn = copies
+        model, _, args, kwargs, loss_fn, _ = copies
 
         def run(mark: Any) -> None:
             micro_step(

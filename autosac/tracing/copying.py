@@ -63,10 +63,11 @@ class AnyCopies(TorchFunctionMode):
 def copied(
     step: Step, mode: _compat.FakeTensorMode | None
 ) -> Iterator[tuple[Any, ...]]:
-    """Inside, there are copies of model, optimizer, args and kwargs; and a loss.
+    """Inside, there are copies of model, optimizer, args and kwargs, a loss, modules.
 
     Functions of the model and the loss reach the copies where the user's reach what
-    was copied, and what else they may write to is put back at the end.
+    was copied, and what else they may write to is put back at the end. The modules are
+    all that were copied, also those that only functions reach.
 
     Args:
         step: The step.
@@ -107,9 +108,10 @@ def copied(
             optimizer=optimizer,
             is_real=mode is None,
         )
+    modules = [own for own in memo.values() if isinstance(own, torch.nn.Module)]
     with puts_back:
         del memo  # it holds all that was copied
-        yield model, optimizer, args, kwargs, loss_fn
+        yield model, optimizer, args, kwargs, loss_fn, modules
 
 
 def _conversion(

@@ -35,6 +35,9 @@ class Learned:
             fakes cannot do it.
         earlier: Steps that come before it and make what modules keep for later ones.
         kept_bytes: What modules keep after each of these, and after the step.
+        made_bytes: Sizes of all that each of these allocated.
+        counts: An attribute of a module that each step changes, such as a count of
+            steps, by which what it does may depend on how many there were; or None.
         seed: Where its random streams begin.
         num_updates: Training steps that come before it.
         num_later_updates: Steps of the optimizer between its first and the one that is
@@ -48,6 +51,8 @@ class Learned:
     real: bool = False
     earlier: int = 0
     kept_bytes: list[int] = field(default_factory=list)
+    made_bytes: list[list[int]] = field(default_factory=list)
+    counts: str | None = None
     seed: int = 0
     num_updates: int = 0
     num_later_updates: int | None = None

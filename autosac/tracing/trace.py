@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,8 +32,6 @@ from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
 from autosac.pytrees import held_tensors, module_tensors
-from autosac.quantities import format_bytes
-from autosac.step.arguments import warn
 from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Parameter, Tape
 from autosac.step.training_step import (
@@ -51,6 +48,13 @@ from autosac.tracing.conversions import idle_conversions
 from autosac.tracing.copying import copied
 from autosac.tracing.cycles import warn_of_cycles
 from autosac.tracing.failures import explanation, too_large
+from autosac.tracing.later_steps import (
+    MOST_EARLIER,
+    changed_number,
+    num_until_alike,
+    num_until_full,
+    numbers_of,
+)
 from autosac.tracing.learned import Retrace
 from autosac.tracing.one_hot import real_one_hot
 from autosac.tracing.parameters import find_parameters
@@ -69,7 +73,7 @@ from autosac.tracing.step import Step
 # Of a step that other threads disturb.
 _LEAST_RUNS, _MOST_RUNS = 3, 9
 _MUCH_BYTES = 2**26
-_MOST_EARLIER = 16  # steps before the one that is traced: a heuristic
+_FEW_EARLIER = 3  # steps before the one that is traced, of modules that count them
 _LITTLE_BYTES = 512  # what modules keep, and nobody traces another step for
 
 
@@ -238,7 +242,11 @@ def _run(
             tape, left = _run_on(mode, step, prepare, **options)
             if left and memoized.remember(left):
                 tape, _ = _run_on(mode, step, prepare, **options)
-            elif left and not only_storages and not step.learned.earlier:
+            elif (
+                (left or step.learned.counts)
+                and not only_storages
+                and not step.learned.earlier
+            ):
                 tape = _later(tape, mode, step, prepare, **options)
             return tape
         except Retrace:
@@ -268,33 +276,38 @@ def _later(
         later, _ = _run_on(mode, step, *args, **how)
         kept_bytes = learned.kept_bytes
         if kept_bytes[0] < kept_bytes[1]:  # as a queue that fills
-            learned.earlier = _MOST_EARLIER
+            learned.earlier = MOST_EARLIER
             later, _ = _run_on(mode, step, *args, **how)
-            learned.earlier = _num_until_full(learned.kept_bytes)
+            learned.earlier = num_until_full(learned.kept_bytes)
             return later if learned.earlier else tape
-    except (Retrace, TraceError):  # a second step may need what the first has lost
-        learned.earlier, learned.real = 0, is_real
+        if learned.counts:
+            learned.earlier = _FEW_EARLIER
+            later, _ = _run_on(mode, step, *args, **how)
+            *_, before, last = learned.made_bytes
+            if before != last or _sizes(later) != _sizes(tape):
+                learned.earlier = MOST_EARLIER
+                later, _ = _run_on(mode, step, *args, **how)
+                learned.earlier = num_until_alike(learned.made_bytes, learned.counts)
+                if learned.earlier < MOST_EARLIER:
+                    later, _ = _run_on(mode, step, *args, **how)
+                return later
+    except (Retrace, TraceError) as error:
+        learned.earlier = 0
+        if isinstance(error, Retrace) and learned.real == is_real:
+            raise  # all is to run in the other way
+        learned.real = is_real  # a second step may need what the first has lost
         return tape
     begins_with_more = kept_bytes[0] - begun_bytes > _LITTLE_BYTES
     learned.earlier = int(begins_with_more or _names(later) != _names(tape))
     return later if learned.earlier else tape
 
 
-def _num_until_full(kept_bytes: list[int]) -> int:
-    """Steps after which modules keep no more than before; 0, and said, if none are."""
-    for number, (before, after) in enumerate(pairwise(kept_bytes), 1):
-        if after <= before:
-            return number
-    more = format_bytes(kept_bytes[-1] - kept_bytes[-2])
-    warn(
-        f"Modules keep {more} more with every step, which is on top of the peak of"
-        " later ones: empty what collects tensors in modules after each step."
-    )
-    return 0
-
-
 def _names(tape: Tape) -> list[str]:
     return [op.name for op in tape.ops]
+
+
+def _sizes(tape: Tape) -> list[int]:
+    return [storage.nbytes for storage in tape.storages]
 
 
 def _run_on(
@@ -318,7 +331,7 @@ def _run_on(
         lens(mode, step.lens),
         copied(step, mode) as copies,
     ):
-        model, optimizer, args, kwargs, loss_fn = copies
+        model, optimizer, args, kwargs, loss_fn, modules = copies
         step = replace(step, loss_fn=loss_fn)
         check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
         _train(step, model, optimizer, args, kwargs)
@@ -343,7 +356,9 @@ def _run_on(
             with _recorded(recorder, mode):
                 if isinstance(optimizer, OptimizerInBackward):
                     make_states(recorder, optimizer)
+                numbers = numbers_of(modules)
                 loss = _one_micro_step(recorder, step, model, args, kwargs)
+                step.learned.counts = changed_number(numbers, numbers_of(modules))
                 found = step.adds_gradients and step.finds_gradients
                 enter_steady_state(recorder, model, optimizer, adds_gradients=found)
                 recorder.mark("optimizer")
@@ -385,7 +400,9 @@ def _take_earlier_steps(
     if not learned.earlier and not finds:
         return
     learned.kept_bytes.clear()
+    learned.made_bytes.clear()
     for _ in range(max(learned.earlier, 1)):
+        num_made = len(recorder.nbytes)
         with _recorded(recorder, mode):
             _one_micro_step(recorder, step, model, args, kwargs)
         if not finds:
@@ -393,6 +410,7 @@ def _take_earlier_steps(
         for tensor in held_tensors((args, kwargs)):
             tensor.grad = None  # each micro-step gets others
         learned.kept_bytes.append(_held_bytes(model))
+        learned.made_bytes.append(recorder.nbytes[num_made:])
 
 
 def _one_micro_step(

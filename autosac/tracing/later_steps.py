@@ -1,0 +1,85 @@
+"""Steps before the one that is traced, if a model does not do the same in each.
+
+Modules keep what they make for later ones, as a queue that fills. And what a step does
+may depend on numbers in modules that each step changes, such as a count of steps: a
+loss over a queue of embeddings looks at more of it with every step until it is full,
+and a schedule begins in some step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from autosac.quantities import format_bytes
+from autosac.step.arguments import warn
+
+MOST_EARLIER = 16  # steps before the one that is traced: a heuristic
+
+
+def num_until_full(kept_bytes: Sequence[int]) -> int:
+    """Steps after which modules keep no more than before; 0, and said, if none are."""
+    for number, (before, after) in enumerate(pairwise(kept_bytes), 1):
+        if after <= before:
+            return number
+    more = format_bytes(kept_bytes[-1] - kept_bytes[-2])
+    warn(
+        f"Modules keep {more} more with every step, which is on top of the peak of"
+        " later ones: empty what collects tensors in modules after each step."
+    )
+    return 0
+
+
+Numbers = dict[tuple[torch.nn.Module, str], float]
+
+
+def numbers_of(modules: Sequence[torch.nn.Module]) -> Numbers:
+    """Plain numbers of modules by their names, and those in buffers that are known."""
+    return {
+        (module, name): value
+        for module in modules
+        if not type(module).__module__.startswith("torch.nn.")
+        for name, value in [*vars(module).items(), *_counts_in_buffers(module)]
+        if type(value) in (bool, int, float)
+    }
+
+
+def _counts_in_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, buffer in module.named_buffers(recurse=False):
+        is_one = buffer.numel() == 1 and not buffer.is_floating_point()
+        if is_one and type(buffer) is torch.Tensor:  # of fake ones nothing is known
+            yield name, buffer.item()
+
+
+def changed_number(before: Numbers, after: Numbers) -> str | None:
+    """A number that has changed, in words; None if none has."""
+    for (module, name), value in after.items():
+        if before.get((module, name), value) != value:
+            return f"{type(module).__name__}.{name}"
+    return None
+
+
+def num_until_alike(made_bytes: Sequence[Sequence[int]], counts: str) -> int:
+    """Steps after which all allocate the same.
+
+    If none do, that is said, and it is those before the step that allocates most.
+
+    Args:
+        made_bytes: Sizes of all that each step allocates.
+        counts: The number by which they may differ.
+    """
+    number = last = len(made_bytes) - 1
+    while number > 1 and made_bytes[number - 1] == made_bytes[last]:
+        number -= 1
+    if number < last:
+        return number
+    warn(
+        f"`{counts}` changes with every step, and so does what a step allocates, beyond"
+        f" the first {len(made_bytes)}: later ones may take more than planned. Plan"
+        " with modules as they are late in the training."
+    )
+    most = max(range(1, len(made_bytes)), key=lambda step: sum(made_bytes[step]))
+    return most if sum(made_bytes[most]) > sum(made_bytes[last]) else len(made_bytes)

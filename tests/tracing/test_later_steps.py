@@ -1,0 +1,150 @@
+"""Models and losses that do more in later steps, by a number that each step changes."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.step.training_step import training_step
+from tests.models import Case
+from tests.training import assert_equal, peaks_of_training, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH, ROWS, STEPS = 32, 64, 8
+
+
+def block():
+    return nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+    )
+
+
+class Begins(nn.Module):
+    """A second block that runs behind the first few steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_steps = 0
+        self.first, self.second = block(), nn.Sequential(block(), block())
+
+    def forward(self, x):
+        self.num_steps += 1
+        x = x + self.first(x)
+        return x + self.second(x) if self.is_due else x
+
+    @property
+    def is_due(self):
+        return self.num_steps > 2
+
+
+class BeginsByBuffer(Begins):
+    def __init__(self):
+        super().__init__()
+        del self.num_steps
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+
+
+class Alternates(Begins):
+    @property
+    def is_due(self):
+        return self.num_steps % 2 == 0
+
+
+class QueueLoss(nn.Module):
+    """Compares with embeddings of earlier batches, in memory that is there already."""
+
+    def __init__(self, num_rows=4 * ROWS):
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(num_rows, WIDTH))
+        self.num_filled = 0
+
+    def forward(self, output):
+        others = self.memory[: self.num_filled].clone()
+        loss = (output @ torch.cat([others, output.detach()]).T).logsumexp(1).mean()
+        if self.num_filled < len(self.memory):
+            stop = self.num_filled + len(output)
+            self.memory[self.num_filled : stop] = output.detach()
+            self.num_filled = stop
+        return loss
+
+
+def mean_square(output):
+    return output.square().mean()
+
+
+def model_of(middle):
+    torch.manual_seed(0)
+    return nn.Sequential(block(), middle(), block())
+
+
+def rows():
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def planned(make_model, loss_fn, share=0.0):
+    profile = autosac.profile(
+        make_model(), rows(), optimizer=torch.optim.AdamW, loss_fn=loss_fn
+    )
+    profile = autosac.calibrate(profile, progress=False)
+    least, most = autosac.floor(profile), profile.baseline_peak_bytes
+    return autosac.plan(profile, memory_budget=least + int(share * (most - least)))
+
+
+def highest_peak(plan, make_model, make_loss):
+    def make_step():
+        model, loss_fn = make_model(), make_loss()
+        optimizer = torch.optim.AdamW(model.parameters())
+        plan.apply(model)
+        x = rows()
+
+        def step():
+            training_step(model, (x,), {}, loss_fn=loss_fn, optimizer=optimizer)
+            model.zero_grad()
+
+        return step
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of units that depart early on
+        return max(peaks_of_training(make_step, STEPS))
+
+
+@pytest.mark.parametrize("middle", [Begins, BeginsByBuffer, Alternates])
+def test_a_model_that_does_more_in_some_step_is_planned_as_it_is_then(middle):
+    says = contextlib.nullcontext()
+    if middle is Alternates:
+        says = pytest.warns(UserWarning, match="`Alternates.num_steps` changes")
+    with says:
+        plan = planned(lambda: model_of(middle), mean_square, share=0.3)
+
+    assert plan.policy
+    peak = highest_peak(plan, lambda: model_of(middle), lambda: mean_square)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.002, abs=64)
+    assert peak <= plan.budget_bytes
+
+
+def test_a_loss_over_a_queue_that_fills_is_planned_as_it_is_when_full():
+    loss = QueueLoss()
+    plan = planned(lambda: model_of(nn.Identity), lambda output: loss(output))
+
+    assert loss.num_filled == 0
+    peak = highest_peak(plan, lambda: model_of(nn.Identity), QueueLoss)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.002, abs=64)
+
+
+def test_what_goes_on_to_grow_is_said():
+    loss = QueueLoss(num_rows=100 * ROWS)
+    with pytest.warns(UserWarning, match=r"`QueueLoss.num_filled` changes with every"):
+        planned(lambda: model_of(nn.Identity), lambda output: loss(output))
+
+
+def test_steps_have_the_bits_of_plain_ones():
+    case = Case(lambda: model_of(Begins), rows, mean_square)
+    model, plain = case.model(), case.model()
+    planned(case.model, mean_square).apply(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_equal(train(case, plain, steps=4), train(case, model, steps=4))
