@@ -31,8 +31,7 @@ from autosac.solving.solve_options import SolveOptions
 
 _Stage = tuple[int, int, int]  # index, first block and end
 _MOST_PLAYED = 1024  # cuts by times alone
-_MOST_TRIED = 48  # cuts whose ranks are estimated, or planned if they are short,
-_MOST_PLANNED = 8  # and cuts like the best ones whose ranks are planned
+_MOST_TRIED = 48  # cuts whose ranks are estimated, or planned
 _LONG = 4  # micro-batches for each stage, with which the longest one counts
 
 
@@ -82,19 +81,17 @@ class InterleavedRace(Race):
     def run(self, best_ms: float) -> Cuts:
         """The best cuts found, if they are faster than the best known step.
 
-        Long stages are estimated until cuts with them win, and planned then.
+        Ranks of all cuts that are tried are planned, unless estimates say that none
+        win.
         """
         cuts = self.guess(best_ms)
-        while cuts.starts or best_ms == inf:
-            starts = self._best.starts
-            planned = self._try_planned(starts)
-            self._searched.clear()
-            cuts = self.guess(best_ms)
-            if self._best.starts == starts:
-                best = self._descend(planned, self._try_planned, _MOST_PLANNED)
-                self._searched[self.micro_batch.shares] = best
-                return self.guess(best_ms)
-        return cuts
+        if not cuts.starts and best_ms < inf:
+            return cuts
+        guessed = self._try_planned(self._best.starts)
+        searched = self._search(self._try_planned)
+        best = min(searched, guessed, key=lambda tried: tried.cost)
+        self._searched[self.micro_batch.shares] = best
+        return self.guess(best_ms)
 
     def guess(self, best_ms: float) -> Cuts:
         """The best cuts by what is known and estimated."""
@@ -194,14 +191,16 @@ class InterleavedRace(Race):
         """The best cuts that were found."""
         shares = self.micro_batch.shares
         if shares not in self._searched:
-            begun = self._try(self._by_time.starts)
-            own = self._descend(begun, self._try, _MOST_TRIED)
-            if own.step_ms == inf:  # even stages may need less memory
-                begun = self._try(self._even.starts)
-                even = self._descend(begun, self._try, _MOST_TRIED)
-                own = min(own, even, key=lambda tried: tried.cost)
-            self._searched[shares] = own
+            self._searched[shares] = self._search(self._try)
         return self._searched[shares]
+
+    def _search(self, try_: Callable[[tuple[int, ...]], _Tried]) -> _Tried:
+        """The best cuts that are found by trying some."""
+        own = self._descend(try_(self._by_time.starts), try_)
+        if own.step_ms == inf:  # even stages may need less memory
+            even = self._descend(try_(self._even.starts), try_)
+            own = min(own, even, key=lambda tried: tried.cost)
+        return own
 
     @cached_property
     def _by_time(self) -> _Tried:
@@ -219,7 +218,7 @@ class InterleavedRace(Race):
         self,
         best: _Tried,
         try_: Callable[[tuple[int, ...]], _Tried],
-        most: int,
+        most: int = _MOST_TRIED,
     ) -> _Tried:
         """Move one block after the other from the best cuts, so many times at most."""
         neighbours = self._neighbours(best)
@@ -295,13 +294,9 @@ class InterleavedRace(Race):
         )
 
     def _try_planned(self, starts: tuple[int, ...]) -> _Tried:
-        """Plan all ranks, and learn from it."""
+        """Plan all ranks."""
         for rank, stages in enumerate(self._by_rank(starts)):
-            choice = self._choice(rank, stages)
-            shorts = [s for s in map(self._shortened, stages) if s is not None]
-            if len(shorts) == len(stages):
-                own_ms = inf if choice is None else choice.recompute_ms
-                self._estimates.learn(rank, shorts, own_ms)
+            self._choice(rank, stages)
         return self._try(starts)
 
     def _rank(
