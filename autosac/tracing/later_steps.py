@@ -33,13 +33,13 @@ def num_until_full(kept_bytes: Sequence[int]) -> int:
     return 0
 
 
-Numbers = dict[tuple[torch.nn.Module, str], float]
+Numbers = dict[tuple[int, str], float]  # by addresses of modules, and names
 
 
 def numbers_of(modules: Sequence[torch.nn.Module]) -> Numbers:
-    """Plain numbers of modules by their names, and those in buffers that are known."""
+    """Plain numbers of modules, and those in buffers that are known."""
     return {
-        (module, name): value
+        (id(module), f"{type(module).__name__}.{name}"): value
         for module in modules
         if not type(module).__module__.startswith("torch.nn.")
         for name, value in [*vars(module).items(), *_counts_in_buffers(module)]
@@ -50,15 +50,16 @@ def numbers_of(modules: Sequence[torch.nn.Module]) -> Numbers:
 def _counts_in_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, buffer in module.named_buffers(recurse=False):
         is_one = buffer.numel() == 1 and not buffer.is_floating_point()
-        if is_one and type(buffer) is torch.Tensor:  # of fake ones nothing is known
-            yield name, buffer.item()
+        if is_one and type(buffer) is torch.Tensor and not buffer.is_meta:
+            yield name, buffer.item()  # of fake ones nothing is known
 
 
 def changed_number(before: Numbers, after: Numbers) -> str | None:
-    """A number that has changed, in words; None if none has."""
-    for (module, name), value in after.items():
-        if before.get((module, name), value) != value:
-            return f"{type(module).__name__}.{name}"
+    """The name of a number that has changed; None if none has."""
+    for key, value in after.items():
+        was = before.get(key, value)
+        if was != value and (was == was or value == value):  # NaN stays NaN
+            return key[1]
     return None
 
 

@@ -353,12 +353,11 @@ def _run_on(
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
             register_outer(recorder, step, model, (args, kwargs), held)
+            numbers = numbers_of(modules)
             with _recorded(recorder, mode):
                 if isinstance(optimizer, OptimizerInBackward):
                     make_states(recorder, optimizer)
-                numbers = numbers_of(modules)
                 loss = _one_micro_step(recorder, step, model, args, kwargs)
-                step.learned.counts = changed_number(numbers, numbers_of(modules))
                 found = step.adds_gradients and step.finds_gradients
                 enter_steady_state(recorder, model, optimizer, adds_gradients=found)
                 recorder.mark("optimizer")
@@ -368,6 +367,7 @@ def _run_on(
                 if optimizes:
                     finish_step(model, optimizer, step.clip_grad_norm)
                 del loss  # alive until here, as in `training_step`
+            step.learned.counts = changed_number(numbers, numbers_of(modules))
         except (AutosacError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever the user's code raises
