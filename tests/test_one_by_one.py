@@ -22,7 +22,7 @@ class Step:
     """
 
     def __init__(self, problem, seed):
-        self.tape = SimpleNamespace(storages=())
+        self.num_storages = 1
         self.units = range(len(problem.units))
         self.curves = [
             SimpleNamespace(policies=range(len(unit.points))) for unit in problem.units

@@ -62,8 +62,8 @@ def shortened(micro_batch: MicroBatch, first: int, end: int) -> Shortened | None
     )
 
 
-class _Shortened(NamedTuple):
-    """Likewise of a rank; the number is the mean of all that it has in flight."""
+class _ShortRank(NamedTuple):
+    """Likewise of all stages of a rank; the number is the mean of what is in flight."""
 
     num_like: float
     few: _Parts
@@ -122,25 +122,25 @@ class Estimates:
         """The least peak of a rank."""
         return self._lowest_bytes(rank, self._together(rank, stages))
 
-    def _together(self, rank: int, stages: Sequence[Shortened]) -> _Shortened:
+    def _together(self, rank: int, stages: Sequence[Shortened]) -> _ShortRank:
         """Stages of a rank, each as the first that is like it."""
         like, schedule = self.micro_batch.first_like, self.schedule
         in_flight = [schedule.most_in_flight(s) for s in schedule.stages_of(rank)]
         pairs = zip(in_flight, stages, strict=True)
-        return _Shortened(
+        return _ShortRank(
             num_like=sum(n * own.num_like for n, own in pairs) / sum(in_flight),
             few=tuple(like(own.few) for own in stages),
             more=tuple(like(own.more) for own in stages),
         )
 
-    def _of(self, rank: int, short: _Shortened) -> float:
+    def _of(self, rank: int, short: _ShortRank) -> float:
         """An estimate by short stages alone."""
         key = rank, short.more, short.num_like
         if key not in self._estimates:
             self._estimates[key] = self._estimated(rank, short)
         return self._estimates[key]
 
-    def _lowest_bytes(self, rank: int, short: _Shortened) -> float:
+    def _lowest_bytes(self, rank: int, short: _ShortRank) -> float:
         low, high = (
             self._chooser(rank, parts).lowest().peak_bytes
             for parts in (short.few, short.more)
@@ -148,7 +148,7 @@ class Estimates:
         each, fixed = _line(low, high)
         return fixed + short.num_like * each
 
-    def _estimated(self, rank: int, short: _Shortened) -> float:
+    def _estimated(self, rank: int, short: _ShortRank) -> float:
         fewer, chooser = self._chooser(rank, short.few), self._chooser(rank, short.more)
         times = short.num_like / _MORE
 

@@ -209,7 +209,11 @@ class MeshSearch:
                 runners.enter(race)
 
     def _divide(self, degrees: Sequence[int]) -> list[AutosacError]:
-        """Find the ways to divide tensors; what is refused."""
+        """Find the ways to divide tensors; what is refused.
+
+        Raises:
+            AutosacError: All are.
+        """
         refused = []
         self._tensors.clear()
         for degree in degrees:
@@ -230,6 +234,8 @@ class MeshSearch:
                     self._lost[f"tp={degree}{kind}"] = str(error)
                 else:
                     self._tensors.append(tensor)
+        if refused and not self._tensors:
+            raise refused[0]
         return refused
 
     def _cells(self, cluster: ClusterSpec, tensor: TensorParallel) -> Iterator[_Cell]:

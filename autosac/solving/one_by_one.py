@@ -51,7 +51,7 @@ class OneByOne:
     _most_ms: float = math.inf  # there are too many that take less
 
     def __post_init__(self) -> None:
-        affordable = _MOST_BLOCKS // max(1, len(self.simulator.tape.storages))
+        affordable = _MOST_BLOCKS // self.simulator.num_storages
         self.replays_left = min(_MOST_REPLAYS, affordable)
 
     def cheapest(self, best_ms: float) -> Choice | None:

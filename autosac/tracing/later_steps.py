@@ -18,6 +18,7 @@ from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 
 MOST_EARLIER = 16  # steps before the one that is traced: a heuristic
+_NOT_READ = "num_batches_tracked"  # of batch norms, but for the weight of an average
 
 
 def num_until_full(kept_bytes: Sequence[int]) -> int:
@@ -49,8 +50,9 @@ def numbers_of(modules: Sequence[torch.nn.Module]) -> Numbers:
 
 def _counts_in_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, buffer in module.named_buffers(recurse=False):
-        is_one = buffer.numel() == 1 and not buffer.is_floating_point()
-        if is_one and type(buffer) is torch.Tensor and not buffer.is_meta:
+        is_count = buffer.numel() == 1 and not buffer.is_floating_point()
+        is_count &= name != _NOT_READ
+        if is_count and type(buffer) is torch.Tensor and not buffer.is_meta:
             yield name, buffer.item()  # of fake ones nothing is known
 
 

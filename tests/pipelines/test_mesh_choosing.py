@@ -8,7 +8,7 @@ import transformers
 
 import autosac
 from autosac.devices.specs import device_spec
-from autosac.errors import ArgumentError, InfeasibleBudgetError
+from autosac.errors import ArgumentError, InfeasibleBudgetError, TraceError
 from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines import estimating, rank_memory
 from autosac.pipelines.rank_memory import RankReplay
@@ -134,8 +134,7 @@ def test_estimates_of_long_stages_lead_to_plans_as_good_as_without(
         assert own.step_ms <= margin * plan(budget, **options).step_ms
 
 
-@pytest.mark.slow
-def test_ways_to_divide_that_the_optimizer_cannot_step_on_are_left_out_and_said():
+def llama():
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -146,7 +145,12 @@ def test_ways_to_divide_that_the_optimizer_cannot_step_on_are_left_out_and_said(
         max_position_embeddings=16,
     )
     with torch.device("meta"):
-        model = Llama(config)
+        return Llama(config)
+
+
+@pytest.mark.slow
+def test_ways_to_divide_that_the_optimizer_cannot_step_on_are_left_out_and_said():
+    model = llama()
     rows = torch.zeros(1, 16, dtype=torch.int64)
     own = autosac.plan_pipeline(
         model,
@@ -166,3 +170,21 @@ def test_ways_to_divide_that_the_optimizer_cannot_step_on_are_left_out_and_said(
     refused = [text for text in own.alternatives if text.startswith("tp=2: ")]
     assert "foreach=False" in refused[0]
     assert own.tensor.cuts_sequences
+
+
+def test_no_number_of_gpus_is_enough_only_where_no_plan_fits():
+    rows = torch.zeros(1, 16, dtype=torch.int64)
+    with pytest.raises(TraceError, match="foreach=False"):
+        autosac.min_gpus(
+            llama(),
+            rows,
+            target=rows,
+            loss_fn=token_loss,
+            optimizer=torch.optim.AdamW,
+            memory_budget="1GiB",
+            mesh={"pp": 2, "fsdp": None, "tp": 2},
+            tp_plan="tensor",
+            cluster="hgx-h100",
+            most_gpus=8,
+            global_batch=4,
+        )

@@ -140,6 +140,17 @@ def test_what_goes_on_to_grow_is_said():
         planned(lambda: model_of(nn.Identity), lambda output: loss(output))
 
 
+def test_batches_that_norms_have_seen_are_no_count_to_trace_other_steps_for():
+    class NormAct(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NormAct(WIDTH))
+    profile = autosac.profile(model, rows(), loss_fn=mean_square)
+
+    assert profile.step.learned.counts is None
+
+
 def test_steps_have_the_bits_of_plain_ones():
     case = Case(lambda: model_of(Begins), rows, mean_square)
     model, plain = case.model(), case.model()

@@ -3,21 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import autosac
+from tests.test_habits import ROWS, WIDTH, Block
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WIDTH, ROWS = 32, 64
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(functional.gelu(self.up(x)))
 
 
 class Routes(Block):
