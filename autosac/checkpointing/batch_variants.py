@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from autosac.checkpointing.installing import (
     install,
     remove,
 )
-from autosac.checkpointing.stand_ins import StandIn
+from autosac.checkpointing.stand_ins import StandIn, warn_of_replaced
 from autosac.step.batch_signatures import (
     BatchSignature,
     positional_names,
@@ -33,6 +34,7 @@ from autosac.tracing.real_steps import is_mark
 from autosac.units.policies import OpPolicy
 
 _StandIns = dict[torch.nn.Module, StandIn]
+_Place = tuple[torch.nn.Module, str, torch.nn.Module, str]  # parent, name, module, FQN
 
 
 class Planned(Protocol):
@@ -219,6 +221,7 @@ class BatchForward(StandIn):
         self.steps: list[Step] = []
         self.stand_ins: list[_StandIns] = []
         self.put: _StandIns = {}
+        self.places: list[_Place] = []
         for plan in variants.plans:
             self._add(plan)
         self._put_on()
@@ -246,6 +249,11 @@ class BatchForward(StandIn):
             UnsupportedError: The model is compiled, or a part of it.
         """
         compiled_parts.check(self.module)
+        for parent, name, module, fqn in self.places:
+            if parent._modules.get(name) is not module:
+                warn_of_replaced(fqn)
+                self.places = []  # once
+                break
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
         numbers = variants.by_signature.get(signature)
@@ -316,6 +324,7 @@ class BatchForward(StandIn):
             )
         for module, stand_in in self.put.items():
             module.__dict__["forward"] = stand_in
+        self.places = list(_places(self.module, self.put))
 
     @contextmanager
     def _put_off(self) -> Iterator[torch.nn.Module | None]:
@@ -329,6 +338,18 @@ class BatchForward(StandIn):
             yield self.module
         finally:
             self._put_on()
+
+
+def _places(
+    model: torch.nn.Module, modules: Container[torch.nn.Module]
+) -> Iterator[_Place]:
+    """Where some modules of a model are, and those that they lie in."""
+    fqns = [fqn for fqn, module in model.named_modules() if module in modules]
+    paths = (path for fqn in fqns for path in accumulate(fqn.split("."), "{}.{}".format))
+    for path in dict.fromkeys(paths):
+        parent, _, name = path.rpartition(".")
+        if path:
+            yield model.get_submodule(parent), name, model.get_submodule(path), path
 
 
 def install_plans(

@@ -31,7 +31,11 @@ from autosac.checkpointing.op_programs import KnownMode, Program
 from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.recording_mode import RecordingMode
 from autosac.checkpointing.saved_tensors import Frame
-from autosac.checkpointing.stand_ins import StandIn, warn_of_transform
+from autosac.checkpointing.stand_ins import (
+    StandIn,
+    warn_of_replaced,
+    warn_of_transform,
+)
 from autosac.checkpointing.streamed_tensors import StreamedForward
 from autosac.far_memory import FarMemory
 from autosac.pytrees import first_function
@@ -345,7 +349,7 @@ class _SlicedForward(StandIn):
         layers = _layers(self.module)
         position = 0
         while position < len(layers):
-            if position in self.slices:
+            if self._has(position, layers):
                 position, run = self.slices[position]
                 run.module.training = self.module.training
                 value = run(value)
@@ -353,6 +357,17 @@ class _SlicedForward(StandIn):
                 value = layers[position](value)
                 position += 1
         return value
+
+    def _has(self, position: int, layers: list[torch.nn.Module]) -> bool:
+        """Whether a slice begins at a layer, and has the layers that it had."""
+        if position not in self.slices:
+            return False
+        end, run = self.slices[position]
+        if _layers(run.module) == layers[position:end]:
+            return True
+        warn_of_replaced(f"{run.fqn}` to `{run.policies[0].until}")
+        del self.slices[position]
+        return False
 
 
 def _layers(sequence: torch.nn.Module) -> list[torch.nn.Module]:

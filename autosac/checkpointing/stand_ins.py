@@ -57,3 +57,17 @@ def warn_of_transform(fqn: str) -> None:
         " recomputed, and the planned peak does not hold for this call.",
         stacklevel=3,
     )
+
+
+def warn_of_replaced(fqn: str) -> None:
+    """Warn of a module that is another one than the plan was applied to.
+
+    Args:
+        fqn: Its name, or those of the first and last of several.
+    """
+    warnings.warn(
+        f"`{fqn}` was replaced after a plan was applied: nothing of it is"
+        " recomputed, and the planned peak no longer holds. Call `plan.unapply(model)`,"
+        " replace it, and plan again.",
+        stacklevel=3,
+    )

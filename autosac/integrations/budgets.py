@@ -178,17 +178,25 @@ def plan_loss(
         on_mismatch: As in `autosac.plan`.
 
     Raises:
-        InfeasibleBudgetError: No plan fits; the figures are those of all.
+        InfeasibleBudgetError: No plan fits; the figures are those of all, for the
+            batch that needs most.
     """
     check_on_mismatch(on_mismatch)
 
     def make() -> Plan:
         plans: list[Plan] = []
+        errors: list[InfeasibleBudgetError] = []
         others_bytes = max(map(loop.held_bytes, batches))
         for number, inputs in enumerate(batches):
             with loop.profiled(model, inputs, real_step=number == 0) as step:
-                if all(step.signature not in plan.signatures for plan in plans):
+                if any(step.signature in plan.signatures for plan in plans):
+                    continue
+                try:
                     plans.append(_one_plan(step, loop, others_bytes, memory_budget))
+                except InfeasibleBudgetError as error:
+                    errors.append(error)
+        if errors:
+            raise max(errors, key=lambda error: error.lowest_peak_bytes)
         if on_mismatch == "recompute" and loop.replica.group is not None:
             plans = [replace(plan, frugal=most_frugal(plan)) for plan in plans]
         return together(plans) if plans[1:] else plans[0]

@@ -233,6 +233,23 @@ def test_a_budget_below_the_least_says_what_the_loop_keeps_besides(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_budget_below_the_least_says_what_the_largest_batch_needs(tmp_path):
+    def longest(memory_budget):
+        budget = silent(memory_budget, max_length=96)
+        texts = Texts((64,) * 4)
+        train(tmp_path, budget, max_steps=1, dataset=texts)
+        return budget.plan
+
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        longest("1MiB")
+    plan = longest(caught.value.lowest_peak_bytes)
+
+    with pytest.raises(InfeasibleBudgetError):
+        longest(caught.value.lowest_peak_bytes - 1)
+    assert plan.peak_bytes < caught.value.lowest_peak_bytes
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["max_length", "worst_batch"])
 def test_batches_up_to_the_largest_are_planned_for_with_the_first(tmp_path, how):
     rows = torch.ones(4, 96, dtype=torch.int64)
