@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -212,11 +213,15 @@ class BatchForward(StandIn):
     Args:
         model: The model, without a plan.
         variants: Its plans.
+        frozen: Names of the parameters that these do not train.
     """
 
-    def __init__(self, model: torch.nn.Module, variants: Variants) -> None:
+    def __init__(
+        self, model: torch.nn.Module, variants: Variants, frozen: Sequence[str]
+    ) -> None:
         super().__init__(model)
         self.variants = variants
+        self.frozen = [(name, model.get_parameter(name)) for name in frozen]
         self.by_hand = False
         self.steps: list[Step] = []
         self.stand_ins: list[_StandIns] = []
@@ -256,6 +261,8 @@ class BatchForward(StandIn):
                 break
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
+        if thawed := [name for name, one in self.frozen if one.requires_grad]:
+            signature = replace(signature, thawed=tuple(thawed))
         numbers = variants.by_signature.get(signature)
         if numbers is None:
             numbers = self._meet(signature, args, kwargs)
@@ -353,7 +360,10 @@ def _places(
 
 
 def install_plans(
-    model: torch.nn.Module, plans: Sequence[Planned], unseen: Unseen
+    model: torch.nn.Module,
+    plans: Sequence[Planned],
+    unseen: Unseen,
+    frozen: Sequence[str] = (),
 ) -> None:
     """Let every step of a model follow the plan for its batch.
 
@@ -361,8 +371,9 @@ def install_plans(
         model: Without a plan.
         plans: The plans; the first one is followed where no batch tells.
         unseen: As in `Unseen`.
+        frozen: Names of the parameters that the plans do not train.
     """
-    BatchForward(model, Variants(plans, positional_names(model), unseen))
+    BatchForward(model, Variants(plans, positional_names(model), unseen), frozen)
 
 
 def steps_by_hand(model: torch.nn.Module) -> Callable[..., None]:

@@ -16,7 +16,12 @@ from autosac.devices.allocator_settings import Cap
 from autosac.errors import PlanMismatchError
 from autosac.planning import offload_advice, plan_files
 from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
-from autosac.profiles.fingerprints import Fingerprint, fingerprint, first_difference
+from autosac.profiles.fingerprints import (
+    Fingerprint,
+    fingerprint,
+    first_difference,
+    frozen_names,
+)
 from autosac.profiles.mistakes import check_unplanned, hints
 from autosac.profiles.profile import Profile
 from autosac.profiles.traced_step import TracedStep
@@ -197,7 +202,8 @@ class Plan(Summarized):
         # What a larger batch may need is kept with the model.
         kept = largest(self.each) if self.on_mismatch == "recompute" else ()
         each = [p if p in kept else replace(p, traced=None) for p in self.each]
-        batch_variants.install_plans(model, each, unseen)
+        frozen = frozen_names(self.model)
+        batch_variants.install_plans(model, each, unseen, frozen)
         return model
 
     def unapply(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -75,7 +75,7 @@ class UnseenBatches:
         if self.on_mismatch == "raise":
             raise PlanMismatchError(
                 f"A batch with {signature} was not planned for, only"
-                f" {_planned(plans)}. Plan with it among `inputs`, or with"
+                f" {_planned(plans)}. {_fix(signature)}, or with"
                 " `on_mismatch`='recompute' or 'replan'."
             )
         covering = [
@@ -150,8 +150,7 @@ class UnseenBatches:
             )
         warn(
             f"A batch with {signature} is {which} that were planned for"
-            f" ({_planned(plans)}). {what}; its peak {peak}. Plan with it among"
-            " `inputs`."
+            f" ({_planned(plans)}). {what}; its peak {peak}. {_fix(signature)}."
         )
 
 
@@ -184,6 +183,12 @@ def _planned(plans: Sequence[Plan]) -> str:
     texts = list(dict.fromkeys(str(p.signatures[0]) for p in plans if p.num_batches))
     rest = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + rest
+
+
+def _fix(signature: BatchSignature) -> str:
+    if signature.thawed:
+        return "Plan again while these are trained"
+    return "Plan with it among `inputs`"
 
 
 def _power(plans: Sequence[Plan], signature: BatchSignature) -> float:

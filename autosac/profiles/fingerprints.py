@@ -9,16 +9,18 @@ from itertools import zip_longest
 import torch
 
 Fingerprint = tuple[tuple[str, str, tuple[str, ...]], ...]
+_FROZEN = " frozen"
 
 
 def fingerprint(model: torch.nn.Module) -> Fingerprint:
-    """FQN, class and parameter shapes of every module of a model, in order."""
+    """FQN, class and parameters of every module of a model, in order."""
     return tuple(
         (
             fqn,
             type(module).__name__,
             tuple(
                 f"{name} {tuple(parameter.shape)} {str(parameter.dtype)[6:]}"
+                + _FROZEN * (not parameter.requires_grad)
                 for name, parameter in module.named_parameters(recurse=False)
             ),
         )
@@ -27,8 +29,12 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
 
 
 def first_difference(expected: Fingerprint, actual: Fingerprint) -> str | None:
-    """The first module that two models do not share, in words; None if they agree."""
-    for one, other in zip_longest(expected, actual):
+    """The first module that two models do not share, in words; None if they agree.
+
+    Which parameters are trained does not matter.
+    """
+    pairs = zip_longest(map(_untrained, expected), map(_untrained, actual))
+    for one, other in pairs:
         if one is None or other is None:
             return (
                 f"it expects {len(expected)} modules, this model has {len(actual)}; the"
@@ -41,6 +47,21 @@ def first_difference(expected: Fingerprint, actual: Fingerprint) -> str | None:
                 f" {list(other[2])}"
             )
     return None
+
+
+def _untrained(module: tuple[str, str, tuple[str, ...]]) -> object:
+    fqn, kind, parameters = module
+    return fqn, kind, tuple(text.removesuffix(_FROZEN) for text in parameters)
+
+
+def frozen_names(model: Fingerprint) -> tuple[str, ...]:
+    """Names of the parameters of a model that are not trained."""
+    return tuple(
+        f"{fqn}.{text.split()[0]}".removeprefix(".")
+        for fqn, _, parameters in model
+        for text in parameters
+        if text.endswith(_FROZEN)
+    )
 
 
 def digest(value: object) -> str:

@@ -27,9 +27,12 @@ class BatchSignature:
     Attributes:
         leaves: Place, type and shape of everything but None, in the order of places. A
             flag or text has its value for its type.
+        thawed: Names of the parameters that are trained in its step, and were frozen
+            when the model was planned.
     """
 
     leaves: tuple[tuple[str, str, tuple[int, ...]], ...]
+    thawed: tuple[str, ...] = ()
 
     @property
     def num_elements(self) -> int:
@@ -48,7 +51,7 @@ class BatchSignature:
 
     def is_like(self, other: BatchSignature) -> bool:
         """Whether a batch differs in nothing but sizes."""
-        return self.form == other.form
+        return self.form == other.form and self.thawed == other.thawed
 
     def covers(self, other: BatchSignature) -> bool:
         """Whether a batch is no larger in any dimension, and the same otherwise."""
@@ -56,13 +59,15 @@ class BatchSignature:
         return self.is_like(other) and all(size <= most for size, most in pairs)
 
     def __str__(self) -> str:
-        return (
-            ", ".join(
-                f"{place} {list(shape)}" if _is(kind) else f"{place}={kind}"
-                for place, kind, shape in self.leaves
-            )
-            or "nothing"
-        )
+        texts = [
+            f"{place} {list(shape)}" if _is(kind) else f"{place}={kind}"
+            for place, kind, shape in self.leaves
+        ]
+        text = ", ".join(texts) or "nothing"
+        if self.thawed:
+            more = f" and {len(self.thawed) - 1} more" if self.thawed[1:] else ""
+            text += f", which trains `{self.thawed[0]}`{more}, frozen before,"
+        return text
 
 
 def _is(kind: str) -> bool:
