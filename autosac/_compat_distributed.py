@@ -63,13 +63,6 @@ def is_fsdp_unit(module: torch.nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def replica_in_forward() -> DistributedDataParallel | None:
-    """The `DistributedDataParallel` whose ``forward`` runs on this thread, or None."""
-    active: DistributedDataParallel | None
-    active = DistributedDataParallel._get_active_ddp_module()
-    return active
-
-
 def clones_outputs(replica: DistributedDataParallel) -> bool:
     """Whether ``forward`` returns copies of what the model returns (`_DDPSink`)."""
     looks = replica.find_unused_parameters or replica.static_graph

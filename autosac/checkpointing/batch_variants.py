@@ -271,13 +271,14 @@ class BatchForward(StandIn):
             self.steps[number].calls.clear()
         variants.open(numbers)
 
-    def begin_by_hand(self, *args: Any) -> None:
+    def begin_by_hand(self, *args: Any, **kwargs: Any) -> None:
         """A step begins that does not begin with a call of the model.
 
         Args:
-            args: What the plans take for the model's arguments.
+            args: What the plans take for the model's arguments,
+            kwargs: and for those by name.
         """
-        self.begin(args, {})
+        self.begin(args, kwargs)
         self.variants.close()
 
     def _forward(self) -> Callable[..., Any]:
@@ -352,7 +353,9 @@ def _places(
 ) -> Iterator[_Place]:
     """Where some modules of a model are, and those that they lie in."""
     fqns = [fqn for fqn, module in model.named_modules() if module in modules]
-    paths = (path for fqn in fqns for path in accumulate(fqn.split("."), "{}.{}".format))
+    paths = (
+        path for fqn in fqns for path in accumulate(fqn.split("."), "{}.{}".format)
+    )
     for path in dict.fromkeys(paths):
         parent, _, name = path.rpartition(".")
         if path:

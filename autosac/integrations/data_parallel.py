@@ -95,4 +95,5 @@ class _Returned:
         return _Returned(copy.deepcopy(self.own, memo), self.replica)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.replica.returned(lambda: self.own(*args, **kwargs))
+        with self.replica.alone():
+            return self.replica.returned(self.own(*args, **kwargs))

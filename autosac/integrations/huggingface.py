@@ -2,26 +2,30 @@
 
     trainer = Trainer(model, args, callbacks=[MemoryBudget("6GiB")], ...)
 
-What the loop of transformers 5.23 (trainer.py, `_inner_training_loop`) does to memory,
-beyond `autosac.step.training_step`: the model's outputs are gone before backward, all
-batches of an optimizer step are fetched before its first micro-step, and accelerate
-(data_loader.py, `DataLoaderShard.__iter__`) fetches one more ahead. Autocast is part of
-the model's ``forward``, so that the trace runs into it.
+What is planned is the trainer's ``compute_loss``, whoever wrote it: callbacks are not
+told their trainer, so that it is looked for among those who called. What its loop does
+to memory (transformers 5.23, trainer.py, `_inner_training_loop`), beyond
+`autosac.step.training_step`: all batches of an optimizer step are fetched before its
+first micro-step, and accelerate (data_loader.py, `DataLoaderShard.__iter__`) fetches
+one more ahead. Autocast is part of the model's ``forward``, so that the trace runs into
+it.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from autosac._compat_distributed import is_fsdp_unit, replica_in_forward
+from autosac._compat_distributed import is_fsdp_unit
+from autosac.checkpointing.batch_variants import steps_by_hand
 from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
     SCALER_BYTES,
@@ -35,8 +39,6 @@ from autosac.integrations.budgets import (
 )
 from autosac.integrations.replicas import Replica, replica_of
 from autosac.integrations.worst_batches import lengthened, on_device
-
-_LIKELY = "`compute_loss_func`, `label_smoothing_factor` or a `compute_loss` of its own"
 
 
 class MemoryBudget(BudgetCallback, TrainerCallback):
@@ -55,27 +57,29 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         self._clean_up()  # of a training that was cut off
         model = kwargs["model"]
         refuse(refused_settings(args, model))
+        trainer = _calling_trainer()
         training = _Training(
-            args=args,
-            state=state,
+            trainer=trainer,
             model=model,
             optimizer=kwargs["optimizer"],
             loader=kwargs.get("train_dataloader"),
         )
-        waiting = _FirstForward(self, training)
-        self._undo.append(waiting.remove)
-        model.forward = waiting
+        own = trainer.__dict__.get("compute_loss")
+        trainer.__dict__["compute_loss"] = _PlannedLoss(self, training, own)
+        self._undo.append(lambda: _put_back(trainer, own))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was found."""
         self._clean_up()
 
-    def apply(self, training: _Training, inputs: tuple[Any, dict[str, Any]]) -> None:
-        """Plan for a batch and apply the plan."""
-        args, model = training.args, training.model
-        replica = training.replica
+    def apply(
+        self, training: _Training, replica: Replica, inputs: dict[str, Any]
+    ) -> Callable[..., None]:
+        """Plan for a batch and apply the plan; returns what begins a step."""
+        trainer, model = training.trainer, training.model
+        args, state = trainer.args, trainer.state
         loop = Loop(
-            forward=lambda model: LossOnly(model.forward, replica),
+            forward=lambda model: ComputedLoss(model, trainer, replica),
             num_other_batches=training.num_other_batches,
             scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if args.fp16 else 0),
             replica=replica,
@@ -90,37 +94,36 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
                 "opaque": self.opaque,
             },
         )
+        batches = [inputs, *self._worst(inputs, training.device)]
         self.plan = plan = plan_loss(
             model,
-            [inputs, *self._worst(inputs, training.device)],
+            [((), batch) for batch in batches],
             loop,
             memory_budget=self.memory_budget,
             on_mismatch=self.on_mismatch,
         )
         plan.apply(model)
         self._undo.append(lambda: plan.unapply(model))
-        state = training.state
         state.log_history.append({**figures(plan), "step": state.global_step})
-        if not state.is_world_process_zero:
-            return
-        text = summary(plan, replica)
-        if getattr(getattr(model, "config", None), "use_cache", False):
-            text += (
-                "\n`model.config.use_cache` is True, so that modules that get the cache"
-                " cannot recompute; set it to False for cheaper plans."
-            )
-        self.report(text)
+        if state.is_world_process_zero:
+            text = summary(plan, replica)
+            if getattr(getattr(model, "config", None), "use_cache", False):
+                text += (
+                    "\n`model.config.use_cache` is True, so that modules that get the"
+                    " cache cannot recompute; set it to False for cheaper plans."
+                )
+            self.report(text)
+        return steps_by_hand(model)
 
     def _worst(
-        self, inputs: tuple[Any, dict[str, Any]], device: torch.device
-    ) -> list[tuple[Any, dict[str, Any]]]:
-        """The largest batch that will come, as the model is called; none if unknown."""
-        args, kwargs = inputs
+        self, inputs: dict[str, Any], device: torch.device
+    ) -> list[dict[str, Any]]:
+        """The largest batch that will come; none if unknown."""
         if self.max_length is not None:
             return [lengthened(inputs, self.max_length)]
         if self.worst_batch is None:
             return []
-        return [(args, {**kwargs, **on_device(dict(self.worst_batch), device)})]
+        return [{**inputs, **on_device(dict(self.worst_batch), device)}]
 
     def _clean_up(self) -> None:
         while self._undo:
@@ -131,8 +134,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
 class _Training:
     """What the trainer told when training began."""
 
-    args: Any
-    state: Any
+    trainer: Trainer
     model: torch.nn.Module
     optimizer: Any
     loader: Any
@@ -145,80 +147,207 @@ class _Training:
     @property
     def num_other_batches(self) -> int:
         """Batches that are held besides that of a micro-step."""
-        on_cpu = self.device.type == "cpu"
-        num = int(self.args.gradient_accumulation_steps) - (not on_cpu)
+        args, on_cpu = self.trainer.args, self.device.type == "cpu"
+        num = int(args.gradient_accumulation_steps) - (not on_cpu)
         if isinstance(self.loader, DataLoaderDispatcher):
             # The first process fetches a batch for each, joins and slices them.
-            num += 2 * int(self.args.world_size)
+            num += 2 * int(args.world_size)
         return num
 
-    @property
-    def replica(self) -> Replica:
-        """What DDP adds, whose forward runs now if there are several processes.
+    def replica(self, called: torch.nn.Module) -> Replica:
+        """What DDP adds, if there are several processes.
+
+        Args:
+            called: What the trainer calls, which has the model in it.
 
         Raises:
             UnsupportedError: Something else than DDP shares the step among them.
         """
-        around = replica_in_forward()
-        if around is not None and around.module is self.model:
-            return replica_of(around)
+        replica = replica_of(called)
+        size = self.trainer.args.world_size
         refuse(
             {
-                f"world_size={self.args.world_size} shares a step among processes by"
-                " something else than DDP; use DDP, or `autosac.plan_parallel` before"
-                " training": self.args.world_size > 1
+                f"world_size={size} shares a step among processes by something else"
+                " than DDP; use DDP, or `autosac.plan_parallel` before training": (
+                    replica.group is None and size > 1
+                )
             }
         )
-        return Replica(module=self.model)
+        return replica
 
 
-class LossOnly:
-    """A model's ``forward`` as the trainer uses it: only the loss outlives it."""
+def _calling_trainer() -> Trainer:
+    """The trainer that calls this callback.
 
-    def __init__(self, own: Callable[..., Any], replica: Replica) -> None:
+    Raises:
+        UnsupportedError: None does.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise UnsupportedError(
+        "`MemoryBudget` was called by no `transformers.Trainer`, whose `compute_loss`"
+        " it plans: pass it among the `callbacks` of one."
+    )
+
+
+def _put_back(trainer: Trainer, own: Callable[..., Any] | None) -> None:
+    del trainer.__dict__["compute_loss"]
+    if own is not None:
+        trainer.__dict__["compute_loss"] = own
+
+
+class _PlannedLoss:
+    """Stands in for a trainer's ``compute_loss``: it plans, and begins every step.
+
+    Args:
+        budget: Plans.
+        training: The training.
+        own: What stood in before, or None.
+    """
+
+    def __init__(
+        self, budget: MemoryBudget, training: _Training, own: Callable[..., Any] | None
+    ) -> None:
+        self.budget = budget
+        self.training = training
         self.own = own
+        self.begin_step: Callable[..., None] | None = None
+
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        trainer = self.training.trainer
+        if self.training.model.training and torch.is_grad_enabled():
+            batch = _batch(inputs, num_items_in_batch)
+            if self.begin_step is None:
+                replica = self.training.replica(model)
+                self.begin_step = self.budget.apply(self.training, replica, batch)
+            self.begin_step(**batch)
+        own = self.own or type(trainer).compute_loss.__get__(trainer)
+        return own(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+
+
+def _batch(inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:
+    """What a plan takes for the arguments of ``compute_loss``.
+
+    Raises:
+        UnsupportedError: They have no names.
+    """
+    if not isinstance(inputs, Mapping):
+        raise UnsupportedError(
+            "`MemoryBudget` cannot plan this: the data collator makes a"
+            f" {type(inputs).__name__}; let it make a dict."
+        )
+    return {**inputs, "num_items_in_batch": num_items_in_batch}
+
+
+class ComputedLoss:
+    """Runs a trainer's ``compute_loss`` in place of its model's ``forward``.
+
+    Args:
+        module: The model; in a copy of it, its copy.
+        trainer: The trainer, which is left as it is.
+        replica: What DDP adds.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, trainer: Trainer, replica: Replica
+    ) -> None:
+        self.module = module
+        self.trainer = trainer
         self.replica = replica
+        self.own = module.__dict__.get("forward")
+        self.__wrapped__ = module.forward  # for those who look at the signature
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LossOnly:
-        return LossOnly(copy.deepcopy(self.own, memo), self.replica)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ComputedLoss:
+        copied: ComputedLoss = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.module = copy.deepcopy(self.module, memo)
+        copied.trainer, copied.replica = self.trainer, self.replica
+        copied.own = copy.deepcopy(self.own, memo)
+        return copied
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output = self.replica.returned(lambda: self.own(*args, **kwargs))
-        loss = output.get("loss") if hasattr(output, "get") else output[0]
+    def __call__(
+        self, *, num_items_in_batch: Any = None, **inputs: Any
+    ) -> torch.Tensor:
+        module, trainer = self.module, _quiet(self.trainer, self.module)
+        stand_in = module.__dict__.pop("forward")  # which the trainer will call
+        own = self.own or type(module).forward.__get__(module)
+        module.__dict__["forward"] = self._returned(own)
+        try:
+            with self.replica.alone(), trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(
+                    module, inputs, num_items_in_batch=num_items_in_batch
+                )
+        finally:
+            module.__dict__["forward"] = stand_in
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             raise UnsupportedError(
-                "The model returns no loss for the batch of the trainer, which makes"
-                f" the loss itself ({_LIKELY}); a plan would not know its memory."
-                " Let the model return the loss, or use `autosac.plan` with `loss_fn`."
+                "`MemoryBudget` cannot plan this: `compute_loss` returns no single"
+                f" number for the first batch, but {type(loss).__name__}."
             )
         return loss
 
+    def _returned(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's ``forward`` under DDP."""
 
-class _FirstForward:
-    """Stands in for a model's ``forward`` until its first batch of training."""
+        def returned(*args: Any, **kwargs: Any) -> Any:
+            return self.replica.returned(forward(*args, **kwargs))
 
-    def __init__(self, budget: MemoryBudget, training: _Training) -> None:
-        self.budget = budget
-        self.training = training
-        model = training.model
-        self.own = model.__dict__.get("forward")
-        self.__wrapped__ = model.forward  # for those who look at the signature
+        returned.__wrapped__ = forward  # type: ignore[attr-defined]
+        return returned
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self.training.model
-        if not model.training:  # evaluation on start
-            return self.__wrapped__(*args, **kwargs)
-        self.remove()
-        self.budget.apply(self.training, (args, kwargs))
-        return model.forward(*args, **kwargs)
 
-    def remove(self) -> None:
-        """Put back the ``forward`` that the model had."""
-        model = self.training.model
-        if model.__dict__.get("forward") is self:
-            del model.forward
-            if self.own is not None:
-                model.forward = self.own
+def _quiet(trainer: Trainer, model: torch.nn.Module) -> Trainer:
+    """A trainer that computes losses of a model, and logs and counts for nobody."""
+    quiet: Trainer = object.__new__(type(trainer))
+    attributes = {name: _unshared(value) for name, value in vars(trainer).items()}
+    planned = attributes.pop("compute_loss", None)
+    if isinstance(planned, _PlannedLoss) and planned.own is not None:
+        attributes["compute_loss"] = planned.own
+    vars(quiet).update(attributes)
+    quiet.model = quiet.model_wrapped = model
+    quiet.state = copy.deepcopy(trainer.state)
+    quiet.accelerator = _QuietAccelerator(trainer.accelerator)
+    vars(quiet)["log"] = _nothing
+    return quiet
+
+
+def _unshared(value: Any) -> Any:
+    """A container with its own containers; what else there is stays the same."""
+    if isinstance(value, dict):
+        own = copy.copy(value)
+        own.update({key: _unshared(one) for key, one in value.items()})
+        return own
+    return copy.copy(value) if isinstance(value, (list, set)) else value
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Log nothing, as a step that is only traced does."""
+
+
+class _QuietAccelerator:
+    """Gathers no metrics: other processes do not, and their values do not matter."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather_for_metrics(self, data: Any, *_: Any, **__: Any) -> Any:
+        """Numbers that can be read, in place of those of all processes."""
+        if isinstance(data, torch.Tensor) and data.numel() == 1:
+            return torch.tensor(1, dtype=data.dtype).reshape(data.shape)
+        return data
 
 
 def refused_settings(args: Any, model: torch.nn.Module) -> dict[str, bool]:
@@ -241,8 +370,4 @@ def refused_settings(args: Any, model: torch.nn.Module) -> dict[str, bool]:
         " out and call `autosac.integrations.huggingface_fsdp.plan_and_shard` before"
         " training, without `MemoryBudget`": bool(args.fsdp)
         or any(map(is_fsdp_unit, model.modules())),
-        f"label_smoothing_factor={args.label_smoothing_factor} makes the loss outside"
-        " of the model, where a plan does not see it; set it to 0": (
-            args.label_smoothing_factor != 0
-        ),
     }

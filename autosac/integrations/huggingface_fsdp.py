@@ -26,12 +26,13 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from transformers import Trainer
 
 from autosac.devices.specs import DeviceSpec
+from autosac.errors import UnsupportedError
 from autosac.integrations.budgets import (
     SCALER_BYTES,
     Loop,
     refuse,
 )
-from autosac.integrations.huggingface import LossOnly, refused_settings
+from autosac.integrations.huggingface import refused_settings
 from autosac.integrations.huggingface_sharded import adopt_sharded
 from autosac.integrations.replicas import Replica
 from autosac.integrations.sharded_loops import plan_loop
@@ -100,8 +101,8 @@ def _loop(trainer: Trainer, model: torch.nn.Module, device: DeviceSpec) -> Loop:
     trainer.optimizer = None  # the trainer makes one for the sharded parameters
     args = trainer.args
     return Loop(
-        forward=lambda module: LossOnly(
-            _Prepared(module.forward, trainer.accelerator), Replica(module=module)
+        forward=lambda module: _LossOnly(
+            _Prepared(module.forward, trainer.accelerator)
         ),
         # The next one is fetched ahead, on the CPU where the model lies.
         num_other_batches=args.gradient_accumulation_steps
@@ -124,6 +125,26 @@ def _as_called(trainer: Trainer, batch: Mapping[str, Any]) -> dict[str, Any]:
         count = torch.ones((), device=trainer.args.device)
         inputs["num_items_in_batch"] = count
     return inputs
+
+
+class _LossOnly:
+    """A model's ``forward`` as the trainer uses it: only the loss outlives it."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LossOnly:
+        return _LossOnly(copy.deepcopy(self.own, memo))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output = self.own(*args, **kwargs)
+        loss = output.get("loss") if hasattr(output, "get") else output[0]
+        if not isinstance(loss, torch.Tensor) or loss.ndim:
+            raise UnsupportedError(
+                "The model returns no loss for the batch of the trainer: let it return"
+                " one, or use `autosac.plan_parallel` with `loss_fn`."
+            )
+        return loss
 
 
 class _Prepared:
@@ -172,5 +193,11 @@ def _refused(trainer: Trainer) -> dict[str, bool]:
         " one gathers them; leave it out": args.save_on_each_node,
         "ACCELERATE_USE_FSDP lets the trainer shard the model once more; launch it"
         " without FSDP": getattr(trainer, "is_fsdp_enabled", False),
+        "its loss is made outside of the model (`compute_loss`, `compute_loss_func` or"
+        " `label_smoothing_factor`), where FSDP2"
+        " has no hooks; let the model return the loss, or use `autosac.plan_parallel`"
+        " with `loss_fn`": type(trainer).compute_loss is not Trainer.compute_loss
+        or trainer.compute_loss_func is not None
+        or args.label_smoothing_factor != 0,
         **refused_settings(args, model),
     }

@@ -191,9 +191,9 @@ class TrainingStep:
         if self.own is not None:
             module.__dict__["forward"] = self.own
         try:
-            with self.trainer.precision_plugin.train_step_context():
-                step = module.training_step
-                return _loss(self.replica.returned(lambda: step(*args)))
+            context = self.trainer.precision_plugin.train_step_context()
+            with context, self.replica.alone():
+                return _loss(self.replica.returned(module.training_step(*args)))
         finally:
             module.__dict__["forward"] = stand_in
 

@@ -68,18 +68,18 @@ class Replica:
             ),
         )
 
-    def returned(self, forward: Callable[[], Any]) -> Any:
-        """What DDP returns in place of a model's output, where one process plans.
-
-        Args:
-            forward: Makes the output.
+    def alone(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, one process plans: what waits for others is refused.
 
         Raises:
             UnsupportedError: It talks to other processes.
         """
-        alone = contextlib.nullcontext() if self.group is None else _alone()
-        with alone:
-            output = forward()
+        if self.group is None:
+            return contextlib.nullcontext()
+        return _Alone()  # type: ignore[no-untyped-call]
+
+    def returned(self, output: Any) -> Any:
+        """What DDP returns in place of a model's output."""
         return tree_map(_copied, output) if self.clones_outputs else output
 
 
@@ -97,10 +97,6 @@ class _Alone(_compat.PlainDispatchMode):
                 " collective out."
             )
         return func(*args, **(kwargs or {}))
-
-
-def _alone() -> contextlib.AbstractContextManager[Any]:
-    return _Alone()  # type: ignore[no-untyped-call]
 
 
 def _holding(tape: Any, blocks: tuple[int, ...]) -> Any:

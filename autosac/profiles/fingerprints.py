@@ -8,7 +8,8 @@ from itertools import zip_longest
 
 import torch
 
-Fingerprint = tuple[tuple[str, str, tuple[str, ...]], ...]
+_Module = tuple[str, str, tuple[str, ...]]
+Fingerprint = tuple[_Module, ...]
 _FROZEN = " frozen"
 
 
@@ -49,7 +50,7 @@ def first_difference(expected: Fingerprint, actual: Fingerprint) -> str | None:
     return None
 
 
-def _untrained(module: tuple[str, str, tuple[str, ...]]) -> object:
+def _untrained(module: _Module) -> _Module:
     fqn, kind, parameters = module
     return fqn, kind, tuple(text.removesuffix(_FROZEN) for text in parameters)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from autosac import OffloadedOptimizer, TraceError
+from autosac import OffloadedOptimizer
 from autosac.errors import InfeasibleBudgetError
 from autosac.verification.measuring import measure_peak
 from tests.alive import tensors_alive, tensors_since
@@ -90,7 +90,15 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
-def train(folder, callback=None, make_model=gpt2, dataset=None, **options):
+def train(
+    folder,
+    callback=None,
+    make_model=gpt2,
+    dataset=None,
+    kind=MeasuredTrainer,
+    compute_loss_func=None,
+    **options,
+):
     before = tensors_alive()
     torch.manual_seed(0)
     model = make_model()
@@ -103,9 +111,10 @@ def train(folder, callback=None, make_model=gpt2, dataset=None, **options):
         "save_strategy": "no",
         "logging_strategy": "no",
     }
-    trainer = MeasuredTrainer(
+    trainer = kind(
         model,
         transformers.TrainingArguments(folder, **{**known, **options}),
+        compute_loss_func=compute_loss_func,
         train_dataset=Texts() if dataset is None else dataset,
         callbacks=[] if callback is None else [callback],
         before=before,
@@ -289,7 +298,6 @@ def test_two_largest_batches_and_unknown_ways_are_refused_when_they_are_passed()
     ("options", "message"),
     [
         ({"gradient_checkpointing": True}, "recomputes already"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
     ],
 )
 def test_settings_that_cannot_be_planned_are_refused_by_name(
@@ -313,7 +321,6 @@ def test_settings_of_other_machines_are_refused_by_name(tmp_path, name, value):
         gradient_checkpointing = torch_compile = False
         world_size = n_gpu = 1
         deepspeed = fsdp = None
-        label_smoothing_factor = 0.0
 
     arguments = Arguments()
     setattr(arguments, name, value)
@@ -323,24 +330,67 @@ def test_settings_of_other_machines_are_refused_by_name(tmp_path, name, value):
         )
 
 
-def test_a_loss_that_the_trainer_makes_is_refused(tmp_path):
-    before = tensors_alive()
+class CalledTwice(MeasuredTrainer):
+    """R-Drop: the model's two answers shall be alike."""
 
-    def loss_of(outputs, labels, num_items_in_batch=None):
-        return outputs.logits.square().mean()
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
+        one, other = model(**inputs), model(**inputs)
+        apart = (one.logits - other.logits).square().mean()
+        return one.loss + other.loss + apart
 
-    trainer = MeasuredTrainer(
-        gpt2(),
-        transformers.TrainingArguments(
-            tmp_path, max_steps=1, use_cpu=True, report_to=[], save_strategy="no"
-        ),
-        train_dataset=Texts(),
-        callbacks=[silent("1GiB")],
-        compute_loss_func=loss_of,
-        before=before,
-    )
-    with pytest.raises((NotImplementedError, TraceError), match="compute_loss_func"):
-        trainer.train()
+
+def squares(outputs, labels, num_items_in_batch=None):
+    return outputs.logits.square().sum() / num_items_in_batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (CalledTwice, {}),
+        (MeasuredTrainer, {"compute_loss_func": squares}),
+        (MeasuredTrainer, {"label_smoothing_factor": 0.1}),
+    ],
+    ids=["own", "function", "smoothed"],
+)
+def test_losses_of_a_trainer_are_planned_as_they_are(tmp_path, kind, options):
+    plain = train(tmp_path, kind=kind, **options)
+    ample = silent("1GiB")
+    unplanned = train(tmp_path, ample, kind=kind, **options)
+    budget = silent(int(0.75 * ample.plan.peak_bytes))
+    planned = train(tmp_path, budget, kind=kind, **options)
+
+    assert budget.plan.policy
+    assert all(map(torch.equal, planned.losses, plain.losses))
+    assert max(planned.peaks) <= budget.memory_budget < max(plain.peaks)
+    excess = max(unplanned.peaks) - ample.plan.peak_bytes - 3 * 4 * NUM_TOKENS * 8
+    assert abs(excess) < 1024
+
+
+class CountingTrainer(MeasuredTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.metrics = {"train": [0]}
+
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
+        loss = super().compute_loss(model, inputs, num_items_in_batch=None)
+        number = self.accelerator.gather_for_metrics(loss.detach()).mean()
+        self.metrics["train"].append(number.item() if number > 0 else 0.0)
+        self.log({"counted": len(self.metrics["train"])})
+        return loss
+
+
+def test_planning_counts_and_logs_nothing_of_the_trainer(tmp_path):
+    trainer = train(tmp_path, silent("1GiB"), kind=CountingTrainer, max_steps=1)
+
+    assert trainer.metrics["train"] == [0, float(trainer.losses[0])]
+    counted = [e["counted"] for e in trainer.state.log_history if "counted" in e]
+    assert counted == [2]
+    assert "compute_loss" not in trainer.__dict__
 
 
 @pytest.mark.slow
