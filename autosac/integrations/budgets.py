@@ -23,7 +23,7 @@ from autosac.planning.unseen_batches import (
 )
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
-from autosac.pytrees import tensors_in
+from autosac.pytrees import held_tensors, tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.step.marks import marks_of
 
@@ -84,6 +84,36 @@ class BudgetCallback:
         self._undo: list[Callable[[], object]] = []
 
 
+def bytes_of_callbacks(callbacks: Iterable[Any], model: torch.nn.Module) -> int:
+    """Bytes of the tensors that callbacks keep where a model lies, besides its own.
+
+    Args:
+        callbacks: Objects, whose attributes are looked at: tensors and modules in
+            containers of any depth.
+        model: The model.
+    """
+    values = [value for callback in callbacks for value in vars(callback).values()]
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
+    own, kept = _storages(_tensors_of(model)), held_tensors(values, in_objects=False)
+    kept += [tensor for module in modules for tensor in _tensors_of(module)]
+    devices = {tensor.device for tensor in model.parameters()}
+    others = _storages(tensor for tensor in kept if tensor.device in devices)
+    return sum(size for key, size in others.items() if key not in own)
+
+
+def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters with their gradients, and buffers."""
+    parameters = list(module.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [*parameters, *gradients, *module.buffers()]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address of each storage -> its bytes."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
 def refuse(settings: Mapping[str, object]) -> None:
     """Refuse settings of a trainer that a plan could not keep its word under.
 
@@ -121,6 +151,7 @@ class Loop:
         replica: What DDP adds.
         options: As in `profile`.
         scalars_bytes: Losses, norms and counts that are kept over a step.
+        callbacks_bytes: What callbacks keep, such as averaged weights.
     """
 
     forward: Callable[[Any], Any]
@@ -128,6 +159,7 @@ class Loop:
     replica: Replica
     options: Mapping[str, Any]
     scalars_bytes: int = 16 * _SCALAR_BYTES
+    callbacks_bytes: int = 0
 
     @contextlib.contextmanager
     def profiled(
@@ -143,7 +175,8 @@ class Loop:
     def held_bytes(self, inputs: Any) -> int:
         """What the loop holds besides the step of a batch, but for what DDP holds."""
         one_bytes = sum(tensor.nbytes for tensor in tensors_in(inputs))
-        return self.num_other_batches * one_bytes + self.scalars_bytes
+        batches_bytes = self.num_other_batches * one_bytes
+        return batches_bytes + self.scalars_bytes + self.callbacks_bytes
 
     def replanned(self, memory_budget: int | str) -> Replan:
         """Plans batches that come later: those of least memory where none fits."""
@@ -203,7 +236,7 @@ def plan_loss(
 
     size = sum(tensor.numel() for tensor in tensors_in(batches[0]))
     plan = planned_once(make, size, loop.replica.group)
-    again = loop.replanned(memory_budget) if on_mismatch == "replan" else None
+    again = loop.replanned(memory_budget)
     return replace(plan, on_mismatch=on_mismatch, replan=again)
 
 
@@ -237,8 +270,8 @@ def count_others(
     if others_bytes:
         of_loop = (
             f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
-            f" ({format_bytes(others_bytes)}) are for batches and figures that the"
-            f" training loop keeps besides.{of_ddp}"
+            f" ({format_bytes(others_bytes)}) are for batches, figures and callbacks"
+            f" that the training loop keeps besides.{of_ddp}"
         )
     error.args = (f"{of_loop} {error}".strip(),)
     error.budget_bytes += others_bytes

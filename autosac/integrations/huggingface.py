@@ -31,6 +31,7 @@ from autosac.integrations.budgets import (
     SCALER_BYTES,
     BudgetCallback,
     Loop,
+    bytes_of_callbacks,
     checkpointing_already,
     figures,
     plan_loss,
@@ -82,6 +83,9 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
             forward=lambda model: ComputedLoss(model, trainer, replica),
             num_other_batches=training.num_other_batches,
             scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if args.fp16 else 0),
+            callbacks_bytes=bytes_of_callbacks(
+                trainer.callback_handler.callbacks, model
+            ),
             replica=replica,
             options={
                 "optimizer": getattr(

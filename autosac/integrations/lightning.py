@@ -27,6 +27,7 @@ from autosac.integrations.budgets import (
     SCALER_BYTES,
     BudgetCallback,
     Loop,
+    bytes_of_callbacks,
     checkpointing_already,
     figures,
     plan_loss,
@@ -138,6 +139,9 @@ def loop_of(trainer: Trainer, replica: Replica, **options: Any) -> Loop:
         # Of a dataset without a length it fetches a batch ahead, to the CPU.
         num_other_batches=int(trainer.strategy.root_device.type == "cpu"),
         scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if scales else 0),
+        callbacks_bytes=bytes_of_callbacks(
+            vars(trainer)["callbacks"], trainer.lightning_module
+        ),
         replica=replica,
         options={
             "accumulate": trainer.accumulate_grad_batches,

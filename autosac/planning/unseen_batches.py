@@ -46,7 +46,8 @@ class UnseenBatches:
     Attributes:
         on_mismatch: How: see `autosac.plan`.
         budget_bytes: The plan's budget.
-        replan: Plans for a batch; None if nothing is left of what that takes.
+        replan: Plans for a batch, and where more is trained; None if nothing is left of
+            what that takes.
     """
 
     on_mismatch: OnMismatch
@@ -84,13 +85,13 @@ class UnseenBatches:
             for planned in plan.signatures
             if planned.covers(signature)
         ]
-        if self.on_mismatch == "replan" and self.replan is not None and model:
+        anew = self.on_mismatch == "replan" or signature.thawed
+        if anew and self.replan is not None and model:
             plan = self.replan(model, *arguments)
             plan = replace(plan, signatures=(signature,), traced=None)
             if not covering or plan.peak_bytes > self.budget_bytes:
-                self._say(
-                    "It was planned for anew", plan.peak_bytes, signature, variants
-                )
+                what = "It was planned for anew"
+                self._say(what, plan.peak_bytes, signature, variants, is_planned=True)
             return [plan]
         if covering:
             return min(covering)[1]
@@ -128,6 +129,8 @@ class UnseenBatches:
         peak_bytes: int | None,
         signature: BatchSignature,
         variants: Variants,
+        *,
+        is_planned: bool = False,
     ) -> None:
         """Warn once of a batch that is larger than all that were planned for."""
         if "larger" in variants.said:
@@ -141,7 +144,7 @@ class UnseenBatches:
             which = "larger than all" if is_like else "unlike all"
         peak = "is not known"
         if peak_bytes is not None:
-            about = "" if self.on_mismatch == "replan" else "about "
+            about = "" if is_planned else "about "
             keeps = "within" if peak_bytes <= self.budget_bytes else "above"
             peak = (
                 f"will be {about}{peak_bytes} bytes ({format_bytes(peak_bytes)}),"

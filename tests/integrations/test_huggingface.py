@@ -97,6 +97,7 @@ def train(
     dataset=None,
     kind=MeasuredTrainer,
     compute_loss_func=None,
+    others=(),
     **options,
 ):
     before = tensors_alive()
@@ -116,7 +117,7 @@ def train(
         transformers.TrainingArguments(folder, **{**known, **options}),
         compute_loss_func=compute_loss_func,
         train_dataset=Texts() if dataset is None else dataset,
-        callbacks=[] if callback is None else [callback],
+        callbacks=[*others, *([] if callback is None else [callback])],
         before=before,
     )
     trainer.train()
@@ -367,6 +368,23 @@ def test_losses_of_a_trainer_are_planned_as_they_are(tmp_path, kind, options):
     assert max(planned.peaks) <= budget.memory_budget < max(plain.peaks)
     excess = max(unplanned.peaks) - ample.plan.peak_bytes - 3 * 4 * NUM_TOKENS * 8
     assert abs(excess) < 1024
+
+
+class Averages(transformers.TrainerCallback):
+    def on_train_begin(self, args, state, control, model, **_):
+        self.averaged = torch.optim.swa_utils.AveragedModel(model)
+
+
+def test_what_other_callbacks_keep_is_paid_for(tmp_path):
+    lowest = []
+    for callbacks in ((), (Averages(),)):
+        with pytest.raises(InfeasibleBudgetError, match="callbacks") as caught:
+            train(tmp_path, silent("1KiB"), others=callbacks, max_steps=1)
+        lowest.append(caught.value.lowest_peak_bytes)
+
+    averaged = torch.optim.swa_utils.AveragedModel(gpt2()).state_dict().values()
+    storages = {t.untyped_storage().data_ptr(): t.nbytes for t in averaged}
+    assert lowest[1] - lowest[0] == sum(storages.values())
 
 
 class CountingTrainer(MeasuredTrainer):

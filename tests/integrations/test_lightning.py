@@ -138,17 +138,18 @@ class Measure(lightning.Callback):
     """Switches the measurement on after what comes before it in the list."""
 
     def __init__(self, before):
-        self.before, self.peaks = before, Peaks()
+        self.before = lambda: before  # which a budget takes for its own otherwise
+        self.peaks = Peaks()
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         optimizer = trainer.optimizers[0]
-        optimizer.log, optimizer.before = self.peaks, self.before
+        optimizer.log, optimizer.before = self.peaks, self.before()
 
 
-def train(callback=None, *, module=None, batches=None, **options):
+def train(callback=None, *, module=None, batches=None, kind=Network, **options):
     measure = Measure(tensors_alive())
     torch.manual_seed(0)
-    module = Network(**(module or {}))
+    module = kind(**(module or {}))
     known = {
         "max_steps": 3,
         "accelerator": "cpu",
@@ -216,6 +217,31 @@ def test_larger_batches_are_planned_anew_and_keep_the_budget():
         planned, peaks = train(budget, **options)
 
     assert all(map(torch.equal, planned.losses, plain.losses))
+    assert max(peaks) <= budget.memory_budget < max(plain_peaks)
+
+
+class Thaws(Network):
+    def __init__(self):
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.blocks.requires_grad_(batch_idx > 0)
+
+
+@pytest.mark.slow
+def test_layers_that_are_thawed_are_planned_anew_and_keep_the_budget():
+    def trained(callback=None):
+        return train(callback, kind=Thaws, max_steps=4)
+
+    plain, plain_peaks = trained()
+    budget = silent(int(0.8 * max(plain_peaks)))
+    with pytest.warns(UserWarning, match="and 11 more, frozen before.* anew"):
+        planned, peaks = trained(budget)
+
+    assert all(map(torch.equal, planned.losses, plain.losses))
+    assert budget.plan.policy == {}
     assert max(peaks) <= budget.memory_budget < max(plain_peaks)
 
 
