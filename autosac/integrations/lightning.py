@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
@@ -144,13 +145,21 @@ def loop_of(trainer: Trainer, replica: Replica, **options: Any) -> Loop:
         ),
         replica=replica,
         options={
-            "accumulate": trainer.accumulate_grad_batches,
+            "accumulate": _most_accumulated(trainer),
             # Clipping by value takes no memory.
             "clip_grad_norm": (clips_norm and trainer.gradient_clip_val) or None,
             "gradients_in_forward": True,
             **options,
         },
     )
+
+
+def _most_accumulated(trainer: Trainer) -> int:
+    """The most micro-steps of an optimizer step, now or later."""
+    callbacks = vars(trainer)["callbacks"]
+    schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+    later = [num for schedule in schedules for num in schedule.scheduling.values()]
+    return max(trainer.accumulate_grad_batches, *later, 1)
 
 
 def _wrapped(trainer: Trainer) -> torch.nn.Module:

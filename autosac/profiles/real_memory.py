@@ -10,6 +10,8 @@ another way is said.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -220,6 +222,17 @@ def traced(tape: Tape) -> dict[str, Stretch]:
 
 def measured(step: Step) -> dict[str, Stretch]:
     """Memory of the stretches of a real step, in copies of all that it may change."""
+    modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    stretches = _measured(step, modules)
+    if modules:  # in cycles, with their gradients
+        gc.collect()
+    return stretches
+
+
+def _measured(
+    step: Step, modules: weakref.WeakSet[torch.nn.Module]
+) -> dict[str, Stretch]:
+    """The same; adds the copies of the modules to a set."""
     with (
         seeded_streams(step.learned.seed),
         no_collections(),
@@ -228,6 +241,7 @@ def measured(step: Step) -> dict[str, Stretch]:
         copied(replace(step, optimizer=None), None) as copies,
     ):
         model, _, args, kwargs, loss_fn, _ = copies
+        modules.update(model.modules())
 
         def run(mark: Any) -> None:
             micro_step(

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -113,10 +115,13 @@ def first_departure(step: Step, tape: Tape) -> Departure | None:
         TraceError: The real step fails, though its trace did not.
     """
     expected = names_of_forward(tape)
-    follower = _Follower(expected)
     with contextlib.suppress(_NeedsMore):
-        return _follow(follower, step, frugal=True)
-    return _follow(_Follower(expected), step, frugal=False)
+        return _follow(_Follower(expected), step, frugal=True)
+    follower = _Follower(expected)
+    departure = _follow(follower, step, frugal=False)
+    if follower.copies:  # in cycles, with their parameters
+        gc.collect()
+    return departure
 
 
 def names_of_forward(tape: Tape, before: int | None = None) -> list[str]:
@@ -165,6 +170,7 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
             for _ in range(step.learned.earlier):
                 run()
             follower.probe(model)
+            follower.copies.update(model.modules())
             with follower:
                 run()
         follower.end()
@@ -207,6 +213,7 @@ class _Follower(_compat.PlainDispatchMode):
 
     Attributes:
         shared: Storages that the step must not write to.
+        copies: Those of the model's modules.
         departure: The first difference so far.
         phase: Of the step.
         fqns: FQN of every module.
@@ -219,6 +226,7 @@ class _Follower(_compat.PlainDispatchMode):
         self.expected = expected
         self.place = 0
         self.shared: set[int] = set()
+        self.copies: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.departure: Departure | None = None
         self.phase = "forward"
         self.fqns: list[str] = []
