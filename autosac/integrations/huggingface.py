@@ -17,7 +17,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
             },
         )
         batches = [inputs, *self._worst(inputs, training.device)]
-        self.plan = plan = plan_loss(
+        plan = plan_loss(
             model,
             [((), batch) for batch in batches],
             loop,
@@ -107,6 +107,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
             on_mismatch=self.on_mismatch,
         )
         plan.apply(model)
+        self.plan = replace(plan, replan=None)  # which keeps the trainer alive
         self._undo.append(lambda: plan.unapply(model))
         state.log_history.append({**figures(plan), "step": state.global_step})
         if state.is_world_process_zero:

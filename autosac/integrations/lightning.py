@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,14 +94,15 @@ class MemoryBudget(BudgetCallback, Callback):
             opaque=self.opaque,
         )
         batches = [inputs, *self._worst(trainer, inputs)]
-        self.plan = plan_loss(
+        plan = plan_loss(
             module,
             [(batch, {}) for batch in batches],
             loop,
             memory_budget=self.memory_budget,
             on_mismatch=self.on_mismatch,
         )
-        self.plan.apply(module)
+        plan.apply(module)
+        self.plan = replace(plan, replan=None)  # which keeps the trainer alive
         for logger in trainer.loggers:
             logger.log_metrics(figures(self.plan), step=trainer.global_step)
         if trainer.is_global_zero:

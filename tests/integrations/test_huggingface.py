@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -163,13 +166,18 @@ def test_training_under_a_budget_is_the_same_and_keeps_it(
 
 def test_the_model_is_left_as_it_was_found_and_the_report_says_what_was_done(tmp_path):
     said = []
-    trainer = train(tmp_path, MemoryBudget("1GiB", report=said.append), max_steps=1)
+    budget = MemoryBudget("1GiB", report=said.append)
+    trainer = train(tmp_path, budget, max_steps=1)
 
-    model = trainer.model
+    model, left = trainer.model, weakref.ref(trainer)
     assert "forward" not in model.__dict__
     assert not model._forward_pre_hooks
     assert len(said) == 1
     assert "Nothing has to be recomputed" in said[0]
+    del trainer
+    gc.collect()
+    assert left() is None
+    assert budget.plan is not None
 
 
 @pytest.mark.slow
