@@ -1,6 +1,7 @@
 """What people get wrong: each is an AutosacError of one sentence that says the fix."""
 
 import functools
+import pickle
 import warnings
 
 import pytest
@@ -324,6 +325,10 @@ MISTAKES = {
     "grad in forward": (
         lambda: plan(Around(torch.func.grad(lambda y: y.sin().sum()))),
         r"cannot be traced: .* differentiates\. .*`torch.autograd.grad\(",
+    ),
+    "a profile that is pickled": (
+        lambda: pickle.dumps(autosac.profile(mlp(), X, loss_fn=loss)),
+        r"Pickle a plan, a sweep or `profile\.statistics`",
     ),
     # --- names
     "a type that is none": (

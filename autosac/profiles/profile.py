@@ -12,6 +12,7 @@ from autosac.costs.sources import modelled_costs
 from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
+from autosac.errors import UnsupportedError
 from autosac.profiles.fingerprints import fingerprint
 from autosac.profiles.mistakes import (
     check_options,
@@ -42,6 +43,16 @@ class Profile(TracedStep):
     """
 
     step: Step
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "A `Profile` cannot be pickled: it knows the user's own model, optimizer"
+            " and loss. Pickle a plan, a sweep or `profile.statistics`, or profile again in"
+            " the other process."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Profile:
+        return self  # nothing changes it
 
     def traced(self) -> TracedStep:
         """The step without the user's objects; shares all that is worked out so far."""
