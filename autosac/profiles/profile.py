@@ -46,9 +46,9 @@ class Profile(TracedStep):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "A `Profile` cannot be pickled: it knows the user's own model, optimizer"
-            " and loss. Pickle a plan, a sweep or `profile.statistics`, or profile again in"
-            " the other process."
+            "A `Profile` cannot be pickled, as it knows the user's own model, optimizer"
+            " and loss. Pickle a plan, a sweep or `profile.statistics`, or trace the"
+            " step again in the other process."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Profile:
