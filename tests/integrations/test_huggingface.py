@@ -145,23 +145,22 @@ def test_training_under_a_budget_is_the_same_and_keeps_it(
     tmp_path, make_model, options
 ):
     plain = train(tmp_path, make_model=make_model, **options)
-    ample = silent("1GiB")
-    unplanned = train(tmp_path, ample, make_model, **options)
-    budget = silent(int(0.75 * ample.plan.peak_bytes))
+    budget = silent(int(0.75 * max(plain.peaks)))
     planned = train(tmp_path, budget, make_model, **options)
 
-    assert ample.plan.policy == {}
     assert budget.plan.policy
     assert len(planned.losses) == len(plain.losses) >= 3
     assert all(map(torch.equal, planned.losses, plain.losses))
     observed, expected = planned.model.state_dict(), plain.model.state_dict()
     assert all(torch.equal(observed[name], expected[name]) for name in expected)
-    assert max(planned.peaks) <= budget.memory_budget < max(plain.peaks)
-    # Beside what is planned: the batches that are fetched ahead, and some scalars.
-    num_ahead = options.get("gradient_accumulation_steps", 1)
+    assert max(planned.peaks) <= budget.memory_budget
+    check_prediction(budget, planned, options.get("gradient_accumulation_steps", 1))
+
+
+def check_prediction(budget, trainer, num_ahead=1):
+    """Beside what is planned: the batches that are fetched ahead, and some scalars."""
     held_bytes = num_ahead * 3 * 4 * NUM_TOKENS * 8
-    excess = max(unplanned.peaks) - ample.plan.peak_bytes - held_bytes
-    assert abs(excess) < 1024
+    assert abs(max(trainer.peaks) - budget.plan.peak_bytes - held_bytes) < 1024
 
 
 def test_the_model_is_left_as_it_was_found_and_the_report_says_what_was_done(tmp_path):
@@ -360,22 +359,18 @@ def squares(outputs, labels, num_items_in_batch=None):
     [
         (CalledTwice, {}),
         (MeasuredTrainer, {"compute_loss_func": squares}),
-        (MeasuredTrainer, {"label_smoothing_factor": 0.1}),
     ],
-    ids=["own", "function", "smoothed"],
+    ids=["own", "function"],
 )
 def test_losses_of_a_trainer_are_planned_as_they_are(tmp_path, kind, options):
     plain = train(tmp_path, kind=kind, **options)
-    ample = silent("1GiB")
-    unplanned = train(tmp_path, ample, kind=kind, **options)
-    budget = silent(int(0.75 * ample.plan.peak_bytes))
+    budget = silent(int(0.75 * max(plain.peaks)))
     planned = train(tmp_path, budget, kind=kind, **options)
 
     assert budget.plan.policy
     assert all(map(torch.equal, planned.losses, plain.losses))
-    assert max(planned.peaks) <= budget.memory_budget < max(plain.peaks)
-    excess = max(unplanned.peaks) - ample.plan.peak_bytes - 3 * 4 * NUM_TOKENS * 8
-    assert abs(excess) < 1024
+    assert max(planned.peaks) <= budget.memory_budget
+    check_prediction(budget, planned)
 
 
 class Averages(transformers.TrainerCallback):
@@ -383,6 +378,7 @@ class Averages(transformers.TrainerCallback):
         self.averaged = torch.optim.swa_utils.AveragedModel(model)
 
 
+@pytest.mark.slow
 def test_what_other_callbacks_keep_is_paid_for(tmp_path):
     lowest = []
     for callbacks in ((), (Averages(),)):
@@ -410,6 +406,7 @@ class CountingTrainer(MeasuredTrainer):
         return loss
 
 
+@pytest.mark.slow
 def test_planning_counts_and_logs_nothing_of_the_trainer(tmp_path):
     trainer = train(tmp_path, silent("1GiB"), kind=CountingTrainer, max_steps=1)
 

@@ -190,19 +190,16 @@ def test_training_under_a_budget_is_the_same_and_keeps_it(module, options):
         return train(callback, module=module, **own)
 
     plain, plain_peaks = trained()
-    ample = silent("1GiB")
-    _, unplanned_peaks = trained(ample)
-    budget = silent(int(0.8 * ample.plan.peak_bytes))
+    budget = silent(int(0.8 * max(plain_peaks)))
     planned, peaks = trained(budget)
 
-    assert ample.plan.policy == {}
     assert budget.plan.policy
     assert len(planned.losses) == len(plain.losses) >= 3
     assert all(map(torch.equal, planned.losses, plain.losses))
     observed, expected = planned.state_dict(), plain.state_dict()
     assert all(torch.equal(observed[name], expected[name]) for name in expected)
-    assert max(peaks) <= budget.memory_budget < max(plain_peaks)
-    assert abs(max(unplanned_peaks) - ample.plan.peak_bytes) < 1024  # scalars
+    assert max(peaks) <= budget.memory_budget
+    assert abs(max(peaks) - budget.plan.peak_bytes) < 1024  # scalars
 
 
 @pytest.mark.slow
