@@ -95,51 +95,38 @@ class AskedMesh:
             )
         return numbers
 
-    @property
-    def may_offload(self) -> bool:
-        """Whether what is asked for can be planned with offload."""
-        return not self._has_slices and INTERLEAVED not in self.schedules
+    def refuses_offload(self) -> UnsupportedError | None:
+        """Why nothing that is asked for can be planned with offload; None if any can.
 
-    @property
-    def _has_slices(self) -> bool:
-        """Whether tensors must be divided."""
-        degree = (self.mesh or {}).get("tp", 1)
-        return degree not in (1, None) or self.tp_plan is not None or self.loss_parallel
-
-    def with_offload(self) -> AskedMesh:
-        """The same with tensors that are whole, as collectives may hold what is moved.
-
-        Raises:
-            UnsupportedError: They must be divided, or ranks may have several stages.
+        Collectives may hold what is moved, and ranks of several stages have no model.
         """
-        if self._has_slices:
-            raise UnsupportedError(
+        degree = (self.mesh or {}).get("tp", 1)
+        if degree not in (1, None) or self.tp_plan is not None or self.loss_parallel:
+            return UnsupportedError(
                 "`offload` is not planned in pipelines with tensor parallelism, whose"
                 " collectives may hold what is moved: leave it, or 'tp' of `mesh`,"
                 " `tp_plan` and `loss_parallel`, out."
             )
-        if INTERLEAVED in self.schedules:
-            raise UnsupportedError(
+        if set(self.schedules) == {INTERLEAVED}:
+            return UnsupportedError(
                 f"`offload` is not planned under {INTERLEAVED}: leave it out, or name"
                 " other `schedules`."
             )
-        if self.mesh is None:
-            return self
-        return replace(self, mesh={**self.mesh, "tp": 1})
+        return None
 
     def plan(self, given: MicroBatch, far: FarBytes | None = None) -> PipelinePlan:
         """The plan.
 
         Args:
             given: The model and all rows.
-            far: What a rank may have in far memory; None for nothing.
+            far: What a rank may have in far memory where that can be planned; None for
+                nothing.
         """
-        given = replace(given, far=far)
         num_ranks = self.num_ranks
         if num_ranks is None:
             num_ranks = (self.mesh or {})["pp"]
         if num_ranks is None or _is_open(self.mesh):
-            return self.search(given).run()
+            return replace(self.search(given), far=far).run()
         degrees, parallel = _read_mesh(
             self.mesh, self.tp_plan, self.loss_parallel, num_ranks, given.cluster
         )
@@ -158,6 +145,7 @@ class AskedMesh:
             schedules=candidates,
             memory_budget=self.memory_budget,
             relative_gap=self.relative_gap,
+            far=far,
         )
         if degrees == (1,):
             return asked.planned(WHOLE)
@@ -262,12 +250,14 @@ class _Asked:
         schedules: To choose from.
         memory_budget: Cap on the peak of a rank.
         relative_gap: As in `plan_pipeline`.
+        far: What a rank may have in far memory; None for nothing.
     """
 
     micro_batches: dict[int, MicroBatch]
     schedules: tuple[Schedule, ...]
     memory_budget: int | str
     relative_gap: float
+    far: FarBytes | None
 
     def planned(self, tensor: TensorParallel) -> PipelinePlan:
         """The plan of one division of tensors."""
@@ -279,7 +269,7 @@ class _Asked:
                 fqns = list(micro_batch.chain)
                 check_cuts(micro_batch.model, fqns, micro_batch.cuts, least)
             races = [self._race(own, schedule) for schedule in self.schedules]
-            return fastest(races)
+            return fastest(races, self.far)
 
     def _divided(self, tensor: TensorParallel) -> dict[int, MicroBatch]:
         """The micro-batches on the first rank of the group that is there."""

@@ -8,6 +8,11 @@ dynamic programming over what each of them takes at least: its blocks recomputed
 nowhere, or what is known of a stage of some of its blocks. What a stage really takes,
 under its cap and at its place in the schedule, is asked for only when a branch comes to
 it.
+
+A step takes as long as its slowest stage works and waits: for the first micro-batch to
+go on through all stages behind it and back, and for the last one to go back through
+those before. Of p stages under 1F1B the first goes forward with p micro-batches by
+then, under GPipe with all.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +33,7 @@ from autosac.pipelines.schedules import Schedule
 # they do not fit.
 TimesOf = Callable[[int, int, int], StageTimes | None]
 _Array = npt.NDArray[np.float64]
+_Times = TypeVar("_Times", float, _Array)
 # Work, not time: steps played to the end, the most promising first, and their actions.
 _MOST_PLAYED = 100
 _MOST_ACTIONS = 2**21
@@ -45,6 +51,20 @@ class Cuts(NamedTuple):
     starts: tuple[int, ...]
 
 
+class _Behind(NamedTuple):
+    """What stages take at least from one of them on, for each first block of that.
+
+    Attributes:
+        last_ms: Until all micro-batches went through them, if they come at once.
+        one_ms: One micro-batch, through all of them.
+        busy_ms: Others, in the slowest of them, as `Cutting._busy_ms` says.
+    """
+
+    last_ms: _Array
+    one_ms: _Array
+    busy_ms: _Array
+
+
 @dataclass(kw_only=True)
 class Cutting:
     """The search for one schedule.
@@ -53,6 +73,7 @@ class Cutting:
         schedule: Of the pipeline.
         block_ms: Forward and backward of each block, nothing recomputed: no more than
             what it takes in a stage.
+        forward_ms: Forward of it alone.
         cuts: Blocks that a stage may begin with, besides the first.
         times_of: Says what a stage takes.
         relative_gap: Another cutting must be faster by more.
@@ -65,6 +86,7 @@ class Cutting:
 
     schedule: Schedule
     block_ms: Sequence[float]
+    forward_ms: Sequence[float]
     cuts: Sequence[int]
     times_of: TimesOf
     relative_gap: float
@@ -74,7 +96,8 @@ class Cutting:
     _places: list[int] = field(init=False)  # to cut at, and both ends
     _place_of: dict[int, int] = field(init=False)
     _least: list[_Array] = field(init=False)
-    _suffix: list[_Array] | None = field(init=False, default=None)
+    _hidden: list[int] = field(init=False)  # forwards of each stage, see `_busy_ms`
+    _suffix: list[_Behind] | None = field(init=False, default=None)
     _known: dict[tuple[int, int, int], StageTimes | None] = field(
         init=False, default_factory=dict
     )
@@ -84,6 +107,10 @@ class Cutting:
         size, last = len(self.block_ms), self.schedule.num_stages - 1
         until = np.array([0.0, *accumulate(self.block_ms)])
         self._plain = until[None, :] - until[:, None]  # of blocks between two places
+        until = np.array([0.0, *accumulate(self.forward_ms)])
+        self._forward = until[None, :] - until[:, None]
+        in_flight = [self.schedule.most_in_flight(s) for s in range(last + 1)]
+        self._hidden = [number - in_flight[-1] for number in in_flight]
         self._handed = np.array(self.handed_bytes or [0] * (size + 1))
         may_begin = np.isin(np.arange(size + 1), [0, *self.cuts])
         may_end = np.isin(np.arange(size + 1), [*self.cuts, size])
@@ -187,7 +214,7 @@ class Cutting:
         stages, first, number = [], 0, self.schedule.num_micro_batches
         for index in range(self.schedule.num_stages):
             least, behind = self._least[index][first], self._behind()[index + 1]
-            bounds = np.maximum(number * least, least + behind)
+            bounds = np.maximum(number * least, least + behind.last_ms)
             end = int(bounds.argmin())
             if self._is_lost(bounds[end]):
                 return []
@@ -239,29 +266,56 @@ class Cutting:
         """No step takes less with these stages and one from a block to each end.
 
         A stage waits for the first micro-batch, works on all, and the last one goes
-        back through the stages before.
+        back through the stages before. Or it waits for the first one to come back, and
+        works on the others.
         """
         number = self.schedule.num_micro_batches
-        before_ms = known_ms = 0.0
-        for own in times:
+        before_ms = known_ms = busy_ms = 0.0
+        for stage, own in enumerate(times):
             own_ms = own.forward_ms + own.backward_ms
             known_ms = max(known_ms, before_ms + own.gather_ms + number * own_ms)
+            busy_ms = max(busy_ms, self._busy_ms(stage, own_ms, own.forward_ms))
             before_ms += own.gather_ms + own_ms + 2 * own.send_ms
         least, behind = self._least[index][first], self._behind()[index + 1]
-        rest: _Array = before_ms + np.maximum(number * least, least + behind)
+        rest: _Array = before_ms + np.maximum(number * least, least + behind.last_ms)
+        own_busy_ms = self._busy_ms(index, least, self._forward[first])
+        busy = np.maximum(np.maximum(busy_ms, own_busy_ms), behind.busy_ms)
+        rest = np.maximum(rest, before_ms + least + behind.one_ms + busy)
         optimizer_ms = times[0].optimizer_ms if times else 0.0
         bounds: _Array = optimizer_ms + np.maximum(known_ms, rest)
         return bounds
 
-    def _behind(self) -> list[_Array]:
+    def _busy_ms(self, stage: int, own_ms: _Times, forward_ms: _Times) -> _Times:
+        """What a stage does at least besides one micro-batch, while that does not wait.
+
+        Forwards before its first backward may be done while it waits for that, but for
+        as many as the last stage begins with.
+
+        Args:
+            stage: Index of the stage.
+            own_ms: Of a micro-batch, forward and backward,
+            forward_ms: and forward alone.
+        """
+        if self.schedule.is_looped:  # other stages of its rank are in between
+            return 0.0 * forward_ms
+        others = self.schedule.num_micro_batches - 1
+        return others * own_ms - self._hidden[stage] * forward_ms
+
+    def _behind(self) -> list[_Behind]:
         """For each index and block the least that stages from there on take."""
         if self._suffix is None:
-            behind = np.full(len(self.block_ms) + 1, inf)
-            behind[-1] = 0.0
+            last_ms = np.full(len(self.block_ms) + 1, inf)
+            last_ms[-1] = 0.0
+            behind = _Behind(last_ms, last_ms, last_ms)
             self._suffix = [behind]
             number = self.schedule.num_micro_batches
-            for least in reversed(self._least):
-                behind = np.maximum(number * least, least + behind[None, :]).min(axis=1)
+            for index, least in reversed(list(enumerate(self._least))):
+                busy_ms = self._busy_ms(index, least, self._forward)
+                behind = _Behind(
+                    np.maximum(number * least, least + behind.last_ms).min(axis=1),
+                    (least + behind.one_ms).min(axis=1),
+                    np.maximum(busy_ms, behind.busy_ms).min(axis=1),
+                )
                 self._suffix.insert(0, behind)
         return self._suffix
 

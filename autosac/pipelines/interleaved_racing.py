@@ -176,6 +176,7 @@ class InterleavedRace(Race):
         return Cutting(
             schedule=alone,
             block_ms=self.micro_batch.block_ms,
+            forward_ms=self.micro_batch.forward_ms,
             cuts=self.micro_batch.cuts,
             times_of=self._plain_times,
             relative_gap=0.0,

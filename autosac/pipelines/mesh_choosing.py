@@ -45,6 +45,7 @@ from autosac.pipelines.schedules import (
     can_have,
 )
 from autosac.pipelines.sharded_stages import DataParallel
+from autosac.pipelines.stage_choosing import FarBytes
 from autosac.quantities import format_bytes, format_ms
 
 _FEW = 2  # meshes whose least peak is asked for if none can fit
@@ -90,6 +91,7 @@ class MeshSearch:
         stages_per_rank: Under interleaved 1F1B, those to choose from.
         relative_gap: As in `plan_pipeline`.
         budget_bytes: Cap on the peak of a rank.
+        far: What a rank may have in far memory; None for nothing.
     """
 
     base: MicroBatch
@@ -105,6 +107,7 @@ class MeshSearch:
     relative_gap: float
     loss_parallel: bool
     budget_bytes: int
+    far: FarBytes | None = None
     _known: dict[Hashable, MicroBatch] = field(default_factory=dict)
     _lost: dict[str, str] = field(default_factory=dict, init=False)
     _tensors: list[TensorParallel] = field(default_factory=list, init=False)
@@ -174,7 +177,7 @@ class MeshSearch:
             for _, cell in kept[:_FEW]:
                 self._runners.enter(self._race(cell))
         lost = [f"{mesh}: {why}" for mesh, why in self._lost.items()]
-        plan = self._runners.plan(lost)
+        plan = self._runners.plan(lost, self.far)
         return replace(plan, num_gpus=self.cluster.num_gpus)
 
     def _enter(self, cells: Sequence[_Cell]) -> None:

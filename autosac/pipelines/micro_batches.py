@@ -37,7 +37,6 @@ from autosac.pipelines.like_blocks import (
     with_styles,
 )
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
-from autosac.pipelines.stage_choosing import FarBytes
 from autosac.pipelines.stage_steps import (
     PipelineLoss,
     StageStep,
@@ -52,7 +51,7 @@ from autosac.profiles.profile import Profile
 _T = TypeVar("_T")
 _MODEL_PHASES = ("forward", "loss", "backward")
 # What is worked out however many ranks share parameters.
-_OF_ANY = ("chain", "cuts", "blocks", "whole", "block_ms", "shares")
+_OF_ANY = ("chain", "cuts", "blocks", "whole", "block_ms", "forward_ms", "shares")
 _RANK_BYTES = 4  # of `DeviceMesh.mesh`
 
 
@@ -72,7 +71,6 @@ class MicroBatch:
         parallel: Ranks of a stage that train on batches of their own.
         undivided: The model undivided, of any size: says which blocks do the same.
         shares: Stages of like blocks are taken to be alike in the search for cuts.
-        far: What a rank may have in far memory; None for nothing.
     """
 
     model: torch.nn.Module
@@ -85,7 +83,6 @@ class MicroBatch:
     parallel: DataParallel = ALONE
     undivided: MicroBatch | None = None
     shares: bool = True
-    far: FarBytes | None = None
     _traced: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
     _steps: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
     _calls: KnownCalls = field(default_factory=dict, init=False)
@@ -188,6 +185,12 @@ class MicroBatch:
     def block_ms(self) -> list[float]:
         """Forward and backward of each block."""
         return self._by_block(self.whole.op_ms)
+
+    @cached_property
+    def forward_ms(self) -> list[float]:
+        """Forward of each block alone."""
+        pairs = zip(self.whole.tape.ops, self.whole.op_ms, strict=True)
+        return self._by_block([ms * (op.phase == "forward") for op, ms in pairs])
 
     @cached_property
     def flops_ms(self) -> float:

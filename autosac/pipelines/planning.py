@@ -98,7 +98,8 @@ def plan_pipeline(
         offload: Whether AC units of stages may have in far memory what they keep
             between forward and backward of a micro-batch, as in `plan`. Each rank has
             of its device's link what `cluster` says that it shares. Not with slices
-            of tensors, ``{"tp": None}`` is 1 then, nor under interleaved 1F1B.
+            of tensors nor under interleaved 1F1B: of meshes and schedules that are
+            chosen these are planned without.
         host_budget: Cap on what one rank has there of all micro-batches in flight, in
             bytes or as text; None for none.
         offload_dir: Where files of the CPU's far memory lie, as in `plan`.
@@ -136,14 +137,16 @@ def plan_pipeline(
         reduce_dtype=reduce_dtype,
         relative_gap=relative_gap,
     )
-    if offload is True:
-        return replace(asked.with_offload().plan(given, far), offload_dir=directory)
-    try:
-        return asked.plan(given)
-    except InfeasibleBudgetError:
-        if offload is False or not asked.may_offload:
-            raise
-    return replace(asked.with_offload().plan(given, far), offload_dir=directory)
+    refusal = asked.refuses_offload() if offload else None
+    if offload is True and refusal is not None:
+        raise refusal
+    if offload is not True:
+        try:
+            return asked.plan(given)
+        except InfeasibleBudgetError:
+            if offload is False or refusal is not None:
+                raise
+    return replace(asked.plan(given, far), offload_dir=directory)
 
 
 def given_batch(

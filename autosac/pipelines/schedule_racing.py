@@ -20,6 +20,7 @@ from autosac.pipelines.plans import PipelinePlan, StagePlan
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.schedules import GPIPE, Schedule
 from autosac.pipelines.stage_choosing import (
+    FarBytes,
     RankChooser,
     StageChoice,
     StageChooser,
@@ -80,6 +81,8 @@ class Race:
         budget_bytes: Cap on the peak of a rank.
         relative_gap: As in `plan_pipeline`.
         mesh: Its name for people, if there are several.
+        far: What a rank may have in far memory; None for nothing.
+        plain: The same without offload: what it has planned is known here, too.
     """
 
     def __init__(
@@ -89,12 +92,16 @@ class Race:
         budget_bytes: int,
         relative_gap: float,
         mesh: str = "",
+        far: FarBytes | None = None,
+        plain: Race | None = None,
     ) -> None:
         self.micro_batch, self.schedule, self.mesh = micro_batch, schedule, mesh
+        self.far, self.plain = far, plain
         self.budget_bytes, self.relative_gap = budget_bytes, relative_gap
         self._choosers: dict[tuple[int, tuple[int, ...]], StageChooser] = {}
         self._choices: dict[tuple[int, int, int], StageChoice | None] = {}
-        self._fitting: tuple[int, ...] = ()  # first blocks of stages that fit
+        # First blocks of stages that were planned: no cuts are found that are slower.
+        self._known: list[tuple[int, ...]] = list(plain._known) if plain else []
         self._lowest_bytes: dict[tuple[int, int, int], float] = {}
         self._estimates = Estimates(
             micro_batch=micro_batch,
@@ -111,7 +118,25 @@ class Race:
         """The schedule in words."""
         number = self.schedule.num_micro_batches
         mesh = f"{self.mesh}, " if self.mesh else ""
-        return f"{mesh}{self.schedule.name}, {number} micro-batches"
+        offload = " with offload" if self.far else ""
+        return f"{mesh}{self.schedule.name}, {number} micro-batches{offload}"
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether units of its stages may use far memory.
+
+        Not if they have collectives, nor if a rank has several stages.
+        """
+        return self.micro_batch.tensor.degree == 1 and not self.schedule.is_looped
+
+    def offloading(self, far: FarBytes) -> Race:
+        """The same whose stages may use far memory; it knows what is planned so far.
+
+        Args:
+            far: How much of it a rank may use.
+        """
+        given = self.micro_batch, self.schedule, self.budget_bytes, self.relative_gap
+        return Race(*given, self.mesh, far, self)
 
     @cached_property
     def gap(self) -> float:
@@ -127,12 +152,11 @@ class Race:
 
         Long stages are estimated until cuts with them win, and planned then.
         """
+        for starts in self._known:
+            self._plan_cuts(starts)
         cuts = self.guess(best_ms)
-        while unplanned := [
-            s for s in self.stages_at(cuts.starts) if not self._is_planned(s)
-        ]:
-            for stage in unplanned:
-                self._plan_like(*stage)
+        while not all(map(self._is_planned, self.stages_at(cuts.starts))):
+            self._plan_cuts(cuts.starts)
             cuts = self.guess(best_ms)
         if not cuts.starts and best_ms == inf and self._lowest_fits():
             return self.run(best_ms)
@@ -155,6 +179,7 @@ class Race:
         return Cutting(
             schedule=self.schedule,
             block_ms=self.micro_batch.block_ms,
+            forward_ms=self.micro_batch.forward_ms,
             cuts=self.micro_batch.cuts,
             times_of=self._guessed_times,
             relative_gap=self.gap,
@@ -175,15 +200,20 @@ class Race:
     def guess(self, best_ms: float) -> Cuts:
         """The best cuts by what is known and estimated."""
         cutting = self._new_cutting(best_ms)
-        if self._fitting:
-            stages = self.stages_at(self._fitting)
-            times = [t for t in (self._guessed_times(*s) for s in stages) if t]
-            if len(times) == len(stages):
-                own_ms = step_ms(self.schedule, times)
-                if own_ms < (1 - self.gap) * best_ms:
-                    cutting.best_ms, cutting.starts = own_ms, self._fitting
+        known = [(self._guessed_ms(starts), starts) for starts in self._known]
+        known_ms, starts = min(known, default=(inf, ()))
+        if known_ms < best_ms:
+            cutting.best_ms, cutting.starts = known_ms, starts
         cutting.run()
         return Cuts(cutting.best_ms, cutting.starts)
+
+    def _guessed_ms(self, starts: Sequence[int]) -> float:
+        """Time of a step of stages with these first blocks; inf if any does not fit."""
+        times = [self._guessed_times(*stage) for stage in self.stages_at(starts)]
+        fitting = [own for own in times if own]
+        if len(fitting) < len(times):
+            return inf
+        return step_ms(self.schedule, fitting)
 
     def stages_at(self, starts: Sequence[int]) -> list[tuple[int, int, int]]:
         """Index, first block and end of each stage; none if there are no starts."""
@@ -194,6 +224,13 @@ class Race:
     def _is_planned(self, stage: tuple[int, int, int]) -> bool:
         index, first, end = stage
         return (index, *self.micro_batch.like(first, end)) in self._choices
+
+    def _plan_cuts(self, starts: tuple[int, ...]) -> bool:
+        """Plan stages like those with these first blocks; whether all fit."""
+        choices = [self._plan_like(*stage) for stage in self.stages_at(starts)]
+        if starts not in self._known:
+            self._known.append(starts)
+        return None not in choices
 
     def _plan_like(self, stage: int, first: int, end: int) -> StageChoice | None:
         """Plan the first stage that is like some blocks, and learn from it."""
@@ -207,11 +244,9 @@ class Race:
 
     def _lowest_fits(self) -> bool:
         """Plan the cuts of the least peak; whether they fit, and nobody knew."""
-        stages = self.stages_at(self.lowest_cut)
-        if self._fitting or None in [self._plan_like(*stage) for stage in stages]:
+        if self.lowest_cut in self._known:
             return False
-        self._fitting = self.lowest_cut
-        return True
+        return self._plan_cuts(self.lowest_cut)
 
     def chooser(self, stage: int, first: int, end: int) -> StageChooser:
         """Of some blocks as a stage of that index."""
@@ -232,7 +267,7 @@ class Race:
                 stage,
                 self.micro_batch.step_of(blocks),
                 besides_bytes=self.micro_batch.mesh_bytes(self.schedule.num_ranks),
-                far=self.micro_batch.far,
+                far=self.far,
             )
         return self._choosers[key]
 
@@ -245,10 +280,19 @@ class Race:
             like = self.micro_batch.like(first, end)
             known = None if like == (first, end) else self._choices.get((stage, *like))
             own = self.chooser(*key)
+            plain = None if self.plain is None else self.plain._choices.get(key)
+            most_ms = inf
+            if plain is not None:
+                own.offer(plain.choice)
+                most_ms = plain.recompute_ms
             choice = None
             if known is not None:
                 choice = own.taken_over(self.chooser(stage, *like), known)
-            if choice is None or choice.peak_bytes > left_bytes:
+            if (
+                choice is None
+                or choice.peak_bytes > left_bytes
+                or choice.recompute_ms > most_ms
+            ):
                 choice = own.choose(left_bytes, options)
             self._choices[key] = choice
         return self._choices[key]
@@ -335,6 +379,19 @@ class Race:
                 (self.schedule.rank_of(stage), self.schedule.rank_of(stage + 1)), end
             ),
         )
+
+    def times_of_plan(
+        self, starts: Sequence[int], planned: Sequence[PlannedStage]
+    ) -> list[StageTimes]:
+        """What stages with these first blocks take as they are planned."""
+        return [
+            self.times_of_step(
+                stage, tuple(range(first, end)), own.choice.recompute_ms, end
+            )
+            for (stage, first, end), own in zip(
+                self.stages_at(starts), planned, strict=True
+            )
+        ]
 
     @property
     def least_bytes(self) -> int:
@@ -425,13 +482,8 @@ class Race:
             bound_ms: No step is faster.
         """
         whole = self.micro_batch.whole
-        pairs = list(zip(self.stages_at(cuts.starts), planned, strict=True))
-        times = [
-            self.times_of_step(
-                s, tuple(range(first, end)), own.choice.recompute_ms, end
-            )
-            for (s, first, end), own in pairs
-        ]
+        pairs = zip(self.stages_at(cuts.starts), planned, strict=True)
+        times = self.times_of_plan(cuts.starts, planned)
         tensor = self.micro_batch.tensor
         if tensor.degree > 1:
             tensor = replace(tensor, draws=draws(whole))

@@ -208,6 +208,10 @@ class RankChooser:
             return None
         return self._replayed(choice)
 
+    def offer(self, choice: Choice) -> None:
+        """Know one more choice, of units of the steps that add gradients."""
+        self._replayed(choice)
+
     def lowest(self) -> StageChoice:
         """The choice of the least peak."""
         for view in self._views:

@@ -36,6 +36,7 @@ def test_no_other_cuts_give_a_faster_step(blocks, name, num_ranks, cap):
     cutting = Cutting(
         schedule=schedule,
         block_ms=[forward + backward for forward, backward, _ in blocks],
+        forward_ms=[forward for forward, *_ in blocks],
         cuts=range(1, len(blocks)),
         times_of=times_of,
         relative_gap=0.0,
@@ -54,6 +55,87 @@ def test_no_other_cuts_give_a_faster_step(blocks, name, num_ranks, cap):
         assert cutting.best_ms == min(all_ms.values()) == all_ms[cutting.starts]
     else:
         assert cutting.starts == ()
+
+
+BLOCKS = st.lists(st.tuples(TIMES, TIMES), min_size=4, max_size=8)
+
+
+@given(
+    blocks=BLOCKS,
+    reruns=st.lists(st.integers(0, 30), min_size=4, max_size=4),
+    name=st.sampled_from(["1F1B", "GPipe"]),
+    num_ranks=st.integers(2, 4),
+    more=st.integers(0, 3),
+    data=st.data(),
+)
+def test_no_step_is_faster_than_any_bound_on_it(
+    blocks, reruns, name, num_ranks, more, data
+):
+    schedule = Schedule(
+        name=name, num_ranks=num_ranks, num_micro_batches=num_ranks + more
+    )
+
+    def times_of(stage, first, end):
+        forward, backward = (sum(b[i] for b in blocks[first:end]) for i in (0, 1))
+        return StageTimes(
+            forward_ms=forward,
+            backward_ms=backward + reruns[stage],
+            optimizer_ms=float(first),
+            gather_ms=1.5,
+            send_ms=0.5,
+        )
+
+    cutting = Cutting(
+        schedule=schedule,
+        block_ms=[sum(block) for block in blocks],
+        forward_ms=[forward for forward, _ in blocks],
+        cuts=range(1, len(blocks)),
+        times_of=times_of,
+        relative_gap=0.0,
+    )
+    sizes = st.sampled_from(range(1, len(blocks)))
+    cuts = st.sets(sizes, min_size=num_ranks - 1, max_size=num_ranks - 1)
+    starts = (0, *sorted(data.draw(cuts)))
+    ends = (*starts[1:], len(blocks))
+    times = [times_of(i, starts[i], ends[i]) for i in range(num_ranks)]
+    time_ms = step_ms(schedule, times)
+    assert cutting.bound_ms <= time_ms
+    for index, (first, end) in enumerate(zip(starts, ends, strict=True)):
+        assert cutting._bounds(times[:index], index, first)[end] <= time_ms
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe"])
+def test_the_bound_on_even_stages_is_their_step(name):
+    # No better one is possible: a step of even stages takes just that.
+    schedule = Schedule(name=name, num_ranks=4, num_micro_batches=8)
+    cutting = Cutting(
+        schedule=schedule,
+        block_ms=[3.0] * 4,
+        forward_ms=[1.0] * 4,
+        cuts=range(1, 4),
+        times_of=lambda *_: StageTimes(forward_ms=1.0, backward_ms=2.0),
+        relative_gap=0.0,
+    )
+    assert cutting.bound_ms == 3 * (8 + 3)
+
+
+def test_cuts_that_are_known_are_beaten_by_more_than_the_gap_or_kept():
+    schedule = Schedule(name="1F1B", num_ranks=2, num_micro_batches=4)
+    for relative_gap, best in ((0.0, (0, 2)), (0.5, (0, 1))):
+        cutting = Cutting(
+            schedule=schedule,
+            block_ms=[3.0] * 4,
+            forward_ms=[1.0] * 4,
+            cuts=range(1, 4),
+            times_of=lambda _, first, end: StageTimes(
+                forward_ms=end - first, backward_ms=2.0 * (end - first)
+            ),
+            relative_gap=relative_gap,
+        )
+        known = [cutting.times_of(0, 0, 1), cutting.times_of(1, 1, 4)]
+        cutting.best_ms, cutting.starts = step_ms(schedule, known), (0, 1)
+        cutting.run()
+        assert cutting.starts == best
 
 
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])

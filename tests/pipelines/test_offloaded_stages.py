@@ -1,6 +1,8 @@
 """Stages whose units have activations in far memory."""
 
+import random
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -9,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autosac
+from autosac.devices.links import Link
 from autosac.devices.specs import device_spec
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.pipelines import cutting, playing
 from autosac.pipelines.in_flight import InFlightSimulator, with_others
+from autosac.pipelines.micro_batches import MicroBatch
+from autosac.pipelines.schedule_racing import Race
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.stage_choosing import FarBytes, StageChooser
 from autosac.solving.incumbents import far_bytes
@@ -102,6 +108,71 @@ def least_peak(**options):
     with pytest.raises(InfeasibleBudgetError, match="the lowest peak is") as caught:
         plan(1000, **options)
     return caught.value.lowest_peak_bytes
+
+
+FAST = Link(out_bytes_per_s=1e11, back_bytes_per_s=1e11)
+
+
+def step_ms(budget, **options):
+    try:
+        own = plan(budget, **options)
+    except InfeasibleBudgetError:
+        return inf
+    assert own.highest_peak_bytes <= budget
+    assert own.bound_ms <= own.step_ms * (1 + 1e-9)
+    return own.step_ms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_blocks", "names"),
+    [(3, ["1F1B"]), (2, ["1F1B", "GPipe"]), (9, ["1F1B"])],
+)
+def test_neither_more_memory_nor_offload_is_ever_slower(num_blocks, names):
+    # Stages of six blocks and more are estimated in the search for cuts.
+    draw = random.Random(num_blocks)
+    options = {
+        "model": Model(num_blocks).to("meta"),
+        "schedules": names,
+        "device": replace(device_spec("cpu"), link=FAST),
+    }
+    low = least_peak(offload=True, **options)
+    high = plan(2**40, **options).peak_bytes
+    shares = sorted(draw.random() ** 2 for _ in range(2))
+    budgets = [low, *(low + int(share * (high - low)) for share in shares), high]
+    plain = [step_ms(budget, **options) for budget in budgets]
+    far = [step_ms(budget, offload=True, **options) for budget in budgets]
+    for own in (plain, far):
+        assert own == sorted(own, reverse=True)
+    assert all(mine <= others for mine, others in zip(far, plain, strict=True))
+    assert any(mine < others for mine, others in zip(far, plain, strict=True))
+    assert far[-1] == plain[-1] < inf
+
+
+def test_no_cuts_that_were_planned_are_faster(monkeypatch):
+    monkeypatch.setattr(cutting, "_MOST_PLAYED", 1)  # so that none is seen again
+    inputs, target = tokens(1)
+    micro_batch = MicroBatch(
+        model=Model(8).to("meta"),
+        inputs=inputs,
+        target=target,
+        loss_fn=language_loss,
+        options={"device": replace(device_spec("cpu"), link=FAST)},
+        cluster=None,
+    )
+    schedule = Schedule(name="1F1B", num_ranks=2, num_micro_batches=4)
+    plain = Race(micro_batch, schedule, 0, 0.0)
+    plain.budget_bytes = plain.chooser(0, 0, 5).plain.peak_bytes * 3 // 4
+    cuts = (0, 4), (0, 5), (0, 7)
+    for starts in cuts:
+        plain._plan_cuts(starts)
+    own_ms = []
+    for race in (plain, plain.offloading(FarBytes())):
+        own_ms.append(race.run(inf).step_ms)
+        for starts in cuts:
+            times = [race.times_of(*stage) for stage in race.stages_at(starts)]
+            assert None in times or own_ms[-1] <= playing.step_ms(schedule, times)
+    assert own_ms[1] < own_ms[0] < inf
 
 
 @pytest.mark.slow
