@@ -95,7 +95,7 @@ def test_memory_adds_up_at_every_position_where_autocast_drops_its_copies():
         device="h100",
         autocast=torch.bfloat16,
     )
-    formulation, simulator = traced.formulation, traced.simulator.in_blocks()
+    formulation, simulator = traced.formulation, traced.simulator.in_blocks
     solver = sac.Solver(formulation.problem(0))
     starts = formulation.edges * simulator.span
     rng = random.Random(0)

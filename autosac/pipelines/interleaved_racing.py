@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
@@ -251,18 +251,9 @@ class InterleavedRace(Race):
         """Whether a step is faster if blocks take as long as those of their stages."""
         if tried.step_ms == inf:
             return True
-        block_ms = self.micro_batch.block_ms
-        pairs = zip(self.stages_at(tried.starts), self.stages_at(starts), strict=True)
-        times = []
-        for (before, after), own in zip(pairs, tried.times, strict=True):
-            was_ms, is_ms = (
-                sum(block_ms[slice(*each[1:])]) for each in (before, after)
-            )
-            share = is_ms / was_ms if was_ms else 1.0
-            forward_ms, backward_ms = share * own.forward_ms, share * own.backward_ms
-            times.append(replace(own, forward_ms=forward_ms, backward_ms=backward_ms))
         may_be_off = MARGIN if self.gap == 0 else 1.0  # long chains have many cuts
-        return step_ms(self.schedule, times) < may_be_off * tried.step_ms
+        moved_ms = self.moved_ms(starts, tried.starts, tried.times)
+        return moved_ms < may_be_off * tried.step_ms
 
     def _plain(self, starts: tuple[int, ...]) -> _Tried:
         """Play what takes no recomputation, as if all fitted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -36,6 +36,7 @@ MARGIN = 1.02  # by which an estimate may be wrong and still win
 # Stages that take by this more or less time than on average have not the least peak,
 _UNEVEN = 1.75
 _SHORT_CHAIN = 32  # unless there are less blocks than these.
+_MOST_MOVED = 12  # cuts with a block moved from the best ones that are planned
 
 
 class PlannedStage(NamedTuple):
@@ -150,7 +151,8 @@ class Race:
     def run(self, best_ms: float) -> Cuts:
         """Find the best cuts, if they are faster than the best known step.
 
-        Long stages are estimated until cuts with them win, and planned then.
+        Long stages are estimated until cuts with them win, and planned then. So are
+        those of cuts with one block moved that may be faster.
         """
         for starts in self._known:
             self._plan_cuts(starts)
@@ -160,7 +162,61 @@ class Race:
             cuts = self.guess(best_ms)
         if not cuts.starts and best_ms == inf and self._lowest_fits():
             return self.run(best_ms)
+        return self._with_blocks_moved(cuts) if cuts.starts else cuts
+
+    def _with_blocks_moved(self, cuts: Cuts) -> Cuts:
+        """Faster cuts than these, one block moved after the other; all are planned."""
+        neighbours = self._moved_cuts(cuts)
+        for _ in range(_MOST_MOVED):
+            starts = next(neighbours, None)
+            if starts is None:
+                break
+            if self._plan_cuts(starts):
+                own_ms = self._guessed_ms(starts)
+                if own_ms < cuts.step_ms:
+                    cuts = Cuts(own_ms, starts)
+                    neighbours = self._moved_cuts(cuts)
         return cuts
+
+    def _moved_cuts(self, cuts: Cuts) -> Iterator[tuple[int, ...]]:
+        """Unknown cuts with one block moved that may be faster, the slowest first."""
+        guessed = [self._guessed_times(*stage) for stage in self.stages_at(cuts.starts)]
+        times = [own for own in guessed if own is not None]
+        busy_ms = [own.forward_ms + own.backward_ms for own in times]
+        order = sorted(range(len(times)), key=lambda stage: -busy_ms[stage])
+        cutting = self._new_cutting(inf)
+        for sender in order:
+            for taker in order[::-1]:
+                starts = cutting.moved(cuts.starts, sender, taker)
+                if (
+                    starts
+                    and starts not in self._known
+                    and self.moved_ms(starts, cuts.starts, times) < cuts.step_ms
+                ):
+                    yield starts
+
+    def moved_ms(
+        self,
+        starts: Sequence[int],
+        before: Sequence[int],
+        times: Sequence[StageTimes],
+    ) -> float:
+        """Time of a step if blocks take as long as those of the stages before.
+
+        Args:
+            starts: First blocks of stages,
+            before: and of those that were known, each at the same place,
+            times: which took so long.
+        """
+        block_ms = self.micro_batch.block_ms
+        pairs = zip(self.stages_at(before), self.stages_at(starts), strict=True)
+        moved = []
+        for (was, now), own in zip(pairs, times, strict=True):
+            was_ms, now_ms = (sum(block_ms[slice(*each[1:])]) for each in (was, now))
+            share = now_ms / was_ms if was_ms else 1.0
+            forward_ms, backward_ms = share * own.forward_ms, share * own.backward_ms
+            moved.append(replace(own, forward_ms=forward_ms, backward_ms=backward_ms))
+        return step_ms(self.schedule, moved)
 
     def planned(self, cuts: Cuts) -> list[PlannedStage] | None:
         """All stages as they are, not only those that they are like; None if any does

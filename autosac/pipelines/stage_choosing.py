@@ -101,15 +101,15 @@ class _View:
         """Finds choices of units of the profile."""
         simulator, profile = self._simulator, self._profile
         with no_collections():
-            rules = profile.rules.some(most_rules(simulator))
-            incumbents = Incumbents(simulator, rules)
             if self._step.plain is None:
+                rules = profile.rules.some(most_rules(simulator))
+                incumbents = Incumbents(simulator, rules)
                 return Chooser(simulator, with_others(simulator), incumbents)
             twins = within(profile.far_units, profile.far_unit_bytes)
             return Chooser(
                 simulator,
                 with_others(simulator),
-                incumbents,
+                Incumbents(simulator, ()),
                 self._of_plain(self._step.plain).chooser,
                 MovedBlocks(simulator, profile.rules, twins),
             )

@@ -337,12 +337,12 @@ class TracedStep(Summarized):
 
     def _chooser(self, simulator: Simulator, plain: Chooser | None) -> Chooser:
         with no_collections():
+            if plain is not None:  # which knows the rules of thumb
+                known = Incumbents(simulator, ()), plain, self.moved_blocks
+                return Chooser(simulator, self.formulation, *known)
             choices = self.rules.some(most_rules(simulator))
             incumbents = Incumbents(simulator, choices)
-            if plain is None:
-                return Chooser(simulator, self.formulation, incumbents)
-            known = incumbents, plain, self.moved_blocks
-            return Chooser(simulator, self.formulation, *known)
+            return Chooser(simulator, self.formulation, incumbents)
 
     @cached_property
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:

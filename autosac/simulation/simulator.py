@@ -231,6 +231,7 @@ class Simulator:
         added_bytes = self.true_peak_bytes(chosen) - peak_bytes
         return Timeline(keys=keys, live_bytes=np.max(of_steps, axis=0) + added_bytes)
 
+    @cached_property
     def in_blocks(self) -> Simulator:
         """The simulator of this step with each allocation as large as its block.
 

@@ -47,6 +47,8 @@ _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 _NEAR_FLOOR = 2**-7  # of the least peak
+_MANY_POINTS = 5000  # of a step: what has more of them is of no account to less than
+_LARGE_FLOOR_GAP = 2**-10  # of its least peak
 _HOST_ROUNDS = 6  # of looking for it where far memory is capped
 
 
@@ -161,13 +163,30 @@ class Chooser:
             self._predicted_floor[backend] = self._find_floor(backend)
         return self._predicted_floor[backend]
 
+    @property
+    def _floor_gap(self) -> float:
+        """How close to its bound the least predicted peak must be proven to lie."""
+        num_points = sum(len(curve.policies) for curve in self._formulation.curves)
+        return 0.0 if num_points <= _MANY_POINTS else _LARGE_FLOOR_GAP
+
     def _find_floor(self, backend: Backend) -> Floor:
         """As `predicted_floor`; raises the row of far memory until it is kept."""
         peak_bytes, host = 0, self._formulation.host_bytes
+        known: list[Choice] = []
+        if self._plain is not None and self._moved is not None:
+            plain = self._plain.lowest(backend)
+            known = [plain, self._moved.lowest(plain)]
+        points = (self._formulation.encoded(choice) for choice in known)
+        may_be_lowest = [choice for choice in points if choice is not None]
         for number in range(1 if host is None else _HOST_ROUNDS):
             least_bytes = peak_bytes + number * sac.TOLERANCE_BYTES
             raised = self._formulation.with_host(self.no_bytes(), least_bytes)
-            found = self._solver.lowest_peak(backend=backend, raised_bytes=raised)
+            found = self._solver.lowest_peak(
+                backend=backend,
+                raised_bytes=raised,
+                known=may_be_lowest,
+                relative_gap=self._floor_gap,
+            )
             peak_bytes, solution = found
             choice: Choice = self.decode(solution)
             assert solution.chosen is not None

@@ -58,7 +58,7 @@ def formulate_candidates(
         (unit, curve) for unit in candidates if (curve := by_key[unit.key]) is not None
     ]
     return formulate(
-        simulator.in_blocks(),
+        simulator.in_blocks,
         [unit for unit, _ in useful],
         [curve for _, curve in useful],
         host_bytes=host_bytes,

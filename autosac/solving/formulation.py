@@ -55,6 +55,17 @@ class Formulation:
     edges: IntArray
     host_bytes: int | None = None
 
+    def encoded(self, choice: Choice) -> tuple[int | None, ...] | None:
+        """The point of each unit, None for none; None if any has another policy."""
+        points: list[int | None] = []
+        for unit, curve in zip(self.units, self.curves, strict=True):
+            policy = choice.get(unit)
+            if policy is not None and policy not in curve.policies:
+                return None
+            points.append(None if policy is None else curve.policies.index(policy))
+        is_whole = sum(point is not None for point in points) == len(choice)
+        return tuple(points) if is_whole else None
+
     def keeps_host(self, choice: Choice) -> bool:
         """Whether units have no more in far memory than they may."""
         if self.host_bytes is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -25,10 +26,16 @@ _FAR_BELOW = -(2.0**60)  # any peak in bytes
 class LeastPeak(RowSearch):
     """Searches the choice of least peak; times are of no account."""
 
-    def run(self) -> Termination:
-        """Search the choice of least peak; `bound` is in bytes."""
+    def run(self, known: Iterable[Choice] = ()) -> Termination:
+        """Search the choice of least peak; `bound` is in bytes.
+
+        Args:
+            known: Choices that may have it.
+        """
         self.bound = _FAR_BELOW  # numbers made up may have peaks below 0
         self._offer_peak([None] * len(self._table.parents))
+        for choice in known:
+            self._offer_peak(choice)
         relaxed: list[Floats] = []
         for whole in (False, True):
             # Relaxations are not timed: without them the peak may be that of no AC.

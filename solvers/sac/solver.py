@@ -150,10 +150,11 @@ class Solver:
         time_limit_s: float | None = None,
         relative_gap: float = 0.0,
         raised_bytes: Ints | None = None,
+        known: Sequence[Choice] = (),
     ) -> tuple[int, SacSolution]:
         """Find the least budget that whole points can meet: see `lowest_peak`.
 
-        `raised_bytes` are as in `solve`.
+        `raised_bytes` are as in `solve`; `known` are choices that may be the lowest.
         """
         started = perf_counter()
         table = self._table
@@ -164,7 +165,7 @@ class Solver:
             time_limit_s=time_limit_s,
             relative_gap=relative_gap,
         )
-        termination = search.run()
+        termination = search.run(known)
         assert search.choice is not None
         solution = replace(
             self._record(search.choice),

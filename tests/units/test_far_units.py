@@ -116,7 +116,7 @@ def _apart(units):
 @pytest.mark.parametrize("name", ["gpt", "tied weights"])
 def test_the_predicted_peak_of_each_point_is_the_simulated_one(name):
     step = far_step(CASES[name])
-    simulator = step.simulator.in_blocks()
+    simulator = step.simulator.in_blocks
     of_unit = dict(zip(step.formulation.units, step.formulation.curves, strict=True))
     for unit in step.far_units:
         curve = of_unit[unit]

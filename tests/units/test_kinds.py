@@ -74,7 +74,7 @@ def test_what_it_makes_for_nothing_is_alive_only_before_its_rerun(profile, plain
 
 def test_its_predicted_peak_is_the_simulated_one(profile, toy):
     curve = curves.trade_off(toy)
-    simulator = profile.simulator.in_blocks()
+    simulator = profile.simulator.in_blocks
     formulation = formulate(simulator, [toy], [curve])
     problem = formulation.problem(0)
 
