@@ -156,9 +156,12 @@ class Runners:
         for race in able:
             check_far_memory(race.micro_batch.whole)
         self._settle()
+        best = self._best
         for race in able:
-            if race.bound_ms < self.best_ms:
-                self.enter(race.offloading(far))
+            is_best = best is not None and best.race is race
+            starts = best.cuts.starts if best is not None and is_best else ()
+            if is_best or race.bound_ms < self.best_ms:
+                self.enter(race.offloading(far, starts))
 
     def _lowest(self) -> list[Race]:
         """Some of those that come with least memory, by what is known and guessed."""

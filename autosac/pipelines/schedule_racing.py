@@ -102,7 +102,7 @@ class Race:
         self._choosers: dict[tuple[int, tuple[int, ...]], StageChooser] = {}
         self._choices: dict[tuple[int, int, int], StageChoice | None] = {}
         # First blocks of stages that were planned: no cuts are found that are slower.
-        self._known: list[tuple[int, ...]] = list(plain._known) if plain else []
+        self._known: list[tuple[int, ...]] = []
         self._lowest_bytes: dict[tuple[int, int, int], float] = {}
         self._estimates = Estimates(
             micro_batch=micro_batch,
@@ -130,14 +130,18 @@ class Race:
         """
         return self.micro_batch.tensor.degree == 1 and not self.schedule.is_looped
 
-    def offloading(self, far: FarBytes) -> Race:
-        """The same whose stages may use far memory; it knows what is planned so far.
+    def offloading(self, far: FarBytes, starts: tuple[int, ...] = ()) -> Race:
+        """The same whose stages may use far memory.
 
         Args:
             far: How much of it a rank may use.
+            starts: First blocks of stages that it begins with, which are planned.
         """
         given = self.micro_batch, self.schedule, self.budget_bytes, self.relative_gap
-        return Race(*given, self.mesh, far, self)
+        race = Race(*given, self.mesh, far, self)
+        if starts:
+            race._plan_cuts(starts)
+        return race
 
     @cached_property
     def gap(self) -> float:
@@ -154,8 +158,6 @@ class Race:
         Long stages are estimated until cuts with them win, and planned then. So are
         those of cuts with one block moved that may be faster.
         """
-        for starts in self._known:
-            self._plan_cuts(starts)
         cuts = self.guess(best_ms)
         while not all(map(self._is_planned, self.stages_at(cuts.starts))):
             self._plan_cuts(cuts.starts)
