@@ -270,17 +270,18 @@ class Cutting:
         works on the others.
         """
         number = self.schedule.num_micro_batches
-        before_ms = known_ms = busy_ms = 0.0
+        before_ms = through_ms = known_ms = busy_ms = 0.0
         for stage, own in enumerate(times):
             own_ms = own.forward_ms + own.backward_ms
             known_ms = max(known_ms, before_ms + own.gather_ms + number * own_ms)
             busy_ms = max(busy_ms, self._busy_ms(stage, own_ms, own.forward_ms))
             before_ms += own.gather_ms + own_ms + 2 * own.send_ms
+            through_ms += own_ms + 2 * own.send_ms  # of one that need not gather
         least, behind = self._least[index][first], self._behind()[index + 1]
         rest: _Array = before_ms + np.maximum(number * least, least + behind.last_ms)
         own_busy_ms = self._busy_ms(index, least, self._forward[first])
         busy = np.maximum(np.maximum(busy_ms, own_busy_ms), behind.busy_ms)
-        rest = np.maximum(rest, before_ms + least + behind.one_ms + busy)
+        rest = np.maximum(rest, through_ms + least + behind.one_ms + busy)
         optimizer_ms = times[0].optimizer_ms if times else 0.0
         bounds: _Array = optimizer_ms + np.maximum(known_ms, rest)
         return bounds
@@ -296,9 +297,10 @@ class Cutting:
             own_ms: Of a micro-batch, forward and backward,
             forward_ms: and forward alone.
         """
-        if self.schedule.is_looped:  # other stages of its rank are in between
-            return 0.0 * forward_ms
         others = self.schedule.num_micro_batches - 1
+        # Of ranks with several stages other ones are in between.
+        if self.schedule.is_looped or not others:
+            return 0.0 * forward_ms
         return others * own_ms - self._hidden[stage] * forward_ms
 
     def _behind(self) -> list[_Behind]:

@@ -64,7 +64,7 @@ BLOCKS = st.lists(st.tuples(TIMES, TIMES), min_size=4, max_size=8)
     blocks=BLOCKS,
     reruns=st.lists(st.integers(0, 30), min_size=4, max_size=4),
     name=st.sampled_from(["1F1B", "GPipe"]),
-    num_ranks=st.integers(2, 4),
+    num_ranks=st.integers(1, 4),
     more=st.integers(0, 3),
     data=st.data(),
 )
