@@ -254,6 +254,16 @@ class GraphModel:
             occasions[op] = steps
         return occasions
 
+    def occasions(self, op: int) -> list[int]:
+        """The steps before which an op may run again."""
+        bits = bin(self._occasions[op])[:1:-1]
+        return [step for step, bit in enumerate(bits) if bit == "1"]
+
+    def has_run(self, op: int, step: int) -> pulp.LpVariable:
+        """The variable that says so of a step which is no earlier than an occasion."""
+        (variable,) = self.again(op, step)
+        return variable
+
     def again(self, op: int, step: int) -> _Expression:
         """s_ot: whether an op has run again by a step."""
         if op not in self.run:
@@ -309,11 +319,44 @@ class GraphModel:
             if position.step < 0
             else self._in_backward(position)
         )
+        self._add_cap(terms, constant_bytes)
+
+    def _add_cap(self, terms: list[Term], constant_bytes: int) -> None:
         total = pulp.lpSum(term.expression * (term.size / _MIB) for term in terms)
         self.model += total + constant_bytes / _MIB <= self._cap
         if self.budget_bytes is not None:
             left_bytes = self.budget_bytes - constant_bytes
             self.capped.append(Capped(terms=terms, left_bytes=left_bytes))
+
+    def add_interval_row(self, op: int, first: int, last: int) -> None:
+        """Cap the memory where an op runs again before a step of an interval.
+
+        Before whichever step that is, what is there before the first one and needed at
+        the last or later is there as well.
+        """
+        problem, sizes = self.problem, self.problem.value_bytes
+        own = self._own_values(op)
+        here = self.again(op, last) - self.again(op, first - 1)
+        terms = [Term(here, self.own_bytes(op))]
+        for v in self.keep:
+            if v not in own and problem.last_need.get(v, -1) >= last:
+                alive = self._alive(v, Position(first, op))
+                assert alive is not None  # it is needed later
+                terms.append(Term(alive, sizes[v]))
+        steps = (step for step in self.occasions(op) if first <= step <= last)
+        constant_bytes = min(problem.carried_bytes[step] for step in steps)
+        constant_bytes += sum(sizes[v] for v in problem.returned)
+        self._add_cap(terms, constant_bytes)
+
+    def own_bytes(self, op: int) -> int:
+        """What an op makes, reads and takes inside itself, but for results."""
+        sizes = self.problem.value_bytes
+        values = sum(sizes[v] for v in self._own_values(op))
+        return values + self.problem.workspace_bytes[op]
+
+    def _own_values(self, op: int) -> frozenset[int]:
+        values = (*self.problem.makes[op], *self.problem.reads[op])
+        return frozenset(values) - self.problem.returned
 
     def set_peak(
         self, *, at_least: int | None = None, at_most: int | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
-from . import fractional, local_search, rounding
+from . import fractional, local_search, probing, rounding
 from .model import GraphModel
 from .recomputation import (
     GraphProblem,
@@ -42,6 +42,8 @@ _DECIDED = 0.25  # of the fractions, at once
 _DIVE_ROUNDS = 100  # of deciding about them: a heuristic
 _WORK_ON_JUMPS = 6_000_000  # of roots alone, as jumps look at nothing else
 MOST_JUMPS = 12
+_WORK_ON_PROBES = 10_000_000
+_OF_A_ROOT = 0.3
 _LOOSE = 100.0  # times the best: a cutoff that leaves out nothing of use
 JUMPS_TO = (0.9, 0.5, 0.25)  # of the gap above the bound, in turns: a heuristic
 _OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
@@ -118,6 +120,7 @@ class _Search:
         self.started = time.perf_counter()
         self._ends = math.inf if time_limit_s is None else self.started + time_limit_s
         self._work = _MOST_WORK if time_limit_s is None else ANY_WORK
+        self._probes = _WORK_ON_PROBES
         self._gap = relative_gap
         self._backend: Backend = backend
         self.model = GraphModel(problem, budget_bytes=budget_bytes)
@@ -198,6 +201,7 @@ class _Search:
         if self.best is not None and not self.is_done():
             self.model.fix(self.best[0])
             self._dive()
+            self._probe()
             before = self.best
             self._jump()
             if self.best is before:
@@ -285,6 +289,100 @@ class _Search:
                 self.bound_ms = max(self.bound_ms, most_ms)
             elif outcome.termination.has_incumbent:
                 self._take(self.model.kept())
+
+    def _is_wide(self) -> bool:
+        return self.best is None or self.best[0] - self.bound_ms > _CLOSE * self.best[0]
+
+    def _probe(self) -> None:
+        """Branch on when the largest op runs again that relaxations have in parts."""
+        tried: set[int] = set()
+        while self._is_wide() and self._left_s > 0 and self._probes > 0:
+            outcome = pulp_runner.run(
+                self.model.model, backend=self._backend, relaxed=True
+            )
+            if not outcome.termination.has_incumbent:
+                return
+            self._note_bound(outcome.bound)
+            op = probing.op_in_parts(self.model, tried)
+            if op is None:
+                return
+            tried.add(op)
+            self._probe_op(op)
+
+    def _probe_op(self, op: int) -> None:
+        assert self.best is not None
+        steps = self.model.occasions(op)
+        most_ms = self.best[0] * (1.0 - self._gap)
+        print('before', op, time.process_time(), len(self.model.model.variables()))
+        leaves = probing.leaves(
+            steps,
+            self._same_model,
+            lambda model, leaf: self._probed(model, op, leaf),
+            lambda: self._probes > 0 and self._left_s > 0,
+        )
+        print('probed', op, time.process_time(), [(a.first,a.last,round(a.bound,4)) for a in leaves], self.best[0])
+        bounds = [most_ms]
+        for leaf in leaves:
+            bounds.append(leaf.bound if leaf.first < leaf.last else self._branched(op, leaf))
+        print('branched', op, time.process_time(), [round(b,4) for b in bounds], self.best[0])
+        self.bound_ms = max(self.bound_ms, min(bounds))
+
+    def _same_model(self) -> GraphModel:
+        """A model with the same positions as rows, and as much fixed."""
+        model = GraphModel(self.problem, budget_bytes=self.budget_bytes)
+        for position in sorted(self.model.rows, key=str):
+            model.add_row(position)
+        for v, k in self.model.keep.items():
+            model.keep[v].lowBound, model.keep[v].upBound = k.lowBound, k.upBound
+        return model
+
+    def _probed(self, model: GraphModel, op: int, leaf: probing.Leaf) -> float | None:
+        """Bound on the choices of a leaf, None if no better one is proven to be there."""
+        assert self.best is not None
+        most_ms = self.best[0] * (1.0 - self._gap)
+        probing.add_rows(model, op, leaf)
+        with probing.within(model, op, leaf):
+            while True:
+                work, _ = pulp_runner.work_of(model.model)
+                self._probes -= int(_OF_A_ROOT * work)
+                outcome = pulp_runner.run(
+                    model.model, backend=self._backend, relaxed=True
+                )
+                if not outcome.termination.has_incumbent or outcome.bound is None:
+                    return None
+                bound_ms = outcome.bound / model.time_scale - model.tie_break_ms
+                if bound_ms >= most_ms:
+                    return None
+                broken = fractional.broken(model, self.budget_bytes)
+                new = [p for p in broken if p not in model.rows][:ROWS_A_ROUND]
+                if leaf.first != leaf.last or not new:
+                    return bound_ms
+                for position in new:
+                    model.add_row(position)
+
+    def _branched(self, op: int, leaf: probing.Leaf) -> float:
+        """Search among the choices of a leaf; what is proven of them."""
+        assert self.best is not None
+        if leaf.bound >= self.best[0] * (1.0 - self._gap) or self._work <= 0:
+            return leaf.bound
+        search = _Search(
+            self.problem, self.budget_bytes, None, self._gap, self._backend
+        )
+        search.model, search.best = self._same_model(), self.best
+        search.bound_ms, search._ends = leaf.bound, self._ends
+        search._work = self._work // 4
+        before = search._work
+        probing.add_rows(search.model, op, leaf)
+        with probing.within(search.model, op, leaf):
+            search.relax()
+            search._branch()
+        self._work -= before - search._work
+        self.best = search.best
+        print('   leaf', leaf.first, leaf.bound, search.bound_ms, search.best[0], time.process_time(), len(search.model.model.variables()), before-search._work)
+        return search.bound_ms
+
+    def _is_wide(self) -> bool:
+        return self.best is None or self.best[0] - self.bound_ms > _CLOSE * self.best[0]
 
     def _dive(self) -> None:
         """Round relaxations step by step, what is nearest to whole first.

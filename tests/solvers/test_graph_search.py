@@ -122,14 +122,20 @@ def test_no_position_has_more_in_fractions_than_in_a_replay(problem, data):
     # Ops without a choice of their own run again with the only one that reads them.
     assume(all(x.varValue == (op in again) for op, x in model.run.items()))
 
-    forward, steps = fractional.live_bytes(model)
+    forward, places, backward = fractional.live_bytes(model)
 
+    pairs = zip(places.steps.tolist(), places.ops.tolist(), strict=True)
+    by_place = dict(zip(pairs, backward.tolist(), strict=True))
     for moment in timeline(problem, kept):
         step, op = moment.position
         if step < 0:
             assert forward[op] <= moment.live_bytes
         elif op is None:
-            assert steps[step] == pytest.approx(moment.live_bytes, abs=1e-6)
+            live = by_place.pop((step, len(problem.reads)))
+            assert live == pytest.approx(moment.live_bytes, abs=1e-6)
+        else:
+            assert by_place.pop((step, op)) <= moment.live_bytes + 1e-6
+    assert not by_place
 
 
 def all_kept(problem):
