@@ -190,7 +190,7 @@ def run(
             graph_cell(planner, strategy, budget, time_limit_s, plan, expected)
             for strategy in STRATEGIES
         ]
-        translated = _translated_cell(planner, plan, budget)
+        translated = translated_cell(planner, plan, budget)
         cells = [_seed_cell(planner, budget), *plans, modules, translated, *cells]
     return heading, cells
 
@@ -209,7 +209,7 @@ def _never_dearer_than_modules(cells: list[Cell]) -> bool:
     return all(other is None or plan <= other for plan, other in pairs)
 
 
-def _translated_cell(
+def translated_cell(
     planner: graph_plans.GraphPlanner, plan: autosac.Plan, budget: int
 ) -> Cell:
     """What a plan of modules recomputes, in the graph; nothing if it does not fit."""
@@ -322,16 +322,16 @@ def _table(cells: list[Cell]) -> Iterator[str]:
         fields = [f"{best.budget_bytes / MIB:.2f}"]
         measured = [cell for cell in row if cell.planner in _MEASURED]
         fields += [f"{(cell.measured_bytes or 0) / MIB:.2f}" for cell in measured]
-        fields += [_ms(cell.recompute_ms) for cell in row]
+        fields += [in_ms(cell.recompute_ms) for cell in row]
         cost_ms, bound_ms = best.recompute_ms or 0.0, best.bound_ms or 0.0
-        fields.append(_ms(bound_ms))
+        fields.append(in_ms(bound_ms))
         fields.append(f"{(cost_ms - bound_ms) / cost_ms if cost_ms else 0.0:.1%}")
         fields.append(f"{best.solve_s:.1f}")
         fields.append("yes" if all(cell.is_kept for cell in row) else "**NO**")
         yield f"| {' | '.join(fields)} |"
 
 
-def _ms(time_ms: float | None) -> str:
+def in_ms(time_ms: float | None) -> str:
     """Milliseconds; a dash where no plan fits."""
     return "-" if time_ms is None else f"{time_ms:.3f}"
 

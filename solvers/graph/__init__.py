@@ -1,6 +1,7 @@
 """Which forward values of one joint graph to keep: a MILP, and Capuchin's greedy."""
 
 from .least_peak import lowest
-from .solver import GraphSolution, solve
+from .search import GraphSolution
+from .solver import solve
 
 __all__ = ["GraphSolution", "lowest", "solve"]

@@ -15,7 +15,7 @@ from ..milp.solution import Backend, Termination
 from . import fractional, local_search
 from .model import GraphModel
 from .recomputation import GraphProblem, Replay, peak_bytes, recompute_ms
-from .solver import (
+from .search import (
     ANY_WORK,
     JUMPS_TO,
     LP_ROUNDS,

@@ -119,7 +119,7 @@ class GraphModel:
         self.moved: dict[int, pulp.LpVariable] = {}
         self.budget_bytes = budget_bytes
         self.model = pulp_runner.Model("graph")
-        self.rows: set[Position] = set()
+        self.rows: dict[Position, None] = {}  # in the order in which they came
         self.capped: list[Capped] = []
         self._again: dict[tuple[int, int], _Expression] = {}
         self._alive_if: dict[tuple[int, frozenset[Any]], _Expression] = {}
@@ -214,6 +214,10 @@ class GraphModel:
     def tie_break_ms(self) -> float:
         """The most that keeping and moving bytes counts in the objective."""
         return _TIE_BREAK * sum(self.problem.runtime_ms[op] for op in self.run)
+
+    def in_ms(self, bound: float) -> float:
+        """Time that no choice is below, by a bound on the objective."""
+        return bound / self.time_scale - self.tie_break_ms
 
     def _objective(self) -> _Expression:
         sizes = self.problem.value_bytes
@@ -313,7 +317,7 @@ class GraphModel:
         """Cap the memory at a position."""
         if position in self.rows:
             return
-        self.rows.add(position)
+        self.rows[position] = None
         terms, constant_bytes = (
             self._in_forward(position)
             if position.step < 0

@@ -29,7 +29,7 @@ from .moving import (
     plan_moves,
 )
 from .recomputation import Position, stretches
-from .solver import charge_of, hardly_rises
+from .search import charge_of, hardly_rises
 
 _ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
 _SPREAD = 6  # positions of forward, and of backward, to begin with

@@ -21,17 +21,22 @@ _PARTS = 16  # intervals of occasions to begin with: a heuristic
 _WHOLE = 1 - 1e-6
 
 
-class Leaf(NamedTuple):
+class Case(NamedTuple):
     """When an op runs again.
 
     Attributes:
-        bound: Objective that no such choice is below.
+        bound: Time that no such choice is below.
         first, last: Its occasions, by number; both -1 if it does not.
     """
 
     bound: float
     first: int
     last: int
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is known when it runs, or that it does not."""
+        return self.first == self.last
 
 
 def op_in_parts(model: GraphModel, tried: Set[int]) -> int | None:
@@ -51,66 +56,68 @@ def op_in_parts(model: GraphModel, tried: Set[int]) -> int | None:
     return None if best is None else best[1]
 
 
-def leaves(
+def cases(
     steps: Sequence[int],
     make_model: Callable[[], GraphModel],
-    solve: Callable[[GraphModel, Leaf], float | None],
+    solve: Callable[[GraphModel, Case], float | None],
     may_go_on: Callable[[], bool],
-) -> list[Leaf]:
+) -> list[Case]:
     """When an op may run again, as far as choices of use do; least bound first.
 
     Args:
         steps: The occasions of the op.
         make_model: Makes a model; each part of the occasions has its own, as rows of
             others would only make it larger.
-        solve: Bound on a leaf's choices, None if none is of use.
-        may_go_on: Whether more leaves are to be halved.
+        solve: Bound on a case's choices, None if none is of use.
+        may_go_on: Whether more intervals are to be halved.
     """
     size = -(-len(steps) // _PARTS)
     starts = range(0, len(steps), size)
-    ends: list[Leaf] = []
-    queue: list[tuple[Leaf, GraphModel]] = []
-    pending = [(Leaf(0.0, i, min(i + size, len(steps)) - 1), make_model()) for i in starts]
-    pending.append((Leaf(0.0, -1, -1), make_model()))
+    ends: list[Case] = []
+    queue: list[tuple[Case, GraphModel]] = []
+    pending = [
+        (Case(0.0, i, min(i + size, len(steps)) - 1), make_model()) for i in starts
+    ]
+    pending.append((Case(0.0, -1, -1), make_model()))
     while pending:
-        for leaf, model in pending:
-            bound = solve(model, leaf)
+        for case, model in pending:
+            bound = solve(model, case)
             if bound is None:
                 continue
-            leaf = leaf._replace(bound=bound)
-            if leaf.first == leaf.last:
-                ends.append(leaf)
+            case = case._replace(bound=bound)
+            if case.is_single:
+                ends.append(case)
             else:
-                queue.append((leaf, model))
+                queue.append((case, model))
         pending = []
         if queue and may_go_on():
             queue.sort(key=lambda one: one[0], reverse=True)
             (_, first, last), model = queue.pop()
             middle = (first + last) // 2
-            halves = Leaf(0.0, first, middle), Leaf(0.0, middle + 1, last)
+            halves = Case(0.0, first, middle), Case(0.0, middle + 1, last)
             pending = [(half, model) for half in halves]
-    return sorted([*ends, *(leaf for leaf, _ in queue)])
+    return sorted([*ends, *(case for case, _ in queue)])
 
 
-def add_rows(model: GraphModel, op: int, leaf: Leaf) -> None:
-    """Add what a leaf's memory is capped by."""
-    if leaf.first >= 0:
+def add_rows(model: GraphModel, op: int, case: Case) -> None:
+    """Add what a case's memory is capped by."""
+    if case.first >= 0:
         steps = model.occasions(op)
-        model.add_interval_row(op, steps[leaf.first], steps[leaf.last])
-        if leaf.first == leaf.last:
-            model.add_row(Position(steps[leaf.first], op))
+        model.add_interval_row(op, steps[case.first], steps[case.last])
+        if case.is_single:
+            model.add_row(Position(steps[case.first], op))
 
 
 @contextmanager
-def within(model: GraphModel, op: int, leaf: Leaf) -> Iterator[None]:
-    """The op runs again at one of a leaf's occasions, or never."""
+def within(model: GraphModel, op: int, case: Case) -> Iterator[None]:
+    """The op runs again at one of a case's occasions, or never."""
     steps = model.occasions(op)
-    if leaf.last < 0:
+    if case.last < 0:
         changes = [(model.run[op], "upBound", 0.0)]
     else:
-        changes = [(model.has_run(op, steps[leaf.last]), "lowBound", 1.0)]
-        if leaf.first > 0:
-            before = model.has_run(op, steps[leaf.first - 1])
+        changes = [(model.has_run(op, steps[case.last]), "lowBound", 1.0)]
+        if case.first > 0:
+            before = model.has_run(op, steps[case.first - 1])
             changes.append((before, "upBound", 0.0))
     bounds = [(x, name, getattr(x, name)) for x, name, _ in changes]
     for x, name, bound in changes:

@@ -1,71 +1,36 @@
 """Which forward values of a graph to keep under a cap on its true peak: a MILP.
 
-The model (`graph/model.py`) starts without memory rows. What it keeps is replayed
-(`recomputation.Replay`); positions above the budget become rows, until none is left.
-Every model on the way is a relaxation, so that its bound is a bound for all choices
-that recompute a value at most once, just before its first use.
+Relaxations, and local searches around them, find choices and bounds (`search.py`).
+While these are far apart, the search branches on when one large op runs again
+(`probing.py`), and looks at what is left of each case by itself.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ..milp import pulp_runner
-from ..milp.solution import Backend, Solution, Termination
-from . import fractional, local_search, probing, rounding
+from ..milp.solution import Backend, Termination
+from . import fractional, probing
 from .model import GraphModel
-from .recomputation import (
-    GraphProblem,
-    Position,
-    Replay,
-    peak_bytes,
-    recompute_ms,
+from .probing import Case
+from .recomputation import GraphProblem
+from .search import (
+    CLOSE,
+    IF_CLOSE,
+    LOOKING,
+    MOST_WORK,
+    ROWS_A_ROUND,
+    GraphSolution,
+    Search,
+    charge_of,
 )
 
-ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
-LP_ROUNDS = 40  # of adding rows to the relaxation: a start, no proof hangs on it
-_LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds of adding rows: else
-_ROUNDS_TO_RISE = 3  # more rows are not worth their time
-SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
-_MOST_WORK = 6_000_000  # of all MILPs, see `charge_of`: some ten seconds
-_CLOSE = 0.03  # a gap from which on large models get less work, as they prove little:
-_IF_CLOSE = 0.25  # times as much
-_IF_WIDE = 2.0  # times the work, while the gap of the whole is wide
-ANY_WORK = 2**50
-_MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do,
-_POWER_OF_COLUMNS = 2.5  # by this power: a heuristic
-_LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
-_DECIDED = 0.25  # of the fractions, at once
-_DIVE_ROUNDS = 100  # of deciding about them: a heuristic
-_WORK_ON_JUMPS = 6_000_000  # of roots alone, as jumps look at nothing else
-MOST_JUMPS = 12
-_WORK_ON_PROBES = 10_000_000
-_OF_A_ROOT = 0.3
-_LOOSE = 100.0  # times the best: a cutoff that leaves out nothing of use
-JUMPS_TO = (0.9, 0.5, 0.25)  # of the gap above the bound, in turns: a heuristic
-_OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
-_LEAST_STRETCH = 40  # values that are decided about at once
-_WORTHWHILE = 1e-3  # of the time: what stretches must save
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphSolution(Solution):
-    """Which values are kept, and the peak of that.
-
-    Attributes:
-        kept: Values that are kept, None without an incumbent.
-        peak_bytes: True peak of that.
-        bound_bytes: No peak is below, where that is what was asked for.
-        num_rows: Positions of the step that became rows.
-    """
-
-    kept: frozenset[int] | None = None
-    peak_bytes: int | None = None
-    bound_bytes: int | None = None
-    num_rows: int = 0
+_WORK_ON_PROBES = 10_000_000  # of roots,
+_OF_A_ROOT = 0.3  # as relaxations take less: a heuristic
+_FAR = 0.06  # a gap from which on it is worth that
+_OF_A_CASE = 0.4  # of the work left, into what is left of one case
+_OF_CASES = 0.4  # of the work, that is left when no more cases are looked at
 
 
 def solve(
@@ -99,99 +64,13 @@ def solve(
     return search.solution(search.run())
 
 
-class _Search:
-    """Search with rows on demand: positions where a choice breaks the budget.
+class _Search(Search):
+    """The whole search.
 
     Attributes:
-        best: Time and kept values of the best choice that fits.
-        bound_ms: Proven so far.
+        _rows: Positions that relaxations broke.
+        _probes: Work left for probing.
     """
-
-    def __init__(
-        self,
-        problem: GraphProblem,
-        budget_bytes: int,
-        time_limit_s: float | None,
-        relative_gap: float,
-        backend: Backend,
-    ) -> None:
-        self.problem = problem
-        self.budget_bytes = budget_bytes
-        self.started = time.perf_counter()
-        self._ends = math.inf if time_limit_s is None else self.started + time_limit_s
-        self._work = _MOST_WORK if time_limit_s is None else ANY_WORK
-        self._probes = _WORK_ON_PROBES
-        self._gap = relative_gap
-        self._backend: Backend = backend
-        self.model = GraphModel(problem, budget_bytes=budget_bytes)
-        self.best: tuple[float, frozenset[int]] | None = None
-        self.bound_ms = 0.0
-
-    def is_done(self) -> bool:
-        """Whether the best choice is proven as close to the best as is asked for."""
-        if self.best is None:
-            return False
-        return self.best[0] - self.bound_ms <= self._gap * self.best[0]
-
-    @property
-    def _left_s(self) -> float:
-        return self._ends - time.perf_counter()
-
-    def try_out(self, kept: frozenset[int]) -> list[Position]:
-        """Replay a choice: improve it if it fits, else list positions over the cap."""
-        try:
-            replay = Replay(self.problem, kept)
-        except ValueError:  # it needs a pinned op again
-            return []
-        broken = [moment.position for moment in replay.above(self.budget_bytes)]
-        if not broken:
-            kept = local_search.keep_again(self.problem, kept, self.budget_bytes)
-            cost_ms = recompute_ms(self.problem, kept)
-            if self.best is None or cost_ms < self.best[0]:
-                self.best = cost_ms, kept
-        return broken
-
-    def _repair(self, kept: frozenset[int]) -> None:
-        """Try out a choice with as little changed as makes it fit."""
-        repaired = local_search.repair(self.problem, kept, self.budget_bytes)
-        if repaired is not None:
-            self.try_out(repaired)
-
-    def _add_rows(self, positions: Iterable[Position]) -> bool:
-        new = [p for p in positions if p not in self.model.rows]
-        for position in new[:ROWS_A_ROUND]:
-            self.model.add_row(position)
-        return bool(new)
-
-    def relax(self) -> Termination:
-        """Solve relaxations until they keep the budget; repair the last one, rounded.
-
-        What the variables hold is checked at all positions, fractions included.
-        """
-        self._add_rows(self.try_out(self.problem.kept_plainly))
-        bounds: list[float] = []
-        for _ in range(LP_ROUNDS):
-            outcome = pulp_runner.run(
-                self.model.model, backend=self._backend, relaxed=True
-            )
-            if not outcome.termination.has_incumbent:
-                return outcome.termination
-            self._note_bound(outcome.bound)
-            bounds.append(self.bound_ms)
-            if self.is_done() or self._left_s < 0 or hardly_rises(bounds):
-                break
-            broken = fractional.broken(self.model, self.budget_bytes)
-            is_rounded = rounding.add_rounded_rows(self.model)
-            if not self._add_rows(broken) and not is_rounded:
-                break
-        for share in SHARES:
-            self._repair(self.model.kept(share))
-        return Termination.OPTIMAL
-
-    def _note_bound(self, bound: float | None, most_ms: float = math.inf) -> None:
-        if bound is not None:
-            bound_ms = bound / self.model.time_scale - self.model.tie_break_ms
-            self.bound_ms = max(self.bound_ms, min(bound_ms, most_ms))
 
     def run(self) -> Termination:
         """Solve the relaxation, then the model until its choice fits."""
@@ -200,327 +79,103 @@ class _Search:
             return relaxed
         if self.best is not None and not self.is_done():
             self.model.fix(self.best[0])
-            self._dive()
-            self._probe()
+            self.dive()
+            self._rows = list(self.model.rows)
             before = self.best
-            self._jump()
+            self.jump()
+            self._probe()
             if self.best is before:
-                self.try_out(self._exchanged(self.best[1]))
-            work = min(self._work, _MOST_WORK)  # of a time limit most is for the whole
-            is_too_large = self._at_root(1.0) > work * (1.0 - _LOOKING)
-            self._look_around(int(work * (1.0 if is_too_large else _LOOKING)))
-        if self.best is not None and self._backend == "highs":
-            is_close = self.best[0] - self.bound_ms <= _CLOSE * self.best[0]
-            if is_close and self._work <= _MOST_WORK and charge_of(self.model) > 1.0:
-                self._work = int(self._work * _IF_CLOSE)
-            self._branch_from_best()
-        ended = self._branch()
+                self.try_out(self.exchanged(self.best[1]))
+            work = min(self.work, MOST_WORK)  # of a time limit most is for the whole
+            is_too_large = self.at_root(1.0) > work * (1.0 - LOOKING)
+            self.look_around(int(work * (1.0 if is_too_large else LOOKING)))
+        if self.best is not None and self.backend == "highs":
+            is_close = not self.gap_is_above(CLOSE)
+            if is_close and self.work <= MOST_WORK and charge_of(self.model) > 1.0:
+                self.work = int(self.work * IF_CLOSE)
+            self.branch_from_best()
+        ended = self.branch()
         if self.best is None:
             return ended
         return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
 
-    def _exchanged(self, kept: frozenset[int]) -> frozenset[int]:
-        return local_search.exchange(self.problem, kept, self.budget_bytes)
-
-    def _branch(self) -> Termination:
-        """Solve the model until its choice fits and is proven, or the work is done.
-
-        With a choice at hand only such as are enough cheaper are looked for.
-        """
-        while not self.is_done() and self._left_s > 0 and self._work > 0:
-            most_ms = math.inf
-            if self.best is not None:
-                most_ms = self.best[0] * (1.0 - self._gap)
-                self.model.cut_off(most_ms)
-            outcome = self._solve(self._work)
-            if outcome.termination is Termination.INFEASIBLE:
-                if self.best is not None:
-                    self.bound_ms = max(self.bound_ms, most_ms)
-                return outcome.termination
-            self._note_bound(outcome.bound, most_ms)
-            if not outcome.termination.has_incumbent:
-                break
-            self._take(self.model.kept())
-        return Termination.NO_INCUMBENT
-
-    def _branch_from_best(self) -> None:
-        """Solve the model with the best choice as its first incumbent.
-
-        By that HiGHS fixes variables and prunes, which it does not by a row. Whether
-        a choice is better by less than the tie-break is not told apart here.
-        """
-        while not self.is_done() and self._left_s > 0 and self._work > 0:
-            assert self.best is not None
-            cost_ms, best = self.best
-            self.model.cut_off(_LOOSE * cost_ms)
-            with self.model.held(best, ()):
-                held = pulp_runner.run(self.model.model, backend=self._backend)
-            if not held.termination.has_incumbent:
-                return
-            before = self.model.kept()
-            gap = max(0.0, self._gap - self.model.tie_break_ms / cost_ms)
-            outcome = self._solve(
-                self._work, relative_gap=gap, warm_start=True, more_if_wide=_IF_WIDE
-            )
-            self._note_bound(outcome.bound, cost_ms)
-            if not outcome.termination.has_incumbent or self.model.kept() == before:
-                return
-            self._take(self.model.kept())
-
-    def _jump(self) -> None:
-        """Jump to choices between the bound and the best: a heuristic.
-
-        Where parts of the step are alike it finds what no dive does.
-        """
-        work = _WORK_ON_JUMPS
-        for seed in range(MOST_JUMPS):
-            work -= pulp_runner.work_of(self.model.model)[0]
-            if work < 0 or self.is_done() or self._left_s < 0:
-                return
-            assert self.best is not None
-            cost_ms = self.best[0]
-            room_ms = JUMPS_TO[seed % len(JUMPS_TO)] * (cost_ms - self.bound_ms)
-            most_ms = min(self.bound_ms + room_ms, cost_ms * (1.0 - _WORTHWHILE))
-            self.model.cut_off(most_ms)
-            outcome = pulp_runner.run(
-                self.model.model, backend=self._backend, jump=seed
-            )
-            if outcome.termination is Termination.INFEASIBLE:
-                self.bound_ms = max(self.bound_ms, most_ms)
-            elif outcome.termination.has_incumbent:
-                self._take(self.model.kept())
-
-    def _is_wide(self) -> bool:
-        return self.best is None or self.best[0] - self.bound_ms > _CLOSE * self.best[0]
-
     def _probe(self) -> None:
-        """Branch on when the largest op runs again that relaxations have in parts."""
+        """Branch on when large ops run again, while that leads to bounds."""
+        self._probes = _WORK_ON_PROBES
         tried: set[int] = set()
-        while self._is_wide() and self._left_s > 0 and self._probes > 0:
+        while self.gap_is_above(_FAR) and self._may_probe():
             outcome = pulp_runner.run(
-                self.model.model, backend=self._backend, relaxed=True
+                self.model.model, backend=self.backend, relaxed=True
             )
             if not outcome.termination.has_incumbent:
                 return
-            self._note_bound(outcome.bound)
+            self.note_bound(outcome.bound)
             op = probing.op_in_parts(self.model, tried)
             if op is None:
                 return
             tried.add(op)
-            self._probe_op(op)
+            self._branch_on(op)
 
-    def _probe_op(self, op: int) -> None:
-        assert self.best is not None
-        steps = self.model.occasions(op)
-        most_ms = self.best[0] * (1.0 - self._gap)
-        print('before', op, time.process_time(), len(self.model.model.variables()))
-        leaves = probing.leaves(
-            steps,
-            self._same_model,
-            lambda model, leaf: self._probed(model, op, leaf),
-            lambda: self._probes > 0 and self._left_s > 0,
+    def _may_probe(self) -> bool:
+        return self._probes > 0 and self.left_s > 0
+
+    def _branch_on(self, op: int) -> None:
+        """Search case by case, by when an op runs again."""
+        most_ms = self.most_ms
+        cases = probing.cases(
+            self.model.occasions(op),
+            self._copy_of_model,
+            lambda model, case: self._bound_of(model, op, case),
+            self._may_probe,
         )
-        print('probed', op, time.process_time(), [(a.first,a.last,round(a.bound,4)) for a in leaves], self.best[0])
-        bounds = [most_ms]
-        for leaf in leaves:
-            bounds.append(leaf.bound if leaf.first < leaf.last else self._branched(op, leaf))
-        print('branched', op, time.process_time(), [round(b,4) for b in bounds], self.best[0])
+        bounds = [most_ms, *(self._searched(op, case) for case in cases)]
         self.bound_ms = max(self.bound_ms, min(bounds))
 
-    def _same_model(self) -> GraphModel:
-        """A model with the same positions as rows, and as much fixed."""
+    def _copy_of_model(self) -> GraphModel:
+        """A model with these rows, and with as much fixed as there is now."""
         model = GraphModel(self.problem, budget_bytes=self.budget_bytes)
-        for position in sorted(self.model.rows, key=str):
+        for position in self._rows:
             model.add_row(position)
         for v, k in self.model.keep.items():
             model.keep[v].lowBound, model.keep[v].upBound = k.lowBound, k.upBound
         return model
 
-    def _probed(self, model: GraphModel, op: int, leaf: probing.Leaf) -> float | None:
-        """Bound on the choices of a leaf, None if no better one is proven to be there."""
-        assert self.best is not None
-        most_ms = self.best[0] * (1.0 - self._gap)
-        probing.add_rows(model, op, leaf)
-        with probing.within(model, op, leaf):
+    def _bound_of(self, model: GraphModel, op: int, case: Case) -> float | None:
+        """Bound on the time of a case's choices, None if none is cheap enough."""
+        probing.add_rows(model, op, case)
+        with probing.within(model, op, case):
             while True:
                 work, _ = pulp_runner.work_of(model.model)
                 self._probes -= int(_OF_A_ROOT * work)
                 outcome = pulp_runner.run(
-                    model.model, backend=self._backend, relaxed=True
+                    model.model, backend=self.backend, relaxed=True
                 )
                 if not outcome.termination.has_incumbent or outcome.bound is None:
                     return None
-                bound_ms = outcome.bound / model.time_scale - model.tie_break_ms
-                if bound_ms >= most_ms:
+                bound_ms = model.in_ms(outcome.bound)
+                if bound_ms >= self.most_ms:
                     return None
                 broken = fractional.broken(model, self.budget_bytes)
-                new = [p for p in broken if p not in model.rows][:ROWS_A_ROUND]
-                if leaf.first != leaf.last or not new:
+                new = [position for position in broken if position not in model.rows]
+                if not case.is_single or not new:
                     return bound_ms
-                for position in new:
+                for position in new[:ROWS_A_ROUND]:
                     model.add_row(position)
 
-    def _branched(self, op: int, leaf: probing.Leaf) -> float:
-        """Search among the choices of a leaf; what is proven of them."""
-        assert self.best is not None
-        if leaf.bound >= self.best[0] * (1.0 - self._gap) or self._work <= 0:
-            return leaf.bound
-        search = _Search(
-            self.problem, self.budget_bytes, None, self._gap, self._backend
-        )
-        search.model, search.best = self._same_model(), self.best
-        search.bound_ms, search._ends = leaf.bound, self._ends
-        search._work = self._work // 4
-        before = search._work
-        probing.add_rows(search.model, op, leaf)
-        with probing.within(search.model, op, leaf):
-            search.relax()
-            search._branch()
-        self._work -= before - search._work
+    def _searched(self, op: int, case: Case) -> float:
+        """Search among the choices of a case; returns what is proven of them."""
+        is_searched = case.is_single and case.bound < self.most_ms
+        if not is_searched or self.work <= _OF_CASES * MOST_WORK:
+            return case.bound
+        search = Search(self.problem, self.budget_bytes, None, self.gap, self.backend)
+        search.model, search.ends = self._copy_of_model(), self.ends
+        search.best, search.bound_ms = self.best, case.bound
+        search.work = work = int(self.work * _OF_A_CASE)
+        probing.add_rows(search.model, op, case)
+        with probing.within(search.model, op, case):
+            if search.relax() is Termination.INFEASIBLE:
+                return self.most_ms
+            search.branch()
+        self.work -= work - search.work
         self.best = search.best
-        print('   leaf', leaf.first, leaf.bound, search.bound_ms, search.best[0], time.process_time(), len(search.model.model.variables()), before-search._work)
         return search.bound_ms
-
-    def _is_wide(self) -> bool:
-        return self.best is None or self.best[0] - self.bound_ms > _CLOSE * self.best[0]
-
-    def _dive(self) -> None:
-        """Round relaxations step by step, what is nearest to whole first.
-
-        A heuristic for steps of many like parts, where whole models tell little.
-        """
-        kept = self.model.kept()
-        with self.model.released():
-            is_new = True
-            for _ in range(_DIVE_ROUNDS):
-                outcome = pulp_runner.run(
-                    self.model.model,
-                    backend=self._backend,
-                    relaxed=True,
-                    again=not is_new,
-                )
-                if self._left_s < 0:
-                    return
-                if not outcome.termination.has_incumbent:
-                    break
-                kept = self.model.kept()
-                fractions = self.model.fractions()
-                broken = fractional.broken(self.model, self.budget_bytes)
-                is_new = self._add_rows(broken)
-                if not fractions and not is_new:
-                    break
-                count = max(1, int(len(fractions) * _DECIDED))
-                self.model.decide(v for _, v in fractions[:count])
-        if self.try_out(kept):
-            self._repair(kept)
-
-    def _look_around(self, work: int) -> None:
-        """Solve for the values of one stretch of the step at a time, all others held.
-
-        A heuristic: such models are small; what they find is the next one's others.
-        """
-        least = self._work - work
-        values = sorted(self.model.keep)
-        share = 1 / 3
-        while self._at_root(share) > _OF_A_STRETCH * work:
-            share /= 2
-        size = max(_LEAST_STRETCH, int(len(values) * share))
-        starts = range(0, len(values), max(1, size // 2))
-        for first in starts:
-            while not self.is_done() and self._left_s > 0 and self._work > least:
-                assert self.best is not None
-                before = self.best
-                self.model.cut_off(before[0] * (1.0 - _WORTHWHILE))
-                with self.model.held(before[1], values[first : first + size]):
-                    free = min(1.0, size / len(values))
-                    outcome = self._solve((self._work - least) // 4, free)
-                if not outcome.termination.has_incumbent:
-                    break
-                if not self._take(self.model.kept()) and self.best is before:
-                    break
-
-    def _at_root(self, share: float) -> float:
-        """What the root of the model counts if a share of its values is free."""
-        return pulp_runner.work_of(self.model.model)[0] * charge_of(self.model, share)
-
-    def _solve(
-        self,
-        work: int,
-        share: float = 1.0,
-        *,
-        relative_gap: float | None = None,
-        warm_start: bool = False,
-        more_if_wide: float = 1.0,
-    ) -> pulp_runner.Outcome:
-        """Solve the model as it is; the work done counts.
-
-        Args:
-            work: The most.
-            share: Of the values, that are not held.
-            relative_gap: None for the one that is asked for.
-            warm_start, more_if_wide: See `pulp_runner.run`.
-        """
-        charge = charge_of(self.model, share)
-        outcome = pulp_runner.run(
-            self.model.model,
-            backend=self._backend,
-            time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
-            work_limit=int(work / charge),
-            relative_gap=self._gap if relative_gap is None else relative_gap,
-            warm_start=warm_start,
-            more_if_wide=more_if_wide,
-        )
-        self._work -= max(1, int(outcome.work * charge))
-        return outcome
-
-    def _take(self, kept: frozenset[int]) -> bool:
-        """Try out the model's choice, and leave it out of the model if it is no good.
-
-        Rows do that; or a cut, where it breaks them by less than solvers can tell.
-
-        Returns:
-            Whether there are rows that were not there before.
-        """
-        before = self.best
-        broken = self.try_out(kept)
-        is_new = self._add_rows(broken)
-        if broken:
-            self._repair(kept)
-        if not is_new and (broken or self.best is before):
-            self.model.forbid(kept)
-        return is_new
-
-    def solution(self, termination: Termination) -> GraphSolution:
-        solve_s = time.perf_counter() - self.started
-        rows = len(self.model.rows)
-        if self.best is None or not termination.has_incumbent:
-            return GraphSolution(
-                termination=termination, solve_s=solve_s, num_rows=rows
-            )
-        cost_ms, kept = self.best
-        return GraphSolution(
-            termination=termination,
-            objective_ms=cost_ms,
-            bound_ms=min(self.bound_ms, cost_ms),
-            solve_s=solve_s,
-            kept=kept,
-            peak_bytes=peak_bytes(self.problem, kept),
-            num_rows=rows,
-        )
-
-
-def charge_of(model: GraphModel, share: float = 1.0) -> float:
-    """What a unit of `pulp_runner`'s work counts if a share of the values is free.
-
-    A heuristic, by times of MILPs: held values leave columns and rows out, and large
-    LPs take longer than their size tells.
-    """
-    columns = share * len(model.model.variables())
-    return float(share * max(1.0, columns / _MANY_COLUMNS) ** _POWER_OF_COLUMNS)
-
-
-def hardly_rises(bounds: list[float], rounds: int = _ROUNDS_TO_RISE) -> bool:
-    """Whether the last rounds of rows have hardly raised the bound."""
-    if len(bounds) <= rounds:
-        return False
-    return bounds[-1] - bounds[-1 - rounds] <= _LEAST_RISE * bounds[-1]
