@@ -35,14 +35,21 @@ class Places(NamedTuple):
     ops: _Ints
 
 
-def broken(model: GraphModel, budget_bytes: float) -> list[Position]:
+def broken(
+    model: GraphModel, budget_bytes: float, *, with_ops: bool = True
+) -> list[Position]:
     """The worst position of every stretch above a budget, worst first.
 
     Args:
         model: Solved as a relaxation; its variables hold values.
         budget_bytes: The cap.
+        with_ops: Ops that run again count, too, not steps alone.
     """
     forward, places, backward = live_bytes(model)
+    if not with_ops:
+        is_step = places.ops == len(model.problem.reads)
+        places = Places(places.steps[is_step], places.ops[is_step])
+        backward = backward[is_step]
     least = budget_bytes * _NOTICED
     peaks: list[tuple[float, Position]] = []
     for is_backward, live in enumerate((forward, backward)):

@@ -67,8 +67,9 @@ def lowest(
         proven, ``termination`` says whether they are equal (to the solver's tolerance).
     """
     search = LeastPeakSearch(problem, start, time_limit_s, backend)
-    search.relax()
-    search.jump()
+    for with_ops in (False, True):  # both find what the other does not: a heuristic
+        search.relax(with_ops=with_ops)
+        search.jump()
     search.branch()
     return search.solution()
 
@@ -108,8 +109,13 @@ class LeastPeakSearch:
     def _left_s(self) -> float:
         return self._limit_s - (time.perf_counter() - self._started)
 
-    def relax(self) -> None:
-        """Add the rows that relaxations break, and round the last one."""
+    def relax(self, *, with_ops: bool) -> None:
+        """Add the rows that relaxations break, and round the last one.
+
+        Args:
+            with_ops: Rows of ops that run again, too, not of steps alone.
+        """
+        self._model.set_peak(at_most=_LOOSE * self.best_bytes)
         bounds: list[float] = []
         for _ in range(LP_ROUNDS):
             outcome = pulp_runner.run(
@@ -121,7 +127,9 @@ class LeastPeakSearch:
             self._note_bound(outcome.bound)
             if self._is_done():
                 return
-            broken = fractional.broken(self._model, outcome.bound * _MIB)
+            broken = fractional.broken(
+                self._model, outcome.bound * _MIB, with_ops=with_ops
+            )
             new = [p for p in broken if p not in self._model.rows]
             if not new or hardly_rises(bounds, _ROUNDS_TO_RISE):
                 break
