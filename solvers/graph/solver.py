@@ -14,7 +14,7 @@ from ..milp.solution import Backend, Termination
 from . import fractional, probing
 from .model import GraphModel
 from .probing import Case
-from .recomputation import GraphProblem
+from .recomputation import GraphProblem, Position
 from .search import (
     CLOSE,
     IF_CLOSE,
@@ -56,7 +56,7 @@ def solve(
     Returns:
         The outcome. A budget that no choice meets is an outcome, not an error.
     """
-    search = _Search(problem, budget_bytes, time_limit_s, relative_gap, backend)
+    search = OpSearch(problem, budget_bytes, time_limit_s, relative_gap, backend)
     for kept in dict.fromkeys((problem.kept_plainly, *start)):
         search.try_out(kept)
     if search.is_done():
@@ -64,13 +64,16 @@ def solve(
     return search.solution(search.run())
 
 
-class _Search(Search):
-    """The whole search.
+class OpSearch(Search):
+    """The whole search, with cases by when large ops run again.
 
     Attributes:
         _rows: Positions that relaxations broke.
         _probes: Work left for probing.
     """
+
+    _rows: tuple[Position, ...] = ()
+    _probes = _WORK_ON_PROBES
 
     def run(self) -> Termination:
         """Solve the relaxation, then the model until its choice fits."""
@@ -80,7 +83,7 @@ class _Search(Search):
         if self.best is not None and not self.is_done():
             self.model.fix(self.best[0])
             self.dive()
-            self._rows = list(self.model.rows)
+            self._rows = tuple(self.model.rows)
             before = self.best
             self.jump()
             self._probe()
@@ -101,7 +104,6 @@ class _Search(Search):
 
     def _probe(self) -> None:
         """Branch on when large ops run again, while that leads to bounds."""
-        self._probes = _WORK_ON_PROBES
         tried: set[int] = set()
         while self.gap_is_above(_FAR) and self._may_probe():
             outcome = pulp_runner.run(
@@ -114,12 +116,12 @@ class _Search(Search):
             if op is None:
                 return
             tried.add(op)
-            self._branch_on(op)
+            self.branch_on(op)
 
     def _may_probe(self) -> bool:
         return self._probes > 0 and self.left_s > 0
 
-    def _branch_on(self, op: int) -> None:
+    def branch_on(self, op: int) -> None:
         """Search case by case, by when an op runs again."""
         most_ms = self.most_ms
         cases = probing.cases(

@@ -1,0 +1,110 @@
+"""Branching on when an op runs again, against every set of kept values."""
+
+import itertools
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from autosac.solvers.graph import probing, solver
+from autosac.solvers.graph.model import GraphModel
+from autosac.solvers.graph.recomputation import (
+    Position,
+    peak_bytes,
+    recompute_ms,
+    reruns,
+)
+from autosac.solvers.milp import pulp_runner
+from autosac.solvers.milp.solution import Termination
+from tests.examples import examples
+from tests.solvers.oracles import every_kept_set
+from tests.solvers.strategies import graph_problems
+
+
+def choices_that_run(problem):
+    """Values that are kept -> the step before which each op runs again."""
+    values = sorted(GraphModel(problem, budget_bytes=0).keep)
+    found = {}
+    for count in range(len(values) + 1):
+        for kept in itertools.combinations(values, count):
+            try:
+                again = reruns(problem, frozenset(kept))
+            except ValueError:  # it needs a pinned op again
+                continue
+            found[frozenset(kept)] = {op: t for t, ops in again.items() for op in ops}
+    return found
+
+
+def all_cases(count):
+    yield probing.Case(0.0, -1, -1)
+    for first in range(count):
+        for last in range(first, count):
+            yield probing.Case(0.0, first, last)
+
+
+@examples(60)
+@given(problem=graph_problems(most=5), data=st.data())
+def test_no_choice_that_fits_breaks_a_row_of_an_interval(problem, data):
+    choices = choices_that_run(problem)
+    kept = data.draw(st.sampled_from(sorted(choices, key=sorted)))
+    model = GraphModel(problem, budget_bytes=peak_bytes(problem, kept))
+    # A dominated value is never kept, whatever it saves.
+    assume(all(model.keep[v].upBound for v in kept))
+    ops = [op for op in model.run if model.occasions(op)]
+    assume(ops)
+    for op in ops:
+        for case in all_cases(len(model.occasions(op))):
+            probing.add_rows(model, op, case)
+
+    with model.held(kept, ()):
+        outcome = pulp_runner.run(model.model)
+
+    assert outcome.termination is Termination.OPTIMAL
+
+
+@examples(60)
+@given(problem=graph_problems(most=5), data=st.data())
+def test_the_bound_of_a_case_is_below_all_choices_of_the_case(problem, data):
+    choices = choices_that_run(problem)
+    budget = peak_bytes(
+        problem, data.draw(st.sampled_from(sorted(choices, key=sorted)))
+    )
+    model = GraphModel(problem, budget_bytes=budget)
+    ops = [op for op in model.run if model.occasions(op)]
+    assume(ops)
+    op = data.draw(st.sampled_from(ops))
+    steps = model.occasions(op)
+    case = data.draw(st.sampled_from(list(all_cases(len(steps)))))
+    model.add_row(Position(len(problem.step_reads) - 1, None))
+    probing.add_rows(model, op, case)
+
+    with probing.within(model, op, case):
+        outcome = pulp_runner.run(model.model, relaxed=True)
+
+    allowed = set(steps[case.first : case.last + 1]) if case.last >= 0 else {None}
+    costs = [
+        recompute_ms(problem, kept)
+        for kept, again in choices.items()
+        if again.get(op) in allowed and peak_bytes(problem, kept) <= budget
+        if all(model.keep[v].upBound for v in kept)
+    ]
+    if costs:
+        assert outcome.termination is Termination.OPTIMAL
+        assert model.in_ms(outcome.bound) <= min(costs) + 1e-6
+
+
+@examples(40)
+@given(problem=graph_problems(most=6), data=st.data())
+def test_all_cases_of_an_op_together_hold_the_best_choice(problem, data):
+    choices = choices_that_run(problem)
+    start = data.draw(st.sampled_from(sorted(choices, key=sorted)))
+    budget = peak_bytes(problem, start)
+    fitting = [cost for peak, cost in every_kept_set(problem) if peak <= budget]
+    search = solver.OpSearch(problem, budget, None, 0.0, "highs")
+    ops = [op for op in search.model.run if search.model.occasions(op)]
+    assume(ops)
+    search.try_out(start)
+
+    search.branch_on(data.draw(st.sampled_from(ops)))
+
+    assert search.best[0] == min(fitting)
+    assert search.is_done()
