@@ -42,7 +42,6 @@ _DECIDED = 0.25  # of the fractions, at once
 _DIVE_ROUNDS = 100  # of deciding about them: a heuristic
 _WORK_ON_JUMPS = 6_000_000  # of roots alone, as jumps look at nothing else
 MOST_JUMPS = 12
-_VAIN_JUMPS = 6  # after which no more are tried if none was any good
 _LOOSE = 100.0  # times the best: a cutoff that leaves out nothing of use
 JUMPS_TO = (0.9, 0.5, 0.25)  # of the gap above the bound, in turns: a heuristic
 _OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
@@ -225,10 +224,7 @@ class Search:
         Where parts of the step are alike it finds what no dive does.
         """
         work = _WORK_ON_JUMPS
-        before = self.best
         for seed in range(MOST_JUMPS):
-            if seed >= _VAIN_JUMPS and self.best is before:
-                return
             work -= pulp_runner.work_of(self.model.model)[0]
             if work < 0 or self.is_done() or self.left_s < 0:
                 return

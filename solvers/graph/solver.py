@@ -28,6 +28,7 @@ from .search import (
 
 _WORK_ON_PROBES = 10_000_000  # of roots,
 _OF_A_ROOT = 0.3  # as relaxations take less: a heuristic
+_PROBES_A_STEP = 2  # relaxations for each step before which an op may run again
 _FAR = 0.06  # a gap from which on it is worth that
 _OF_A_CASE = 0.4  # of the work left, into what is left of one case
 _OF_CASES = 0.4  # of the work, that is left when no more cases are looked at
@@ -113,13 +114,19 @@ class OpSearch(Search):
                 return
             self.note_bound(outcome.bound)
             op = probing.op_in_parts(self.model, tried)
-            if op is None:
+            if op is None or self._is_too_large(op):
                 return
             tried.add(op)
             self.branch_on(op)
 
     def _may_probe(self) -> bool:
         return self._probes > 0 and self.left_s > 0
+
+    def _is_too_large(self, op: int) -> bool:
+        """Whether the work left would end before much is known of an op."""
+        a_probe = _OF_A_ROOT * pulp_runner.work_of(self.model.model)[0]
+        num_probes = _PROBES_A_STEP * len(self.model.occasions(op))
+        return num_probes * a_probe > 2 * self._probes
 
     def branch_on(self, op: int) -> None:
         """Search case by case, by when an op runs again."""
