@@ -1,7 +1,7 @@
 """Graph plans of steps drawn by chance: how close to the bound, and how soon?
 
-    python -m benchmarks.drawn_graphs [--recurrent 6] [--nets 4] [--timm 2]
-        [--transformers 4] [--most-nodes 1600] [--output DIR]
+    python -m benchmarks.drawn_graphs [--recurrent 6] [--nets 4] [--timm 1]
+        [--transformers 3] [--most-nodes 1600] [--output DIR]
 
 Recurrent layers, nets of convolutions that branch and join, models of timm (by number,
 of less than 8 million parameters, at 64 pixels) and of Transformers (by number,
@@ -180,8 +180,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drawn_graphs")
     parser.add_argument("--recurrent", type=int, default=6)
     parser.add_argument("--nets", type=int, default=4)
-    parser.add_argument("--timm", type=int, default=2)
-    parser.add_argument("--transformers", type=int, default=4)
+    parser.add_argument("--timm", type=int, default=1)
+    parser.add_argument("--transformers", type=int, default=3)
     parser.add_argument("--most-nodes", type=int, default=1600, help="of a graph")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args(arguments)
