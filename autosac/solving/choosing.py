@@ -47,8 +47,8 @@ _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 _NEAR_FLOOR = 2**-7  # of the least peak
-_MANY_POINTS = 5000  # of a step: what has more of them is of no account to less than
-_LARGE_FLOOR_GAP = 2**-10  # of its least peak
+_MANY_POINTS = 5000  # of a step with offload, whose least peak is then proven to
+_LARGE_FLOOR_GAP = 2**-10  # of it
 _HOST_ROUNDS = 6  # of looking for it where far memory is capped
 
 
@@ -167,7 +167,8 @@ class Chooser:
     def _floor_gap(self) -> float:
         """How close to its bound the least predicted peak must be proven to lie."""
         num_points = sum(len(curve.policies) for curve in self._formulation.curves)
-        return 0.0 if num_points <= _MANY_POINTS else _LARGE_FLOOR_GAP
+        is_large = self._plain is not None and num_points > _MANY_POINTS
+        return _LARGE_FLOOR_GAP if is_large else 0.0
 
     def _find_floor(self, backend: Backend) -> Floor:
         """As `predicted_floor`; raises the row of far memory until it is kept."""
