@@ -270,7 +270,6 @@ class ComputedLoss:
         self.trainer = trainer
         self.replica = replica
         self.own = module.__dict__.get("forward")
-        self.__wrapped__ = module.forward  # for those who look at the signature
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ComputedLoss:
         copied: ComputedLoss = object.__new__(type(self))
