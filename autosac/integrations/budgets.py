@@ -92,12 +92,17 @@ def bytes_of_callbacks(callbacks: Iterable[Any], model: torch.nn.Module) -> int:
             containers of any depth.
         model: The model.
     """
-    values = [value for callback in callbacks for value in vars(callback).values()]
+    attributes = [getattr(callback, "__dict__", {}) for callback in callbacks]
+    values = [value for one in attributes for value in one.values()]
     modules = [value for value in values if isinstance(value, torch.nn.Module)]
     own, kept = _storages(_tensors_of(model)), held_tensors(values, in_objects=False)
     kept += [tensor for module in modules for tensor in _tensors_of(module)]
     devices = {tensor.device for tensor in model.parameters()}
-    others = _storages(tensor for tensor in kept if tensor.device in devices)
+    others = _storages(
+        tensor
+        for tensor in kept
+        if tensor.device in devices and tensor.layout is torch.strided
+    )
     return sum(size for key, size in others.items() if key not in own)
 
 

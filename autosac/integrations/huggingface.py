@@ -41,6 +41,8 @@ from autosac.integrations.budgets import (
 from autosac.integrations.replicas import Replica, replica_of
 from autosac.integrations.worst_batches import lengthened, on_device
 
+_OTHER_ARGUMENTS = ("return_outputs", "num_items_in_batch")  # of `compute_loss`
+
 
 class MemoryBudget(BudgetCallback, TrainerCallback):
     """Plans on the first batch of training, applies the plan, takes it off at the end.
@@ -56,6 +58,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
     ) -> None:
         """Wait for the first batch."""
         self._clean_up()  # of a training that was cut off
+        self.plan = None
         model = kwargs["model"]
         refuse(refused_settings(args, model))
         trainer = _calling_trainer()
@@ -68,6 +71,15 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         own = trainer.__dict__.get("compute_loss")
         trainer.__dict__["compute_loss"] = _PlannedLoss(self, training, own)
         self._undo.append(lambda: _put_back(trainer, own))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse a training that does not call what is planned."""
+        refuse(
+            {
+                "the trainer's `training_step` does not call its `compute_loss`; let it"
+                " do so, or use `autosac.plan`": self.plan is None
+            }
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was found."""
@@ -223,21 +235,18 @@ class _PlannedLoss:
         self.begin_step: Callable[..., None] | None = None
 
     def __call__(
-        self,
-        model: torch.nn.Module,
-        inputs: Mapping[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        trainer = self.training.trainer
-        if self.training.model.training and torch.is_grad_enabled():
-            batch = _batch(inputs, num_items_in_batch)
+        training = self.training
+        if training.model.training and torch.is_grad_enabled():
+            given = dict(zip(_OTHER_ARGUMENTS, args, strict=False)) | kwargs
+            batch = _batch(inputs, given.get("num_items_in_batch"))
             if self.begin_step is None:
-                replica = self.training.replica(model)
-                self.begin_step = self.budget.apply(self.training, replica, batch)
+                replica = training.replica(model)
+                self.begin_step = self.budget.apply(training, replica, batch)
             self.begin_step(**batch)
-        own = self.own or type(trainer).compute_loss.__get__(trainer)
-        return own(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        own = self.own or type(training.trainer).compute_loss.__get__(training.trainer)
+        return own(model, inputs, *args, **kwargs)
 
 
 def _batch(inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:

@@ -295,6 +295,18 @@ def test_what_was_planned_is_in_the_log_of_the_trainer(tmp_path):
     assert entry["step"] == 0
 
 
+class StepsAlone(MeasuredTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_training_step_that_makes_its_loss_otherwise_is_refused(tmp_path):
+    with pytest.raises(NotImplementedError, match="does not call its `compute_loss`"):
+        train(tmp_path, silent("1GiB"), kind=StepsAlone, max_steps=1)
+
+
 def test_two_largest_batches_and_unknown_ways_are_refused_when_they_are_passed():
     with pytest.raises(ValueError, match="pass one of them"):
         MemoryBudget("1GiB", worst_batch={}, max_length=3)
