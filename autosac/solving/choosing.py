@@ -44,6 +44,7 @@ _MOST_WORK = 6_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
 _MOST_MENDS = 14  # a tenth of a second each where an allocator is replayed
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
+_FLOOR_MENDS = 8  # of making it a little lower
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 _NEAR_FLOOR = 2**-7  # of the least peak
@@ -270,6 +271,11 @@ class Chooser:
             else:
                 best = search.choice
                 best_bytes = self.true_peak_bytes(best)
+        for _ in range(_FLOOR_MENDS):  # a choice near it may suit an allocator better
+            lower = self.mend(best, self.true_peak_bytes(best) - 1, math.inf)
+            if lower is None or not self._formulation.keeps_host(lower):
+                break
+            best = lower
         self._incumbents.add(best)
         return best
 
