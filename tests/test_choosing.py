@@ -115,6 +115,31 @@ def test_no_choice_fits_below_the_floor(swept):
     assert caught.value.lowest_peak_bytes == budgets[0]
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_no_choice_that_saves_a_little_less_or_more_is_below_the_floor(autocast):
+    """An allocator may like another choice better than that of least predicted peak."""
+    with torch.device("meta"):
+        model = GPT(num_layers=2, width=576, num_heads=9, vocabulary=500, length=300)
+    profile = autosac.profile(
+        model,
+        torch.zeros(7, 300, dtype=torch.long),
+        loss_fn=lambda logits: logits.square().mean(),
+        device="h100",
+        autocast=autocast,
+    )
+    floor_bytes, lowest = autosac.floor(profile), profile.chooser.lowest()
+    formulation = profile.chooser._formulation
+    curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
+    others = [
+        {**lowest, unit: policy}
+        for unit in lowest
+        for policy in curve_of[unit].policies
+    ]
+
+    assert len(others) > len(lowest)
+    assert min(map(profile.peak_bytes, others)) >= floor_bytes
+
+
 def test_floor_and_plans_do_not_keep_the_model_alive():
     profile = _profile("small gpt", "cpu")
     model = weakref.ref(profile.step.model)
