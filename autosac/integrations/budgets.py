@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -281,6 +282,33 @@ def count_others(
     error.args = (f"{of_loop} {error}".strip(),)
     error.budget_bytes += others_bytes
     error.lowest_peak_bytes += others_bytes
+
+
+class StepForward:
+    """Runs a trainer's step in place of a module's ``forward``.
+
+    Args:
+        module: The module; in a copy of it, its copy.
+        trainer: The trainer, which is not copied.
+        replica: What DDP adds.
+
+    Attributes:
+        own: What stood in for the module's ``forward`` before, or None.
+    """
+
+    def __init__(self, module: torch.nn.Module, trainer: Any, replica: Replica) -> None:
+        self.module: Any = module
+        self.trainer = trainer
+        self.replica = replica
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepForward:
+        copied: StepForward = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.module = copy.deepcopy(self.module, memo)
+        copied.trainer, copied.replica = self.trainer, self.replica
+        copied.own = copy.deepcopy(self.own, memo)
+        return copied
 
 
 def _itself(loss: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from autosac.integrations.budgets import (
     SCALER_BYTES,
     BudgetCallback,
     Loop,
+    StepForward,
     bytes_of_callbacks,
     checkpointing_already,
     figures,
@@ -263,30 +264,8 @@ def _batch(inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:
     return {**inputs, "num_items_in_batch": num_items_in_batch}
 
 
-class ComputedLoss:
-    """Runs a trainer's ``compute_loss`` in place of its model's ``forward``.
-
-    Args:
-        module: The model; in a copy of it, its copy.
-        trainer: The trainer, which is left as it is.
-        replica: What DDP adds.
-    """
-
-    def __init__(
-        self, module: torch.nn.Module, trainer: Trainer, replica: Replica
-    ) -> None:
-        self.module = module
-        self.trainer = trainer
-        self.replica = replica
-        self.own = module.__dict__.get("forward")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ComputedLoss:
-        copied: ComputedLoss = object.__new__(type(self))
-        memo[id(self)] = copied
-        copied.module = copy.deepcopy(self.module, memo)
-        copied.trainer, copied.replica = self.trainer, self.replica
-        copied.own = copy.deepcopy(self.own, memo)
-        return copied
+class ComputedLoss(StepForward):
+    """Runs a trainer's ``compute_loss``; the trainer is left as it is."""
 
     def __call__(
         self, *, num_items_in_batch: Any = None, **inputs: Any

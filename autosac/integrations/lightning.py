@@ -10,7 +10,6 @@ backward, so that those of the step before are alive in forward; loss and forwar
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from autosac.integrations.budgets import (
     SCALER_BYTES,
     BudgetCallback,
     Loop,
+    StepForward,
     bytes_of_callbacks,
     checkpointing_already,
     figures,
@@ -171,31 +171,14 @@ def _wrapped(trainer: Trainer) -> torch.nn.Module:
     return model
 
 
-class TrainingStep:
-    """Runs a module's ``training_step`` as the trainer does, in place of ``forward``.
-
-    Args:
-        module: The module; in a copy of it, its copy.
-        trainer: For its precision plugin, and for those who read from it.
-        replica: What DDP adds.
-    """
+class TrainingStep(StepForward):
+    """Runs a module's ``training_step`` as the trainer does."""
 
     def __init__(
         self, module: LightningModule, trainer: Trainer, replica: Replica
     ) -> None:
-        self.module = module
-        self.trainer = trainer
-        self.replica = replica
-        self.own = module.__dict__.get("forward")
+        super().__init__(module, trainer, replica)
         self.__wrapped__ = module.training_step  # for those who look at the signature
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingStep:
-        copied: TrainingStep = object.__new__(type(self))
-        memo[id(self)] = copied
-        copied.module = copy.deepcopy(self.module, memo)
-        copied.trainer, copied.replica = self.trainer, self.replica
-        copied.own = copy.deepcopy(self.own, memo)
-        return copied
 
     def __call__(self, *args: Any) -> torch.Tensor:
         module = self.module

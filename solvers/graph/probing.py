@@ -122,6 +122,8 @@ def within(model: GraphModel, op: int, case: Case) -> Iterator[None]:
     bounds = [(x, name, getattr(x, name)) for x, name, _ in changes]
     for x, name, bound in changes:
         setattr(x, name, bound)
-    yield
-    for x, name, bound in bounds:
-        setattr(x, name, bound)
+    try:
+        yield
+    finally:
+        for x, name, bound in bounds:
+            setattr(x, name, bound)

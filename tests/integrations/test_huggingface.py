@@ -135,7 +135,7 @@ def silent(memory_budget, **options):
 @pytest.mark.parametrize(
     ("make_model", "options"),
     [
-        (gpt2, {"gradient_accumulation_steps": 2}),
+        (gpt2, {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}),
         (llama, {"bf16": True, "max_grad_norm": 0.0}),
         (llama, {"fp16": True}),
     ],
