@@ -38,6 +38,10 @@ RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 _WALL_OF_CPU = 4  # a process may wait this many times as long as it may work
 Record = dict[str, Any]
+_DEVICES = {
+    "cpu": "CPU, fp32, one thread",
+    "cuda": "GPU, fp32, deterministic kernels where there are any",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,6 +74,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--packages", nargs="*", help="optional; default: all there")
     parser.add_argument("--models", type=words, help="such as timm/dla; default: all")
     parser.add_argument("--again", type=words, default=[], help="verdicts to redo")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="models side by side")
     parser.add_argument("--work", type=Path, default=work, help="files of models, kept")
     parser.add_argument("--memory-gib", type=float, default=8.0, help="of a process")
@@ -79,6 +84,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.given = sys.argv[1:] if arguments is None else arguments
     known, options.page = list(SOURCES), "breadth"
+    if options.device == "cuda":
+        options.page = "breadth_gpu"
+        options.work /= options.page
     if options.packages is not None:
         known, options.page = packages.installed(), "packages"
         options.sources = options.packages or known
@@ -120,11 +128,12 @@ def _is_left(path: Path, again: list[str]) -> bool:
 def _judged(name: str, options: argparse.Namespace) -> tuple[str, Record]:
     """The record of a model that a process of its own judges, limited in its work."""
     path = _path(options, name)
-    limits = job.Limits(memory_bytes=int(options.memory_gib * GIB), cpu_s=options.cpu_s)
+    memory_bytes = int(options.memory_gib * GIB) if options.device == "cpu" else None
+    limits = job.Limits(memory_bytes=memory_bytes, cpu_s=options.cpu_s)
     # A server that has imported what all models need forks a process for each.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.judging.job", "timm", "transformers"])
-    process = context.Process(target=job.run, args=(name, path, limits))
+    process = context.Process(target=job.run, args=(name, path, limits, options.device))
     process.start()
     process.join(options.cpu_s * _WALL_OF_CPU)
     if process.is_alive():
@@ -159,6 +168,7 @@ def _write(options: argparse.Namespace) -> list[tuple[str, str, bool]]:
         draw = _draw_of_packages(options.sources)
         where |= {name: packages.version(name) for name in options.sources}
     whole = {
+        "device": _DEVICES[options.device],
         "records": records,
         "num_names": sum(len(every(source)) for source in options.sources),
         "where": where,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import random
 import re
 import resource
@@ -33,7 +34,7 @@ from autosac.verification.verifying import (
     verify_each,
 )
 from benchmarks.models.drawn import NotBuiltError, build_small
-from benchmarks.models.workload import Workload
+from benchmarks.models.workload import Workload, on_device
 
 Record = dict[str, Any]
 SHARES = (0.05, 0.4, 0.8)  # of the way from the floor to the plain step's peak
@@ -52,19 +53,19 @@ class Limits:
     """What a process may take.
 
     Attributes:
-        memory_bytes: Of its data.
+        memory_bytes: Of its data; None for any, as a GPU's driver maps much of it.
         cpu_s: Of work; a busy machine does not matter.
     """
 
-    memory_bytes: int
+    memory_bytes: int | None
     cpu_s: int
 
     def impose(self) -> None:
         """Set them for this process: what goes on is ended by the system."""
-        for kind, most in (
-            (resource.RLIMIT_DATA, self.memory_bytes),
-            (resource.RLIMIT_CPU, self.cpu_s),
-        ):
+        limits = {resource.RLIMIT_CPU: self.cpu_s}
+        if self.memory_bytes is not None:
+            limits[resource.RLIMIT_DATA] = self.memory_bytes
+        for kind, most in limits.items():
             resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 
 
@@ -119,22 +120,29 @@ class _Notes:
                 kept.append(text[:_LONGEST])
 
 
-def run(name: str, path: Path, limits: Limits | None = None) -> None:
+def run(
+    name: str, path: Path, limits: Limits | None = None, device: str = "cpu"
+) -> None:
     """Judge one model; its file says what came of it.
 
     Args:
         name: Of `benchmarks.models.drawn.every`.
         path: The file.
         limits: What this process may take; None for what it has.
+        device: Where it is planned and trained: "cpu" or "cuda".
     """
     if limits is not None:  # a process of its own
         limits.impose()
         gc.freeze()  # libraries make many objects, and collections would look at all
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
+    if device == "cuda":  # most kernels that add in any order have others that do not
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     notes = _Notes(name, path)
     with _errors_in(notes.record):
-        _judge(name, notes)
+        _judge(name, notes, device)
         notes.record["status"] = "done"
     notes.write()
 
@@ -185,10 +193,10 @@ def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _judge(name: str, notes: _Notes) -> None:
+def _judge(name: str, notes: _Notes, device: str) -> None:
     record = notes.record
     with notes.phase(BUILD):
-        work = build_small(name)
+        work = on_device(build_small(name), device)
         record["title"] = work.name
     profile = _profiled(work, notes)
     record["num_ops"] = len(profile.tape.ops)

@@ -54,19 +54,24 @@ LIBRARIES = Draw(
 
 
 def verdict(record: Record) -> str:
-    """One of `VERDICTS`, or `NOT_JUDGED`: nothing could be said of it here."""
+    """One of `VERDICTS`, or `NOT_JUDGED`: nothing could be said of it here.
+
+    Of a model whose plain runs differ, only that a budget is exceeded.
+    """
     status = record["status"]
     if status in ("refused", "raw error"):
         return REFUSED if status == "refused" else RAW
     if status == "ended":
         return SLOW if record.get("phase") in PLANNING else NOT_JUDGED
-    if status != "done" or record["plain"]["differences"]:
+    if status != "done":
         return NOT_JUDGED
     cells = record["cells"]
-    if any(cell["differences"] for cell in cells):
-        return BITS
     if any(cell["measured_bytes"] > cell["budget_bytes"] for cell in cells):
         return OVER
+    if record["plain"]["differences"]:
+        return NOT_JUDGED
+    if any(cell["differences"] for cell in cells):
+        return BITS
     times = record.get("recompute_ms", [])
     if any(more > less for less, more in itertools.pairwise(times)):
         return DEARER
@@ -145,7 +150,7 @@ def page(whole: Record, draw: Draw = LIBRARIES) -> Iterator[str]:
     yield (
         f"{draw.text} Each is planned at"
         f" {', '.join(f'{share:.0%}' for share in SHARES)} of the way from its floor"
-        " to the plain step's peak (CPU, fp32, one thread, calibrated), and each"
+        f" to the plain step's peak ({whole['device']}, calibrated), and each"
         " plan really trains for two steps: loss, gradients, parameters, buffers,"
         " optimizer and random state are compared with the plain step's bit by bit, and"
         " the allocator's peak with the budget. A model is judged where it can be"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,21 @@ class Workload:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     blocks: tuple[str, ...]
     loss_bytes: int = 0
+
+
+def on_device(work: Workload, device: str) -> Workload:
+    """The same step, built on the CPU and moved elsewhere; losses move targets."""
+    if device == "cpu":
+        return work
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    return replace(
+        work,
+        make_model=lambda: work.make_model().to(device),
+        make_inputs=lambda: tree_map_only(torch.Tensor, moved, work.make_inputs()),
+    )
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""The models of published figures, rebuilt from public code on the meta device."""
+"""The models of published figures, rebuilt from public code; as a rule on "meta"."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Subject:
     """A training step whose figures were published.
 
     Attributes:
-        model: On the meta device, in training mode.
+        model: On the device that is asked for, in training mode.
         inputs: Its keyword arguments; the loss is part of its output, or all of it.
         options: Of `autosac.profile`.
         samples: What a step trains on: samples, or tokens where figures are in tokens.
@@ -76,11 +76,12 @@ def _milabench_hf(
     batch: int,
     *,
     tf32: bool = False,
+    device: str = "meta",
     **how: Any,
 ) -> Subject:
     """milabench, benchmarks/huggingface/bench: it never zeroes gradients."""
     configuration = config()
-    with torch.device("meta"):
+    with torch.device(device):
         auto: Any = getattr(transformers, architecture)
         model = auto.from_config(configuration, **how).train()
     return Subject(
@@ -139,9 +140,13 @@ def _images(
     channels_last: bool = False,
     optimizer: Callable[[Any], torch.optim.Optimizer] = _sgd,
     tf32: bool = False,
+    reads_values: bool = False,
+    device: str = "meta",
 ) -> Subject:
-    model = build().to("meta").train()
-    images = torch.empty(batch, 3, 224, 224, dtype=dtype, device="meta")
+    # Constructors that read values cannot run on "meta".
+    with torch.device("cpu" if reads_values else device):
+        model = build().to(device).train()
+    images = torch.empty(batch, 3, 224, 224, dtype=dtype, device=device)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
         images = images.contiguous(memory_format=torch.channels_last)
@@ -154,19 +159,16 @@ def _images(
     )
 
 
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
-
-
-def _llama(batch: int, *, length: int, tokens: bool, **config: Any) -> Subject:
+def _llama(
+    batch: int, *, length: int, tokens: bool, device: str = "meta", **config: Any
+) -> Subject:
     """A Llama in pure bfloat16, as in torchtune's and NeMo's full finetuning."""
     configuration = transformers.LlamaConfig(
         **config, num_key_value_heads=8, vocab_size=128256, intermediate_size=8192
     )
     configuration.tie_word_embeddings = True
     configuration.use_cache = False
-    with torch.device("meta"):
+    with torch.device(device):
         model = transformers.LlamaForCausalLM(configuration)
     return Subject(
         model=model.to(torch.bfloat16).train(),
@@ -182,10 +184,10 @@ _BERT = partial(
     transformers.BertConfig,
     partial(_tokens, 512),
 )
-_CONVNEXT = partial(_images, partial(_on_meta, torchvision.models.convnext_large))
+_CONVNEXT = partial(_images, torchvision.models.convnext_large)
 _HALF = {"autocast": torch.float16, "dtype": torch.float16}
 
-SUBJECTS: dict[str, Callable[[int], Subject]] = {
+SUBJECTS: dict[str, Callable[..., Subject]] = {  # batch, device -> step
     "bert-fp32": partial(_BERT, None),
     "bert-tf32": partial(_BERT, None, tf32=True),
     "bert-fp16": partial(_BERT, torch.float16),
@@ -208,7 +210,7 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
     ),
     "resnet50": partial(
         _images,
-        partial(_on_meta, torchvision.models.resnet50),
+        torchvision.models.resnet50,
         channels_last=True,
         tf32=True,
         **_HALF,
@@ -216,13 +218,16 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
     "convnext-large-fp32": _CONVNEXT,
     "convnext-large-tf32": partial(_CONVNEXT, tf32=True),
     "convnext-large-fp16": partial(_CONVNEXT, **_HALF),
-    # Its constructor reads values, which tensors of the meta device lack.
     "regnet-y-128gf": partial(
-        _images, torchvision.models.regnet_y_128gf, tf32=True, **_HALF
+        _images,
+        torchvision.models.regnet_y_128gf,
+        tf32=True,
+        reads_values=True,
+        **_HALF,
     ),
     "focalnet-base": partial(
         _images,
-        partial(_on_meta, partial(timm.create_model, "focalnet_base_lrf")),
+        partial(timm.create_model, "focalnet_base_lrf"),
         autocast=torch.bfloat16,
         optimizer=_momentum,
     ),

@@ -118,7 +118,7 @@ def _workload(name: str, make: Callable[[], nn.Module], inputs: Any) -> Workload
 
     def loss_fn(output: Any) -> torch.Tensor:
         if isinstance(output, torch.Tensor) and output.ndim == 2:
-            return functional.cross_entropy(output, targets)
+            return functional.cross_entropy(output, targets.to(output.device))
         return default_loss(output)
 
     work = Workload(
