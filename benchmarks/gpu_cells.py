@@ -48,7 +48,7 @@ def validate(
     seconds = record["seconds"] = {}
     torch.manual_seed(0)
     with _timed(seconds, "predictions"):
-        alone = _predict(work, device, record, plans, shares)
+        alone, offloading = _predict(work, device, record, plans, shares)
     with _timed(seconds, "plain runs"):
         plain, own_distance = _plain(work, device, record)
     with _timed(seconds, "planned runs"):
@@ -60,6 +60,10 @@ def validate(
         if alone is not None and time.monotonic() < ends:
             found = _measured(work, device, alone, plain, own_distance)
             record["lens"]["plan"] |= found
+        if offloading is not None and time.monotonic() < ends:
+            record["offload"] |= _measured(
+                work, device, offloading, plain, own_distance
+            )
     with _timed(seconds, "deterministic"):
         if time.monotonic() < ends:
             record["deterministic"] = _deterministic(work, device)
@@ -91,10 +95,13 @@ def _predict(
     record: dict[str, Any],
     plans: list[Plan],
     shares: tuple[float, ...],
-) -> Plan | None:
-    """Make all plans; return the one that was made as if no GPU were present.
+) -> tuple[Plan | None, Plan | None]:
+    """Make all plans.
 
     Profiles hold their model, so that none of them leaves this function.
+
+    Returns:
+        The plan that was made as if no GPU were present, and the one that offloads.
     """
     clean(device)
     seconds = record["seconds"]
@@ -123,10 +130,32 @@ def _predict(
         _predicted(share, plan, made, lens)
         for share, plan in zip(shares, plans, strict=True)
     ]
+    with _timed(seconds, "offload"):
+        offloading = _offloading(made, lowest, record)
     if lens is None:
-        return None
+        return None, offloading
     budget = int(lowest + ALONE_SHARE * (baseline - lowest))
-    return _alone(lens, budget, record["lens"])
+    return _alone(lens, budget, record["lens"]), offloading
+
+
+def _offloading(made: Profile, lowest: int, record: dict[str, Any]) -> Plan | None:
+    """A plan half-way between the floors with and without offload."""
+    try:
+        least = floor(made, offload=True)
+        plan = make_plan(made, (least + lowest) // 2, offload=True)
+        record["offload"] = {
+            "floor_bytes": least,
+            "budget_bytes": plan.budget_bytes,
+            "predicted_bytes": plan.peak_bytes,
+            "predicted_ms": plan.step_ms,
+            "offloaded_bytes": plan.offloaded_bytes,
+            "num_units": len(plan.policy),
+        }
+        return plan
+    # As below.
+    except Exception as error:
+        record["offload"] = {"error": told(error)}
+        return None
 
 
 def _profile(work: Subject, device: str, planned_for: Any) -> Profile:

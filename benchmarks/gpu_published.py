@@ -1,6 +1,6 @@
 """Steps that others published, run on the GPU that is here.
 
-    python -m benchmarks.gpu_published [--steps bert-fp32:64,resnet50:248] [--limit-s 240]
+    python -m benchmarks.gpu_published [--steps bert-fp32:64,resnet50:248]
 
 Of each: what PyTorch allocates, reserves, what the driver shows as
 in use, the time of a step, that of its kernels by op and shape (PyTorch's profiler),

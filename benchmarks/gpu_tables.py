@@ -125,6 +125,10 @@ def verdicts(record: Record) -> dict[str, list[bool]]:
         for cell in alone
         if "allocated_bytes" in cell
     ]
+    far = [m["offload"] for m in models if "allocated_bytes" in m.get("offload", {})]
+    found["with offload: never over budget, bits as above"] = [
+        bool(_in_budget(cell) and _same_bits(cell)) for cell in far
+    ]
     limit = record.get("memory_limit", {})
     found["under a cap the plain step dies and the planned one trains"] = (
         [limit["passed"]] if "passed" in limit else []
@@ -207,6 +211,7 @@ def _model(name: str, model: Record) -> Iterator[str]:
         f" {', '.join(model['kernels']) or 'none of note'}. ({spent})\n"
     )
     yield f"Lens: {_lens(model.get('lens', {}))}\n"
+    yield f"Offload: {_offload(model.get('offload', {}), plain)}\n"
     yield f"Two plain runs: {_state(plain.get('again'))}."
     yield f"Deterministic kernels: {_exact(model.get('deterministic', {}))}.\n"
     yield f"| {' | '.join(_COLUMNS)} |"
@@ -287,6 +292,21 @@ def _lens(lens: Record) -> str:
             f" state {_state(plan.get('state'))}"
         )
     return "; ".join(words)
+
+
+def _offload(far: Record, plain: Record) -> str:
+    if "error" in far:
+        return _one_line(far["error"])
+    if "allocated_bytes" not in far:
+        return "-"
+    error = _percent(error_of(far, "predicted_bytes", "allocated_bytes"))
+    return (
+        f"floor {_gib(far['floor_bytes'])}; under {_gib(far['budget_bytes'])}"
+        f" {_gib(far['offloaded_bytes'])} in far memory, peak {error}, within"
+        f" {'yes' if _in_budget(far) else '**NO**'}, state {_state(far['state'])}, step"
+        f" {far['step_ms']:.1f} ms (predicted {far['predicted_ms']:.1f}, plain"
+        f" {plain.get('step_ms', 0.0):.1f})"
+    )
 
 
 def _exact(found: Record) -> str:
