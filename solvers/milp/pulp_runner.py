@@ -58,6 +58,23 @@ _PAIRS = {
     constants.LpSolutionNoSolutionFound: Termination.NO_INCUMBENT,
 }
 
+
+
+def _forget_importers() -> None:
+    """Let go of the frames in which PuLP's optional solvers could not be imported.
+
+    PuLP keeps the errors, they keep their tracebacks, and these all variables of
+    whoever was the first to import it: a model that a function planned, for good.
+    """
+    for solver in vars(pulp.apis).values():
+        error = getattr(solver, "err", None)
+        while isinstance(error, BaseException):
+            error.__traceback__ = None
+            error = error.__context__
+
+
+_forget_importers()
+
 _Answer = tuple[Termination, float | None, int]  # ended, bound, looks at its limits
 
 

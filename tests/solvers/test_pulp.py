@@ -289,6 +289,22 @@ def test_a_solve_prints_nothing():
     assert ended.stdout == ended.stderr == ""
 
 
+def test_a_function_that_plans_first_leaves_no_model_behind():
+    # PuLP keeps errors of its import, and with them frames of whoever imported it.
+    script = (
+        "import gc, weakref, torch, autosac\n"
+        "def planned():\n"
+        "    model = torch.nn.Linear(4, 4)\n"
+        "    plan = autosac.plan(model, torch.ones(2, 4), memory_budget='1 GiB',"
+        " loss_fn=torch.sum)\n"
+        "    return weakref.ref(model.weight), plan\n"
+        "left, plan = planned()\n"
+        "gc.collect()\n"
+        "assert left() is None, gc.get_referrers(left())"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="backend"):
         pulp_runner.run(cover(2), backend="glpk")
