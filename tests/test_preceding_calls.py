@@ -323,6 +323,8 @@ def test_work_on_another_stream_waits_and_keeps_its_memory(monkeypatch):
     ]
 
 
+# PyTorch's remark on a graph that is recorded on another stream than it runs on.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("same_stream", [True, False])

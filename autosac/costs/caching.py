@@ -1,7 +1,8 @@
 """Measurements of ops on disk, so that each is made once on a device.
 
 There is one JSON file for each device in each state that changes what ops cost:
-    {"format": 3, "environment": {...}, "ops": {TEXT OF SIGNATURE: [ms, bytes, spread]}}
+    {"format": 5, "environment": {...}, "ops": {TEXT OF SIGNATURE: [ms, bytes, bytes
+    kept, spread]}}
 A file that is missing, damaged or not writable costs time and one warning, no more.
 """
 
@@ -27,7 +28,7 @@ from autosac.costs.timing import OpMeasurement
 from autosac.step.op_signatures import Layout, Signature
 from autosac.whole_files import write_whole
 
-_FORMAT_VERSION = 4  # rises when the way of measuring changes
+_FORMAT_VERSION = 5  # rises when the way of measuring changes
 _NAMESPACES = ("aten.", "prims.")  # PyTorch's own: others change with no new version
 _PLAIN = (bool, int, float, complex, str, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -163,16 +164,31 @@ def read(path: Path) -> Table:
         return {}
 
 
-def _measurement(runtime_ms: Any, workspace_bytes: Any, spread: Any) -> OpMeasurement:
+def _measurement(
+    runtime_ms: Any, workspace_bytes: Any, kept_bytes: Any, spread: Any
+) -> OpMeasurement:
     if not (math.isfinite(runtime_ms) and runtime_ms >= 0.0):
         raise ValueError(f"{runtime_ms} is no time")
     if not (math.isfinite(spread) and spread >= 0.0):
         raise ValueError(f"{spread} is no spread")
-    if type(workspace_bytes) is not int or workspace_bytes < 0:
-        raise ValueError(f"{workspace_bytes} is no size")
+    for size in (workspace_bytes, kept_bytes):
+        if type(size) is not int or size < 0:
+            raise ValueError(f"{size} is no size")
     return OpMeasurement(
-        runtime_ms=runtime_ms, workspace_bytes=workspace_bytes, spread=spread
+        runtime_ms=runtime_ms,
+        workspace_bytes=workspace_bytes,
+        kept_bytes=kept_bytes,
+        spread=spread,
     )
+
+
+def _entry(cost: OpMeasurement) -> list[float]:
+    return [
+        cost.runtime_ms,
+        cost.workspace_bytes,
+        cost.kept_bytes,
+        round(cost.spread, 3),
+    ]
 
 
 def add(path: Path, environment: Mapping[str, str], measured: Table) -> None:
@@ -190,10 +206,7 @@ def add(path: Path, environment: Mapping[str, str], measured: Table) -> None:
         record = {
             "format": _FORMAT_VERSION,
             "environment": dict(environment),
-            "ops": {
-                name: [cost.runtime_ms, cost.workspace_bytes, round(cost.spread, 3)]
-                for name, cost in sorted(table.items())
-            },
+            "ops": {name: _entry(cost) for name, cost in sorted(table.items())},
         }
         write_whole(path, json.dumps(record, indent=0))
     except OSError as error:

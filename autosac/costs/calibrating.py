@@ -16,13 +16,9 @@ from autosac.costs.timing import (
     blas_bytes,
     measure_ops,
 )
+from autosac.devices.cuda_workspaces import runs_blas
 from autosac.step.op_signatures import Signature
 from autosac.step.tape import Op, Tape
-
-_PRODUCTS = frozenset(  # ops that call cuBLAS
-    f"aten.{name}.default"
-    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
-)
 
 
 def calibrated(
@@ -48,7 +44,8 @@ def calibrated(
         _sizes(tape), device=device, cache=cache, refresh=refresh, progress=progress
     )
     ops, costs = _replaced(tape, op_ms, measured, failures)
-    return replace(tape, ops=ops, library_bytes=_library_bytes(tape, device)), costs
+    library_bytes = _library_bytes(tape, measured, device)
+    return replace(tape, ops=ops, library_bytes=library_bytes), costs
 
 
 Found = dict[Signature, tuple[OpMeasurement, Source]]
@@ -102,12 +99,24 @@ def look_up(
     return costs, measured.failures
 
 
-def _library_bytes(tape: Tape, device: torch.device) -> tuple[int, ...]:
-    """Workspaces of cuBLAS: of forward's thread and of backward's, if they use it."""
-    threads = {op.phase == "backward" for op in tape.ops if op.name in _PRODUCTS}
-    if device.type != "cuda" or not threads:
+def _library_bytes(
+    tape: Tape, measured: Found, device: torch.device
+) -> tuple[int, ...]:
+    """What libraries keep for forward's thread and for backward's.
+
+    Of an op that could not be measured, cuBLAS's workspace if it is known to have one.
+    """
+    if device.type != "cuda":
         return ()
-    return (blas_bytes(device),) * len(threads)
+    kept = {False: 0, True: 0}
+    for op in tape.ops:
+        is_backward, num_bytes = op.phase == "backward", 0
+        if op.signature in measured:
+            num_bytes = measured[op.signature][0].kept_bytes
+        elif isinstance(op.signature, Signature) and runs_blas(op.signature.func):
+            num_bytes = blas_bytes(device)
+        kept[is_backward] = max(kept[is_backward], num_bytes)
+    return tuple(num_bytes for num_bytes in kept.values() if num_bytes)
 
 
 def _sizes(tape: Tape) -> dict[Signature, OpSizes]:

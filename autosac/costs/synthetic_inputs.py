@@ -199,6 +199,16 @@ def _onednn_rnn(args: list[Any]) -> None:
     args[-1] = results[3].detach()
 
 
+def _host_seeds(args: list[Any]) -> None:
+    """Seed and offset of dropout, which the kernel reads on the host.
+
+    But for captured graphs, `_efficient_attention_forward` in
+    aten/src/ATen/native/transformers/cuda/attention.cu makes them there; a pointer to
+    the device ends the process.
+    """
+    args[7:9] = [tensor.cpu() for tensor in args[7:9]]
+
+
 def _along(position: int) -> Callable[[list[Any]], int]:
     """Size of the first argument along the dimension that another one names."""
 
@@ -243,6 +253,7 @@ _INDEXED_BY_LIST = frozenset(
 # Op -> what makes its arguments fit each other.
 _FITTED: dict[str, Callable[[list[Any]], None]] = {
     "aten._embedding_bag": _offsets,
+    "aten._scaled_dot_product_efficient_attention_backward": _host_seeds,
     "aten._embedding_bag_forward_only": _offsets,
     "aten._embedding_bag_dense_backward": _bags,
     "aten._grouped_mm": _group_ends,

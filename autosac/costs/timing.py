@@ -72,11 +72,14 @@ class OpMeasurement:
     Attributes:
         runtime_ms: Least of a few times: noise only adds.
         workspace_bytes: Most bytes alive while it ran, less what its tape counts.
+        kept_bytes: What its library allocated on a GPU and keeps for good for the
+            thread that ran it: workspaces of cuBLAS.
         spread: How much longer the second least time was, as a share of the least.
     """
 
     runtime_ms: float
     workspace_bytes: int
+    kept_bytes: int = 0
     spread: float = 0.0
 
     @property
@@ -241,8 +244,11 @@ def _first_runs_on_gpu(
 def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasurement:
     args, kwargs = synthetic_inputs.arguments(signature, device)
     call = partial(signature.func, *args, **kwargs)
+    _compat.clear_blas_workspaces()
+    before = torch.cuda.memory_allocated(device)
     call()  # libraries are loaded and allocate at their first call
     torch.cuda.synchronize(device)
+    kept_bytes = max(0, torch.cuda.memory_allocated(device) - before)
     elapsed_ms = _run_ms(call, device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -255,7 +261,10 @@ def _first_run_on_gpu(signature: Signature, device: torch.device) -> OpMeasureme
     if elapsed_ms >= _SHORT_MS:
         timing = _timing(call, device, elapsed_ms)
     return OpMeasurement(
-        runtime_ms=timing[0], workspace_bytes=workspace_bytes, spread=timing[1]
+        runtime_ms=timing[0],
+        workspace_bytes=workspace_bytes,
+        kept_bytes=kept_bytes,
+        spread=timing[1],
     )
 
 

@@ -1,9 +1,9 @@
 """Memory that CUDA kernels allocate for themselves, where none can be measured.
 
 Sources are files of PyTorch below aten/src/ATen/native, as of torch 2.10 and of main in
-2026; for convolutions see `cuda_convolutions`. Not modelled: split-key buffers of
-attention for few heads, scan and radix-sort buffers of CUB, and partial sums of
-reductions and norms (all small).
+2026; for convolutions see `cuda_convolutions`, for sums `cuda_reductions`. Not
+modelled: split-key buffers of attention for few heads, scan and radix-sort buffers of
+CUB, and partial results of norms (all small).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autosac import _compat, _compat_gpu
-from autosac.devices import cuda_convolutions
+from autosac.devices import cuda_convolutions, cuda_reductions
 from autosac.devices.specs import DeviceSpec
 
 _BLAS = frozenset(
@@ -31,14 +31,21 @@ _BLAS = frozenset(
         "addmv.default",
         "dot.default",
         "vdot.default",
+        "_addmm_activation.default",
+        "_trilinear.default",
+        "_euclidean_dist.default",
     )
+)
+_SUMS = frozenset(
+    f"aten.{name}"
+    for name in ("sum.dim_IntList", "sum.default", "mean.dim", "mean.default")
 )
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @functools.cache
 def runs_blas(func: Any) -> bool:
-    """Whether an op is one that calls cuBLAS."""
+    """Whether an op is one that calls cuBLAS, itself or inside its kernel."""
     return str(func) in _BLAS
 
 
@@ -61,9 +68,11 @@ def op_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: DeviceSpec
 ) -> int:
     """Bytes that a call allocates and frees inside its kernel; 0 if none is known."""
-    formula = _FORMULAS.get(str(func))
+    name, formula = str(func), _FORMULAS.get(str(func))
     if device.vendor == "nvidia":
-        formula = formula or cuda_convolutions.FORMULAS.get(str(func))
+        formula = formula or cuda_convolutions.FORMULAS.get(name)
+        if name in _SUMS:
+            formula = functools.partial(cuda_reductions.of_sum, device=device)
     if formula is None:
         return 0
     names = [argument.name for argument in func._schema.arguments]

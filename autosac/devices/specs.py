@@ -2,7 +2,8 @@
 
 Every rate is from the maker's data sheet, named beside its entry: dense rates
 (half of what is printed "with sparsity"), matrix rates with float32 accumulation,
-decimal gigabytes. Compute capabilities are those of NVIDIA's "CUDA GPUs" page. Links
+decimal gigabytes. Compute capabilities are those of NVIDIA's "CUDA GPUs" page,
+multiprocessors those of the architectures' whitepapers. Links
 to the host are PCI Express of 16 lanes: 16, 32 and 64 GB/s each way in generations 3, 4
 and 5, of which the data sheets name theirs. A process can allocate a few percent more
 or less than `memory_bytes`: for a tight budget give bytes.
@@ -92,6 +93,8 @@ class DeviceSpec:
         vendor: "nvidia" or "amd".
         compute_capability: (major, minor) of an NVIDIA GPU; decides which kernels it
             has. Needed only to plan for one that is not present.
+        multiprocessors: How many an NVIDIA GPU has; decides what sums allocate, of
+            which nothing is predicted where it is None.
         matmul_efficiency: Share of `peak_flops` that matmuls and attention reach, by
             its names; all of it for those that are missing.
         bandwidth_efficiency: Share of `bandwidth_bytes_per_s` that kernels reach.
@@ -113,11 +116,22 @@ class DeviceSpec:
     allocation_granularity_bytes: int
     vendor: Literal["nvidia", "amd"] = "nvidia"
     compute_capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None
     matmul_efficiency: Mapping[str, float] = field(default_factory=dict)
     bandwidth_efficiency: float = 1.0
     host_op_ms: float = 0.0
     time_error: float | None = None
     link: Link | None = None
+
+    @property
+    def threads_per_multiprocessor(self) -> int | None:
+        """Most at a time, by compute capability (CUDA C++ Programming Guide)."""
+        if self.compute_capability is None:
+            return None
+        if self.compute_capability == (7, 5):
+            return 1024
+        major, minor = self.compute_capability
+        return 1536 if (major == 8 and minor > 0) or major == 12 else 2048
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak rate of a dtype; one without its own figure runs at float32's."""
@@ -141,6 +155,7 @@ class DeviceSpec:
 def _gpu(
     name: str,
     capability: tuple[int, int] | None,
+    multiprocessors: int | None,
     memory_gb: int,
     gb_per_s: float,
     link: float | None,
@@ -153,6 +168,7 @@ def _gpu(
     Args:
         name: What users call it.
         capability: Its compute capability.
+        multiprocessors: How many it has; None for AMD's.
         memory_gb: Its memory,
         gb_per_s: and the rate of that.
         link: Gigabytes per second each way to its host; None if that is not known.
@@ -175,6 +191,7 @@ def _gpu(
         allocation_granularity_bytes=_GPU_GRANULARITY_BYTES,
         vendor="amd" if capability is None else "nvidia",
         compute_capability=capability,
+        multiprocessors=multiprocessors,
         matmul_efficiency=MappingProxyType(shares),
         bandwidth_efficiency=reached.memory,
         host_op_ms=_HOST_OP_MS,
@@ -202,49 +219,50 @@ _SPECS = (
         link=DISK,
     ),
     # NVIDIA H100 Tensor Core GPU data sheet: SXM and PCIe columns.
-    _gpu("h100", (9, 0), 80, 3350, 64, **_H100_SXM),
-    _gpu("h100-pcie", (9, 0), 80, 2000, 64,
+    _gpu("h100", (9, 0), 132, 80, 3350, 64, **_H100_SXM),
+    _gpu("h100-pcie", (9, 0), 114, 80, 2000, 64,
          float64=51, float32=51, tfloat32=378, half=756, float8=1513),
     # NVIDIA GH200 Grace Hopper Superchip data sheet, 96GB HBM3; its host is reached by
     # NVLink-C2C, 900 GB/s both ways together.
-    _gpu("gh200", (9, 0), 96, 4000, 450, **_H100_SXM),
+    _gpu("gh200", (9, 0), 132, 96, 4000, 450, **_H100_SXM),
     # NVIDIA H200 Tensor Core GPU data sheet: SXM column.
-    _gpu("h200", (9, 0), 141, 4800, 64, **_H100_SXM),
+    _gpu("h200", (9, 0), 132, 141, 4800, 64, **_H100_SXM),
     # NVIDIA A100 Tensor Core GPU data sheet: 80GB SXM and 40GB SXM columns.
-    _gpu("a100", (8, 0), 80, 2039, 32, **_A100),
-    _gpu("a100-40gb", (8, 0), 40, 1555, 32, **_A100),
+    _gpu("a100", (8, 0), 108, 80, 2039, 32, **_A100),
+    _gpu("a100-40gb", (8, 0), 108, 40, 1555, 32, **_A100),
     # NVIDIA Blackwell data sheet, individual specifications, HGX B200 column.
-    _gpu("b200", (10, 0), 180, 7700, 64,
+    _gpu("b200", (10, 0), 148, 180, 7700, 64,
          float64=37, float32=75, tfloat32=1125, half=2250, float8=4500),
     # NVIDIA L40S data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
-    _gpu("l40s", (8, 9), 48, 864, 32,
+    _gpu("l40s", (8, 9), 142, 48, 864, 32,
          float64=1.43, float32=91.6, tfloat32=183, half=362, float8=733),
     # NVIDIA L4 data sheet; float64 is 1/64 of float32 (Ada GPU architecture).
-    _gpu("l4", (8, 9), 24, 300, 32,
+    _gpu("l4", (8, 9), 58, 24, 300, 32,
          float64=0.473, float32=30.3, tfloat32=60, half=121, float8=242.5),
     # NVIDIA A10G data sheet; float64 is 1/64 of float32 (GA102 whitepaper).
-    _gpu("a10g", (8, 6), 24, 600, 32,
+    _gpu("a10g", (8, 6), 80, 24, 600, 32,
          float64=0.547, float32=35, tfloat32=35, half=70),
     # NVIDIA V100 data sheet: SXM2, 32GB. No bfloat16 on its tensor cores.
-    _gpu("v100", (7, 0), 32, 900, 16, float64=7.8, float32=15.7, float16=125),
+    _gpu("v100", (7, 0), 80, 32, 900, 16, float64=7.8, float32=15.7, float16=125),
     # NVIDIA T4 data sheet; float64 is 1/32 of float32 (Turing whitepaper, TU104).
-    _gpu("t4", (7, 5), 16, 320, 16, float64=0.253, float32=8.1, float16=65),
+    _gpu("t4", (7, 5), 40, 16, 320, 16, float64=0.253, float32=8.1, float16=65),
     # NVIDIA GA102 GPU architecture whitepaper, GeForce RTX 3090.
-    _gpu("rtx3090", (8, 6), 24, 936, 32,
+    _gpu("rtx3090", (8, 6), 82, 24, 936, 32,
          float64=0.556, float32=35.6, tfloat32=35.6, half=71),
     # NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090.
-    _gpu("rtx4090", (8, 9), 24, 1008, 32,
+    _gpu("rtx4090", (8, 9), 128, 24, 1008, 32,
          float64=1.29, float32=82.6, tfloat32=82.6, half=165.2, float8=330.3),
     # NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090.
-    _gpu("rtx5090", (12, 0), 32, 1792, 64,
+    _gpu("rtx5090", (12, 0), 170, 32, 1792, 64,
          float64=1.64, float32=104.8, tfloat32=104.8, half=209.5, float8=419),
     # AMD Instinct MI250X data sheet, halved: PyTorch sees each GCD as a device.
-    _gpu("mi250x", None, 64, 1638.4, None, float64=47.85, float32=47.85, half=191.5),
+    _gpu("mi250x", None, None, 64, 1638.4, None,
+         float64=47.85, float32=47.85, half=191.5),
     # AMD Instinct MI300X data sheet.
-    _gpu("mi300x", None, 192, 5300, 64,
+    _gpu("mi300x", None, None, 192, 5300, 64,
          float64=163.4, float32=163.4, tfloat32=653.7, half=1307.4, float8=2614.9),
     # AMD Instinct MI325X data sheet: MI300X with more and faster memory.
-    _gpu("mi325x", None, 256, 6000, 64,
+    _gpu("mi325x", None, None, 256, 6000, 64,
          float64=163.4, float32=163.4, tfloat32=653.7, half=1307.4, float8=2614.9),
 )  # fmt: skip
 

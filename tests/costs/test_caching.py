@@ -82,7 +82,7 @@ def test_refresh_measures_again_and_replaces(gpt, cache):
     autosac.calibrate(gpt)
     (file,) = cache.iterdir()
     record = json.loads(file.read_text())
-    record["ops"] = {name: [1e9, 7, 0.0] for name in record["ops"]}
+    record["ops"] = {name: [1e9, 7, 0, 0.0] for name in record["ops"]}
     file.write_text(json.dumps(record))
     assert min(ms for ms in autosac.calibrate(gpt).op_ms if ms) == 1e9
 
@@ -128,15 +128,15 @@ def test_two_measurements_that_agree_are_believed():
         "[]",
         "3",
         "{",
-        '{"format": 4}',
-        '{"format": 4, "ops": []}',
-        '{"format": 4, "ops": {"aten.neg.default()": 3}}',
-        '{"format": 4, "ops": {"aten.neg.default()": [-1.0, 0, 0.0]}}',
-        '{"format": 4, "ops": {"aten.neg.default()": [NaN, 0, 0.0]}}',
-        '{"format": 4, "ops": {"aten.neg.default()": [1.0, 0.5, 0.0]}}',
-        '{"format": 4, "ops": {"aten.neg.default()": [1.0, 0, -1.0]}}',
-        '{"format": 4, "ops": {"aten.neg.default()": ["a", 0, 0.0]}}',
-        '{"format": 4, "ops": {"aten.neg.default()": [1.0]}}',
+        '{"format": 5}',
+        '{"format": 5, "ops": []}',
+        '{"format": 5, "ops": {"aten.neg.default()": 3}}',
+        '{"format": 5, "ops": {"aten.neg.default()": [-1.0, 0, 0, 0.0]}}',
+        '{"format": 5, "ops": {"aten.neg.default()": [NaN, 0, 0, 0.0]}}',
+        '{"format": 5, "ops": {"aten.neg.default()": [1.0, 0.5, 0, 0.0]}}',
+        '{"format": 5, "ops": {"aten.neg.default()": [1.0, 0, 0, -1.0]}}',
+        '{"format": 5, "ops": {"aten.neg.default()": ["a", 0, 0, 0.0]}}',
+        '{"format": 5, "ops": {"aten.neg.default()": [1.0]}}',
     ],
 )
 def test_a_damaged_table_is_replaced_with_one_warning(text, cache):
