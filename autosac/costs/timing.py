@@ -158,6 +158,9 @@ def measure_ops(
                 cost = _without_recording(signature, costs[signature], device)
                 costs[signature] = cost
                 del rough[signature]
+    if device.type == "cuda":
+        # The step that is planned shall not be laid between what was measured.
+        torch.cuda.empty_cache()
     steady = {s: cost for s, cost in costs.items() if s not in rough}
     return Measurements(steady, failures | failed, is_cut=is_cut or bool(rough))
 

@@ -263,6 +263,8 @@ class _Run:
 
     def __init__(self, recipe: Recipe, plan: AppliesToModel | None) -> None:
         gc.collect()  # the model before this one may hang in a cycle
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # a training begins with nothing reserved
         torch.manual_seed(recipe.seed)
         self.model = recipe.make_model()
         if plan is not None:

@@ -59,7 +59,6 @@ _PAIRS = {
 }
 
 
-
 def _forget_importers() -> None:
     """Let go of the frames in which PuLP's optional solvers could not be imported.
 
