@@ -140,10 +140,19 @@ def test_no_choice_that_saves_a_little_less_or_more_is_below_the_floor(autocast)
     assert min(map(profile.peak_bytes, others)) >= floor_bytes
 
 
-def test_floor_and_plans_do_not_keep_the_model_alive():
-    profile = _profile("small gpt", "cpu")
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({}, {"offload": True}, {"offload": "auto"}, {"cap": "reserved"}),
+        *({"ac_units": ["blocks.*"]}, {"ac_units": ["blocks.*"], "offload": True}),
+    ],
+    ids=str,
+)
+def test_floor_and_plans_do_not_keep_the_model_alive(how):
+    profile = _profile("small gpt", "h100")
     model = weakref.ref(profile.step.model)
-    plan = autosac.plan(profile, memory_budget=_budgets(profile)[3])
+    budget = profile.simulator.allocator_peak_bytes({}, "reserved")
+    plan = autosac.plan(profile, memory_budget=budget, **how)
 
     del profile
     gc.collect()

@@ -23,7 +23,7 @@ from autosac.profiles.mistakes import (
 )
 from autosac.profiles.planned_device import planned_device
 from autosac.profiles.real_memory import as_measured, can_be_measured
-from autosac.profiles.traced_step import TracedStep
+from autosac.profiles.traced_step import VARIANTS, TracedStep
 from autosac.step import arguments
 from autosac.step.batch_signatures import positional_names, signature_of
 from autosac.step.training_step import LossFn, normalize_inputs
@@ -55,10 +55,15 @@ class Profile(TracedStep):
         return self  # nothing changes it
 
     def traced(self) -> TracedStep:
-        """The step without the user's objects; shares all that is worked out so far."""
+        """The step without the user's objects; shares all that is worked out so far.
+
+        But for variants of it, which know the user's objects as well.
+        """
         traced_step = object.__new__(TracedStep)
-        shared = {name: value for name, value in vars(self).items() if name != "step"}
-        vars(traced_step).update(shared)
+        kept = {k: v for k, v in vars(self).items() if k not in ("step", *VARIANTS)}
+        if isinstance(self.plain, Profile):
+            kept["plain"] = self.plain.traced()
+        vars(traced_step).update(kept)
         return traced_step
 
 

@@ -45,10 +45,12 @@ from autosac.units.slices import find_slices
 from autosac.units.streamed import StreamedModel, find_streamed
 from autosac.units.unit import Unit
 
+# Caches of the same step under other conditions.
+VARIANTS = ("with_given_units", "with_other_caps", "with_offload")
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
     *("units_by_name", "chooser", "roomy_chooser", "_varied", "dry_runs", "statistics"),
-    *("_curves", "with_given_units", "with_other_caps", "with_offload", "far_units"),
+    *("_curves", *VARIANTS, "far_units"),
     *("moved_blocks", "streamed", "streaming"),
 )
 
