@@ -5,6 +5,7 @@ Checked for torch 2.15. Compilers are imported where they are used: they take se
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,23 @@ def recurrent_layers() -> Iterator[None]:
             yield
     finally:
         torch._C._set_mkldnn_enabled(was_enabled)
+
+
+@contextmanager
+def without_logging() -> Iterator[None]:
+    """Let Dynamo leave out what loggers are told, which ends a graph otherwise.
+
+    Whatever libraries have added to loggers is left out as well, such as the
+    ``warning_once`` of Transformers, with which a model says what its loss is.
+    """
+    from torch._dynamo import config
+
+    name = "ignore_logging_functions"  # since torch 2.11
+    name = name if hasattr(config, name) else "ignore_logger_methods"
+    kinds = (logging.Logger, *logging.Logger.__subclasses__())
+    told = {f for kind in kinds for f in vars(kind).values() if callable(f)}
+    with config.patch({name: getattr(config, name) | told}):
+        yield
 
 
 def capture_ops(
@@ -128,7 +146,8 @@ def capture_joint(
 
     compiled: Any = torch.compile(fresh, backend=backend, fullgraph=True, dynamic=False)
     try:
-        compiled()
+        with without_logging():
+            compiled()
     except _Captured as captured:
         return partitioned[0], partitioned[1], captured.inputs
     except TorchDynamoException as error:  # wraps those of AOTAutograd as well

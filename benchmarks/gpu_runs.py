@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from autosac import Plan
+from autosac import Plan, _compat
 from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import normalize_inputs, training_step
 from autosac.verification.measuring import (
@@ -40,7 +40,7 @@ class Run:
         allocated_bytes: Peak of a steady step; on a GPU ``max_memory_allocated``.
         requested_bytes: The same before the allocator rounds; None on the CPU.
         reserved_bytes: ``max_memory_reserved``; None on the CPU.
-        held_bytes: Allocated before the model was built: workspaces of cuBLAS.
+        held_bytes: Allocated before the model was built: nothing, as a rule.
         step_ms: Median time of a step.
         losses: Of each step up to the measured one.
         state: All that the steps changed, on the CPU.
@@ -145,10 +145,11 @@ def synchronize(device: str) -> None:
 
 
 def clean(device: str) -> None:
-    """Let go of all that earlier runs left, the allocator's cache included."""
+    """Let go of all that earlier runs left, workspaces and cache included."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
+        _compat.clear_blas_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

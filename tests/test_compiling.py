@@ -1,4 +1,5 @@
 import functools
+import logging
 
 import pytest
 import torch
@@ -246,6 +247,31 @@ def test_every_shape_has_a_plan_of_its_own():
 
     large, small = autosac.compiled_plans(compiled)
     assert small.peak_bytes < large.peak_bytes
+
+
+_LOGGER = logging.getLogger("a model")
+
+
+def test_what_a_model_logs_breaks_no_graph():
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            _LOGGER.warning("its loss is a sum")
+            return self.linear(x).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Logs(), torch.randn(2, 8)
+    model(x).backward()
+    expected = model.linear.weight.grad.clone()
+    model.zero_grad()
+
+    autosac.compile(model, memory_budget="1GiB")(x).backward()
+
+    assert torch.equal(model.linear.weight.grad, expected)
+    autosac.joint_graph(model, x)  # which has no such break either
 
 
 def test_a_graph_break_is_an_error():

@@ -152,6 +152,8 @@ def compile(
         },
     )
     compiled = torch.compile(model, backend=compiler.run, fullgraph=True, dynamic=False)
+    # As in a call Dynamo traces: what the model tells loggers is left out.
+    compiled.forward = _compat_graphs.without_logging()(compiled.forward)
     _plans[compiled] = compiler.plans
     return compiled
 

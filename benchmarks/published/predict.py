@@ -46,7 +46,7 @@ def _predicted(subject: Subject, gpu: str, point: Record) -> Record:
     traced = autosac.profile(
         subject.model,
         subject.inputs,
-        device=_in_use(device_spec(gpu), subject),
+        device=in_use(device_spec(gpu), subject),
         **subject.options,
     )
     allocated = traced.simulator.allocator_peak_bytes({}, "allocated")
@@ -65,7 +65,7 @@ def _predicted(subject: Subject, gpu: str, point: Record) -> Record:
     }
 
 
-def _in_use(spec: DeviceSpec, subject: Subject) -> DeviceSpec:
+def in_use(spec: DeviceSpec, subject: Subject) -> DeviceSpec:
     """The device as the script sets it up."""
     if not subject.tf32 or "tfloat32" not in spec.peak_flops:
         return spec
