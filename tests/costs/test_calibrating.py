@@ -321,3 +321,18 @@ def test_random_data_fills_everything(size, dtype):
     assert x.shape == (size,) and x.dtype == dtype
     assert bool((x.abs() <= 2).all())
     assert size < 2 or x.abs().float().mean() > 0.01  # one number may be small
+
+
+def test_seeds_that_kernels_read_on_the_host_lie_there():
+    x = torch.empty(1, 2, 8, 16, device="meta")
+    sums, seed = torch.empty(1, 2, 32, device="meta"), torch.empty((), device="meta")
+    seed = seed.long()
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    args = (*[x] * 4, x[..., :8], x, sums, seed, seed, 0.1, [True] * 4)
+    names = [argument.name for argument in backward._schema.arguments]
+
+    made, _ = synthetic_inputs.arguments(signature(backward, args, {}), x.device)
+
+    given = dict(zip(names, made, strict=False))
+    on_host = {name for name, v in given.items() if getattr(v, "is_cpu", False)}
+    assert on_host == {"philox_seed", "philox_offset"}
