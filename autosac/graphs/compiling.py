@@ -151,7 +151,9 @@ def compile(
             "offload_dir": offload_dir,
         },
     )
-    compiled = torch.compile(model, backend=compiler.run, fullgraph=True, dynamic=False)
+    compiled: Any = torch.compile(
+        model, backend=compiler.run, fullgraph=True, dynamic=False
+    )
     # As in a call Dynamo traces: what the model tells loggers is left out.
     compiled.forward = _compat_graphs.without_logging()(compiled.forward)
     _plans[compiled] = compiler.plans
