@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import nn
 from torch.distributed import is_initialized
@@ -38,7 +38,8 @@ class MeshPlan(Protocol):
 _Plan = TypeVar("_Plan", bound=MeshPlan)
 
 
-class Lost(NamedTuple, Generic[_Plan]):
+@dataclass(frozen=True, slots=True)
+class Lost(Generic[_Plan]):
     """A division that was not taken.
 
     Attributes:

@@ -65,13 +65,13 @@ def verdict(record: Record) -> str:
         return SLOW if record.get("phase") in PLANNING else NOT_JUDGED
     if status != "done":
         return NOT_JUDGED
-    cells = record["cells"]
+    cells, is_certain = record["cells"], not record["plain"]["differences"]
+    if is_certain and any(cell["differences"] for cell in cells):
+        return BITS
     if any(cell["measured_bytes"] > cell["budget_bytes"] for cell in cells):
         return OVER
-    if record["plain"]["differences"]:
+    if not is_certain:
         return NOT_JUDGED
-    if any(cell["differences"] for cell in cells):
-        return BITS
     times = record.get("recompute_ms", [])
     if any(more > less for less, more in itertools.pairwise(times)):
         return DEARER

@@ -42,6 +42,7 @@ def record(*cells, plain=(), **more):
         (record(cell(), cell(), recompute_ms=[1.0, 2.0]), verdicts.DEARER),
         (record(cell(), cell(), recompute_ms=[1.0, 1.0]), verdicts.EXACT),
         (record(cell(differences=["loss"]), plain=["loss"]), verdicts.NOT_JUDGED),
+        (record(cell(11, differences=["loss"]), plain=["loss"]), verdicts.OVER),
         (record(status="refused", reason="No."), verdicts.REFUSED),
         (record(status="raw error", reason="KeyError: 1"), verdicts.RAW),
         (record(status="ended", phase="floor"), verdicts.SLOW),
@@ -70,7 +71,8 @@ def test_one_failure_among_few_models_fails_what_is_asked_for(observed, asked):
     records += [observed] * int(most) if asked.startswith("refused") else []
 
     failed = [text for text, _, kept in verdicts.summary(records) if not kept]
-    whole = {"records": records, "num_names": 900, "where": {}, "command": ""}
+    whole = {"records": records, "num_names": 900, "where": {}}
+    whole |= {"command": "", "device": "CPU"}
     page = "\n".join(verdicts.page(whole))
 
     assert failed == [asked]

@@ -99,7 +99,8 @@ def test_packages_have_a_page_of_their_own(toys, tmp_path):
 def test_a_name_is_of_one_source_only():
     draw = verdicts.Draw(title="", text="", sources=("x", "x-more"), least_judged=1)
     known = {"model": "x-more/Model", "status": "refused", "reason": "No."}
-    whole = {"records": [known], "num_names": 1, "where": {}, "command": ""}
+    whole = {"records": [known], "num_names": 1, "where": {}}
+    whole |= {"command": "", "device": "CPU"}
 
     page = "\n".join(verdicts.page(whole, draw))
 
