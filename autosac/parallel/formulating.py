@@ -15,7 +15,7 @@ from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fsdp_candidates import Candidate, find_candidates
 from autosac.parallel.fsdp_hooks import PLACES
 from autosac.parallel.fsdp_memory import RankSimulator
-from autosac.parallel.positions import Positions, hook_ticks, place
+from autosac.parallel.positions import hook_ticks, place
 from autosac.parallel.sharding import FsdpUnit, Sharding, chunk_numel
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
@@ -115,8 +115,10 @@ class ParallelFormulation:
         edges = self._cells.edges
         self._positions = place(self.candidates, edges, schedule.final)
         reruns = np.searchsorted(edges, [unit.trigger - 1 for unit in self.units])
+        first = [*self._positions.first.tolist(), len(self._positions.cell_of)]
+        rest = [*self._positions.rest.tolist(), len(self._positions.cell_of)]
         self._ac_records = tuple(
-            _moved_unit(unit, rerun, self._positions)
+            _moved_unit(unit, rerun, first, rest)
             for unit, rerun in zip(
                 self._cells.solver_units, reruns.tolist(), strict=True
             )
@@ -127,7 +129,6 @@ class ParallelFormulation:
                 self._ac_records, self._positions.rest[reruns].tolist(), strict=True
             )
         )
-        first = [*self._positions.first.tolist(), len(self._positions.cell_of)]
         self._holds = tuple(
             replace(
                 hold,
@@ -138,13 +139,12 @@ class ParallelFormulation:
             )
             for hold in self._cells.holds
         )
-        names = [candidate.fqn for candidate in self.candidates]
-        self._inside = tuple(
-            frozenset(
-                i for i, name in enumerate(names) if name.startswith(f"{unit.fqn}.")
-            )
-            for unit in self.units
-        )
+        inside: dict[str, frozenset[int]] = {}
+        for prefix in dict.fromkeys(f"{unit.fqn}." for unit in self.units):
+            names = enumerate(candidate.fqn for candidate in self.candidates)
+            own = frozenset(i for i, name in names if name.startswith(prefix))
+            inside[prefix] = own
+        self._inside = tuple(inside[f"{unit.fqn}."] for unit in self.units)
 
     def problem(
         self, cluster: ClusterSpec, degree: int, budget_bytes: int
@@ -396,16 +396,17 @@ def _placed(
     return tuple((u, tuple(first[cell] for cell in cells)) for u, cells in by_point)
 
 
-def _moved_unit(unit: sac.Unit, rerun: int, positions: Positions) -> sac.Unit:
+def _moved_unit(
+    unit: sac.Unit, rerun: int, first: Sequence[int], rest: Sequence[int]
+) -> sac.Unit:
     """The record of an AC unit over positions instead of cells.
 
     Args:
         unit: The record.
         rerun: Cell in which it reruns.
-        positions: Of the cells.
+        first: The first position of each cell,
+        rest: and the first one behind its hooks; then the end.
     """
-    first = [*positions.first.tolist(), len(positions.cell_of)]
-    rest = [*positions.rest.tolist(), len(positions.cell_of)]
     by_cell = dict(unit.working)
     working = []
     for cell, extras in unit.working:

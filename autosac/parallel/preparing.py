@@ -19,6 +19,7 @@ from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile, calibrate
 from autosac.profiles.restricting import restricted
 from autosac.step.marks import Marks, marked, marks_of
+from autosac.tracing.collecting import no_collections
 
 _OFFLOAD = ("offload", "host_budget", "offload_dir")
 
@@ -40,6 +41,7 @@ def check_no_offload(options: Mapping[str, Any]) -> None:
             )
 
 
+@no_collections()
 def chooser_of(profile: Profile, setting: Setting) -> ParallelChooser:
     """The chooser for a setting; the profile keeps it."""
     if setting not in profile.parallel:

@@ -139,9 +139,9 @@ def _least_added(table: Table, position: int, allowed: Ints) -> int:
 
 def plain(problem: FsdpProblem, units: Collection[int]) -> FsdpChoice:
     """The choice with given units where nothing reshards and nothing is recomputed."""
-    count = len(problem.modules)
+    count, chosen = len(problem.modules), set(units)
     return FsdpChoice(
-        units=tuple(index in set(units) for index in range(count)),
+        units=tuple(index in chosen for index in range(count)),
         reshard=(False,) * count,
         points=(None,) * len(problem.sac.units),
     )
@@ -158,8 +158,9 @@ def _ways(problem: FsdpProblem, kept: FsdpChoice) -> list[Choice]:
 def _under_ac(problem: FsdpProblem, candidates: Sequence[int]) -> Choice:
     """The outermost of some AC units, each at the point that frees most."""
     chosen: list[int | None] = [None] * len(problem.sac.units)
+    among = set(candidates)
     for u in candidates:
-        if not set(candidates).intersection(problem.sac.ancestry(u)[1:]):
+        if among.isdisjoint(problem.sac.ancestry(u)[1:]):
             freed = [point.freed_bytes for point in problem.sac.units[u].points]
             chosen[u] = freed.index(max(freed))
     return chosen

@@ -50,6 +50,7 @@ class FsdpModel:
 
     Attributes:
         model: The PuLP model.
+        is_linear: Whether nothing that is open must be whole.
         constant_ms: What the objective leaves out of the time of a step.
     """
 
@@ -64,6 +65,7 @@ class FsdpModel:
         peak: bool,
     ) -> None:
         self.model = pulp_runner.Model("fsdp")
+        self.is_linear = forced and not integral
         self._problem, self._table, self._sites = problem, table, sites
         self._forced, self._integral = forced, integral
         self._rows: dict[int, tuple[pulp.LpConstraint, float]] = {}

@@ -358,8 +358,8 @@ class Search:
 
     def _first_rows(self, open_ones: Sequence[int]) -> set[int]:
         """Where memory peaks with all candidates as units, or none, resharded."""
-        problem = self._problem
-        every = [index in set(open_ones) for index in range(len(problem.modules))]
+        problem, among = self._problem, set(open_ones)
+        every = [index in among for index in range(len(problem.modules))]
         none = [index == 0 for index in range(len(problem.modules))]
         peaks = set()
         for units in (every, none):
@@ -377,6 +377,7 @@ class Search:
         for num_rounds in itertools.count(1):
             outcome = self._run(
                 model,
+                relaxed=model.is_linear,
                 relative_gap=self._gap if integral else self._gap / 2,
                 warm_start=warm_start and num_rounds == 1,
             )

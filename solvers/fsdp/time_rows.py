@@ -18,6 +18,7 @@ D may then be negative, and is cut off where no U makes up for it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -64,9 +65,9 @@ class TimedModel(FsdpModel):
         self.model.setObjective(pulp_runner.row(self._objective))
 
     def _rerun_terms(self) -> list[tuple[int, Terms]]:
-        """Position of the rerun of each AC unit, and its time without waits."""
+        """By position, the AC units that rerun there, and their times without waits."""
         columns = iter(self._z)
-        return [
+        reruns = [
             (
                 position,
                 [(next(columns), point.rerun_ms) for point in unit.points],
@@ -75,6 +76,7 @@ class TimedModel(FsdpModel):
                 self._problem.sac.units, self._problem.rerun_at, strict=True
             )
         ]
+        return sorted(reruns, key=lambda rerun: rerun[0])
 
     def _add_collectives(self) -> None:
         """Times of the collectives of each candidate, 0 if it is no unit."""
@@ -311,9 +313,8 @@ class TimedModel(FsdpModel):
         return [(total, 1.0)]
 
     def _rerun_within(self, start: int, stop: int) -> Terms:
-        return [
-            term
-            for position, terms in self._reruns
-            if start <= position < stop
-            for term in terms
-        ]
+        begin, end = (
+            bisect_left(self._reruns, q, key=lambda rerun: rerun[0])
+            for q in (start, stop)
+        )
+        return [term for _, terms in self._reruns[begin:end] for term in terms]
