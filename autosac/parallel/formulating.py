@@ -64,6 +64,7 @@ class ParallelFormulation:
     Args:
         profile: The traced step, in the type of gathered parameters.
         setting: What is decided already.
+        ranks: Of this step, if they are there.
 
     Attributes:
         ranks: Simulates what the MILP chooses.
@@ -78,9 +79,11 @@ class ParallelFormulation:
         UnsupportedError: As `RankSimulator`, and `find_candidates`.
     """
 
-    def __init__(self, profile: Profile, setting: Setting) -> None:
+    def __init__(
+        self, profile: Profile, setting: Setting, ranks: RankSimulator | None = None
+    ) -> None:
         self.profile, self.setting = profile, setting
-        self.ranks = RankSimulator(profile)
+        self.ranks = RankSimulator(profile) if ranks is None else ranks
         schedule = self.ranks.schedule
         index = profile.tape.modules.index
         fqns = setting.fsdp_units

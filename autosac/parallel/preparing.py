@@ -45,13 +45,13 @@ def check_no_offload(options: Mapping[str, Any]) -> None:
 def chooser_of(profile: Profile, setting: Setting) -> ParallelChooser:
     """The chooser for a setting; the profile keeps it."""
     if setting not in profile.parallel:
-        plain: ParallelChooser | None = None
         if setting.link is None:
-            typed = in_gathered_type(profile, setting)
+            plain: ParallelChooser | None = None
+            form = ParallelFormulation(in_gathered_type(profile, setting), setting)
         else:
             plain = chooser_of(profile, replace(setting, link=None, host_bytes=None))
-            typed = plain.form.profile
-        form = ParallelFormulation(typed, setting)
+            known = plain.form
+            form = ParallelFormulation(known.profile, setting, known.ranks)
         profile.parallel[setting] = ParallelChooser(form, plain)
     chooser: ParallelChooser = profile.parallel[setting]
     return chooser

@@ -17,6 +17,7 @@ from autosac.planning.spelling import spell_out
 from autosac.quantities import format_bytes, format_ms, format_parts
 from autosac.solving.incumbents import far_bytes
 from autosac.solving.solve_options import SolveOptions
+from autosac.tracing.collecting import no_collections
 from autosac.units import curves
 
 LATE = "held by slow threads of gloo"  # beside the categories of the tape
@@ -37,6 +38,7 @@ def shard_degrees(spec: ClusterSpec) -> list[int]:
     return degrees[::-1]
 
 
+@no_collections()
 def make_parallel_plan(
     chooser: ParallelChooser,
     spec: ClusterSpec,

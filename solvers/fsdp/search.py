@@ -195,7 +195,10 @@ class Search:
 
     def _best_simple(self, simple: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
         """The best units of a few plans by hand, with the rest in shares."""
-        for chosen in simple:
+        least = {chosen: self._least_value(chosen) for chosen in simple}
+        for chosen in sorted(simple, key=least.__getitem__):
+            if least[chosen] >= min(self._in_shares.values(), default=math.inf):
+                break
             if self._is_hopeless(chosen):
                 continue
             model = self._model(chosen, forced=True, integral=False)
@@ -259,6 +262,13 @@ class Search:
         value = self._in_shares.get(chosen, -math.inf)
         compute_ms = 0.0 if self._peak else sum(self._problem.compute_ms)
         return self._best_value - value <= _WELL * self._gap * (value - compute_ms)
+
+    def _least_value(self, chosen: Collection[int]) -> float:
+        """Nothing with these units takes less: what it takes if memory is ample."""
+        if self._peak:
+            return 0.0
+        plan = schedule(self._problem, plain(self._problem, chosen))
+        return step_time.linear(plan).total_ms
 
     def _is_hopeless(self, chosen: Collection[int]) -> bool:
         """Whether a position is above the cap although all that lowers it is done."""
