@@ -37,6 +37,9 @@ _Times = TypeVar("_Times", float, _Array)
 # Work, not time: steps played to the end, the most promising first, and their actions.
 _MOST_PLAYED = 100
 _MOST_ACTIONS = 2**21
+# Stages that take by this more or less time than on average have not the least peak,
+_UNEVEN = 1.75
+_SHORT_CHAIN = 32  # unless there are less blocks than these.
 
 
 class Cuts(NamedTuple):
@@ -341,3 +344,52 @@ class Cutting:
             part = self._least[other][: first + 1, end:]
             np.maximum(part, larger[: first + 1, end:], out=part, where=no_less)
         self._suffix = None
+
+
+def lowest_cut(
+    block_ms: Sequence[float],
+    cuts: Sequence[int],
+    num_stages: int,
+    lowest_of: Callable[[int, int, int], float],
+) -> tuple[int, ...]:
+    """First blocks of the stages whose highest peak is least.
+
+    In long chains only of stages that take no such multiple of each other's time, if
+    there are any.
+
+    Args:
+        block_ms: Time of each block.
+        cuts: Blocks that a stage may begin with.
+        num_stages: How many there are.
+        lowest_of: Index, first block and end of a stage -> its least peak.
+    """
+    most = _UNEVEN if len(block_ms) >= _SHORT_CHAIN else inf
+    return _lowest_cut(block_ms, cuts, num_stages, lowest_of, most) or _lowest_cut(
+        block_ms, cuts, num_stages, lowest_of, inf
+    )
+
+
+def _lowest_cut(
+    block_ms: Sequence[float],
+    cuts: Sequence[int],
+    num_stages: int,
+    lowest_of: Callable[[int, int, int], float],
+    uneven: float,
+) -> tuple[int, ...]:
+    """Likewise, of stages that take no such multiple of each other's time."""
+    until = [0.0, *accumulate(block_ms)]
+    share_ms = until[-1] / num_stages
+    ends = [*cuts, len(block_ms)]
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(num_stages):
+        left = num_stages - stage - 1
+        reached: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in ends[stage : len(ends) - left] if left else ends[-1:]:
+            for first, (before, starts) in best.items():
+                own_ms = until[end] - until[first]
+                if first < end and share_ms / uneven <= own_ms <= share_ms * uneven:
+                    own = max(before, lowest_of(stage, first, end))
+                    cut = own, (*starts, first)
+                    reached[end] = min(reached.get(end, (inf, ())), cut)
+        best = reached
+    return best.get(ends[-1], (inf, ()))[1]

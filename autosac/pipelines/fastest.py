@@ -10,9 +10,10 @@ from typing import NamedTuple
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.racing import LATE
 from autosac.pipelines.cutting import Cuts
+from autosac.pipelines.planned_stages import PlannedStage
 from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.playing import step_ms
-from autosac.pipelines.schedule_racing import MARGIN, PlannedStage, Race
+from autosac.pipelines.schedule_racing import MARGIN, Race
 from autosac.pipelines.stage_choosing import FarBytes
 from autosac.profiles.restricting import check_far_memory
 from autosac.quantities import format_bytes, format_ms

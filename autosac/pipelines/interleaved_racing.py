@@ -17,8 +17,9 @@ from math import inf
 from autosac.pipelines.cutting import Cuts, Cutting
 from autosac.pipelines.estimating import Shortened, shortened
 from autosac.pipelines.micro_batches import MicroBatch
+from autosac.pipelines.planned_stages import Lowest, PlannedStage
 from autosac.pipelines.playing import StageTimes, step_ms
-from autosac.pipelines.schedule_racing import MARGIN, Lowest, PlannedStage, Race
+from autosac.pipelines.schedule_racing import MARGIN, Race
 from autosac.pipelines.schedules import ONE_F_ONE_B, Schedule
 from autosac.pipelines.stage_choosing import (
     RankChooser,

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from math import inf
-from typing import NamedTuple
 
-import torch
-
-from autosac.errors import SolverError
-from autosac.parallel.tp_tracing import draws
-from autosac.pipelines.cutting import Cuts, Cutting
+from autosac.pipelines.cutting import Cuts, Cutting, lowest_cut
 from autosac.pipelines.estimating import Estimates, Shortened, extended, shortened
 from autosac.pipelines.micro_batches import MicroBatch
-from autosac.pipelines.plans import PipelinePlan, StagePlan
+from autosac.pipelines.planned_stages import (
+    Lowest,
+    PlannedStage,
+    of_pipeline,
+    stage_plan,
+)
+from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.schedules import GPIPE, Schedule
 from autosac.pipelines.stage_choosing import (
@@ -25,52 +25,10 @@ from autosac.pipelines.stage_choosing import (
     StageChoice,
     StageChooser,
 )
-from autosac.pipelines.stage_steps import StageStep
-from autosac.planning.make_plan import difference_in_dry_run, policy_ratios
-from autosac.planning.spelling import spell_out
-from autosac.profiles.fingerprints import fingerprint
-from autosac.solving.incumbents import far_bytes
 from autosac.solving.solve_options import SolveOptions
 
 MARGIN = 1.02  # by which an estimate may be wrong and still win
-# Stages that take by this more or less time than on average have not the least peak,
-_UNEVEN = 1.75
-_SHORT_CHAIN = 32  # unless there are less blocks than these.
 _MOST_MOVED = 12  # cuts with a block moved from the best ones that are planned
-
-
-class PlannedStage(NamedTuple):
-    """A stage, and what it recomputes.
-
-    Attributes:
-        step: Its step,
-        choice: what of it is recomputed, and the peak of its rank.
-        late_bytes: What slow threads may hold on that besides.
-    """
-
-    step: StageStep
-    choice: StageChoice
-    late_bytes: int
-
-
-class Lowest(NamedTuple):
-    """The least peak of a rank.
-
-    Attributes:
-        peak_bytes: It, with what slow threads may hold.
-        stage: Index of a stage of the rank,
-        first: its first block,
-        end: and the one behind its last.
-        composition: Bytes by category of one of its micro-batches,
-        late_bytes: and what slow threads may hold.
-    """
-
-    peak_bytes: int
-    stage: int
-    first: int
-    end: int
-    composition: dict[str, int]
-    late_bytes: int
 
 
 class Race:
@@ -468,29 +426,12 @@ class Race:
     @cached_property
     def lowest_cut(self) -> tuple[int, ...]:
         """First blocks of the stages whose highest peak is least."""
-        return self._lowest_cut(_UNEVEN) or self._lowest_cut(inf)
-
-    def _lowest_cut(self, uneven: float) -> tuple[int, ...]:
-        """Likewise, of stages that take no such multiple of each other's time."""
-        block_ms = self.micro_batch.block_ms
-        until = [0.0, *accumulate(block_ms)]
-        if len(block_ms) < _SHORT_CHAIN:
-            uneven = inf
-        share_ms = until[-1] / self.schedule.num_stages
-        ends = [*self.micro_batch.cuts, len(block_ms)]
-        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
-        for stage in range(self.schedule.num_stages):
-            left = self.schedule.num_stages - stage - 1
-            reached: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for end in ends[stage : len(ends) - left] if left else ends[-1:]:
-                for first, (before, starts) in best.items():
-                    own_ms = until[end] - until[first]
-                    if first < end and share_ms / uneven <= own_ms <= share_ms * uneven:
-                        own = max(before, self._guessed_lowest(stage, first, end))
-                        cut = own, (*starts, first)
-                        reached[end] = min(reached.get(end, (inf, ())), cut)
-            best = reached
-        return best.get(ends[-1], (inf, ()))[1]
+        return lowest_cut(
+            self.micro_batch.block_ms,
+            self.micro_batch.cuts,
+            self.schedule.num_stages,
+            self._guessed_lowest,
+        )
 
     def lowest(self) -> Lowest:
         """Least peak of a rank that any cuts reach, and the stage that has it."""
@@ -539,52 +480,15 @@ class Race:
             alternatives: What lost, and why.
             bound_ms: No step is faster.
         """
-        whole = self.micro_batch.whole
-        pairs = zip(self.stages_at(cuts.starts), planned, strict=True)
         times = self.times_of_plan(cuts.starts, planned)
-        tensor = self.micro_batch.tensor
-        if tensor.degree > 1:
-            tensor = replace(tensor, draws=draws(whole))
+        stages = zip(self.stages_at(cuts.starts), planned, times, strict=True)
         return PipelinePlan(
-            pipeline=self.schedule,
             stage_plans=tuple(
-                self._stage_plan(*stage, own, its_times)
-                for (stage, own), its_times in zip(pairs, times, strict=True)
+                stage_plan(self.micro_batch, self.schedule, *own) for own in stages
             ),
             budget_bytes=self.budget_bytes,
             step_ms=step_ms(self.schedule, times),
             bound_ms=bound_ms,
             alternatives=alternatives,
-            device=whole.device.name,
-            calibrated=whole.calibrated,
-            model=fingerprint(self.micro_batch.model),
-            torch_version=torch.__version__,
-            tensor=tensor,
-            parallel=self.micro_batch.parallel,
-        )
-
-    def _stage_plan(
-        self, stage: int, first: int, end: int, own: PlannedStage, times: StageTimes
-    ) -> StagePlan:
-        step, choice = own.step.later, own.choice.choice
-        if choice:
-            difference = difference_in_dry_run(step, choice)
-            if difference:
-                raise SolverError(difference)
-        return StagePlan(
-            fqns=tuple(self.micro_batch.chain)[first:end],
-            policy=policy_ratios(step, choice),
-            op_policies=spell_out(step, choice),
-            peak_bytes=own.choice.peak_bytes,
-            forward_ms=times.forward_ms,
-            backward_ms=times.backward_ms,
-            recompute_ms=own.choice.recompute_ms,
-            late_bytes=own.late_bytes,
-            exchange_ms=self.micro_batch.exchange_ms(first, end),
-            gather_ms=times.gather_ms,
-            reduce_ms=self.micro_batch.sharding_ms(tuple(range(first, end)))[1],
-            waits_ms=sum(unit.waits_ms(policy) for unit, policy in choice.items()),
-            far_bytes=self.schedule.most_in_flight(stage) * far_bytes(choice),
-            received=self.micro_batch.received(first),
-            sent=self.micro_batch.received(end),
+            **of_pipeline(self.micro_batch, self.schedule),
         )
