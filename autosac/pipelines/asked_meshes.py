@@ -98,7 +98,7 @@ class AskedMesh:
     def refuses_offload(self) -> UnsupportedError | None:
         """Why nothing that is asked for can be planned with offload; None if any can.
 
-        Collectives may hold what is moved, and ranks of several stages have no model.
+        Collectives may hold what is moved.
         """
         degree = (self.mesh or {}).get("tp", 1)
         if degree not in (1, None) or self.tp_plan is not None or self.loss_parallel:
@@ -106,11 +106,6 @@ class AskedMesh:
                 "`offload` is not planned in pipelines with tensor parallelism, whose"
                 " collectives may hold what is moved: leave it, or 'tp' of `mesh`,"
                 " `tp_plan` and `loss_parallel`, out."
-            )
-        if set(self.schedules) == {INTERLEAVED}:
-            return UnsupportedError(
-                f"`offload` is not planned under {INTERLEAVED}: leave it out, or name"
-                " other `schedules`."
             )
         return None
 

@@ -62,6 +62,12 @@ class _Tried:
 class InterleavedRace(Race):
     """Interleaved 1F1B under one budget; see `Race`."""
 
+    def _plan_cuts(self, starts: tuple[int, ...]) -> bool:
+        """Plan stages like those with these first blocks; whether all fit."""
+        if starts not in self._known:
+            self._known.append(starts)
+        return self._try_planned(starts).step_ms < inf
+
     @property
     def name(self) -> str:
         """The schedule in words."""
@@ -197,8 +203,9 @@ class InterleavedRace(Race):
         return self._searched[shares]
 
     def _search(self, try_: Callable[[tuple[int, ...]], _Tried]) -> _Tried:
-        """The best cuts that are found by trying some."""
-        own = self._descend(try_(self._by_time.starts), try_)
+        """The best cuts that are found by trying some, and those that are known."""
+        first = [try_(starts) for starts in (self._by_time.starts, *self._known)]
+        own = self._descend(min(first, key=lambda tried: tried.cost), try_)
         if own.step_ms == inf:  # even stages may need less memory
             even = self._descend(try_(self._even.starts), try_)
             own = min(own, even, key=lambda tried: tried.cost)
@@ -385,10 +392,31 @@ class InterleavedRace(Race):
         return self._new_chooser(rank, steps), late_bytes
 
     def _new_chooser(self, rank: int, steps: dict[int, StageStep]) -> SharedRankChooser:
-        besides_bytes = self.micro_batch.mesh_bytes(self.schedule.num_ranks)
-        return SharedRankChooser(
-            self.schedule, rank, steps, besides_bytes=besides_bytes
-        )
+        """Of these steps, the same one each time."""
+        key = rank, *steps.values()
+        if key not in self._of_steps:
+            self._of_steps[key] = SharedRankChooser(
+                self.schedule,
+                rank,
+                steps,
+                besides_bytes=self.micro_batch.mesh_bytes(self.schedule.num_ranks),
+                far=self.far,
+                without=self._chooser_without(rank, steps),
+            )
+        return self._of_steps[key]
+
+    def _chooser_without(
+        self, rank: int, steps: dict[int, StageStep]
+    ) -> SharedRankChooser | None:
+        """That of the race without offload; None if this one is without."""
+        if self.plain is None:
+            return None
+        assert isinstance(self.plain, InterleavedRace)
+        return self.plain._new_chooser(rank, steps)
+
+    @cached_property
+    def _of_steps(self) -> dict[tuple[object, ...], SharedRankChooser]:
+        return {}
 
 
 def race_of(

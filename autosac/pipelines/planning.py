@@ -98,8 +98,7 @@ def plan_pipeline(
         offload: Whether AC units of stages may have in far memory what they keep
             between forward and backward of a micro-batch, as in `plan`. Each rank has
             of its device's link what `cluster` says that it shares. Not with slices
-            of tensors nor under interleaved 1F1B: of meshes and schedules that are
-            chosen these are planned without.
+            of tensors: of meshes that are chosen these are planned without.
         host_budget: Cap on what one rank has there of all micro-batches in flight, in
             bytes or as text; None for none.
         offload_dir: Where files of the CPU's far memory lie, as in `plan`.
@@ -108,8 +107,8 @@ def plan_pipeline(
     Raises:
         InfeasibleBudgetError: No plan fits; says the least peak.
         UnsupportedError: The model is no chain, or its blocks share parameters that no
-            stages can hold together; `offload` with slices of tensors or under
-            interleaved 1F1B; or more than three stages a rank that FSDP2 shards.
+            stages can hold together; `offload` with slices of tensors; or more
+            than three stages a rank that FSDP2 shards.
         ArgumentError: An argument cannot be read, the batch cannot be cut so, tensors
             cannot be divided so, or the device has no known link to far memory.
         SolverError: A stage's dry run does not confirm its plan.

@@ -57,7 +57,7 @@ class StagePlan:
         received: What it gets,
         sent: and what it hands on.
         waits_ms: What of its recomputation is waiting for far memory.
-        far_bytes: Most bytes that its rank has there, of all micro-batches in flight.
+        far_bytes: Most bytes that it has there, of all its micro-batches in flight.
     """
 
     fqns: tuple[str, ...]
@@ -167,7 +167,8 @@ class PipelinePlan(Summarized):
     @property
     def far_bytes(self) -> int:
         """Most bytes that a rank has in far memory."""
-        return max(stage.far_bytes for stage in self.stage_plans)
+        ranks = map(self.pipeline.stages_of, range(self.pipeline.num_ranks))
+        return max(sum(self.stage_plans[s].far_bytes for s in own) for own in ranks)
 
     @property
     def bubble_fraction(self) -> float:

@@ -82,11 +82,8 @@ class Race:
 
     @property
     def may_offload(self) -> bool:
-        """Whether units of its stages may use far memory.
-
-        Not if they have collectives, nor if a rank has several stages.
-        """
-        return self.micro_batch.tensor.degree == 1 and not self.schedule.is_looped
+        """Whether stages may use far memory: not if they have collectives."""
+        return self.micro_batch.tensor.degree == 1
 
     def offloading(self, far: FarBytes, starts: tuple[int, ...] = ()) -> Race:
         """The same whose stages may use far memory.
@@ -96,7 +93,7 @@ class Race:
             starts: First blocks of stages that it begins with, which are planned.
         """
         given = self.micro_batch, self.schedule, self.budget_bytes, self.relative_gap
-        race = Race(*given, self.mesh, far, self)
+        race = type(self)(*given, self.mesh, far, self)
         if starts:
             race._plan_cuts(starts)
         return race

@@ -129,8 +129,18 @@ class SharedRankSimulator(Simulator):
         return self.timeline(chosen)
 
 
-def of_windows(simulator: SharedRankSimulator) -> Formulation:
-    """The MILP's numbers of a rank's windows."""
+def of_windows(
+    simulator: SharedRankSimulator,
+    host_bytes: int | None = None,
+    num_there: Sequence[int] = (),
+) -> Formulation:
+    """The MILP's numbers of a rank's windows.
+
+    Args:
+        simulator: Of the rank.
+        host_bytes: Most bytes in far memory; None for as many as one likes.
+        num_there: Most micro-batches of each stage that have theirs there at once.
+    """
     windows, ticks = simulator.windows, simulator.ticks
     apart = [with_others(window.simulator) for window in windows]
     positions = [*accumulate((len(own.edges) for own in apart), initial=0)]
@@ -169,7 +179,7 @@ def of_windows(simulator: SharedRankSimulator) -> Formulation:
         for count, places in elsewhere:
             again = (once_more(hold, moment, places, count) for hold in alone.holds)
             holds += (_moved(hold, firsts[s], 0) for hold in again if hold is not None)
-    return Formulation(
+    formulation = Formulation(
         units=tuple(unit for own in apart for unit in own.units),
         curves=tuple(curve for own in apart for curve in own.curves),
         solver_units=tuple(units),
@@ -177,6 +187,11 @@ def of_windows(simulator: SharedRankSimulator) -> Formulation:
         holds=tuple(holds),
         edges=edges,
     )
+    if host_bytes is None:
+        return formulation
+    pairs = zip(num_there, apart, strict=True)
+    times = {unit: n for n, own in pairs for unit in own.units}
+    return formulation.under_host(host_bytes, times)
 
 
 def _moved(hold: sac.Hold, units: int, positions: int) -> sac.Hold:

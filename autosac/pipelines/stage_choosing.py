@@ -145,10 +145,17 @@ class RankChooser:
     Args:
         replay: Of the rank.
         views: What MILPs plan, each for a part of the step; with the units of all.
+        without: Of the same without offload: nothing that it chooses beats what is
+            chosen here. None if the MILPs' choosers know that, or nothing is moved.
     """
 
-    def __init__(self, replay: RankReplay, views: Sequence[_Planned]) -> None:
-        self._replay, self._views = replay, views
+    def __init__(
+        self,
+        replay: RankReplay,
+        views: Sequence[_Planned],
+        without: RankChooser | None = None,
+    ) -> None:
+        self._replay, self._views, self._without = replay, views, without
         self._seen: dict[frozenset[object], StageChoice] = {}
 
     @property
@@ -167,6 +174,10 @@ class RankChooser:
         """
         if self.plain.peak_bytes <= cap_bytes:
             return self.plain
+        if self._without is not None:
+            known = self._without.choose(cap_bytes, options)
+            if known is not None:
+                self.offer(known.choice)
         for view in self._views:
             self._search(view, cap_bytes, options or SolveOptions())
         fitting = [s for s in self._seen.values() if s.peak_bytes <= cap_bytes]
@@ -296,12 +307,15 @@ class SharedRankChooser(RankChooser):
         rank: The rank.
         steps: Of its stages, by their index; of each one of its own.
         besides_bytes: What else is on the rank all the time.
+        far: What its units may have in far memory; None for nothing.
+        without: The chooser of the same stages without offload, if they may.
 
     Attributes:
         steps: The steps whose units it chooses.
 
     Raises:
-        UnsupportedError: As `RankReplay`.
+        UnsupportedError: As `RankReplay`, and `StageChooser`.
+        ArgumentError: As `StageChooser`.
     """
 
     def __init__(
@@ -311,7 +325,11 @@ class SharedRankChooser(RankChooser):
         steps: Mapping[int, StageStep],
         *,
         besides_bytes: int = 0,
+        far: FarBytes | None = None,
+        without: SharedRankChooser | None = None,
     ) -> None:
+        if far is not None:
+            steps = {stage: step.offloading(None) for stage, step in steps.items()}
         self.steps = steps
         replay = RankReplay(schedule, rank, steps, besides_bytes=besides_bytes)
         highest = {
@@ -319,7 +337,9 @@ class SharedRankChooser(RankChooser):
             for adding in (True, False)
         }
         adding = highest[True] >= highest[False]
-        super().__init__(replay, [_SharedView(replay, adding=adding)])
+        plain = None if without is None else without.view
+        self.view = _SharedView(replay, adding=adding, far=far, plain=plain)
+        super().__init__(replay, [self.view], without)
 
 
 class _SharedView:
@@ -327,9 +347,25 @@ class _SharedView:
 
     What is there besides all the time, such as what is received, is as much as in the
     replay where nothing is recomputed.
+
+    Args:
+        replay: Of the rank.
+        adding: Whether backwards add to gradients.
+        far: What units may have in far memory; None for nothing.
+        plain: The same without offload, if they may.
     """
 
-    def __init__(self, replay: RankReplay, *, adding: bool) -> None:
+    def __init__(
+        self,
+        replay: RankReplay,
+        *,
+        adding: bool,
+        far: FarBytes | None = None,
+        plain: _SharedView | None = None,
+    ) -> None:
+        self._plain = plain
+        self._host_bytes = None if far is None else far.most
+        self._in_flight = [replay.schedule.most_in_flight(s) for s in replay.stages]
         self._steps = list(replay.stages.values())
         self._adding = adding
         alone = [self._simulator(step, 0) for step in self._steps]
@@ -358,8 +394,11 @@ class _SharedView:
     def chooser(self) -> Chooser:
         """Finds choices of units of all stages."""
         with no_collections():
-            incumbents = Incumbents(self._rank, self._rules())
-            return Chooser(self._rank, of_windows(self._rank), incumbents)
+            rules = self._rules() if self._plain is None else ()
+            incumbents = Incumbents(self._rank, rules)
+            numbers = of_windows(self._rank, self._host_bytes, self._in_flight)
+            plain = None if self._plain is None else self._plain.chooser
+            return Chooser(self._rank, numbers, incumbents, plain)
 
     def _rules(self) -> Iterator[Choice]:
         """Choices by the same rule in all stages."""

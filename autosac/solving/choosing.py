@@ -175,9 +175,8 @@ class Chooser:
         """As `predicted_floor`; raises the row of far memory until it is kept."""
         peak_bytes, host = 0, self._formulation.host_bytes
         known: list[Choice] = []
-        if self._plain is not None and self._moved is not None:
-            plain = self._plain.lowest(backend)
-            known = [plain, self._moved.lowest(plain)]
+        if self._plain is not None:
+            known = self._known_lowest(self._plain.lowest(backend))
         points = (self._formulation.encoded(choice) for choice in known)
         may_be_lowest = [choice for choice in points if choice is not None]
         for number in range(1 if host is None else _HOST_ROUNDS):
@@ -205,6 +204,10 @@ class Chooser:
                 return Floor(peak_bytes, choice, predicted_bytes)
         assert self._plain is not None
         return Floor(peak_bytes, self._plain.lowest(backend), predicted_bytes)
+
+    def _known_lowest(self, plain: Choice) -> list[Choice]:
+        """Choices of low peaks: that without offload, and a heuristic's with it."""
+        return [plain, *([] if self._moved is None else [self._moved.lowest(plain)])]
 
     def true_peak_bytes(self, choice: Choice) -> int:
         """True peak of a choice, which the budget caps."""
@@ -254,9 +257,8 @@ class Chooser:
             return self._incumbents.lowest()
         least_bytes, choice, _ = self.predicted_floor(backend)
         best = self._incumbents.lowest(choice)
-        if self._plain is not None and self._moved is not None:
-            plain = self._plain.lowest(backend)
-            choices = (best, plain, self._moved.lowest(plain))
+        if self._plain is not None:
+            choices = (best, *self._known_lowest(self._plain.lowest(backend)))
             best = min(choices, key=self.true_peak_bytes)
         best_bytes = self.true_peak_bytes(best)
         for _ in range(_FLOOR_ROUNDS):  # where the MILP is off, another may be lower

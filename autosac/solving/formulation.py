@@ -10,15 +10,14 @@ what it changes at the positions of its own forward, rerun and backward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
 from autosac.solvers.curves.curve import FittedCurve
-from autosac.solving.incumbents import far_bytes
 from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.shared_storages import Holders
 from autosac.solving.unit_changes import Changes, changes_of
@@ -45,6 +44,8 @@ class Formulation:
         edges: First tick of every position, but for that of far memory.
         host_bytes: Most bytes in far memory. It is a last position, at which what lies
             there counts and the budget is added to less than nothing; None for none.
+        num_there: How many times what a unit has in far memory lies there; 1 for those
+            that are not named.
     """
 
     units: tuple[Unit, ...]
@@ -54,6 +55,7 @@ class Formulation:
     holds: tuple[sac.Hold, ...]
     edges: IntArray
     host_bytes: int | None = None
+    num_there: Mapping[Unit, int] = field(default_factory=dict)
 
     def encoded(self, choice: Choice) -> tuple[int | None, ...] | None:
         """The point of each unit, None for none; None if any has another policy."""
@@ -70,7 +72,31 @@ class Formulation:
         """Whether units have no more in far memory than they may."""
         if self.host_bytes is None:
             return True
-        return far_bytes(choice) <= self.host_bytes
+        return self._far_bytes(choice) <= self.host_bytes
+
+    def _far_bytes(self, choice: Choice) -> int:
+        """What lies in far memory, all times."""
+        units = choice.items()
+        return sum(self.num_there.get(u, 1) * u.far_bytes(p) for u, p in units)
+
+    def under_host(
+        self, host_bytes: int, num_there: Mapping[Unit, int] | None = None
+    ) -> Formulation:
+        """The same with a cap on far memory, which has none yet."""
+        times, records = num_there or {}, []
+        triples = zip(self.solver_units, self.units, self.curves, strict=True)
+        for record, unit, curve in triples:
+            number = times.get(unit, 1)
+            far = tuple(number * unit.far_bytes(policy) for policy in curve.policies)
+            working = ((len(self.edges), far),) if any(far) else ()
+            records.append(replace(record, working=(*record.working, *working)))
+        return replace(
+            self,
+            solver_units=tuple(records),
+            base_bytes=(*self.base_bytes, -host_bytes),
+            host_bytes=host_bytes,
+            num_there=times,
+        )
 
     def with_host(self, raised: IntArray, budget_bytes: int) -> IntArray:
         """How far rows are raised, such that the last one caps far memory if it may."""
@@ -84,7 +110,7 @@ class Formulation:
         """What is alive from each edge on, and at the position of far memory."""
         if self.host_bytes is None:
             return live
-        return np.append(live, far_bytes(choice) - self.host_bytes)
+        return np.append(live, self._far_bytes(choice) - self.host_bytes)
 
     def fitted(self, num_segments: int) -> Fitted:
         """The MILP's numbers over the breakpoints of few linear segments (pwlf).
@@ -194,21 +220,16 @@ def formulate(
             record = _solver_unit(step, unit, unit_curve)
         else:
             record = _moved_or_new(step, unit, unit_curve, changes, twins)
-        working = record.working
-        if host_bytes is not None:
-            far = tuple(map(unit.far_bytes, unit_curve.policies))
-            working = (*working, (len(edges), far)) if any(far) else working
-        records.append(replace(record, fqn=unit.fqn, parent=parent, working=working))
-    host = () if host_bytes is None else (-host_bytes,)
-    return Formulation(
+        records.append(replace(record, fqn=unit.fqn, parent=parent))
+    formulation = Formulation(
         units=tuple(units),
         curves=tuple(curves),
         solver_units=tuple(records),
-        base_bytes=(*base.tolist(), *host),
+        base_bytes=tuple(base.tolist()),
         holds=holders.holds(edges),
         edges=edges,
-        host_bytes=host_bytes,
     )
+    return formulation if host_bytes is None else formulation.under_host(host_bytes)
 
 
 def _of_points(
