@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import autosac
 from autosac._compat_distributed import fake_group
 from autosac._compat_pipelining import HOLDS_LESS
-from autosac.errors import ArgumentError, UnsupportedError
+from autosac.errors import ArgumentError
 from autosac.pipelines import mesh_choosing
 from autosac.pipelines.interleaved_racing import InterleavedRace
 from autosac.pipelines.micro_batches import MicroBatch
@@ -41,11 +41,14 @@ def interleaved(num_micro_batches=4):
     )
 
 
-def chooser_of(starts, rank, num_micro_batches=4, recipe=LANGUAGE):
+def chooser_of(starts, rank, num_micro_batches=4, recipe=LANGUAGE, far=None):
     steps = traced(recipe, starts, measured=False)
     schedule = interleaved(num_micro_batches)
     own = {stage: steps[stage] for stage in schedule.stages_of(rank)}
-    return SharedRankChooser(schedule, rank, own)
+    plain = SharedRankChooser(schedule, rank, own)
+    if far is None:
+        return plain
+    return SharedRankChooser(schedule, rank, own, far=far, without=plain)
 
 
 @pytest.fixture(scope="module", params=[(SHORT, (0, 1, 2, 4), 0)], ids=["short"])
@@ -176,7 +179,6 @@ def test_stages_that_share_a_rank_lie_within_its_budget_together():
             ArgumentError,
             "which `schedules` does not name",
         ),
-        ({"offload": True}, UnsupportedError, "not planned under Interleaved1F1B"),
         ({"num_micro_batches": 5}, ArgumentError, "in 2 rounds, which does not divide"),
     ],
 )

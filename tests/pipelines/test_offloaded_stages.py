@@ -21,9 +21,11 @@ from autosac.pipelines.schedule_racing import Race
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.stage_choosing import FarBytes, StageChooser
 from autosac.solving.incumbents import far_bytes
+from autosac.units.far_units import FarUnit
 from benchmarks import stage_mesh_ranks
 from benchmarks.stage_ranks import can_count
 from tests.pipelines.stages import LANGUAGE, language_loss, tokens, traced
+from tests.pipelines.test_interleaved import chooser_of
 from tests.pipelines.test_planning import CLUSTER, Model
 from tests.pipelines.test_stage_choosing import assert_counted
 
@@ -68,6 +70,44 @@ def test_far_memory_lowers_floors_and_is_never_dearer(step, name):
         without = plain.choose(int(cap))
         assert (without is None) == (cap < lowest)
         assert without is None or own_ms <= without.recompute_ms
+
+
+@pytest.fixture(scope="module", params=[None, 50_000], ids=["", "capped"])
+def looped(request):
+    """A rank with two stages, both of which may offload."""
+    return chooser_of((0, 1, 3, 4), 1, far=FarBytes(request.param))
+
+
+@pytest.mark.slow_but_first
+@given(data=st.data())
+def test_the_milp_counts_what_stages_of_a_rank_move_as_it_is(looped, data):
+    formulation = looped.view.chooser._formulation
+    is_far = [isinstance(unit, FarUnit) for unit in formulation.units]
+    u = data.draw(st.sampled_from(np.flatnonzero(is_far).tolist()))
+    k = data.draw(st.sampled_from(range(len(formulation.curves[u].policies))))
+    assert_counted(formulation, looped.view._rank, u, k)
+
+
+@pytest.mark.slow
+def test_all_stages_of_a_rank_share_the_hosts_cap_and_are_never_dearer(looped):
+    plain, most = looped._without, looped.view._host_bytes
+    in_flight = dict(zip(looped.steps, looped.view._in_flight, strict=True))
+    lowest, high = looped.lowest().peak_bytes, plain.plain.peak_bytes
+    assert lowest <= plain.lowest().peak_bytes
+    moved, gained, before_ms = [], [], inf
+    for cap_bytes in map(int, np.linspace(lowest, high, 9)):
+        own, without = looped.choose(cap_bytes), plain.choose(cap_bytes)
+        assert own.peak_bytes <= cap_bytes
+        assert own.recompute_ms <= before_ms
+        before_ms = own.recompute_ms
+        if without is not None:
+            assert own.recompute_ms <= without.recompute_ms
+            gained.append(own.recompute_ms < without.recompute_ms)
+        by_stage = looped.by_stage(own.choice)
+        there = (n * far_bytes(by_stage[s]) for s, n in in_flight.items())
+        moved.append(sum(there))
+    assert any(moved) and any(gained)
+    assert most is None or max(moved) <= most
 
 
 @pytest.mark.slow
@@ -126,7 +166,7 @@ def step_ms(budget, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_blocks", "names"),
-    [(2, ["1F1B", "GPipe"]), (9, ["1F1B"])],
+    [(2, ["1F1B", "GPipe"]), (9, ["1F1B"]), (4, ["Interleaved1F1B"])],
 )
 def test_neither_more_memory_nor_offload_is_ever_slower(num_blocks, names):
     # Stages of six blocks and more are estimated in the search for cuts.
@@ -243,9 +283,10 @@ def test_ranks_have_of_a_link_what_they_share():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
-def test_real_ranks_that_offload_keep_cap_prediction_and_gradients(short_models):
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+def test_real_ranks_that_offload_keep_cap_prediction_and_gradients(short_models, name):
     offload = stage_mesh_ranks.OFFLOAD
-    cell = next(stage_mesh_ranks.planned("ODD", "1F1B", {"fsdp": 2}, offload))
+    cell = next(stage_mesh_ranks.planned("ODD", name, {"fsdp": 2}, offload))
     assert cell.plan.far_bytes > 0
     row = stage_mesh_ranks.run(cell)
     assert row.is_kept, row
