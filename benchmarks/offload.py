@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,14 @@ from autosac.profiles.restricting import restricted
 from autosac.solving.incumbents import recompute_ms
 from autosac.units.curves import kept
 from autosac.units.far_units import FarUnit
-from benchmarks import large_meshes
+from benchmarks import offload_pipelines
 from benchmarks.comparing.scale import FULL_LAYERS, gpt_of
 from benchmarks.environment import MIB, environment
 from benchmarks.every_saved import LEAST_BYTES, every_saved
-from benchmarks.large_meshes import token_loss
 from benchmarks.models import zoo
-from benchmarks.parallel_plans import LENGTH
 from benchmarks.planning_time import profiled
 
-PARTS = ("real", "rules", "gpus", "layers", "pipelines")
+PARTS = ("real", "rules", "gpus", "layers", "pipelines", "interleaved")
 RESULTS = Path(__file__).parent / "results"
 MODELS = (
     *("llama", "llama-tied", "qwen3", "mistral", "mixtral", "albert", "t5", "swin"),
@@ -260,6 +257,36 @@ def layers() -> Iterator[str]:
             row = [device, "yes" if offload else "no", *taken]
             print(*row, flush=True)
             yield f"| {' | '.join(row)} |"
+    yield ""
+    yield "And `plan_parallel` of the same model with AdamW on 8 H100 (`hgx-h100`),"
+    yield "from the trace on; with offload the plan without is made as well."
+    yield ""
+    yield "| budget, of the plain peak | offload | step | bound | CPU s |"
+    yield "| ---: | --- | ---: | ---: | ---: |"
+    yield from _parallel_rows(model, tokens, loss)
+
+
+def _parallel_rows(model: Any, tokens: Any, loss_fn: Any) -> Iterator[str]:
+    planned = partial(
+        autosac.plan_parallel,
+        model,
+        tokens,
+        loss_fn=loss_fn,
+        optimizer=torch.optim.AdamW,
+        cluster="hgx-h100",
+        num_gpus=8,
+    )
+    peak = planned(memory_budget="100%").peak_bytes
+    for share in (0.3, 0.5, 0.75):
+        for offload in (False, True):
+            started = time.process_time()
+            plan = planned(memory_budget=int(share * peak), offload=offload)
+            taken = time.process_time() - started
+            cells = [f"{share:.0%}", "yes" if offload else "no"]
+            cells += [f"{plan.step_ms:.1f} ms", f"{plan.bound_ms:.1f} ms"]
+            row = [*cells, f"{taken:.1f}"]
+            print(*row, flush=True)
+            yield f"| {' | '.join(row)} |"
 
 
 # --- GPUs -------------------------------------------------------------------------
@@ -345,77 +372,6 @@ def _plan_row(profile: Any, budget: int, cells: list[str]) -> str:
     return f"| {' | '.join([*cells, f'{budget / 1e9:.2f} GB', told, shares])} |"
 
 
-# --- pipelines --------------------------------------------------------------------
-
-
-_EIGHTHS = (8, 9, 10, 11, 12, 14, 16)  # of the floor without offload: budgets
-
-
-def pipelines() -> Iterator[str]:
-    """Predicted floors and times of stages that may offload."""
-    yield "Predicted, nothing of this was run: Llama 3 with its loss, sequences of"
-    yield f"{LENGTH} tokens one by one, gathered in bfloat16, 1F1B on 8 H100 a node."
-    yield "Budgets are the floors with and without offload, and above. *host*: the most"
-    yield "that a rank has there. *CPU s*: of the plan with offload, for which that"
-    yield "without is made as well."
-    yield ""
-    heads = "mesh | micro-batches | budget | step without | with | host | CPU s"
-    yield f"| model | {heads} |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for name, stages, shards, number in (("8B", 4, 2, 16), ("70B", 8, 8, 32)):
-        planned = partial(_pipeline, name, stages, shards, number)
-        low, floor = (_floor(planned, offload) for offload in (True, False))
-        before_ms = {False: inf, True: inf}
-        for budget in (low, *(floor * eighths // 8 for eighths in _EIGHTHS)):
-            cells = [name, f"{stages} pp x {shards} fsdp", str(number)]
-            cells.append(f"{budget / 2**30:.1f} GiB")
-            plain_ms = inf if budget < floor else planned(budget, False).step_ms
-            cells.append("none fits" if plain_ms == inf else f"{plain_ms:.0f} ms")
-            started = time.process_time()
-            plan = planned(budget, True)
-            taken = time.process_time() - started
-            assert plan.step_ms <= plain_ms, "slower than without offload"
-            for offload, own_ms in ((False, plain_ms), (True, plan.step_ms)):
-                assert own_ms <= before_ms[offload], "slower with more memory"
-                before_ms[offload] = own_ms
-            cells.append(f"{plan.step_ms:.0f} ms")
-            cells.append(f"{plan.far_bytes / 2**30:.1f} GiB")
-            row = " | ".join([*cells, f"{taken:.0f}"])
-            print(row, flush=True)
-            yield f"| {row} |"
-
-
-def _floor(planned: Any, offload: bool) -> int:
-    try:
-        planned(1, offload)
-    except InfeasibleBudgetError as error:
-        return error.lowest_peak_bytes
-    raise AssertionError("A plan fits into a byte.")
-
-
-def _pipeline(
-    name: str, stages: int, shards: int, number: int, budget: int, offload: bool
-) -> autosac.PipelinePlan:
-    tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
-    return autosac.plan_pipeline(
-        large_meshes.llama(name),
-        tokens,
-        target=tokens,
-        loss_fn=token_loss,
-        optimizer=torch.optim.AdamW,
-        cluster="hgx-h100",
-        num_gpus=stages * shards,
-        mesh={"pp": stages, "fsdp": shards},
-        num_micro_batches=number,
-        global_batch=number * shards,
-        schedules=["1F1B"],
-        memory_budget=budget,
-        param_dtype="bfloat16",
-        reduce_dtype="float32",
-        offload=offload,
-    )
-
-
 def _shares(profile: Any, plan: autosac.Plan) -> str:
     """What is kept and moved."""
     offloading = restricted(profile, offload=True)
@@ -473,7 +429,12 @@ def _qwen() -> nn.Module:
 
 
 GPU_MODELS = (("Llama-3-8B", llama), ("Qwen3-8B", _qwen))
-PREDICTED = {"gpus": gpus, "layers": layers, "pipelines": pipelines}
+PREDICTED = {
+    "gpus": gpus,
+    "layers": layers,
+    "pipelines": offload_pipelines.pipelines,
+    "interleaved": offload_pipelines.interleaved,
+}
 
 
 if __name__ == "__main__":

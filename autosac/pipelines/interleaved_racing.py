@@ -101,8 +101,11 @@ class InterleavedRace(Race):
         return self.guess(best_ms)
 
     def guess(self, best_ms: float) -> Cuts:
-        """The best cuts by what is known and estimated."""
-        faster_ms = (1 - self.gap) * best_ms
+        """The best cuts by what is known and estimated.
+
+        With offload they need not be faster by a gap: they begin with those without.
+        """
+        faster_ms = best_ms if self.plain else (1 - self.gap) * best_ms
         if self.plain_ms < faster_ms:
             best = self._best
             if best.step_ms < faster_ms:

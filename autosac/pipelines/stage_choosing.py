@@ -338,7 +338,9 @@ class SharedRankChooser(RankChooser):
         }
         adding = highest[True] >= highest[False]
         plain = None if without is None else without.view
-        self.view = _SharedView(replay, adding=adding, far=far, plain=plain)
+        self.view: _SharedView = _SharedView(
+            replay, adding=adding, far=far, plain=plain
+        )
         super().__init__(replay, [self.view], without)
 
 
