@@ -197,7 +197,7 @@ class Search:
         """The best units of a few plans by hand, with the rest in shares."""
         least = {chosen: self._least_value(chosen) for chosen in simple}
         for chosen in sorted(simple, key=least.__getitem__):
-            if least[chosen] >= min(self._in_shares.values(), default=math.inf):
+            if least[chosen] >= self._best_value:
                 break
             if self._is_hopeless(chosen):
                 continue
@@ -213,9 +213,9 @@ class Search:
         return tuple(index for index, unit in enumerate(units) if unit)
 
     def _note(self, model: FsdpModel, chosen: tuple[int, ...]) -> None:
-        """Record the objective of units with the rest in shares; round the best one."""
+        """Record the objective of units with the rest in shares; round what may win."""
         value = float(pulp.value(model.model.objective)) + model.constant_ms
-        if value < min(self._in_shares.values(), default=math.inf):
+        if value < self._best_value:
             self._offer_rounded(model, value)
         self._in_shares[chosen] = value
 

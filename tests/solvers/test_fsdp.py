@@ -17,7 +17,10 @@ from autosac.solvers.fsdp import (
 )
 from autosac.solvers.fsdp import schedule as schedule_of
 from autosac.solvers.fsdp.collectives import AffineCost
+from autosac.solvers.fsdp.greedy import simple_units
+from autosac.solvers.fsdp.search import Search, candidates
 from autosac.solvers.fsdp.step_time import linear
+from autosac.solvers.milp import pulp_runner
 from autosac.solvers.milp.solution import Termination
 from autosac.solvers.sac import Breakpoint, SacProblem, Unit
 from tests.examples import examples
@@ -297,6 +300,39 @@ def test_no_choice_is_below_the_lower_bound(problem, data):
         assert least_ms is None
     elif least_ms is not None:
         assert bound_ms <= least_ms + 1e-6
+
+
+@few
+@given(problem=fsdp_problems(replicas=True))
+def test_no_shares_take_less_than_their_units_do_in_ample_memory(problem):
+    search = Search(
+        problem, peak=False, backend="highs", time_limit_s=None, relative_gap=0.0
+    )
+    for units in simple_units(problem, candidates(problem)):
+        model = search._model(units, forced=True, integral=False)
+        shares = pulp_runner.run(model.model, relaxed=True)
+        if shares.bound is not None:
+            least_ms = search._least_value(units)
+            assert least_ms <= shares.bound + model.constant_ms + 1e-6
+
+
+def test_units_by_hand_are_tried_by_linear_programs_and_only_if_they_may_win(
+    monkeypatch,
+):
+    runs = []
+
+    def counted(model, **options):
+        runs.append(options["relaxed"])
+        return run(model, **options)
+
+    run = pulp_runner.run
+    monkeypatch.setattr(pulp_runner, "run", counted)
+    problem = layers(12, budget_bytes=20 * 2**30)
+    tried = len(simple_units(problem, candidates(problem)))
+    solution = fsdp.solve(problem, relative_gap=0.005)
+    assert solution.termination is Termination.OPTIMAL
+    assert not runs.count(False)
+    assert 2 <= runs.count(True) < tried  # the bound on all units is one of them
 
 
 @few
