@@ -54,6 +54,7 @@ class MovedBlocks:
         for twin in twins:
             by_call[twin.call].append(twin)
         self._blocks = [(block, by_call[block.call]) for block in rules.blocks]
+        self._cheapest: dict[int, Choice | None] = {}  # by budget
         # What comes back early takes less time, and memory: fewest bytes come last.
         self._paths = [
             self._path(lambda twin: True),
@@ -86,9 +87,12 @@ class MovedBlocks:
 
     def cheapest(self, budget_bytes: int) -> Choice | None:
         """The fastest of these choices whose true peak is within a budget, or None."""
-        choices = (path.cheapest(budget_bytes) for path in self._paths)
-        fitting = [choice for choice in choices if choice is not None]
-        return min(fitting, key=recompute_ms, default=None)
+        if budget_bytes not in self._cheapest:
+            choices = (path.cheapest(budget_bytes) for path in self._paths)
+            fitting = [choice for choice in choices if choice is not None]
+            cheapest = min(fitting, key=recompute_ms, default=None)
+            self._cheapest[budget_bytes] = cheapest
+        return self._cheapest[budget_bytes]
 
     def lowest(self, plain: Choice) -> Choice:
         """Of least true peak: all blocks as small as can be, or one with twins.
