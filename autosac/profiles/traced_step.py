@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from autosac._compat_distributed import is_collective
@@ -20,7 +20,10 @@ from autosac.simulation.simulator import Simulator
 from autosac.simulation.varied_simulator import VariedSimulator, name_of
 from autosac.solvers.curves import knapsack
 from autosac.solving.choosing import Chooser
-from autosac.solving.curve_points import formulate_candidates
+from autosac.solving.curve_points import (
+    formulate_candidates,
+    formulate_in_usual_blocks,
+)
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
 from autosac.solving.moved_blocks import MovedBlocks
@@ -344,7 +347,11 @@ class TracedStep(Summarized):
                 return Chooser(simulator, self.formulation, *known)
             choices = self.rules.some(most_rules(simulator))
             incumbents = Incumbents(simulator, choices)
-            return Chooser(simulator, self.formulation, incumbents)
+            usual = None
+            if self.tape.device_type == "cuda":
+                own = self.simulator, self.rules, self.formulation
+                usual = partial(formulate_in_usual_blocks, *own)
+            return Chooser(simulator, self.formulation, incumbents, usual=usual)
 
     @cached_property
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:

@@ -237,24 +237,47 @@ class Simulator:
 
         Blocks are those of the plain step's replay, so what is alive in it adds up to
         what the allocator hands out. Under a plan a block may turn out a little
-        larger or smaller.
+        larger or smaller: see `autosac.simulation.usual_blocks`.
         """
         if self.tape.device_type != "cuda":
             return self
-        sizes = block_bytes(self.ledger({}), self._first_step, self.settings).tolist()
+        return self.resized(self.block_bytes({}))
+
+    @cached_property
+    def requested_bytes(self) -> IntArray:
+        """Sizes of all that the plain step allocates.
+
+        Its storages, then what libraries and kernels hold for themselves.
+        """
+        return np.concatenate([self.tape.nbytes, self._always[:, 2]])
+
+    def block_bytes(self, chosen: Mapping[Unit, Policy]) -> IntArray:
+        """Sizes of the blocks that the allocator gives to all of these under a plan.
+
+        0 for none.
+        """
+        first_work = len(self.tape.storages)
+        sizes = block_bytes(self.ledger(chosen), self._first_step, self.settings)
+        num_copies = sum(len(effect.copies) for effect in self._effects_of(chosen))
+        works = sizes[first_work + num_copies :][: len(self._always)]
+        return np.concatenate([sizes[:first_work], works])
+
+    def resized(self, sizes: IntArray) -> Simulator:
+        """The simulator of this step with other sizes of all of these."""
+        nbytes = sizes.tolist()
         first_work = len(self.tape.storages) + len(self.tape.library_bytes)
-        works = iter(sizes[first_work:])
+        works = iter(nbytes[first_work:])
         tape = replace(
             self.tape,
             storages=tuple(
-                replace(storage, nbytes=nbytes)
-                for storage, nbytes in zip(self.tape.storages, sizes, strict=False)
+                replace(storage, nbytes=own)
+                for storage, own in zip(self.tape.storages, nbytes, strict=False)
             ),
             ops=tuple(
                 replace(op, workspace_bytes=next(works)) if op.workspace_bytes else op
                 for op in self.tape.ops
             ),
-            library_bytes=tuple(sizes[len(self.tape.storages) : first_work]),
+            library_bytes=tuple(nbytes[len(self.tape.storages) : first_work]),
         )
         return Simulator(tape, self.settings, self.cap)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from autosac.simulation.simulator import Simulator
+from autosac.simulation.usual_blocks import in_usual_blocks
 from autosac.solvers.curves import curve, knapsack
 from autosac.solving.formulation import Formulation, formulate
+from autosac.solving.rules_of_thumb import Rules
 from autosac.units import curves
 from autosac.units.chains import Chain
 from autosac.units.far_units import FarUnit
@@ -63,6 +65,25 @@ def formulate_candidates(
         [curve for _, curve in useful],
         host_bytes=host_bytes,
     )
+
+
+def formulate_in_usual_blocks(
+    simulator: Simulator, rules: Rules, known: Formulation
+) -> Formulation | None:
+    """The same MILP in blocks as large as an allocator's usually are under a plan.
+
+    Args:
+        simulator: Of the step.
+        rules: Some of its choices are replayed to know.
+        known: The MILP in the blocks of the plain step.
+
+    Returns:
+        None if those foretell peaks no worse.
+    """
+    in_blocks = in_usual_blocks(simulator, rules.greedy_path())
+    if in_blocks is None or not known.units:
+        return None
+    return formulate(in_blocks, known.units, known.curves)
 
 
 def far_curve(

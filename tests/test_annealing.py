@@ -1,0 +1,30 @@
+import torch
+
+import autosac
+from autosac.solving.annealing import anneal
+from autosac.solving.incumbents import recompute_ms
+from tests.models import GPT
+
+
+def test_a_dear_choice_leads_to_a_cheaper_one_that_fits_and_always_to_the_same(
+    monkeypatch,
+):
+    with torch.device("meta"):
+        model = GPT(num_layers=2, width=256, num_heads=4, vocabulary=500, length=300)
+    profile = autosac.profile(
+        model,
+        torch.zeros(3, 300, dtype=torch.long),
+        loss_fn=lambda logits: logits.square().mean(),
+        device="h100",
+        autocast=torch.bfloat16,
+    )
+    monkeypatch.setattr("autosac.solving.annealing._MOST_PIECES", 200_000)
+    dear = profile.rules.every_kth_block(1)
+    budget_bytes = profile.peak_bytes(dear)
+
+    found = anneal(profile.simulator, profile.formulation, dear, budget_bytes)
+
+    assert profile.peak_bytes(found) <= budget_bytes
+    assert recompute_ms(found) < 0.9 * recompute_ms(dear)
+    again = anneal(profile.simulator, profile.formulation, dear, budget_bytes)
+    assert again == found
