@@ -21,8 +21,8 @@ from autosac.units import curves
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
-_MOST_PIECES = 3_000_000  # of memory in all simulations
-_MOST_BLOCKS = 1_500_000  # of an allocator in all replays: some seconds
+_MOST_PIECES = 2_000_000  # of memory in all simulations
+_MOST_BLOCKS = 500_000  # of an allocator in all replays: a second or two
 _TRIES = 20  # moves for each one that is simulated
 _MOST_POINTS = 24  # of a unit
 _DOUBLE_BYTES = 2**21  # above the budget cost as much as the choice takes

@@ -20,6 +20,7 @@ from autosac.solving.step_model import Floor, StepModel
 
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _FLOOR_MENDS = 8  # of making it a little lower
+_FEW_MENDS = 4  # of a second search
 _WIDE_GAP = 0.05  # that is worth some seconds
 _NEAR_FLOOR = 2**-7  # of the least peak
 _MANY_POINTS = 5000  # of a step with offload, whose least peak is then proven to
@@ -117,6 +118,8 @@ class Chooser(StepModel):
         if self._in_usual_blocks is not None:
             budget_bytes, options = search.budget_bytes, search.options
             other = Search(self._in_usual_blocks, budget_bytes, options, None)
+            other.work_left = MOST_WORK // _FLOOR_ROUNDS
+            other.mends_left = _FEW_MENDS
             other.offer(search.choice)
             other.run()
             search.offer(other.choice)
@@ -228,6 +231,8 @@ class Chooser(StepModel):
         for _ in range(_FLOOR_MENDS):
             lower = self.mend(choice, self.true_peak_bytes(choice) - 1, math.inf)
             if lower is None or not self._formulation.keeps_host(lower):
+                lower = None if self._usual is None else self.lowered(choice)
+            if lower is None:
                 break
             choice = lower
         return choice

@@ -26,6 +26,7 @@ _MORE = 1.0 + 1e-12  # of a time: not rounding
 _MOST_PIECES = 2_000_000  # of memory in all simulations
 _FEWEST = 16  # simulations of a long step
 _MOST_REPLAYS = 24  # of the allocator, some 10 ms each
+_MOST_LOWERED = 64  # of these for a lower peak
 _ONE_BLOCK = 2**20  # what a block may have left over
 _NEIGHBOURS = 8  # of a unit's point on its curve
 
@@ -94,6 +95,37 @@ def mend(
         choice = {**choice, move.unit: move.policy}
         most_ms -= move.cost_ms
     return choice
+
+
+def lowered(
+    simulator: Simulator, formulation: Formulation, choice: Choice
+) -> Choice | None:
+    """The choice with another point of one unit, whose true peak is lower.
+
+    Of all such choices those are replayed of which least is asked.
+
+    Returns:
+        The lowest of them; None if none is lower.
+    """
+    curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
+    best_bytes = simulator.true_peak_bytes(choice)
+    left = max(_FEWEST, _MOST_PIECES // simulator.num_storages)
+    others = (
+        {**choice, unit: policy}
+        for unit, own in choice.items()
+        if unit in curve_of
+        for policy in curve_of[unit].policies
+        if policy != own
+    )
+    asked = [(simulator.peak_bytes(other), other) for other in islice(others, left)]
+    able = [pair for pair in asked if pair[0] < best_bytes]
+    able.sort(key=lambda pair: pair[0])
+    best: Choice | None = None
+    for _, other in able[: simulator.num_replays(_MOST_LOWERED)]:
+        peak_bytes = simulator.true_peak_bytes(other)
+        if peak_bytes < best_bytes and formulation.keeps_host(other):
+            best, best_bytes = other, peak_bytes
+    return best
 
 
 def _swapped(

@@ -17,7 +17,7 @@ from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.one_by_one import OneByOne
 from autosac.solving.path_relinking import relink
-from autosac.solving.repair import mend
+from autosac.solving.repair import lowered, mend
 from autosac.solving.rules_of_thumb import Choice, FloatArray
 from autosac.solving.slack import spend_slack
 from autosac.solving.solve_options import SolveOptions
@@ -80,6 +80,10 @@ class StepModel(ABC):
         """A choice near one that breaks the budget; it takes less than `most_ms`."""
         room_ms = most_ms - recompute_ms(choice)
         return mend(self._simulator, self._formulation, choice, budget_bytes, room_ms)
+
+    def lowered(self, choice: Choice) -> Choice | None:
+        """A choice beside one whose peak is lower."""
+        return lowered(self._simulator, self._formulation, choice)
 
     def relink(self, fitting: Choice, cheaper: Choice, budget_bytes: int) -> Choice:
         """The fitting choice, with parts of a cheaper one that breaks the budget."""

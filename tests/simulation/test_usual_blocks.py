@@ -117,10 +117,3 @@ def test_a_real_step_is_foretold_better_than_by_the_blocks_of_the_plain_one(prof
 
     assert plain.peak_bytes({}) == simulator.true_peak_bytes({})
     assert 2 * error_bytes(usual) < error_bytes(plain)
-
-
-def test_the_plan_of_the_least_budget_is_not_far_from_its_bound(profile):
-    # By the blocks of the plain step it is 64 %.
-    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
-
-    assert plan.optimality_gap < 0.05
