@@ -191,7 +191,7 @@ class Plan(Summarized):
         """
         arguments.check_kind(model)
         check_unplanned(model)
-        check_model(self.model, model)
+        check_model(self.model, model, may_train_more=True)
         if self.on_mismatch == "replan" and self.replan is None:
             arguments.warn(
                 "A plan from a file knows neither loss nor optimizer, which"
@@ -467,13 +467,27 @@ class Plan(Summarized):
         }
 
 
-def check_model(expected: Fingerprint, model: torch.nn.Module) -> None:
+def check_model(
+    expected: Fingerprint, model: torch.nn.Module, *, may_train_more: bool = False
+) -> None:
     """Refuse a model that a plan was not made for.
+
+    Args:
+        expected: What the plan was made for.
+        model: The model.
+        may_train_more: Parameters may be trained that were frozen: whoever follows the
+            plan looks at them in each step.
 
     Raises:
         PlanMismatchError: Names the first difference.
     """
-    difference = first_difference(expected, fingerprint(model))
+    actual = fingerprint(model)
+    difference = first_difference(expected, actual)
+    if difference is None and not may_train_more:
+        frozen = set(frozen_names(actual))
+        thawed = [name for name in frozen_names(expected) if name not in frozen]
+        if thawed:
+            difference = f"it has `{thawed[0]}` frozen, this model trains it"
     if difference is not None:
         raise PlanMismatchError(
             f"The plan was made for another model: {difference}. Plan again."

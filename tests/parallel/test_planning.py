@@ -266,6 +266,22 @@ def test_a_saved_plan_comes_back_and_is_made_again(traced, lowest_bytes, tmp_pat
         autosac.ParallelPlan.load(tmp_path / "damaged.json")
 
 
+def test_a_model_that_trains_what_was_frozen_is_another_one():
+    model = GPT.model()
+    name, parameter = next(iter(model.named_parameters()))
+    parameter.requires_grad_(False)
+    plan = autosac.plan_parallel(
+        model, GPT.inputs(), cluster=on_cpu(2), memory_budget="1GiB"
+    )
+    with fake_group(2):
+        mesh = plan.make_mesh("cpu")
+        with pytest.raises(autosac.PlanMismatchError, match=f"`{name}` frozen"):
+            plan.apply(GPT.model(), mesh)
+        model = GPT.model()
+        model.requires_grad_(False)  # of more it knows less is needed
+        plan.apply(model, mesh)
+
+
 def test_a_plan_is_for_its_model_its_mesh_and_once(traced, lowest_bytes):
     cap = int(1.2 * lowest_bytes)
     plan = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)
