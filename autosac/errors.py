@@ -26,7 +26,8 @@ class InfeasibleBudgetError(AutosacError):
 
     Attributes:
         budget_bytes: The budget that was asked for.
-        lowest_peak_bytes: The least peak that any plan reaches.
+        lowest_peak_bytes: The least peak that any plan reaches. For a GPU that is here
+            with what a budget leaves to its allocator: the least feasible budget.
         composition: Bytes alive at that peak per category (parameters, ...).
     """
 

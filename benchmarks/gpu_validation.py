@@ -1,6 +1,6 @@
 """Predictions against a real GPU: `python -m benchmarks.gpu_validation`.
 
-Models of several GiB, each at five budgets from the floor to the peak of the plain
+Models of several GiB, each at three budgets from the floor to the peak of the plain
 step. Planned on the GPU (calibrated) and as if there were none (through the lens);
 trained three steps without and with the plan. Compared: predicted peak with
 ``max_memory_allocated`` and ``max_memory_reserved``, predicted with real step time,
@@ -58,7 +58,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_validation")
     parser.add_argument("--models", default=",".join(NAMES))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--budgets", type=int, default=5)
+    parser.add_argument("--budgets", type=int, default=3)
     parser.add_argument("--time-limit-s", type=float, default=450.0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument(
@@ -187,7 +187,7 @@ def _memory_limit(
 ) -> dict[str, Any]:
     clean(options.device)
     timeout_s = min(_LIMIT_TEST_S, max(0.0, ends - time.monotonic()) + _GRACE_S / 2)
-    # A quarter of the way up first: the floor's plan is the next best.
+    # Half of the way up first: the floor's plan is the next best.
     candidates = [*plans[1:2], *plans[:1]]
     try:
         return gpu_memory_limit.compare(name, candidates, options.output, timeout_s)

@@ -160,6 +160,34 @@ def test_floor_and_plans_do_not_keep_the_model_alive(how):
     assert plan.traced is not None and model() is None
 
 
+def test_budgets_for_a_gpu_that_is_here_leave_some_to_its_allocator():
+    traced = _profile("small gpt", "h100")
+    here = replace(traced, costs=replace(traced.costs, calibrated=True))
+    least = autosac.floor(here)
+    budgets = [int(least + share * traced.baseline_peak_bytes) for share in (0, 0.1, 1)]
+
+    plans = [autosac.plan(here, memory_budget=b, dry_run=False) for b in budgets]
+
+    for budget, plan in zip(budgets, plans, strict=True):
+        assert plan.budget_bytes == budget
+        assert plan.peak_bytes <= budget - 2 * 2**20 - budget // 500
+    assert autosac.floor(traced) == plans[0].peak_bytes
+    with pytest.raises(autosac.InfeasibleBudgetError, match="leaves some") as caught:
+        autosac.plan(here, memory_budget=least - 1, dry_run=False)
+    assert caught.value.lowest_peak_bytes == least
+
+
+@pytest.mark.parametrize("peak_bytes", [0, 1, 499, 10**9 + 7, 2**40 - 1, 2**40])
+def test_no_smaller_budget_leaves_as_much(peak_bytes):
+    traced = _profile("small gpt", "h100")
+    here = replace(traced, costs=replace(traced.costs, calibrated=True))
+
+    least = here.budget_for(peak_bytes)
+
+    assert here.within(least) >= peak_bytes > here.within(least - 1)
+    assert traced.within(peak_bytes) == peak_bytes == traced.budget_for(peak_bytes)
+
+
 _PLAN = """
 import autosac
 from tests.test_choosing import _budgets, _profile

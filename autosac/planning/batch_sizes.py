@@ -229,7 +229,8 @@ class _Steps:
         """Floor of a batch size, before anything is measured for it."""
         if size not in self._floors:
             traced = restricted(self._profile(size), *self._given)
-            self._floors[size] = traced.peak_bytes(lowest(traced))
+            lowest_bytes = traced.peak_bytes(lowest(traced))
+            self._floors[size] = traced.budget_for(lowest_bytes)
             self._advance()
         return self._floors[size]
 

@@ -89,7 +89,7 @@ def floor(
         check_cap(cap)
         profile = restricted(profile, cap=cap)
     profile = restricted(profile, cap=profile.cap, offload=offload)
-    return profile.peak_bytes(_confirmed_lowest(profile))
+    return profile.budget_for(profile.peak_bytes(_confirmed_lowest(profile)))
 
 
 @no_collections()
@@ -216,7 +216,21 @@ def choose(
     Raises:
         InfeasibleBudgetError: No plan fits.
     """
-    options, streaming = SolveOptions(**solving), profile.streaming
+    options, within = SolveOptions(**solving), profile.within(budget_bytes)
+    chosen, bound_ms = _choose(profile, within, options, start)
+    if chosen is None:
+        raise _infeasible(profile, _confirmed_lowest(profile), budget_bytes)
+    return chosen, bound_ms
+
+
+def _choose(
+    profile: TracedStep,
+    budget_bytes: int,
+    options: SolveOptions,
+    start: sac.Start | None,
+) -> tuple[Choice | None, float]:
+    """As `choose`, with a cap on the peak; None if no plan fits."""
+    streaming = profile.streaming
     if streaming is None or profile.baseline_peak_bytes <= budget_bytes:
         return _choose_units(profile, budget_bytes, options, start)
     chosen, bound_ms = None, inf
@@ -244,8 +258,8 @@ def _choose_units(
     budget_bytes: int,
     options: SolveOptions,
     start: sac.Start | None,
-) -> tuple[Choice, float]:
-    """As `choose`, where the model is not streamed."""
+) -> tuple[Choice | None, float]:
+    """As `_choose`, where the model is not streamed."""
     chosen, bound_ms = profile.roomy_chooser.choose(budget_bytes, options, start)
     if profile.redrawn and chosen != {}:
         low = lowest(profile)
@@ -253,8 +267,6 @@ def _choose_units(
             return low, profile.chooser.choose(budget_bytes, options)[1]
         if chosen is not None and recompute_ms(low) < recompute_ms(chosen):
             chosen = low
-    if chosen is None:
-        raise _infeasible(profile, _confirmed_lowest(profile), budget_bytes)
     return chosen, bound_ms
 
 
@@ -276,7 +288,7 @@ def _confirmed_lowest(profile: TracedStep) -> Choice:
 def _exact_lowest(profile: Profile, budget_bytes: int) -> Choice | None:
     """The choice of least peak, if it fits and is as simulated."""
     chosen = lowest(profile)
-    fits = profile.peak_bytes(chosen) <= budget_bytes
+    fits = profile.peak_bytes(chosen) <= profile.within(budget_bytes)
     return chosen if fits and not _confirm(profile, chosen) else None
 
 
@@ -290,15 +302,19 @@ def lowest(profile: TracedStep) -> Choice:
 
 def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Exception:
     peak_bytes = profile.peak_bytes(chosen)
+    least_bytes = profile.budget_for(peak_bytes)
     composition = profile.composition(chosen)
     parts, hint = format_parts(composition), _hint(profile)
     hint += offload_advice.of_infeasible(profile, chosen, budget_bytes)
+    to_least = "that"
+    if least_bytes > peak_bytes:
+        to_least = f"{least_bytes} bytes, which leaves some to the GPU's allocator"
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}):"
         f" the lowest peak is {peak_bytes} bytes ({format_bytes(peak_bytes)}), made of"
-        f" {parts}. Raise the budget to that, or use a smaller batch.{hint}",
+        f" {parts}. Raise the budget to {to_least}, or use a smaller batch.{hint}",
         budget_bytes=budget_bytes,
-        lowest_peak_bytes=peak_bytes,
+        lowest_peak_bytes=least_bytes,
         composition=composition,
     )
 

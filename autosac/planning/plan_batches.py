@@ -380,13 +380,14 @@ def _infeasible(
         return error
     worst = max((step for _, step in steps), key=floor)
     least = lowest_plan(worst, budget_bytes)
+    least_bytes = worst.budget_for(least.peak_bytes)
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)})"
         f" for all of the {len(steps)} kinds of batches: one with {worst.signature}"
-        f" peaks at {least.peak_bytes} bytes ({format_bytes(least.peak_bytes)}) at"
+        f" needs {least_bytes} bytes ({format_bytes(least_bytes)}) at"
         " least. Raise the budget to that, or use smaller batches.",
         budget_bytes=budget_bytes,
-        lowest_peak_bytes=least.peak_bytes,
+        lowest_peak_bytes=least_bytes,
         composition=least.composition,
     )
 

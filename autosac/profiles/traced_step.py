@@ -48,6 +48,8 @@ from autosac.units.slices import find_slices
 from autosac.units.streamed import StreamedModel, find_streamed
 from autosac.units.unit import Unit
 
+# What budgets leave to an allocator: so many bytes, and one byte of so many.
+_BLOCK_BYTES, _ONE_OF_BLOCKS = 2**21, 500
 # Caches of the same step under other conditions.
 VARIANTS = ("with_given_units", "with_other_caps", "with_offload")
 _OF_UNITS = (  # what a profile knows of its AC units
@@ -187,6 +189,26 @@ class TracedStep(Summarized):
     def calibrated(self) -> bool:
         """Whether times and workspaces were measured, not modelled."""
         return self.costs.calibrated
+
+    def within(self, budget_bytes: int) -> int:
+        """Highest peak of a plan under a budget: all of it, but for a GPU that is here.
+
+        How large the blocks are that its allocator hands out depends a little on what
+        it served before the step. On an H100 that was 0.2 % of a peak at most, and up
+        to 2 MiB of small ones (docs/gpus.md).
+        """
+        if self.device.type != "cuda" or not self.calibrated:
+            return budget_bytes
+        return budget_bytes - _BLOCK_BYTES - budget_bytes // _ONE_OF_BLOCKS
+
+    def budget_for(self, peak_bytes: int) -> int:
+        """Least budget under which a plan may have a peak: see `within`."""
+        if self.within(peak_bytes) == peak_bytes:
+            return peak_bytes
+        least = peak_bytes + _BLOCK_BYTES + peak_bytes // _ONE_OF_BLOCKS
+        while self.within(least) < peak_bytes:
+            least += peak_bytes - self.within(least)
+        return least
 
     @property
     def failures(self) -> Mapping[str, str]:
