@@ -6,13 +6,15 @@ from autosac.devices.specs import DeviceSpec
 from autosac.quantities import format_ms
 from autosac.step.tape import Tape
 
-# A planned unit's own Python code each step, besides the ops that it runs again: what
-# `python -m benchmarks.host_cost` measures of units that recompute nearly nothing.
-_UNIT_MS = 0.4
+# Times of an eager op that ops of planned units take besides: each call in forward, of
+# views too, as it is followed, and each that runs again. Of a Llama of 65 M parameters
+# on an H100, whose host decided (docs/gpus.md): 59 ms without a plan, 92 with one that
+# runs hardly anything again, 139 with one that runs all of it.
+_FOLLOWED, _RERUN = 0.9, 1.2
 
 
 def host_ms(
-    tape: Tape, device: DeviceSpec, *, num_rerun: int = 0, num_units: int = 0
+    tape: Tape, device: DeviceSpec, *, num_rerun: int = 0, num_followed: int = 0
 ) -> float:
     """Time in which the host issues a step's ops, in ms; 0.0 where it is the device.
 
@@ -22,12 +24,13 @@ def host_ms(
         tape: The step.
         device: Whose `host_op_ms` is the time of one op; views cost nothing.
         num_rerun: Ops that run again,
-        num_units: and units that run them.
+        num_followed: and all op calls of the units that run them.
     """
     if not device.host_op_ms:
         return 0.0
-    num_ops = num_rerun + sum(not op.is_view for op in tape.ops)
-    return num_ops * device.host_op_ms + num_units * _UNIT_MS
+    num_ops = sum(not op.is_view for op in tape.ops)
+    planned = _FOLLOWED * num_followed + _RERUN * num_rerun
+    return (num_ops + planned) * device.host_op_ms
 
 
 def time_notes(

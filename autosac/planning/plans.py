@@ -154,9 +154,9 @@ class Plan(Summarized):
             return None
         actions = (one.actions + one.onward for one in self.op_policies)
         num_rerun = sum(text.count(RERUN) for text in actions)
-        num_units = len(self.op_policies)
+        num_followed = sum(len(one.names) for one in self.op_policies)
         tape, device = self.traced.tape, self.traced.device
-        return host_ms(tape, device, num_rerun=num_rerun, num_units=num_units)
+        return host_ms(tape, device, num_rerun=num_rerun, num_followed=num_followed)
 
     def of(self, signature: BatchSignature) -> tuple[Plan, ...]:
         """The plans that batches of a signature follow, or that of the highest peak."""
