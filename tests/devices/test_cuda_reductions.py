@@ -1,3 +1,7 @@
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -38,6 +42,31 @@ def test_sums_allocate_what_an_h100_was_seen_to(shape, dtype, dims, moved, count
     assert counted - MIB < predicted <= counted
     mean = op_bytes(torch.ops.aten.mean.dim, (numbers, dims), {}, H100)
     assert mean == predicted
+
+
+def _sums_of_rows():
+    """Shape, type and bytes inside of all sums over rows in published steps."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    steps = json.loads((results / "gpu_published.json").read_text())["steps"]
+    for step in steps.values():
+        for name, argument, _, counted, _ in step["ops"]:
+            kind, size = re.fullmatch(
+                r"(\w+)\[(.*)\]\*?", argument.split(";")[0]
+            ).groups()
+            shape = [int(number) for number in size.split(",") if number]
+            if name == "aten.sum.dim_IntList" and len(shape) == 2:
+                yield shape, getattr(torch, kind), counted
+
+
+def test_gradients_of_biases_allocate_what_an_h100_counted_in_whole_steps():
+    sums = list(_sums_of_rows())
+
+    for shape, dtype, counted in sums:
+        numbers = torch.empty(shape, dtype=dtype, device="meta")
+        args = (numbers, [0])
+        predicted = op_bytes(torch.ops.aten.sum.dim_IntList, args, {}, H100)
+        assert predicted <= counted < predicted + 2 * MIB, (shape, dtype)
+    assert len(sums) > 40
 
 
 def test_a_sum_of_all_numbers_leaves_one_number_a_block():
