@@ -384,8 +384,8 @@ def _infeasible(
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)})"
         f" for all of the {len(steps)} kinds of batches: one with {worst.signature}"
-        f" needs {least_bytes} bytes ({format_bytes(least_bytes)}) at"
-        " least. Raise the budget to that, or use smaller batches.",
+        f" peaks at {least.peak_bytes} bytes ({format_bytes(least.peak_bytes)}) at"
+        f" least. Raise the budget to {least_bytes} bytes, or use smaller batches.",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=least_bytes,
         composition=least.composition,
