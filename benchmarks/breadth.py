@@ -3,6 +3,7 @@
     python -m benchmarks.breadth [--sources torchvision,modules] [--jobs 2]
     python -m benchmarks.breadth --models timm/dla,transformers/bart --work FOLDER
     python -m benchmarks.breadth --packages [monai diffusers ...]
+    python -m benchmarks.breadth --device cuda --jobs 13
 
 With `--packages` models of other packages are drawn, each from the package's own list:
 of those that are named, or of all in `benchmarks.models.drawn.packages` that are
@@ -27,10 +28,14 @@ import signal
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import environment, package_version
+import torch
+
+from benchmarks import gpu_tables
+from benchmarks.environment import environment
 from benchmarks.judging import job, verdicts
 from benchmarks.models.drawn import SEED, SOURCES, every, packages
 
@@ -38,6 +43,8 @@ RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 _WALL_OF_CPU = 4  # a process may wait this many times as long as it may work
 Record = dict[str, Any]
+_ON_GPU = "Breadth on a GPU: models that nobody chose by hand"
+_LEAST_ON_GPU = 40  # as many as fit into the time that there was
 _DEVICES = {
     "cpu": "CPU, fp32, one thread",
     "cuda": "GPU, fp32, deterministic kernels where there are any",
@@ -83,13 +90,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     options.given = sys.argv[1:] if arguments is None else arguments
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("`--device cuda` needs a GPU, which is not here")
     known, options.page = list(SOURCES), "breadth"
-    if options.device == "cuda":
-        options.page = "breadth_gpu"
-        options.work /= options.page
     if options.packages is not None:
         known, options.page = packages.installed(), "packages"
         options.sources = options.packages or known
+        options.work /= options.page
+    if options.device == "cuda":
+        options.page += "_gpu"
         options.work /= options.page
     if unknown := sorted(set(options.sources) - set(known)):
         parser.error(f"unknown {unknown}; known are {known}")
@@ -162,8 +171,10 @@ def _write(options: argparse.Namespace) -> list[tuple[str, str, bool]]:
     paths = sorted(options.work.glob("*.json"))
     records = [json.loads(path.read_text()) for path in paths]
     records = [record for record in records if record["status"] != "unfinished"]
-    where = {**environment(), "timm": package_version("timm")}
+    where = gpu_tables.environment(options.device)
     draw = verdicts.LIBRARIES
+    if options.device == "cuda":
+        draw = replace(draw, title=_ON_GPU, least_judged=_LEAST_ON_GPU)
     if options.packages is not None:
         draw = _draw_of_packages(options.sources)
         where |= {name: packages.version(name) for name in options.sources}

@@ -138,11 +138,11 @@ def _predict(
     return _alone(lens, budget, record["lens"]), offloading
 
 
-def _offloading(made: Profile, lowest: int, record: dict[str, Any]) -> Plan | None:
+def _offloading(profile: Profile, lowest: int, record: dict[str, Any]) -> Plan | None:
     """A plan half-way between the floors with and without offload."""
     try:
-        least = floor(made, offload=True)
-        plan = make_plan(made, (least + lowest) // 2, offload=True)
+        least = floor(profile, offload=True)
+        plan = make_plan(profile, (least + lowest) // 2, offload=True)
         record["offload"] = {
             "floor_bytes": least,
             "budget_bytes": plan.budget_bytes,

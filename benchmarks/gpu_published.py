@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_published [--steps bert-fp32:64,resnet50:248]
 
-Of each: what PyTorch allocates, reserves, what the driver shows as
-in use, the time of a step, that of its kernels by op and shape (PyTorch's profiler),
-and what each op allocates and frees inside itself. `python -m benchmarks.published`
-predicts the same steps, without a GPU; ``--render`` holds the two against each other.
+Of each: what PyTorch hands out and reserves, what the driver shows as in use, the time
+of a step, that of its kernels by op and shape (PyTorch's profiler), and what each op
+allocates and frees inside itself. ``--render``, which needs no GPU, predicts the same
+steps as if there were none, and writes the page.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ STEPS = (
     *("focalnet-base:64", "focalnet-base:240", "llama-3.2-1b:8", "llama-3.2-3b:2"),
 )
 _WARM, _TIMED = 3, 4
+_LEAST_MS, _LEAST_BYTES = 0.01, 2**16  # of an op that is noted
 
 
 def main() -> int:
@@ -60,9 +61,9 @@ def main() -> int:
         if time.monotonic() > ends:
             print(f"{step}: no time left", flush=True)
             continue
-        record["steps"][step] = found = _measured(step)
+        record["steps"][step] = figures = _measured(step)
         path.write_text(json.dumps(record) + "\n")
-        kept = {k: v for k, v in found.items() if k not in ("ops", "kernels")}
+        kept = {k: v for k, v in figures.items() if k not in ("ops", "kernels")}
         print(step, json.dumps(kept), flush=True)
     return 0
 
@@ -88,14 +89,14 @@ def measure(name: str, batch: int) -> Record:
     for _ in range(_WARM):
         step()
     torch.cuda.synchronize()
-    found: Record = {
+    figures: Record = {
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "retries": torch.cuda.memory_stats()["num_alloc_retries"],
         "samples": subject.samples,
     }
     free, total = torch.cuda.mem_get_info()
-    found["device_bytes"] = total - free
+    figures["device_bytes"] = total - free
     torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(_TIMED):
@@ -103,16 +104,16 @@ def measure(name: str, batch: int) -> Record:
         step()
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-    found["steady_allocated_bytes"] = torch.cuda.max_memory_allocated()
-    found["step_ms"] = statistics.median(times)
-    found["kernels"] = kernels = _kernels(step)
-    found["kernels_ms"] = round(sum(row[-1] for row in kernels), 4)
+    figures["steady_allocated_bytes"] = torch.cuda.max_memory_allocated()
+    figures["step_ms"] = statistics.median(times)
+    figures["kernels"] = kernels = _kernels(step)
+    figures["kernels_ms"] = round(sum(row[-1] for row in kernels), 4)
     watched = Watched()
     with watched:
         step()
-    found["ops"] = watched.rows()
-    found["seconds"] = [round(built_s, 1), round(time.monotonic() - begun, 1)]
-    return found
+    figures["ops"] = watched.rows()
+    figures["seconds"] = [round(built_s, 1), round(time.monotonic() - begun, 1)]
+    return figures
 
 
 def _step_of(subject: Subject) -> Any:
@@ -153,9 +154,10 @@ def _kernels(step: Any) -> list[list[Any]]:
         torch.cuda.synchronize()
     rows = []
     for row in profiler.key_averages(group_by_input_shape=True):
-        spent_us = row.self_device_time_total
-        if spent_us and row.device_type == DeviceType.CPU:
-            rows.append([row.key, str(row.input_shapes), row.count, spent_us / 1e3])
+        spent_ms = row.self_device_time_total / 1e3
+        if spent_ms >= _LEAST_MS and row.device_type == DeviceType.CPU:
+            shapes = str(row.input_shapes).replace(" ", "")
+            rows.append([row.key, shapes, row.count, round(spent_ms, 4)])
     return rows
 
 
@@ -164,7 +166,7 @@ class Watched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
+        self.sizes: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -180,7 +182,7 @@ class Watched(TorchDispatchMode):
             for t in tree_leaves((args, kwargs))[:12]
             if isinstance(t, torch.Tensor)
         )
-        row = self.found[str(func), shapes]
+        row = self.sizes[str(func), shapes]
         row[0] += 1
         row[1] = max(row[1], inside)
         row[2] = max(row[2], after - before)
@@ -188,8 +190,8 @@ class Watched(TorchDispatchMode):
 
     def rows(self) -> list[list[Any]]:
         """Name, arguments, calls, most bytes inside, most bytes that stay."""
-        rows = [[*key, *row] for key, row in self.found.items()]
-        return [row for row in rows if row[3] or row[4]]
+        rows = [[*key, *row] for key, row in self.sizes.items()]
+        return [row for row in rows if row[3] >= _LEAST_BYTES]
 
 
 if __name__ == "__main__":

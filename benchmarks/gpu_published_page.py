@@ -32,8 +32,8 @@ def write(record: Record, folder: Path) -> None:
     """Predict every step that was measured, and write the page."""
     spec = device_of_product(record["environment"]["gpu"])
     memory, kinds = [], defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
-    for step, found in record["steps"].items():
-        if "error" in found:
+    for step, measured_step in record["steps"].items():
+        if "error" in measured_step:
             continue
         name, _, batch = step.partition(":")
         subject = SUBJECTS[name](int(batch))
@@ -41,9 +41,9 @@ def write(record: Record, folder: Path) -> None:
         traced = autosac.profile(
             subject.model, subject.inputs, device=device, **subject.options
         )
-        memory.append(_row(step, found, traced, spec.name))
+        memory.append(_row(step, measured_step, traced, spec.name))
         print(memory[-1], flush=True)
-        _add_kinds(kinds, traced, found, subject, device)
+        _add_kinds(kinds, traced, measured_step, subject, device)
     lines = [*_head(record["environment"]), *memory, "", *_table_of(kinds, spec)]
     (folder / "gpu_published.md").write_text("\n".join(lines) + "\n")
 
@@ -68,21 +68,22 @@ def _head(environment: Record) -> Iterator[str]:
     yield f"| --- |{' ---: |' * 8}"
 
 
-def _row(step: str, found: Record, traced: autosac.Profile, gpu: str) -> str:
+def _row(step: str, measured_step: Record, traced: autosac.Profile, gpu: str) -> str:
     allocated, reserved = (
-        traced.simulator.allocator_peak_bytes({}, cap) / found[f"{cap}_bytes"] - 1
+        traced.simulator.allocator_peak_bytes({}, cap) / measured_step[f"{cap}_bytes"]
+        - 1
         for cap in ("allocated", "reserved")
     )
     published = _published_ms(step, gpu)
     fields = (
         step,
-        f"{found['allocated_bytes'] / MIB:,.0f}",
+        f"{measured_step['allocated_bytes'] / MIB:,.0f}",
         f"{allocated:+.2%}",
-        f"{found['reserved_bytes'] / MIB:,.0f}",
+        f"{measured_step['reserved_bytes'] / MIB:,.0f}",
         f"{reserved:+.2%}",
-        f"{found['step_ms']:.1f}",
-        f"{found['kernels_ms']:.1f}",
-        f"{traced.baseline_ms / found['step_ms'] - 1:+.0%}",
+        f"{measured_step['step_ms']:.1f}",
+        f"{measured_step['kernels_ms']:.1f}",
+        f"{traced.baseline_ms / measured_step['step_ms'] - 1:+.0%}",
         "" if published is None else f"{published:.1f}",
     )
     return f"| {' | '.join(fields)} |"
@@ -105,13 +106,13 @@ def _published_ms(step: str, gpu: str) -> float | None:
 def _add_kinds(
     kinds: dict[str, list[float]],
     traced: autosac.Profile,
-    found: Record,
+    measured_step: Record,
     subject: Subject,
     device: DeviceSpec,
 ) -> None:
     """Add measured ms, predicted ms, FLOPs over the data sheet's rate, and bytes."""
     measured: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
-    for name, shapes, count, ms in found["kernels"]:
+    for name, shapes, count, ms in measured_step["kernels"]:
         name = name.removeprefix("aten::")
         sums = measured[_CALLED.get(name, name), _first(json.loads(shapes))]
         sums[0] += count

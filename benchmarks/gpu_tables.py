@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import platform
 import shutil
@@ -47,6 +49,7 @@ def environment(device: str) -> Record:
     return found
 
 
+@functools.cache
 def _driver() -> str:
     if shutil.which("nvidia-smi") is None:
         return "unknown"
@@ -68,20 +71,21 @@ def error_of(cell: Record, predicted: str, measured: str) -> float | None:
     return float(cell[predicted] / cell[measured] - 1)
 
 
-def _add_own(record: Record) -> None:
-    """Note in every cell what the run itself took, without what was left before it.
+def _with_own(model: Record) -> Record:
+    """A model with what each run itself took, without what was left before it.
 
     Workspaces of libraries that were there before are the step's: it uses them.
     """
-    for model in record.get("models", {}).values():
-        cells = [*model.get("cells", []), model.get("offload", {})]
-        cells.append(model.get("lens", {}).get("plan", {}))
-        libraries = sum(model.get("library_bytes", ()))
-        for cell in cells:
-            left = max(0, cell.get("held_bytes", 0) - libraries)
-            for name in ("allocated", "reserved"):
-                if cell.get(f"{name}_bytes"):
-                    cell[f"own_{name}_bytes"] = cell[f"{name}_bytes"] - left
+    model = copy.deepcopy(model)
+    cells = [*model.get("cells", []), model.get("offload", {})]
+    cells.append(model.get("lens", {}).get("plan", {}))
+    libraries = sum(model.get("library_bytes", ()))
+    for cell in cells:
+        left = max(0, cell.get("held_bytes", 0) - libraries)
+        for name in ("allocated", "reserved"):
+            if cell.get(f"{name}_bytes"):
+                cell[f"own_{name}_bytes"] = cell[f"{name}_bytes"] - left
+    return model
 
 
 def _within(predicted: str, measured: str, limit: float) -> Callable[[Record], Verdict]:
@@ -124,8 +128,7 @@ PROMISES: dict[str, Callable[[Record], Verdict]] = {
 
 def verdicts(record: Record) -> dict[str, list[bool]]:
     """What was found about each promise, model by model and budget by budget."""
-    _add_own(record)
-    models = record.get("models", {}).values()
+    models = [*map(_with_own, record.get("models", {}).values())]
     cells = [cell for model in models for cell in model.get("cells", [])]
     found: dict[str, list[bool]] = {}
     for name, check in PROMISES.items():
@@ -180,7 +183,7 @@ def page(record: Record) -> Iterator[str]:
     yield from summary(record)
     yield from _limit(record.get("memory_limit"))
     for name, model in record.get("models", {}).items():
-        yield from _model(name, model)
+        yield from _model(name, _with_own(model))
 
 
 def summary(record: Record) -> Iterator[str]:
@@ -354,7 +357,7 @@ def _state(found: Record | None) -> str:
 def short(name: str, model: Record) -> Iterator[str]:
     """One model in a few lines, for the terminal."""
     yield f"{name}: {model['status']} {model.get('error', '')}".rstrip()
-    for cell in model.get("cells", []):
+    for cell in _with_own(model).get("cells", []):
         yield "  " + _row(cell, model.get("plain", {}))
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import autosac
 from autosac.checkpointing import installing
 from autosac.errors import InfeasibleBudgetError
-from autosac.planning import make_plan
+from autosac.planning import dry_running
 from tests.models import Case
 from tests.training import assert_equal, train
 
@@ -461,7 +461,7 @@ def test_units_whose_dry_run_is_not_as_simulated_are_left_out_and_said(
             policies = tuple(p for p in policies if not p.fqn.startswith("0."))
         install(model, policies)
 
-    monkeypatch.setattr(make_plan.installing, "install", some)  # of dry runs
+    monkeypatch.setattr(dry_running.installing, "install", some)  # of dry runs
 
     with pytest.warns(UserWarning, match="It is left out, and the rest is planned"):
         floor = autosac.floor(profile)

@@ -14,7 +14,7 @@ from autosac import far_memory
 from autosac.checkpointing import installing
 from autosac.errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
 from autosac.far_memory import FarMemory
-from autosac.planning.make_plan import difference_in_dry_run
+from autosac.planning.dry_running import difference_in_dry_run
 from autosac.planning.spelling import spell_out
 from autosac.profiles.restricting import restricted
 from autosac.quantities import format_ms

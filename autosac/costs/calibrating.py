@@ -109,13 +109,17 @@ def _library_bytes(
     if device.type != "cuda":
         return ()
     kept = {False: 0, True: 0}
+    unmeasured: set[bool] = set()
     for op in tape.ops:
-        is_backward, num_bytes = op.phase == "backward", 0
+        is_backward = op.phase == "backward"
         if op.signature in measured:
-            num_bytes = measured[op.signature][0].kept_bytes
+            own_bytes = measured[op.signature][0].kept_bytes
+            kept[is_backward] = max(kept[is_backward], own_bytes)
         elif isinstance(op.signature, Signature) and runs_blas(op.signature.func):
-            num_bytes = blas_bytes(device)
-        kept[is_backward] = max(kept[is_backward], num_bytes)
+            unmeasured.add(is_backward)
+    known_bytes = blas_bytes(device) if unmeasured else 0
+    for is_backward in unmeasured:
+        kept[is_backward] = max(kept[is_backward], known_bytes)
     return tuple(num_bytes for num_bytes in kept.values() if num_bytes)
 
 

@@ -3,7 +3,7 @@
 Every rate is from the maker's data sheet, named beside its entry: dense rates
 (half of what is printed "with sparsity"), matrix rates with float32 accumulation,
 decimal gigabytes. Compute capabilities are those of NVIDIA's "CUDA GPUs" page,
-multiprocessors those of the architectures' whitepapers. Links
+multiprocessors those of whitepapers, of A10G and B200 what drivers report. Links
 to the host are PCI Express of 16 lanes: 16, 32 and 64 GB/s each way in generations 3, 4
 and 5, of which the data sheets name theirs. A process can allocate a few percent more
 or less than `memory_bytes`: for a tight budget give bytes.

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import defaultdict
-from collections.abc import Hashable
 from dataclasses import replace
 from math import inf
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from autosac.checkpointing import installing
 from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
 from autosac.planning import offload_advice
+from autosac.planning.dry_running import confirm, is_quick, leave_out, wants_dry_run
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
 from autosac.profiles.mistakes import warn_of_other_formulas
@@ -23,25 +21,18 @@ from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_parts
-from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
 from autosac.solving.incumbents import far_bytes, recompute_ms
 from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.solve_options import SolveOptions
-from autosac.step.tape import Tape
 from autosac.tracing.collecting import no_collections
-from autosac.tracing.trace import dry_run, is_watched
 from autosac.units import curves
-from autosac.units.nests import Nest
 from autosac.units.policies import OpPolicy
-from autosac.units.unit import Unit
 
 _Step = TypeVar("_Step", bound=TracedStep)
 Offload = bool | Literal["auto"]
 
-_DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
 _MOST_LEFT_OUT = 8  # rounds in which units are left out
-_MANY_OPS = 10_000  # of a step whose dry run takes seconds
 
 
 def price_ms_per_byte(profile: TracedStep, budget_bytes: int) -> float | None:
@@ -49,7 +40,7 @@ def price_ms_per_byte(profile: TracedStep, budget_bytes: int) -> float | None:
 
     The dual price of memory in the LP relaxation of the MILP; None below its floor.
     """
-    return profile.chooser.price_ms_per_byte(budget_bytes)
+    return profile.chooser.price_ms_per_byte(profile.within(budget_bytes))
 
 
 def check_offload(offload: object, directory: str | None = None) -> None:
@@ -173,7 +164,7 @@ def _make_plan(
                 raise
             chosen, bound_ms = least, 0.0
         policies = spell_out(profile, chosen)
-        if not (_wants_dry_run(profile, chosen) if dry_run is None else dry_run):
+        if not (wants_dry_run(profile, chosen) if dry_run is None else dry_run):
             break
         if not isinstance(profile, Profile):
             raise ValueError(
@@ -183,11 +174,11 @@ def _make_plan(
         if chosen is least:
             profile.dry_runs.add(frozenset(chosen.items()))
             break
-        difference = _confirm(profile, chosen)
+        difference = confirm(profile, chosen)
         if not difference:
             break
         least = least or _exact_lowest(profile, budget_bytes)
-        _leave_out(profile, chosen, difference)
+        leave_out(profile, chosen, difference)
         start = None  # it knows of units that are none any more
     else:
         raise SolverError(difference)
@@ -276,11 +267,11 @@ def _confirmed_lowest(profile: TracedStep) -> Choice:
     That of a large step is not confirmed: its one dry run is for a plan.
     """
     chosen = lowest(profile)
-    if isinstance(profile, Profile) and len(profile.tape.ops) <= _MANY_OPS:
-        while _wants_dry_run(profile, chosen):
-            if not (difference := _confirm(profile, chosen)):
+    if isinstance(profile, Profile) and is_quick(profile):
+        while wants_dry_run(profile, chosen):
+            if not (difference := confirm(profile, chosen)):
                 break
-            _leave_out(profile, chosen, difference)
+            leave_out(profile, chosen, difference)
             chosen = lowest(profile)
     return chosen
 
@@ -289,7 +280,7 @@ def _exact_lowest(profile: Profile, budget_bytes: int) -> Choice | None:
     """The choice of least peak, if it fits and is as simulated."""
     chosen = lowest(profile)
     fits = profile.peak_bytes(chosen) <= profile.within(budget_bytes)
-    return chosen if fits and not _confirm(profile, chosen) else None
+    return chosen if fits and not confirm(profile, chosen) else None
 
 
 def lowest(profile: TracedStep) -> Choice:
@@ -328,138 +319,6 @@ def _hint(profile: TracedStep) -> str:
 
 
 # --- the plan -----------------------------------------------------------------
-
-
-def _wants_dry_run(profile: TracedStep, chosen: Choice) -> bool:
-    """Whether a plan is dry-run if nobody says so; on large models that takes long."""
-    is_possible = isinstance(profile, Profile)
-    if not is_possible or frozenset(chosen.items()) in profile.dry_runs:
-        return False
-    # A plan that recomputes nothing confirms little.
-    return len(profile.tape.ops) <= _MANY_OPS or not any(profile.dry_runs)
-
-
-def difference_in_dry_run(profile: Profile, chosen: Choice) -> str:
-    """What a dry run of the applied model has other than the simulation, in words.
-
-    The model runs under fake tensors, and memory must be as simulated: else something
-    happens in it that the tape does not tell of.
-    """
-    policies = spell_out(profile, chosen)
-    late_bytes = _late_bytes(profile.tape)
-    peak_bytes, left_bytes = _before_optimizer(profile.simulator, chosen)
-    expected = (peak_bytes - late_bytes, left_bytes - late_bytes)
-    for _ in range(_DISTURBED if is_watched() else 1):
-        dry = dry_run(
-            profile.step,
-            lambda model: installing.install(model, policies),
-            optimizes=False,
-        )
-        observed = _before_optimizer(Simulator(dry), {})
-        if observed == expected:
-            return ""
-    return (
-        f"The dry run of the plan peaks at {observed[0]} bytes and leaves {observed[1]}"
-        f" to the optimizer, its simulation at {expected[0]} and {expected[1]}."
-        " This is a mistake in autosac; please report the model."
-    )
-
-
-def _late_bytes(tape: Tape) -> int:
-    """Tensors from elsewhere that only the optimizer reads, such as a learning rate.
-
-    A run that ends before it does not meet them.
-    """
-    begin = tape.phases["optimizer"]
-    earlier = {
-        i for op in tape.ops if op.start < begin for i in (*op.reads, *op.writes)
-    }
-    late = {i for op in tape.ops if op.start > begin for i in (*op.reads, *op.writes)}
-    storages = [tape.storages[i] for i in late - earlier]
-    return sum(s.nbytes for s in storages if s.born == 0 and s.category == "input")
-
-
-def _confirm(profile: Profile, chosen: Choice) -> str:
-    """Dry-run a choice; how it differed from its simulation, empty if it did not."""
-    difference = difference_in_dry_run(profile, chosen)
-    if not difference:
-        profile.dry_runs.add(frozenset(chosen.items()))
-    return difference
-
-
-def _leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
-    """Leave out the units whose dry run is not as simulated.
-
-    Raises:
-        SolverError: The step differs without any, or no module can be left out.
-    """
-    if difference_in_dry_run(profile, {}):
-        raise SolverError(difference)
-    kinds = {_kind(unit): unit for unit in chosen}
-    inexact = {
-        kind
-        for kind, unit in kinds.items()
-        if difference_in_dry_run(profile, {unit: chosen[unit]})
-    }
-    inexact = inexact or {_inexact_beside_others(profile, chosen, list(kinds))}
-    alike = (u for u in profile.choosable if _kind(u) in inexact)
-    fqns = [fqn for unit in alike for fqn in _modules_of(unit)]
-    if not fqns:
-        raise SolverError(difference)
-    more = f" and {len(fqns) - 1} more" if fqns[1:] else ""
-    cannot = f"`{fqns[0]}`{more} cannot be an AC unit: rerun, it takes"
-    if not fqns[0]:
-        cannot = "The saved tensors of the model cannot come back one by one: it takes"
-    warnings.warn(
-        f"{cannot} other memory than its trace shows. It is left out, and the rest is"
-        " planned.",
-        stacklevel=4,
-    )
-    profile.leave_out(fqns, "rerun, it takes other memory than its trace shows")
-
-
-def _kind(unit: Unit) -> Hashable:
-    """Equal for units that do the same."""
-    return type(unit), unit.key
-
-
-def _inexact_beside_others(
-    profile: Profile, chosen: Choice, kinds: list[Hashable]
-) -> Hashable:
-    """A kind of units with which some of the kinds before it are not as simulated.
-
-    Args:
-        profile: What is planned.
-        chosen: All units, which are not as simulated.
-        kinds: Theirs, each of which is by itself.
-    """
-    exact, inexact = 0, len(kinds)  # how many of the first kinds are
-    while inexact - exact > 1:
-        half = (exact + inexact) // 2
-        first = {u: p for u, p in chosen.items() if _kind(u) in kinds[:half]}
-        if difference_in_dry_run(profile, first):
-            inexact = half
-        else:
-            exact = half
-    return kinds[inexact - 1]
-
-
-def _modules_of(unit: Unit) -> list[str]:
-    """FQNs of the modules that a unit consists of."""
-    if isinstance(unit, Nest):
-        return [unit.around]
-    return [call.fqn for call in unit.calls]
-
-
-def _before_optimizer(simulator: Simulator, chosen: Choice) -> tuple[int, int]:
-    """Most bytes alive before the optimizer begins, and those alive when it does.
-
-    No unit runs in it: what it adds, the trace has shown.
-    """
-    timeline = simulator.timeline(chosen, workspaces=False)
-    mark = simulator.tape.phases["optimizer"] * simulator.span
-    live = timeline.live_bytes[timeline.keys <= mark]
-    return int(live.max()), int(live[-1])
 
 
 def _as_plan(

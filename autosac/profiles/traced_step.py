@@ -194,8 +194,8 @@ class TracedStep(Summarized):
         """Highest peak of a plan under a budget: all of it, but for a GPU that is here.
 
         How large the blocks are that its allocator hands out depends a little on what
-        it served before the step. On an H100 that was 0.2 % of a peak at most, and up
-        to 2 MiB of small ones (docs/gpus.md).
+        it served before the step. On an H100 that was 0.2 % of a peak, and up to 2 MiB
+        of small ones (docs/gpus.md): a heuristic.
         """
         if self.device.type != "cuda" or not self.calibrated:
             return budget_bytes

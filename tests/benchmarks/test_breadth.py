@@ -5,10 +5,12 @@ import torch
 from torch import nn
 
 from autosac.errors import SolverError, TraceError, UnsupportedError
+from autosac.pytrees import tensors_in
+from autosac.step.training_step import normalize_inputs
 from benchmarks import breadth
 from benchmarks.judging import job, verdicts
-from benchmarks.models.drawn import NotBuiltError, every
-from benchmarks.models.workload import Workload, adamw, normal
+from benchmarks.models.drawn import NotBuiltError, build_small, every
+from benchmarks.models.workload import Workload, adamw, normal, on_device
 
 
 def cell(measured=10, *, budget=10, predicted=10, differences=()):
@@ -193,3 +195,21 @@ def test_every_source_has_names_each_once():
 
     assert len(set(names)) == len(names) > 600
     assert {"transformers/gpt2", "torchvision/fcos_resnet50_fpn"} <= set(names)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_gpu_that_is_not_here_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        breadth.main(["--device", "cuda", "--models", "timm/dla"])
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_a_step_moves_to_a_device_with_its_inputs():
+    work = build_small("modules/nn.Linear")
+
+    moved = on_device(work, "meta")
+
+    args, kwargs = normalize_inputs(moved.make_inputs())
+    tensors = [*moved.make_model().parameters(), *tensors_in((args, kwargs))]
+    assert tensors and all(tensor.is_meta for tensor in tensors)
+    assert on_device(work, "cpu") is work

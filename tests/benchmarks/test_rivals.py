@@ -6,7 +6,7 @@ from torch.distributed._tools.sac_estimator import SACEstimator
 
 import autosac
 from autosac.cli.demo import GPT, Block, next_token_loss
-from autosac.planning import make_plan
+from autosac.planning import dry_running
 from autosac.units.curves import recompute_ms
 from autosac.units.policies import RERUN, SAVE
 from autosac.verification.verifying import Recipe, verify_each
@@ -85,7 +85,7 @@ def test_the_simulated_peak_of_a_rival_is_that_of_its_dry_run(
 
     for setting in {settings[-1], lowest}:
         # Raises if they differ by a byte.
-        assert not make_plan.difference_in_dry_run(step_profile, setting.choice)
+        assert not dry_running.difference_in_dry_run(step_profile, setting.choice)
 
 
 def test_every_rival_has_settings_for_a_transformer(every_rival):
@@ -260,7 +260,7 @@ def test_pytorchs_chain_becomes_a_policy_that_does_what_it_chose(step_profile):
     assert plain == {}
     assert tight
     assert sac_milp.milp_choice(step_profile, chain, 1) is None
-    assert not make_plan.difference_in_dry_run(step_profile, tight)
+    assert not dry_running.difference_in_dry_run(step_profile, tight)
     ratios, _ = chain.ratios(int(0.7 * chain.baseline_bytes))
     assert {f"model.{unit.fqn}" for unit in tight} == set(ratios)
     # What the chain saves is saved, op by op.

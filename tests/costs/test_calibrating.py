@@ -331,8 +331,8 @@ def test_seeds_that_kernels_read_on_the_host_lie_there():
     args = (*[x] * 4, x[..., :8], x, sums, seed, seed, 0.1, [True] * 4)
     names = [argument.name for argument in backward._schema.arguments]
 
-    made, _ = synthetic_inputs.arguments(signature(backward, args, {}), x.device)
+    drawn, _ = synthetic_inputs.arguments(signature(backward, args, {}), x.device)
 
-    given = dict(zip(names, made, strict=False))
+    given = dict(zip(names, drawn, strict=False))
     on_host = {name for name, v in given.items() if getattr(v, "is_cpu", False)}
     assert on_host == {"philox_seed", "philox_offset"}

@@ -13,7 +13,8 @@ from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
 from autosac.lens import attention_choice
 from autosac.lens.mode import lens
-from autosac.planning.make_plan import difference_in_dry_run, floor, make_plan
+from autosac.planning.dry_running import difference_in_dry_run
+from autosac.planning.make_plan import floor, make_plan
 from autosac.profiles.profile import profile
 from tests.fake_gpu import Attention, Language
 from tests.models import CASES, random_choice

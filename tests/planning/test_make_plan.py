@@ -4,7 +4,7 @@ from torch import nn
 
 import autosac
 from autosac.checkpointing import installing
-from autosac.planning import make_plan
+from autosac.planning import dry_running, make_plan
 from autosac.tracing.trace import dry_run
 from autosac.units.curves import trade_off
 from tests.models import (
@@ -274,7 +274,7 @@ def dry_runs(monkeypatch):
         observed.append(args)
         return dry_run(*args, **options)
 
-    monkeypatch.setattr(make_plan, "dry_run", counted)
+    monkeypatch.setattr(dry_running, "dry_run", counted)
     return observed
 
 
@@ -299,7 +299,7 @@ def test_every_plan_of_a_small_step_is_dry_run_once(dry_runs):
 
 def test_one_plan_of_a_large_step_is_dry_run(dry_runs, monkeypatch):
     traced = profile_of("mlp")
-    monkeypatch.setattr(make_plan, "_MANY_OPS", len(traced.tape.ops) - 1)
+    monkeypatch.setattr(dry_running, "_MANY_OPS", len(traced.tape.ops) - 1)
 
     plans = _plans(traced, 3)
 
@@ -310,7 +310,7 @@ def test_one_plan_of_a_large_step_is_dry_run(dry_runs, monkeypatch):
 
 def test_the_plan_that_recomputes_nothing_confirms_no_other_one(dry_runs, monkeypatch):
     traced = profile_of("mlp")
-    monkeypatch.setattr(make_plan, "_MANY_OPS", len(traced.tape.ops) - 1)
+    monkeypatch.setattr(dry_running, "_MANY_OPS", len(traced.tape.ops) - 1)
 
     autosac.plan(traced, memory_budget=traced.baseline_peak_bytes)
     plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
@@ -323,7 +323,7 @@ def test_the_plan_that_recomputes_nothing_confirms_no_other_one(dry_runs, monkey
 @pytest.mark.parametrize(("wanted", "num_runs"), [(True, 6), (False, 0)])
 def test_dry_runs_are_made_as_asked_for(wanted, num_runs, dry_runs, monkeypatch):
     traced = profile_of("mlp")
-    monkeypatch.setattr(make_plan, "_MANY_OPS", len(traced.tape.ops) - 1)
+    monkeypatch.setattr(dry_running, "_MANY_OPS", len(traced.tape.ops) - 1)
 
     plans = _plans(traced, 3, dry_run=wanted) + _plans(traced, 3, dry_run=wanted)
 
@@ -351,7 +351,7 @@ def test_units_whose_dry_run_disagrees_are_left_out_and_nothing_is_confirmed(
     traced = profile_of("mlp")
     lowest = make_plan.lowest(traced)
     unplanned = dry_run(traced.step, lambda model: None)
-    monkeypatch.setattr(make_plan, "dry_run", lambda *_, **__: unplanned)
+    monkeypatch.setattr(dry_running, "dry_run", lambda *_, **__: unplanned)
 
     with (
         pytest.warns(UserWarning, match="It is left out"),
@@ -366,14 +366,14 @@ def test_units_whose_dry_run_disagrees_are_left_out_and_nothing_is_confirmed(
 def test_what_the_floor_takes_is_planned_though_other_policies_are_left_out(
     monkeypatch,
 ):
-    traced, difference = profile_of("mlp"), make_plan.difference_in_dry_run
+    traced, difference = profile_of("mlp"), dry_running.difference_in_dry_run
     lowest = make_plan.lowest(traced)
     floor = autosac.floor(traced)
 
     def of_others(profile, chosen):
         return difference(profile, chosen) if chosen in ({}, lowest) else "It differs."
 
-    monkeypatch.setattr(make_plan, "difference_in_dry_run", of_others)
+    monkeypatch.setattr(dry_running, "difference_in_dry_run", of_others)
     other = dict([*lowest.items()][:1])
     monkeypatch.setattr(make_plan, "choose", _first_this(other, make_plan.choose))
     with pytest.warns(UserWarning, match="It is left out"):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autosac.devices.links import Link
-from autosac.planning.make_plan import difference_in_dry_run
+from autosac.planning.dry_running import difference_in_dry_run
 from autosac.profiles.profile import profile
 from autosac.profiles.restricting import restricted
 from autosac.solvers import sac
